@@ -9,6 +9,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from valora_data.sources.formats.files import files_below
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -81,8 +83,7 @@ def hash_path(path: Path, cache: Path | None = None) -> str:
     """
     if not path.is_dir():
         return hash_files([path], path, cache)
-    inside = (file for file in path.rglob("[!.]*") if file.is_file())
-    return hash_files(inside, path, cache)
+    return hash_files(files_below(path), path, cache)
 
 
 def _facts(path: Path) -> _Facts | None:

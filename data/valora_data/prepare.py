@@ -97,7 +97,7 @@ def prepare(
             writers.check()
     finally:
         shutil.rmtree(folder / READ, ignore_errors=True)
-    if not writers.answered:
+    if not writers.answered[Split.UNLABELLED]:
         shutil.rmtree(folder / TRUTH)
     return writers.counts
 
@@ -107,7 +107,7 @@ class _Writers:
 
     Attributes:
         counts: Number of samples of each split.
-        answered: Whether any sample of the unlabelled split has an answer.
+        answered: Number of samples of each split that have an answer.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class _Writers:
         self._writers: dict[str, ShardWriter] = {}
         self._done = 0
         self.counts = dict.fromkeys(Split, 0)
-        self.answered = False
+        self.answered = dict.fromkeys(Split, 0)
 
     def __enter__(self) -> _Writers:
         self._stack.__enter__()
@@ -137,9 +137,9 @@ class _Writers:
 
     def add(self, split: Split, sample: Sample) -> None:
         """Write a sample."""
+        self.answered[split] += sample.answer != Answer()
         if split is Split.UNLABELLED:
             self._writer(TRUTH).add(sample)
-            self.answered = self.answered or sample.answer != Answer()
             sample = replace(sample, answer=Answer())
         self._writer(split).add(sample)
         self.counts[split] += 1
@@ -150,18 +150,25 @@ class _Writers:
         """Write a row of a shard with the same labels, whose answer is known."""
         for name in (TRUTH, split) if split is Split.UNLABELLED else (split,):
             self._writer(name).ask_about(document)
+        self.answered[split] += answer != Answer()
         if split is Split.UNLABELLED:
             self._writer(TRUTH).add_row(row)
-            self.answered = self.answered or answer != Answer()
             row = {**row, **UNANSWERED}
         self._writer(split).add_row(row)
         self.counts[split] += 1
 
     def check(self) -> None:
-        """Check that no split is empty."""
+        """Check that no split is empty, and none without answers that is measured on."""
         for split, count in self.counts.items():
             if not count:
                 raise _empty(split)
+        for split in (Split.VAL, Split.TEST):
+            if any(self.answered.values()) and not self.answered[split]:
+                raise DataError(
+                    f"none of the {plural(self.counts[split], f'{split} sample')} has an object or "
+                    f"another answer, so that nothing could be measured: label some, or leave the "
+                    f"{split} split out of the data set, so that a part of train is taken for it"
+                )
 
     def _writer(self, name: str) -> ShardWriter:
         if name not in self._writers:

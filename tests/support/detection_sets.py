@@ -1,13 +1,19 @@
 """One small detection data set, written in the formats that annotation tools export."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+import yaml
 from PIL import Image
 
 from tests.support.data_sets import natural_picture
+from valora_data.errors import DataError
+from valora_data.images import encoded_file
+from valora_data.schema import Box, Sample, Task
+from valora_data.sources.base import Source
+from valora_data.sources.registry import open_source
 
 SIZES = {"a": (80, 60), "b": (50, 90), "c": (64, 64), "d": (100, 40)}
 BOXES = {
@@ -144,3 +150,80 @@ def write_labelstudio(folder: Path, small: bool = False) -> Path:
     path = folder / "export.json"
     path.write_text(json.dumps(tasks), encoding="utf-8")
     return path
+
+
+def read_split(
+    kind: str,
+    path: Path,
+    split: str | None = None,
+    labels: Sequence[str] | None = None,
+    task: Task = Task.DETECTION,
+    **more: object,
+) -> Iterator[Sample]:
+    """The samples of one split of a data set; None for one that comes in one piece."""
+    splits = open_source(Source(kind, task, tuple(labels or ()), path=str(path), **more))
+    return splits.get(split, splits.get(None))()
+
+
+def write_yolo(
+    samples_by_split: Mapping[str, Sequence[Sample]], labels: Sequence[str], folder: Path
+) -> Path:
+    """Write samples so that Ultralytics can train from them.
+
+    Args:
+        samples_by_split: Samples per key of the YAML file, such as ``train`` and ``val``.
+        labels: Labels in the order of the class indices.
+        folder: Where to write; created if missing.
+
+    Returns:
+        The YAML file, `folder`/data.yaml.
+
+    Raises:
+        DataError: If a split is empty or a box has a label outside `labels`.
+    """
+    index_of = {label: index for index, label in enumerate(labels)}
+    for split, samples in samples_by_split.items():
+        if not samples:
+            raise DataError(f"no samples to write to split {split} of {folder.name}")
+        image_folder, label_folder = folder / "images" / split, folder / "labels" / split
+        image_folder.mkdir(parents=True, exist_ok=True)
+        label_folder.mkdir(parents=True, exist_ok=True)
+        for position, sample in enumerate(samples):
+            stem = f"{position:06d}"
+            _write_image(sample.image, image_folder / stem)
+            rows = [_row(box, sample, index_of) for box in sample.answer.boxes]
+            (label_folder / f"{stem}.txt").write_text("".join(rows), encoding="utf-8")
+    content = {
+        "path": str(folder.resolve()),
+        **{str(split): f"images/{split}" for split in samples_by_split},
+        "names": dict(enumerate(labels)),
+    }
+    yaml_path = folder / "data.yaml"
+    yaml_path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return yaml_path
+
+
+def _row(box: Box, sample: Sample, index_of: Mapping[str, int]) -> str:
+    if box.label not in index_of:
+        raise DataError(
+            f"sample {sample.id}: label {box.label!r} is not one of {', '.join(index_of)}"
+        )
+    width, height = sample.image.size
+    numbers = (
+        (box.x0 + box.x1) / 2 / width,
+        (box.y0 + box.y1) / 2 / height,
+        (box.x1 - box.x0) / width,
+        (box.y1 - box.y0) / height,
+    )
+    return f"{index_of[box.label]} " + " ".join(f"{number:.8f}" for number in numbers) + "\n"
+
+
+def _write_image(image: Image.Image, path: Path) -> None:
+    """Write an image without a loss: the file that it came from, where others read it alike."""
+    file = encoded_file(image)
+    kinds = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png"}
+    for magic, suffix in kinds.items():
+        if file is not None and file.plain and file.content.startswith(magic):
+            path.with_suffix(suffix).write_bytes(file.content)
+            return
+    image.save(path.with_suffix(".png"))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from valora_data.errors import ValoraError
 from valora_data.faults import FaultError
-from valora_data.sources.formats.labelled import IMAGES, ImageReader
+from valora_data.sources.formats.files import IMAGES, files_below
+from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.videos import SUFFIXES, read_frames
 from valora_serve.errors import SettingsError
 from valora_serve.predict.records import Prediction
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from valora_serve.types import EngineClient, ServedModel
 
+STILLS = IMAGES - SUFFIXES
 AHEAD = 8
 """Decoded files that wait for the engine."""
 FRAMES = 8
@@ -71,13 +73,11 @@ def find_files(source: Path, *, images: bool, videos: bool) -> list[Path]:
     Raises:
         SettingsError: There are none.
     """
-    wanted = (IMAGES if images else frozenset()) | (SUFFIXES if videos else frozenset())
-    places = [source] if source.is_file() else source.rglob("*")
-    found = sorted(
-        path
-        for path in places
-        if path.suffix.lower() in wanted and path.name[0] != "." and path.is_file()
-    )
+    wanted = (STILLS if images else frozenset()) | (SUFFIXES if videos else frozenset())
+    if source.is_file():
+        found = [source] if source.suffix.lower() in wanted else []
+    else:
+        found = files_below(source, wanted)
     if not found:
         what = " or ".join(
             name for name, asked in (("images", images), ("videos", videos)) if asked
@@ -107,7 +107,7 @@ def find_jobs(
     for path in find_files(source, images=bool(of_images), videos=bool(of_videos)):
         name, facts = path.relative_to(root).as_posix(), path.stat()
         version = (facts.st_size, facts.st_mtime_ns)
-        asked = of_images if path.suffix.lower() in IMAGES else of_videos
+        asked = of_images if path.suffix.lower() in STILLS else of_videos
         left = tuple(model for model in asked if done.get((name, model.name)) != version)
         answered += len(asked) - len(left)
         if left:
@@ -170,7 +170,7 @@ async def answer_all(
 
 def _decoded(jobs: Sequence[Job]) -> Generator[tuple[Job, list[Image] | str], None, None]:
     """Each job with its images or frames, or with the reason why there are none."""
-    stills = [job for job in jobs if job.path.suffix.lower() in IMAGES]
+    stills = [job for job in jobs if job.path.suffix.lower() in STILLS]
     reader = ImageReader.for_check("predict")
     for job, image in zip(stills, reader.open_all(job.path for job in stills), strict=True):
         if image is None:
@@ -178,7 +178,7 @@ def _decoded(jobs: Sequence[Job]) -> Generator[tuple[Job, list[Image] | str], No
         else:
             yield job, [image]
     for job in jobs:
-        if job.path.suffix.lower() not in IMAGES:
+        if job.path.suffix.lower() not in STILLS:
             frames = max(model.images or FRAMES for model in job.domains)
             try:
                 yield job, read_frames(job.path, frames)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
+from valora_data.sources.formats.files import files_below
 from valora_data.sources.formats.tables import load_json, read_lines
 from valora_data.sources.formats.videos import FRAMES
 
@@ -124,8 +125,8 @@ class Location:
     @cached_property
     def suffixes(self) -> frozenset[str]:
         """Suffixes in lower case of the file, or of all files in the folder."""
-        files = self.path.rglob("*") if self.path.is_dir() else [self.path]
-        return frozenset(file.suffix.lower() for file in files if file.is_file())
+        files = files_below(self.path) if self.path.is_dir() else [self.path]
+        return frozenset(file.suffix.lower() for file in files)
 
     @cached_property
     def keys(self) -> frozenset[str]:
@@ -200,7 +201,7 @@ class SourceFormat(ABC):
         for place in (source.path, source.images, source.annotations):
             path = Path(place) if place is not None else None
             if path is not None and path.is_dir():
-                yield from sorted(file for file in path.rglob("*") if file.is_file())
+                yield from files_below(path)
             elif path is not None and path.exists():
                 yield path
 

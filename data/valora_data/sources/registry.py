@@ -27,7 +27,7 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
         "texts": "valora_data.sources.formats.documents:TextsFormat",
         "shards": "valora_data.sources.formats.shards:ShardsFormat",
         "hub": "valora_data.sources.formats.hub:HubFormat",
-        "roboflow": "valora_data.sources.formats.roboflow:RoboflowFormat",
+        "roboflow": "valora_data.sources.formats.coco:RoboflowFormat",
         "cvat": "valora_data.sources.formats.cvat:CvatFormat",
         "voc": "valora_data.sources.formats.voc:VocFormat",
         "yolo": "valora_data.sources.formats.yolo:YoloFormat",
@@ -87,9 +87,9 @@ def files_of(source: Source) -> Iterator[Path]:
     """
     yield from FORMATS[source.kind]().reads(source)
     if source.unlabelled is not None:
-        from valora_data.sources.formats.images import image_files
+        from valora_data.sources.formats.files import images_below
 
-        yield from image_files(Path(source.unlabelled))
+        yield from images_below(Path(source.unlabelled))
 
 
 def detect_kind(path: Path | str) -> str:

@@ -18,9 +18,9 @@ import yaml
 from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.schema import Split, Task
-from valora_data.sources.formats.folders import folder_splits
+from valora_data.sources.formats.files import folder_splits
 from valora_data.sources.formats.tables import read_text
-from valora_data.sources.formats.yolo import class_names, yolo_splits
+from valora_data.sources.formats.yolo import YoloSet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,7 +125,7 @@ def read_shelf(folder: Path) -> Shelf:
 
 def _has_test(model: ShelfModel) -> bool:
     if model.kind == "yolo":
-        return Split.TEST in yolo_splits(model.data)
+        return Split.TEST in YoloSet(model.data).splits
     return Split.TEST in folder_splits(model.data)
 
 
@@ -158,7 +158,7 @@ def _read(args: Path, shelf: Path) -> ShelfModel:
     if task is Task.CLASSIFICATION:
         labels, kind = _folder_labels(data), "imagefolder"
     else:
-        labels, kind = tuple(class_names(data)), "yolo"
+        labels, kind = tuple(name for _, name in sorted(YoloSet(data).names.items())), "yolo"
     name = _name_of(run, data)
     return ShelfModel(name, task, labels, run, weights, data, kind, _score(run))
 

@@ -9,12 +9,12 @@ import pytest
 from PIL import Image, ImageEnhance
 
 from tests.support.data_sets import metadata, natural_picture, picture, write_video
+from tests.support.detection_sets import write_yolo
 from valora_data import shards
 from valora_data.cli import main
 from valora_data.duplicates import Likeness
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Source
-from valora_data.sources.formats.yolo import write_yolo
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
 from valora_data.sources.scenes.detection import detection_samples
 from valora_data.validation.inspection import inspect

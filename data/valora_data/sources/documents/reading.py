@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
+from valora_data.sources.formats.files import files_below
 from valora_data.sources.formats.tables import read_text
 from valora_data.wording import plural
 
@@ -143,9 +144,7 @@ def text_files(place: Path) -> list[Path]:
     """The text and PDF files of a folder, in order; the file itself if it is one."""
     if place.is_file():
         return [place]
-    return sorted(
-        file for file in place.rglob("*") if file.is_file() and file.suffix.lower() in {*TEXTS, PDF}
-    )
+    return files_below(place, frozenset({*TEXTS, PDF}))
 
 
 def read_texts(place: Path) -> str:

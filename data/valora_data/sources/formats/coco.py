@@ -1,30 +1,28 @@
-"""Labelled data sets in COCO's JSON formats: instances (pixel x, y, width, height), captions."""
+"""COCO's JSON formats: instances (pixel x, y, width, height) and captions.
+
+One file; or a folder with a file for each split, in `annotations/` as COCO has it or in the folders
+of the splits as Roboflow writes it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Box, Sample, Task
-from valora_data.sources.base import (
-    Location,
-    Source,
-    SourceFormat,
-    Splits,
-    annotation_file,
+from valora_data.schema import Answer, Box, Task
+from valora_data.sources.base import annotation_file, take_missing_from_train
+from valora_data.sources.formats.annotated import (
+    AnnotatedFormat,
+    Record,
+    collected,
+    four_numbers,
 )
-from valora_data.sources.formats.labelled import (
-    IMAGES,
-    Frame,
-    ImageReader,
-    Reading,
-    check_labels,
-    checked_box,
-)
+from valora_data.sources.formats.files import SPLIT_NAMES, Finder, folder_splits
+from valora_data.sources.formats.labelled import Shape, check_labels, checked_box
 from valora_data.sources.formats.tables import (
     check_unique,
     load_json,
@@ -34,13 +32,29 @@ from valora_data.sources.formats.tables import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
+    from valora_data.schema import Split
+    from valora_data.sources.base import Location, Source
+    from valora_data.sources.formats.labelled import Edges, ImageReader
     from valora_data.sources.formats.tables import Entries
 
+ROBOFLOW = "_annotations.coco.json"
+IMAGE, CATEGORY = ("id", "file_name"), ("id", "name")
+ANNOTATION, CAPTION = ("image_id", "category_id", "bbox"), ("image_id", "caption")
+INSTANCES, CAPTIONS = ("images", "annotations", "categories"), ("images", "annotations")
 
-class CocoFormat(SourceFormat):
-    """One file of instances or captions."""
+
+class _Part(NamedTuple):
+    """A file, the folder of its images, and what ids begin with."""
+
+    file: Path
+    images: Path
+    prefix: str = ""
+
+
+class CocoFormat(AnnotatedFormat):
+    """A file of instances or captions, or a folder of such files."""
 
     files = "COCO JSON"
 
@@ -49,227 +63,122 @@ class CocoFormat(SourceFormat):
         return task.spec.detects or task.spec.answer == "captions"
 
     def recognises(self, location: Location) -> bool:
-        """A JSON object with `images`."""
-        return "images" in location.keys
+        """A JSON object with `images`, or a folder with such files in `annotations/`."""
+        folder = location.path / "annotations"
+        return "images" in location.keys or next(folder.glob("*.json"), None) is not None
 
     def guess_task(self, path: str) -> Task:
         """Detection if there are categories."""
-        content = load_json(annotation_file(Path(path)))
+        files = _standard_files(Path(path), "")
+        content = load_json(next(iter(files.values()), annotation_file(Path(path))))
         return Task.DETECTION if "categories" in content else Task.CAPTION
 
-    def open(self, source: Source) -> Splits:
-        """All images as one piece: COCO has a file for each split."""
-        file, images = source.file, source.image_folder
-        if source.task.spec.answer == "captions":
-            return {None: partial(read_coco_captions, file, images, source.reader)}
-        return {None: partial(read_coco, file, images, source.labels or None, source.reader)}
+    def parts(self, source: Source) -> Mapping[Split | None, _Part]:
+        """The file of each split, or one file for all images."""
+        whole = Path(source.location)
+        kind = "captions" if source.task.spec.answer == "captions" else "instances"
+        found = _standard_files(whole, kind)
+        if found:
+            parts = {
+                split: _Part(file, _standard_images(whole, file, source), f"{split}/")
+                for split, file in found.items()
+            }
+            return take_missing_from_train(parts)
+        folders = {} if (whole / ROBOFLOW).is_file() or not whole.is_dir() else folder_splits(whole)
+        if any((folder / ROBOFLOW).is_file() for folder in folders.values()):
+            several = len(folders) > 1
+            parts = {
+                split: _Part(folder / ROBOFLOW, folder, f"{folder.name}/" if several else "")
+                for split, folder in folders.items()
+            }
+            return take_missing_from_train(parts)
+        file = whole / ROBOFLOW if (whole / ROBOFLOW).is_file() else source.file
+        if file.is_dir():
+            raise DataError(
+                f"folder {file} holds no single JSON file, no annotations/instances_train.json and "
+                f"no train/{ROBOFLOW}: name the file, and the folder of its images as source.images"
+            )
+        return {None: _Part(file, Path(source.images) if source.images else file.parent)}
 
-    def reads(self, source: Source) -> Iterator[Path]:
-        """The file and the images that it lists."""
-        file = source.file
-        yield file
-        yield from listed_images(load_json(file), source.image_folder)
+    def name(self, source: Source, part: _Part) -> str:
+        """Name of the file."""
+        return part.file.name
 
+    def folder(self, source: Source, part: _Part) -> Path:
+        """The folder of the images."""
+        return part.images
 
-def read_coco(
-    json_path: Path,
-    image_folder: Path,
-    labels: Sequence[str] | None = None,
-    reader: ImageReader | None = None,
-) -> Iterator[Sample]:
-    """Read the images of a COCO file with the boxes of some of its categories.
+    def lists(self, source: Source) -> Iterator[Path]:
+        """The files of all splits."""
+        yield from (part.file for part in self.parts(source).values())
 
-    Category ids may be any integers. Crowd regions are left out, as they are no single objects.
+    def records(self, source: Source, part: _Part, reading: ImageReader) -> Iterator[Record]:
+        """Images in the file's order; ids are COCO's image ids.
 
-    Args:
-        json_path: File with `images`, `annotations` and `categories`.
-        image_folder: What `file_name` is relative to.
-        labels: Category names that the domain asks for; others are left out. None for all.
-        reader: Opens the images; by default a reader that tolerates few broken files.
-
-    Yields:
-        One sample per image that decodes, in the file's order; its id is COCO's image id.
-
-    Raises:
-        DataError: If the file is missing, corrupt or empty, ids do not match or occur twice, a
-            label is not a category, a box lies outside its image, or too many images cannot be
-            decoded.
-    """
-    source = json_path.name
-    content = load_tables(json_path, INSTANCES, "COCO instances")
-    with Reading(reader, source, len(content["images"])) as reading:
-        categories = sound_entries(reading, source, "categories", content["categories"], CATEGORY)
+        Ids may be any integers or texts. Crowd regions are left out, as they are no single objects.
+        """
+        name = part.file.name
+        captions = source.task.spec.answer == "captions"
+        tables = CAPTIONS if captions else INSTANCES
+        content = load_tables(part.file, tables, "COCO captions" if captions else "COCO instances")
+        reading.total += len(content["images"])
+        images = sound_entries(reading, name, "images", content["images"], IMAGE)
+        for key in IMAGE:
+            images = unique_entries(reading, name, "image", key, images)
+        files = {image["id"]: str(image["file_name"]) for image in images}
+        keys = CAPTION if captions else ANNOTATION
+        entries = sound_entries(reading, name, "annotations", content["annotations"], keys)
+        by_image = _by_image(entries, files, name, reading)
+        if captions:
+            yield from _captions(images, by_image, part, reading)
+            return
+        categories = sound_entries(reading, name, "categories", content["categories"], CATEGORY)
         names = {category["id"]: str(category["name"]) for category in categories}
-        check_unique(source, "category", [category["id"] for category in categories])
-        images = _sound_images(reading, source, content["images"])
-        annotations = sound_entries(
-            reading, source, "annotations", content["annotations"], ANNOTATION
-        )
-        by_image = _by_image(reading, source, annotations, images, names)
-        if labels is None:
-            labels = _used(categories, annotations)
-        check_labels(source, names.values(), labels)
-        paths = [image_folder / entry["file_name"] for entry in images]
-        note_unlisted(paths, image_folder, reading)
-        for entry, picture in zip(images, reading.open_all(paths), strict=True):
-            if picture is None:
-                continue
-            file = entry["file_name"]
-            if entry["id"] not in by_image:
-                reading.add(FaultKind.IMAGE_UNLABELLED, file, f"{file} has no annotation")
-            with reading.tolerate(file):
-                declared = (entry.get("width"), entry.get("height"))
-                frame = Frame(picture, declared, f"{source}, {file}")
-                boxes = []
-                for annotation in by_image.get(entry["id"], ()):
-                    label = names[annotation["category_id"]]
-                    with reading.tolerate(file):
-                        if label in labels and not annotation.get("iscrowd"):
-                            where = f"{source}, annotation {annotation.get('id')} of {file}"
-                            edges = coco_edges(annotation["bbox"], where)
-                            boxes.append(frame.box(edges, label, where))
-                yield Sample(str(entry["id"]), picture, Answer(tuple(boxes)))
-
-
-def _sound_images(reader: ImageReader, source: str, entries: Entries) -> Entries:
-    images = sound_entries(reader, source, "images", entries, IMAGE)
-    images = unique_entries(reader, source, "image", "id", images)
-    return unique_entries(reader, source, "image", "file_name", images)
-
-
-def _used(categories: Entries, annotations: Entries) -> tuple[str, ...]:
-    """Names of the categories, without those that only group others, as Roboflow writes one."""
-    groups = {category.get("supercategory") for category in categories}
-    used = {annotation["category_id"] for annotation in annotations}
-    return tuple(
-        str(category["name"])
-        for category in categories
-        if category["id"] in used or category["name"] not in groups
-        or category["name"] == category.get("supercategory")
-    )  # fmt: skip
-
-
-def listed_images(content: Any, image_folder: Path) -> list[Path]:
-    """Files that a table of `images` with `file_name` lists."""
-    images = content.get("images") if isinstance(content, dict) else None
-    return [
-        image_folder / str(entry["file_name"])
-        for entry in images or ()
-        if isinstance(entry, dict) and "file_name" in entry
-    ]
-
-
-def note_unlisted(paths: Iterable[Path], folder: Path, reader: ImageReader) -> None:
-    """Note image files in a folder, or below it, that are not listed."""
-    if not reader.thorough:
-        return
-    listed = {path.resolve() for path in paths}
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() in IMAGES and path.resolve() not in listed:
-            name = path.relative_to(folder).as_posix()
-            reader.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")
-
-
-def read_coco_captions(
-    json_path: Path, image_folder: Path, reader: ImageReader | None = None
-) -> Iterator[Sample]:
-    """Read the images of a COCO file with their captions.
-
-    Args:
-        json_path: File with `images` and `annotations` that have a `caption`.
-        image_folder: What `file_name` is relative to.
-        reader: Opens the images; by default a reader that tolerates few broken files.
-
-    Yields:
-        One sample per image that decodes and has captions, in the file's order; its id is COCO's
-        image id.
-
-    Raises:
-        DataError: If the file is missing, corrupt or empty, ids do not match or occur twice, no
-            image has a caption, or too many images cannot be decoded.
-    """
-    source = json_path.name
-    content = load_tables(json_path, CAPTIONS, "COCO captions")
-    with Reading(reader, source, len(content["images"])) as reading:
-        images = _sound_images(reading, source, content["images"])
-        captions: defaultdict[Any, list[str]] = defaultdict(list)
-        known = {image["id"] for image in images}
-        annotations = sound_entries(reading, source, "annotations", content["annotations"], CAPTION)
-        for annotation in annotations:
-            with reading.tolerate(f"image {annotation['image_id']}"):
-                _check_listed(source, annotation, known)
-                text = str(annotation["caption"]).strip()
-                if not text:
-                    raise FaultError(
-                        FaultKind.ROW_INCOMPLETE,
-                        f"{source}: the caption of annotation {annotation.get('id')} is empty",
-                    )
-                captions[annotation["image_id"]].append(text)
-        captioned = [image for image in images if captions[image["id"]]]
-        if not captioned:
-            raise DataError(f"{source}: no image has a caption: the data set is empty")
+        check_unique(name, "category", [category["id"] for category in categories])
+        if source.labels:
+            check_labels(name, names.values(), source.labels)
+        used = _used(categories, entries)
+        finder = Finder(part.images)
         for image in images:
-            if not captions[image["id"]]:
-                file = image["file_name"]
-                reading.add(FaultKind.IMAGE_UNLABELLED, file, f"{file} has no caption")
-        paths = [image_folder / entry["file_name"] for entry in captioned]
-        note_unlisted(
-            [image_folder / entry["file_name"] for entry in images], image_folder, reading
+            file = files[image["id"]]
+
+            def shape(entry: dict[str, Any], _: int, file: str = file) -> Shape | None:
+                where = f"{name}, annotation {entry.get('id')} of {file}"
+                if entry["category_id"] not in names:
+                    raise FaultError(
+                        FaultKind.CLASS_UNKNOWN,
+                        f"{where} has category id {entry['category_id']}, which is none of "
+                        f"{', '.join(map(str, list(names)[:10]))}",
+                    )
+                label = names[entry["category_id"]]
+                if entry.get("iscrowd") or (not source.labels and label not in used):
+                    return None
+                return Shape(label, coco_edges(entry["bbox"], where), where)
+
+            found = by_image.get(image["id"])
+            shapes = None if found is None else collected(found, shape, file, reading)
+            size = (image.get("width"), image.get("height"))
+            yield Record(finder.find(file), f"{part.prefix}{image['id']}", shapes, size=size)
+
+
+class RoboflowFormat(CocoFormat):
+    """The folder of an export of Roboflow; `train`, `valid` and `test` in it are the splits."""
+
+    files = ""
+
+    def supports(self, task: Task) -> bool:
+        """Object detection."""
+        return task.spec.detects
+
+    def recognises(self, location: Location) -> bool:
+        """Folders with Roboflow's file of annotations in them, or in a folder of a split."""
+        return location.path.is_dir() and any(
+            next(location.path.glob(pattern), None) for pattern in (ROBOFLOW, f"*/{ROBOFLOW}")
         )
-        for entry, picture in zip(captioned, reading.open_all(paths), strict=True):
-            if picture is not None:
-                answer = Answer(captions=tuple(captions[entry["id"]]))
-                yield Sample(str(entry["id"]), picture, answer)
 
-
-IMAGE = ("id", "file_name")
-ANNOTATION = ("image_id", "category_id", "bbox")
-CATEGORY = ("id", "name")
-CAPTION = ("image_id", "caption")
-INSTANCES = ("images", "annotations", "categories")
-CAPTIONS = ("images", "annotations")
-
-
-def _check_listed(source: str, annotation: dict[str, Any], image_ids: Container[Any]) -> None:
-    if annotation["image_id"] not in image_ids:
-        raise FaultError(
-            FaultKind.ANNOTATION_STRAY,
-            f"{source}: annotation {annotation.get('id')} belongs to image "
-            f"{annotation['image_id']}, which is not listed",
-        )
-
-
-def _by_image(
-    reader: ImageReader,
-    source: str,
-    annotations: Entries,
-    images: Entries,
-    names: dict[Any, str],
-) -> dict[Any, Entries]:
-    """Annotations of every image that has some."""
-    found: defaultdict[Any, Entries] = defaultdict(list)
-    seen: set[str] = set()
-    files = {image["id"]: image["file_name"] for image in images}
-    for annotation in annotations:
-        item = files.get(annotation["image_id"], f"image {annotation['image_id']}")
-        with reader.tolerate(item):
-            _check_listed(source, annotation, files)
-            if annotation["category_id"] not in names:
-                raise FaultError(
-                    FaultKind.CLASS_UNKNOWN,
-                    f"{source}: annotation {annotation.get('id')} has category id "
-                    f"{annotation['category_id']}, which is none of "
-                    f"{', '.join(map(str, list(names)[:10]))}",
-                )
-            key = repr([annotation[name] for name in ANNOTATION] + [annotation.get("iscrowd")])
-            if key in seen:
-                raise FaultError(
-                    FaultKind.ROW_REPEATED,
-                    f"{source}: annotation {annotation.get('id')} of {item} repeats another",
-                )
-            seen.add(key)
-            found[annotation["image_id"]].append(annotation)
-    return dict(found)
+    def guess_task(self, path: str) -> Task:
+        """Object detection."""
+        return Task.DETECTION
 
 
 def pixel_box(bbox: Any, label: str, size: tuple[int, int], where: str) -> Box:
@@ -282,22 +191,90 @@ def pixel_box(bbox: Any, label: str, size: tuple[int, int], where: str) -> Box:
         where: What the box belongs to, for messages.
 
     Raises:
-        DataError: If these are not four numbers, or the box has no area or lies outside.
+        FaultError: If these are not four numbers, or the box has no area or lies outside.
     """
     return checked_box(coco_edges(bbox, where), label, size, where)
 
 
-def coco_edges(bbox: Any, where: str) -> tuple[float, float, float, float]:
+def coco_edges(bbox: Any, where: str) -> Edges:
     """Edges (x0, y0, x1, y1) from COCO's x, y, width, height.
 
     Raises:
         FaultError: If these are not four numbers.
     """
-    try:
-        x, y, width, height = (float(value) for value in bbox)
-    except (TypeError, ValueError) as error:
-        raise FaultError(
-            FaultKind.BOX_MALFORMED,
-            f"{where}: bbox {bbox!r} is not four numbers x, y, width, height",
-        ) from error
+    x, y, width, height = four_numbers(bbox, f"{where}: bbox")
     return (x, y, x + width, y + height)
+
+
+def _standard_files(whole: Path, kind: str) -> dict[Split, Path]:
+    """Files such as `annotations/instances_train2017.json` by split."""
+    found: dict[Split, Path] = {}
+    for file in sorted((whole / "annotations").glob(f"{kind}*.json")):
+        words = re.split(r"[^a-z]+", file.stem.lower())
+        for split in (SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES):
+            found.setdefault(split, file)
+    return found
+
+
+def _standard_images(whole: Path, file: Path, source: Source) -> Path:
+    """Folder of the images of such a file: `train2017/`, `images/train2017/` or what holds it."""
+    if source.images:
+        return Path(source.images)
+    last = file.stem.rsplit("_", 1)[-1]
+    places = [whole / last, whole / "images" / last, whole / "images", whole]
+    return next(place for place in places if place.is_dir())
+
+
+def _used(categories: Entries, annotations: Entries) -> set[str]:
+    """Names of the categories, without those that only group others, as Roboflow writes one."""
+    groups = {category.get("supercategory") for category in categories}
+    used = {annotation["category_id"] for annotation in annotations}
+    return {
+        str(category["name"])
+        for category in categories
+        if category["id"] in used or category["name"] not in groups
+        or category["name"] == category.get("supercategory")
+    }  # fmt: skip
+
+
+def _by_image(
+    annotations: Entries, files: Mapping[Any, str], name: str, reading: ImageReader
+) -> dict[Any, Entries]:
+    """Annotations of every image that has some."""
+    found: defaultdict[Any, Entries] = defaultdict(list)
+    for annotation in annotations:
+        image = annotation["image_id"]
+        with reading.tolerate(files.get(image, f"image {image}")):
+            if image not in files:
+                raise FaultError(
+                    FaultKind.ANNOTATION_STRAY,
+                    f"{name}: annotation {annotation.get('id')} belongs to image {image}, which is "
+                    "not listed",
+                )
+            found[image].append(annotation)
+    return dict(found)
+
+
+def _captions(
+    images: Entries, by_image: Mapping[Any, Entries], part: _Part, reading: ImageReader
+) -> Iterable[Record]:
+    name, found = part.file.name, []
+    finder = Finder(part.images)
+    for image in images:
+        file, texts = str(image["file_name"]), []
+        for annotation in by_image.get(image["id"], ()):
+            with reading.tolerate(file):
+                text = str(annotation["caption"]).strip()
+                if not text:
+                    raise FaultError(
+                        FaultKind.ROW_INCOMPLETE,
+                        f"{name}: the caption of annotation {annotation.get('id')} is empty",
+                    )
+                texts.append(text)
+        if not texts:
+            reading.add(FaultKind.IMAGE_UNLABELLED, file, f"{file} has no caption")
+        answer = Answer(captions=tuple(texts)) if texts else None
+        found.append(Record(finder.find(file), f"{part.prefix}{image['id']}", answer=answer))
+    if not any(record.answer for record in found):
+        raise DataError(f"{name}: no image has a caption: the data set is empty")
+    return found

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from functools import partial
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Box, Sample, Split, Task
-from valora_data.sources.base import (
-    Location,
-    Source,
-    SourceFormat,
-    Splits,
-    take_missing_from_train,
-)
-from valora_data.sources.formats.coco import note_unlisted
-from valora_data.sources.formats.folders import SPLIT_NAMES
-from valora_data.sources.formats.labelled import Frame, ImageReader, Reading, check_labels
+from valora_data.schema import Answer, Task
+from valora_data.sources.base import take_missing_from_train
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record, collected
+from valora_data.sources.formats.files import SPLIT_NAMES, Finder
+from valora_data.sources.formats.labelled import Shape, check_labels
 from valora_data.sources.formats.xml import number, parse_xml
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from xml.etree.ElementTree import Element
 
-    from PIL.Image import Image
+    from valora_data.schema import Split
+    from valora_data.sources.base import Location, Source
+    from valora_data.sources.formats.labelled import Edges, ImageReader
 
 FILE = "annotations.xml"
-SHAPES = ("box", "polygon", "polyline", "points", "ellipse", "mask")
-Edges = tuple[float, float, float, float]
+SIDES: Mapping[str, tuple[str, str, str, str]] = {
+    "box": ("xtl", "ytl", "xbr", "ybr"), "ellipse": ("cx", "cy", "rx", "ry"),
+    "mask": ("left", "top", "width", "height"),
+}  # fmt: skip
+SHAPES = (*SIDES, "polygon", "polyline", "points")
 
 
-class CvatFormat(SourceFormat):
-    """The XML file of an export, or the folder that holds it; `subset` of an image is its split."""
+class CvatFormat(AnnotatedFormat):
+    """The XML file of an export, or the folder that holds it; `subset` of an image is its split.
+
+    Polygons, masks, ellipses, points and rotated boxes count as the upright box around them.
+    """
 
     files = "CVAT XML"
 
@@ -55,98 +56,65 @@ class CvatFormat(SourceFormat):
         tagged = next(root.iter("tag"), None) is not None
         return Task.CLASSIFICATION if tagged and not shapes else Task.DETECTION
 
-    def open(self, source: Source) -> Splits:
+    def parts(self, source: Source) -> Mapping[Split | None, str | None]:
         """The splits that subsets are named after, or all images as one piece."""
-        file = _file(source.location)
-        subsets = {entry.get("subset") for entry in _images(_root(file))}
+        entries = _root(_file(source.location)).iter("image")
         named = {
             split: name
-            for name in sorted(filter(None, subsets))
+            for name in sorted(filter(None, {entry.get("subset") for entry in entries}))
             if (split := SPLIT_NAMES.get(name.lower())) is not None
         }
-        places: Mapping[Split | None, str | None]
-        places = take_missing_from_train(named) if named else {None: None}
-        return {split: partial(read_cvat, file, subset, source) for split, subset in places.items()}
+        return take_missing_from_train(named) if named else {None: None}
 
-    def reads(self, source: Source) -> Iterator[Path]:
-        """The XML file and the images that it lists."""
+    def name(self, source: Source, part: str | None) -> str:
+        """Name of the XML file."""
+        return _file(source.location).name
+
+    def folder(self, source: Source, part: str | None) -> Path | None:
+        """The folder of the images, if it is that of one part."""
+        return _folder(source) if part is None else None
+
+    def lists(self, source: Source) -> Iterator[Path]:
+        """The XML file."""
+        yield _file(source.location)
+
+    def records(self, source: Source, part: str | None, reading: ImageReader) -> Iterator[Record]:
+        """Images with their shapes or tags; ids are the names that CVAT gives them."""
         file = _file(source.location)
-        yield file
-        for entry in _images(_root(file)):
-            yield _place(_folder(file, source), entry)
-
-
-def read_cvat(file: Path, subset: str | None, source: Source) -> Iterator[Sample]:
-    """Read the images of an export with their shapes or tags.
-
-    Polygons, masks, ellipses, points and rotated boxes count as the upright box around them.
-
-    Args:
-        file: The XML file.
-        subset: Only images of this subset; None for all.
-        source: Task, labels, folder of the images and reader.
-
-    Yields:
-        One sample per image that decodes; its id is the name that CVAT gives the image.
-
-    Raises:
-        DataError: If the file cannot be read or is of a video, it lists no images, a label is not
-            declared, or too many images have faults.
-    """
-    root = _root(file)
-    entries = [entry for entry in _images(root) if subset in (None, entry.get("subset"))]
-    if not entries:
-        raise DataError(f"{file.name} lists no images of {subset or 'any subset'}: it is empty")
-    declared = [(label.findtext("name") or "").strip() for label in root.iter("label")]
-    labels = source.labels or None
-    if labels and declared:
-        check_labels(file.name, declared, labels)
-    folder = _folder(file, source)
-    with Reading(source.reader, file.name, len(entries)) as reading:
-        seen: set[str] = set()
-        once = []
+        root = _root(file)
+        entries = [one for one in root.iter("image") if part in (None, one.get("subset"))]
+        if not entries:
+            raise DataError(f"{file.name} lists no images of {part or 'any subset'}: it is empty")
+        declared = [(label.findtext("name") or "").strip() for label in root.iter("label")]
+        if source.labels and declared:
+            check_labels(file.name, declared, source.labels)
+        reading.total += len(entries)
+        finder = Finder(_folder(source))
         for entry in entries:
-            name = entry.get("name") or ""
+            name, subset = entry.get("name") or "", entry.get("subset")
             with reading.tolerate(name or f"image {entry.get('id')}"):
                 if not name:
                     text = f"{file.name}: image {entry.get('id')} has no name"
                     raise FaultError(FaultKind.ROW_INCOMPLETE, text)
-                if name in seen:
-                    raise FaultError(FaultKind.IMAGE_TWICE, f"{file.name} lists {name} twice")
-                seen.add(name)
-                once.append((name, entry))
-        paths = [_place(folder, entry) for _, entry in once]
-        note_unlisted([_place(folder, entry) for entry in _images(root)], folder, reading)
-        for (name, entry), picture in zip(once, reading.open_all(paths), strict=True):
-            if picture is None:
-                continue
-            with reading.tolerate(name):
+                path = finder.find(f"{subset}/{name}" if subset else name)
+                record = Record(path, name, size=(entry.get("width"), entry.get("height")))
                 if source.task.spec.detects:
-                    answer = Answer(_boxes(entry, name, picture, labels, reading))
+                    record.shapes = _shapes(entry, name, reading)
                 else:
-                    label = _tag(entry, name, labels, reading)
-                    if label is None:
-                        continue
-                    answer = Answer(label=label)
-                yield Sample(name, picture, answer)
+                    record.answer = _tagged(entry, name, source, reading)
+                yield record
 
 
 def _file(path: str) -> Path:
     return Path(path) / FILE if Path(path).is_dir() else Path(path)
 
 
-def _folder(file: Path, source: Source) -> Path:
+def _folder(source: Source) -> Path:
     """Folder of the images: `Source.images`, `images/` beside the file, or the file's folder."""
     if source.images:
         return Path(source.images)
-    beside = file.parent / "images"
-    return beside if beside.is_dir() else file.parent
-
-
-def _place(folder: Path, entry: Element) -> Path:
-    name, subset = entry.get("name") or "", entry.get("subset") or ""
-    within = folder / subset / name
-    return within if subset and within.is_file() else folder / name
+    beside = _file(source.location).parent
+    return beside / "images" if (beside / "images").is_dir() else beside
 
 
 def _root(file: Path) -> Element:
@@ -164,48 +132,22 @@ def _root(file: Path) -> Element:
     return root
 
 
-def _images(root: Element) -> list[Element]:
-    return list(root.iter("image"))
+def _shapes(entry: Element, name: str, reading: ImageReader) -> list[Shape]:
+    counted: Counter[str] = Counter()
 
+    def shape(one: Element, _: int) -> Shape:
+        counted[one.tag] += 1
+        where = f"{name}, {one.tag} {counted[one.tag]}"
+        if not one.get("label"):
+            raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no label")
+        return Shape(str(one.get("label")), _edges(one, where), where)
 
-def _boxes(
-    entry: Element,
-    name: str,
-    picture: Image,
-    labels: Sequence[str] | None,
-    reading: ImageReader,
-) -> tuple[Box, ...]:
-    frame = Frame(picture, (entry.get("width"), entry.get("height")), name)
-    boxes: list[Box] = []
-    counted: defaultdict[str, int] = defaultdict(int)
-    for shape in entry:
-        if shape.tag not in SHAPES:
-            continue
-        counted[shape.tag] += 1
-        where = f"{name}, {shape.tag} {counted[shape.tag]}"
-        with reading.tolerate(name):
-            label = shape.get("label") or ""
-            if not label:
-                raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no label")
-            if labels is not None and label not in labels:
-                continue
-            box = frame.box(_edges(shape, where), label, where)
-            if box in boxes:
-                raise FaultError(FaultKind.ROW_REPEATED, f"{where} repeats an earlier shape")
-            boxes.append(box)
-    if not counted:
-        reading.add(FaultKind.LABELS_EMPTY, name, f"{name} has no shapes")
-    return tuple(boxes)
+    return collected((one for one in entry if one.tag in SHAPES), shape, name, reading)
 
 
 def _edges(shape: Element, where: str) -> Edges:
     """The upright box around a shape, in pixels."""
-    names = {
-        "box": ("xtl", "ytl", "xbr", "ybr"),
-        "ellipse": ("cx", "cy", "rx", "ry"),
-        "mask": ("left", "top", "width", "height"),
-    }
-    if shape.tag not in names:
+    if shape.tag not in SIDES:
         points = [
             [number(text, f"{where}: point") for text in point.split(",")]
             for point in (shape.get("points") or "").split(";")
@@ -214,7 +156,7 @@ def _edges(shape: Element, where: str) -> Edges:
             raise FaultError(FaultKind.BOX_MALFORMED, f"{where} has points that are no pairs")
         xs, ys = zip(*points, strict=True)
         return min(xs), min(ys), max(xs), max(ys)
-    a, b, c, d = (number(shape.get(edge), f"{where}: {edge}") for edge in names[shape.tag])
+    a, b, c, d = (number(shape.get(side), f"{where}: {side}") for side in SIDES[shape.tag])
     if shape.tag == "mask":
         return a, b, a + c, b + d
     if shape.tag == "ellipse":
@@ -234,17 +176,14 @@ def _turned(edges: Edges, degrees: float) -> Edges:
     return middle[0] - half[0], middle[1] - half[1], middle[0] + half[0], middle[1] + half[1]
 
 
-def _tag(
-    entry: Element, name: str, labels: Sequence[str] | None, reading: ImageReader
-) -> str | None:
+def _tagged(entry: Element, name: str, source: Source, reading: ImageReader) -> Answer | None:
     """The class of an image; None if the domain does not ask for it."""
     tags = list(dict.fromkeys(tag.get("label") or "" for tag in entry.iter("tag")))
     if not tags:
         reading.add(FaultKind.ROW_INCOMPLETE, name, f"{name} has no tag")
         return None
-    if labels is not None:
-        tags = [tag for tag in tags if tag in labels]
-    if len(tags) > 1:
-        text = f"{name} has {len(tags)} tags ({', '.join(tags)}), expected one"
+    asked = [tag for tag in tags if not source.labels or tag in source.labels]
+    if len(asked) > 1:
+        text = f"{name} has {len(asked)} tags ({', '.join(asked)}), expected one"
         raise FaultError(FaultKind.LABEL_MALFORMED, text)
-    return tags[0] if tags else None
+    return Answer(label=asked[0]) if asked else None

@@ -120,11 +120,9 @@ class AlbumFormat(ContextFormat):
 
     def open(self, source: Source) -> Splits:
         """Questions about all images."""
-        from valora_data.sources.formats.images import image_files, read_images
+        from valora_data.sources.formats.images import read_images
 
         folder = Path(source.location)
-        if not any(image_files(folder)):
-            raise DataError(f"album {folder} holds no images: check the path")
         images = tuple(sample.image for sample in read_images(folder, source.reader))
         asked = tuple(questions_file(folder))
         if not asked:

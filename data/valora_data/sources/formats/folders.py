@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Sample, Split, Task
+from valora_data.schema import Answer, Sample, Task
 from valora_data.sources.base import (
     Location,
     Source,
@@ -24,7 +24,8 @@ from valora_data.sources.base import (
     take_missing_from_train,
 )
 from valora_data.sources.formats import videos
-from valora_data.sources.formats.labelled import IMAGES, ImageReader, Reading, check_labels
+from valora_data.sources.formats.files import IMAGES, files_below, folder_splits, is_data
+from valora_data.sources.formats.labelled import ImageReader, Reading, check_labels
 from valora_data.sources.formats.records import RowReader, read_count, task_of_columns
 from valora_data.sources.formats.tables import read_lines
 
@@ -34,13 +35,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 METADATA = "metadata.jsonl"
-SPLIT_NAMES: Mapping[str, Split] = {
-    "train": Split.TRAIN, "training": Split.TRAIN, "unlabelled": Split.UNLABELLED,
-    "unlabeled": Split.UNLABELLED, "unsupervised": Split.UNLABELLED, "val": Split.VAL,
-    "validation": Split.VAL, "valid": Split.VAL, "dev": Split.VAL, "test": Split.TEST,
-    "testing": Split.TEST, "testA": Split.TEST, "testB": Split.TEST,
-}  # fmt: skip
-"""Split by the names that other tools use."""
 
 
 class ImageFolderFormat(SourceFormat):
@@ -93,27 +87,6 @@ class VideoFolderFormat(ImageFolderFormat):
     def recognises(self, location: Location) -> bool:
         """Folders that hold videos."""
         return location.path.is_dir() and bool(location.suffixes & (videos.SUFFIXES - {".gif"}))
-
-
-def folder_splits(folder: Path) -> dict[Split, Path]:
-    """Folders of the splits, if any are named so.
-
-    Raises:
-        DataError: If the folder does not exist, or two folders stand for one split.
-    """
-    if not folder.is_dir():
-        raise DataError(f"folder {folder} does not exist: check the path")
-    found: dict[Split, Path] = {}
-    for item in sorted(folder.iterdir()):
-        split = SPLIT_NAMES.get(item.name)
-        if item.is_dir() and split is not None:
-            if split in found:
-                raise DataError(
-                    f"{folder.name} has folders {found[split].name} and {item.name} for the split "
-                    f"{split}: keep one"
-                )
-            found[split] = item
-    return found
 
 
 def read_folder(
@@ -188,14 +161,6 @@ class _Opener:
             yield last[1]
 
 
-def _files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in suffixes and path.name[0] != "." and path.is_file()
-    )
-
-
 def _by_class(
     folder: Path, task: Task, labels: Sequence[str] | None, opener: _Opener
 ) -> Iterator[Sample]:
@@ -204,7 +169,7 @@ def _by_class(
             f"{folder.name} has no {METADATA}, which task {task} needs: write one row with "
             "file_name and the answer for each file"
         )
-    files = _files(folder, opener.suffixes)
+    files = files_below(folder, opener.suffixes)
     if not files:
         raise DataError(f"{folder} holds no {opener.what}: the data set is empty")
     loose = [path for path in files if path.parent == folder]
@@ -240,8 +205,9 @@ def _by_class(
 def _note_unused(folder: Path, used: Iterable[str | None], opener: _Opener) -> None:
     """Note folders without samples, and files that are of another kind."""
     labels = set(used)
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.name not in labels and not _files(path, opener.suffixes):
+    for path in filter(Path.is_dir, sorted(folder.iterdir())):
+        known = path.name in labels or not is_data(path.name)
+        if not known and not files_below(path, opener.suffixes):
             text = f"folder {path.name} holds no {opener.what}"
             opener.reader.add(FaultKind.CLASS_UNUSED, path.name, text)
 
@@ -270,7 +236,7 @@ def _listed(folder: Path, rows: RowReader, opener: _Opener) -> Iterator[Sample]:
         entries = list(_once(folder, entries, often, reader))
         often = Counter(name for _, name, _ in entries)
     if reader.thorough:
-        for path in _files(folder, opener.suffixes):
+        for path in files_below(folder, opener.suffixes):
             name = path.relative_to(folder).as_posix()
             if name not in often:
                 reader.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")

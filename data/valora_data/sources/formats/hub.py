@@ -24,7 +24,7 @@ from valora_data.sources.base import (
     take_missing_from_train,
 )
 from valora_data.sources.formats import videos
-from valora_data.sources.formats.folders import SPLIT_NAMES
+from valora_data.sources.formats.files import SPLIT_NAMES
 from valora_data.sources.formats.labelled import ImageReader, Reading, check_labels
 from valora_data.sources.formats.records import RowReader, task_of_columns
 from valora_data.wording import first_line

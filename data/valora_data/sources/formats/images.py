@@ -6,11 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Task
 from valora_data.sources.base import Source, SourceFormat, Splits, take_missing_from_train
-from valora_data.sources.formats.folders import folder_splits
-from valora_data.sources.formats.labelled import IMAGES, ImageReader, Reading
+from valora_data.sources.formats.files import folder_splits, images_below
+from valora_data.sources.formats.labelled import ImageReader, Reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,24 +38,6 @@ class ImagesFormat(SourceFormat):
         }
 
 
-def image_files(folder: Path) -> list[Path]:
-    """Image files in a folder and below it, in the order of paths.
-
-    Raises:
-        DataError: If the folder does not exist or holds no images.
-    """
-    if not folder.is_dir():
-        raise DataError(f"folder {folder} does not exist: check the path")
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in IMAGES and path.name[0] != "." and path.is_file()
-    )
-    if not files:
-        raise DataError(f"{folder} holds no images: the data set is empty")
-    return files
-
-
 def read_images(
     folder: Path, reader: ImageReader | None = None, prefix: str = "unlabelled/"
 ) -> Iterator[Sample]:
@@ -73,7 +54,7 @@ def read_images(
     Raises:
         DataError: If the folder does not exist or holds no images, or too many have faults.
     """
-    files = image_files(folder)
+    files = images_below(folder)
     with Reading(reader, folder.name, len(files)) as reading:
         for path, picture in zip(files, reading.open_all(files), strict=True):
             if picture is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from valora_data.images import TRANSPOSED, decode_image, encoded_file
 from valora_data.schema import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-IMAGES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
-"""Suffixes of image files, in lower case."""
 TOLERANCE = 1.0
 """Pixels by which a box may reach over the edge: annotation tools round."""
 AHEAD = 3
@@ -110,7 +109,7 @@ class ImageReader:
 
     def _checked(self, path: Path, found: Image.Image | FaultError) -> Image.Image | None:
         if isinstance(found, FaultError):
-            self.add(found.kind, path.name, found.text)
+            self.add(found.kind, readable(path.name), found.text)
             return None
         return found
 
@@ -162,20 +161,51 @@ class Reading:
 
 def _decoded(path: Path) -> Image.Image | FaultError:
     """An image; or what is wrong with it, as a value that crosses threads."""
+    name = readable(path.name)
+    if name != path.name:
+        return FaultError(
+            FaultKind.IMAGE_UNREADABLE, f"{name} has a name that is no UTF-8; give it another"
+        )
     try:
         content = path.read_bytes()
     except OSError as error:
         kind = FaultKind.IMAGE_UNREADABLE if path.exists() else FaultKind.IMAGE_MISSING
-        return FaultError(kind, f"{path.name} cannot be read ({error.strerror})")
+        return FaultError(kind, f"{name} cannot be read ({error.strerror}: {path})")
     try:
         return decode_image(content)
     except DataError as error:
-        return FaultError(FaultKind.IMAGE_UNREADABLE, f"{path.name} cannot be decoded ({error})")
+        return FaultError(FaultKind.IMAGE_UNREADABLE, f"{name} cannot be decoded ({error})")
 
 
-def checked_box(
-    edges: tuple[float, float, float, float], label: str, size: tuple[int, int], where: str
-) -> Box:
+def readable(name: str) -> str:
+    """A file name that can be printed, also where it is no UTF-8."""
+    return os.fsencode(name).decode("utf-8", "replace")
+
+
+Edges = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A labelled box, as a file describes it.
+
+    Attributes:
+        label: Name of its class.
+        edges: (x0, y0, x1, y1) in pixels; or what gives them for an image's width and height.
+        where: What it is, for messages.
+    """
+
+    label: str
+    edges: Edges | Callable[[float, float], Edges]
+    where: str
+
+
+def shares(x0: float, y0: float, x1: float, y1: float) -> Callable[[float, float], Edges]:
+    """Edges in shares of an image's sides, as `Shape.edges`."""
+    return lambda width, height: (x0 * width, y0 * height, x1 * width, y1 * height)
+
+
+def checked_box(edges: Edges, label: str, size: tuple[int, int], where: str) -> Box:
     """A box inside its image; one that reaches over the edge by rounding is clipped.
 
     Args:
@@ -204,7 +234,7 @@ def checked_box(
     return Box(*clipped, label)
 
 
-def _shown(edges: tuple[float, float, float, float]) -> str:
+def _shown(edges: Edges) -> str:
     return "(" + ", ".join(f"{edge:g}" for edge in edges) + ")"
 
 
@@ -239,11 +269,14 @@ class Frame:
             f"{wanted[0]} × {wanted[1]}",
         )
 
-    def box(self, edges: tuple[float, float, float, float], label: str, where: str) -> Box:
-        """A box on the image as it is shown (see `checked_box`)."""
+    def box(self, shape: Shape) -> Box:
+        """The box of a shape on the image as it is shown (see `checked_box`)."""
+        edges = shape.edges
+        if callable(edges):
+            edges = edges(*(self._file.size if self._file else self.size))
         if self._file is not None and all(map(math.isfinite, edges)):
             edges = self._file.shown(edges)
-        return checked_box(edges, label, self.size, where)
+        return checked_box(edges, shape.label, self.size, shape.where)
 
 
 def _size(declared: Any) -> tuple[int, int] | None:

@@ -7,7 +7,6 @@ images are looked for by ever shorter ends of them, below the folder of the imag
 from __future__ import annotations
 
 import math
-import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,38 +14,34 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Box, Sample, Task
-from valora_data.sources.base import (
-    Location,
-    Source,
-    SourceFormat,
-    Splits,
-    annotation_file,
-)
-from valora_data.sources.formats.coco import note_unlisted
-from valora_data.sources.formats.labelled import (
-    IMAGES,
-    Frame,
-    ImageReader,
-    Reading,
-    stray_label,
-)
+from valora_data.schema import Answer, Task
+from valora_data.sources.base import annotation_file
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record, collected
+from valora_data.sources.formats.files import IMAGES, Finder
+from valora_data.sources.formats.labelled import Shape, shares
 from valora_data.sources.formats.records import read_count
 from valora_data.sources.formats.tables import load_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
-    from PIL.Image import Image
+    from valora_data.schema import Split
+    from valora_data.sources.base import Location, Source
+    from valora_data.sources.formats.labelled import Edges, ImageReader
 
-Point = tuple[float, float]
-UPLOADED = re.compile(r"^[0-9a-f]{8}-")
-"""What Label Studio puts before the name of a file that is uploaded."""
+    Result = Mapping[str, Any]
+
 MIN_KEYS = ("rectanglelabels", "polygonlabels", "ellipselabels", "choices", "text", "number")
+ELLIPSE = ("x", "y", "radiusX", "radiusY")
 
 
-class LabelStudioFormat(SourceFormat):
-    """One JSON file; `Source.images` is the folder of the images."""
+class LabelStudioFormat(AnnotatedFormat):
+    """One JSON file; `Source.images` is the folder of the images.
+
+    Of several annotations of a task the ground truth is taken, or else the first that was not
+    cancelled. Tasks without one are left out. Polygons, ellipses and turned rectangles count as the
+    upright box around them.
+    """
 
     files = "Label Studio JSON"
 
@@ -64,69 +59,49 @@ class LabelStudioFormat(SourceFormat):
         """The task that the first result belongs to."""
         kinds = {"choices": Task.CLASSIFICATION, "textarea": Task.CAPTION, "number": Task.COUNTING}
         for entry in _entries(annotation_file(Path(path))):
-            for result in _results(entry) if isinstance(entry, dict) else ():
+            for result in (_results(entry) or ()) if isinstance(entry, dict) else ():
                 return kinds.get(str(result.get("type")), Task.DETECTION)
         return Task.DETECTION
 
-    def open(self, source: Source) -> Splits:
+    def parts(self, source: Source) -> Mapping[Split | None, Path]:
         """All tasks as one piece."""
-        return {None: partial(read_label_studio, source.file, source)}
+        return {None: source.file}
 
-    def reads(self, source: Source) -> Iterator[Path]:
-        """The file and the images of its tasks."""
-        file = source.file
-        yield file
-        for entry in _entries(file):
-            place = _place(entry, source.columns) if isinstance(entry, dict) else None
-            if place is not None:
-                yield _found(source.image_folder, place)
+    def name(self, source: Source, part: Path) -> str:
+        """Name of the file."""
+        return part.name
 
+    def folder(self, source: Source, part: Path) -> Path:
+        """The folder of the images."""
+        return source.image_folder
 
-def read_label_studio(json_path: Path, source: Source) -> Iterator[Sample]:
-    """Read the tasks of an export.
-
-    Of several annotations of a task the ground truth is taken, or else the first that was not
-    cancelled. Tasks without one are left out. Polygons, ellipses and turned rectangles count as the
-    upright box around them.
-
-    Args:
-        json_path: The file.
-        source: Task, labels, folder of the images, columns and reader.
-
-    Yields:
-        One sample per task whose image decodes; its id is the path of the image as it was found.
-
-    Raises:
-        DataError: If the file is missing, corrupt or empty, or too many images have faults.
-    """
-    name = json_path.name
-    entries = _entries(json_path)
-    if not entries:
-        raise DataError(f"{name} lists no tasks: the data set is empty")
-    folder = source.image_folder
-    with Reading(source.reader, name, len(entries)) as reading:
-        tasks = []
-        seen: set[Path] = set()
+    def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
+        """Images of the tasks that are labelled; ids are their paths as they were found."""
+        entries = _entries(part)
+        if not entries:
+            raise DataError(f"{part.name} lists no tasks: the data set is empty")
+        reading.total += len(entries)
+        folder = source.image_folder
+        finder = Finder(folder)
         for position, entry in enumerate(entries):
-            where = f"{name}, task {entry.get('id', position)}" if isinstance(entry, dict) else name
+            number = entry.get("id", position) if isinstance(entry, dict) else position
+            where = f"{part.name}, task {number}"
             with reading.tolerate(where):
-                path = _path(entry, folder, source.columns, where)
-                if path in seen:
-                    raise FaultError(FaultKind.IMAGE_TWICE, f"{where}: {path.name} has a task")
-                seen.add(path)
-                if _annotation(entry) is None:
+                path = finder.find(_place(entry, source.columns, where))
+                results = _results(entry)
+                if results is None:
                     text = f"{where}: {path.name} has no annotation"
                     raise FaultError(FaultKind.NOT_LABELLED, text)
-                tasks.append((entry, path, where))
-        note_unlisted(seen, folder, reading)
-        paths = [path for _, path, _ in tasks]
-        for (entry, path, where), picture in zip(tasks, reading.open_all(paths), strict=True):
-            if picture is None:
-                continue
-            with reading.tolerate(path.name):
-                answer = _answer(entry, picture, source, where, reading)
                 key = path.relative_to(folder) if path.is_relative_to(folder) else path
-                yield Sample(key.as_posix(), picture, answer)
+                record = Record(path, key.as_posix())
+                if source.task.spec.detects:
+                    shapes = [one for one in results if str(one.get("type", "")).endswith("labels")]
+                    record.size = next((_size(one) for one in shapes), None)
+                    read = partial(_shape, where=where)
+                    record.shapes = collected(shapes, read, where, reading)
+                else:
+                    record.answer = _answer(results, source, where)
+                yield record
 
 
 def _entries(json_path: Path) -> list[Any]:
@@ -136,7 +111,7 @@ def _entries(json_path: Path) -> list[Any]:
     return content
 
 
-def _annotation(entry: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+def _results(entry: Mapping[str, Any]) -> list[Result] | None:
     """Results of the annotation that counts; None if there is none."""
     if "annotations" not in entry:
         return _small_results(entry)
@@ -149,25 +124,17 @@ def _annotation(entry: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     sound.sort(key=lambda annotation: not annotation.get("ground_truth"))
     if not sound:
         return None
-    results = sound[0].get("result") or []
-    return [result for result in results if isinstance(result, dict)]
+    return [result for result in sound[0].get("result") or [] if isinstance(result, dict)]
 
 
-def _results(entry: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return _annotation(entry) or ()
-
-
-def _small_results(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _small_results(entry: Mapping[str, Any]) -> list[Result]:
     """Results of `JSON-MIN`, where values stand under the names of the tags."""
-    results: list[Mapping[str, Any]] = []
+    results: list[Result] = []
     for key, value in entry.items():
-        shapes = value if isinstance(value, list) else []
-        for shape in shapes:
-            kind = next(
-                (kind for kind in MIN_KEYS if isinstance(shape, dict) and kind in shape), ""
-            )
-            if kind:
-                results.append({"type": kind, "value": shape, **shape})
+        for shape in value if isinstance(value, list) else []:
+            kinds = [kind for kind in MIN_KEYS if isinstance(shape, dict) and kind in shape]
+            if kinds:
+                results.append({"type": kinds[0], "value": shape, **shape})
         if key in ("choice", "choices", "label", "class") and isinstance(value, str):
             results.append({"type": "choices", "value": {"choices": [value]}})
         elif key in ("caption", "text") and isinstance(value, str):
@@ -177,151 +144,103 @@ def _small_results(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return results
 
 
-def _place(entry: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
-    """Where the image of a task is, as the export has it."""
-    data = entry.get("data", entry)
+def _place(entry: Any, columns: Mapping[str, str], where: str) -> str:
+    """Path of a task's image on the server."""
+    data = entry.get("data", entry) if isinstance(entry, dict) else None
     if not isinstance(data, dict):
-        return None
+        raise FaultError(FaultKind.ROW_MALFORMED, f"{where}: a task is no object")
     texts = {key: value for key, value in data.items() if isinstance(value, str)}
     names = [columns["image"]] if "image" in columns else ["image", "img", "image_url", *texts]
     for name in names:
         end = unquote(texts.get(name, "")).lower().rsplit(".", 1)[-1]
         if f".{end}" in IMAGES or (name == "image" and texts.get(name)):
-            return texts[name]
-    return None
+            address = urlsplit(texts[name])
+            local = parse_qs(address.query).get("d")
+            # Relative: it is looked for below the folder, not where it was on the server.
+            return (local[0] if local else unquote(address.path)).lstrip("/")
+    raise FaultError(
+        FaultKind.ROW_INCOMPLETE,
+        f"{where} names no image (source.columns.image names another key)",
+    )
 
 
-def _path(entry: Any, folder: Path, columns: Mapping[str, str], where: str) -> Path:
-    if not isinstance(entry, dict):
-        raise FaultError(FaultKind.ROW_MALFORMED, f"{where}: a task is no object")
-    place = _place(entry, columns)
-    if place is None:
-        raise FaultError(
-            FaultKind.ROW_INCOMPLETE,
-            f"{where} names no image (source.columns.image names another key)",
-        )
-    return _found(folder, place)
-
-
-def _found(folder: Path, place: str) -> Path:
-    """The file of an image, by the longest end of its path that exists below the folder."""
-    address = urlsplit(place)
-    local = parse_qs(address.query).get("d")
-    path = local[0] if local else unquote(address.path)
-    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
-    for start in range(len(parts)):
-        for last in (parts[-1], UPLOADED.sub("", parts[-1])):
-            file = folder.joinpath(*parts[start:-1], last)
-            if file.is_file():
-                return file
-    return folder / (parts[-1] if parts else "image")
-
-
-def _answer(
-    entry: Mapping[str, Any], picture: Image, source: Source, where: str, reading: ImageReader
-) -> Answer:
-    results, spec = _results(entry), source.task.spec
-    labels = source.labels or None
-    if spec.detects:
-        return Answer(_boxes(results, picture, labels, where, reading))
+def _answer(results: list[Result], source: Source, where: str) -> Answer:
     kind, key = {
         "label": ("choices", "choices"), "captions": ("textarea", "text"),
         "count": ("number", "number"),
-    }[spec.answer]  # fmt: skip
-    values = [result.get("value", {}).get(key) for result in results if result["type"] == kind]
+    }[source.task.spec.answer]  # fmt: skip
+    values = [one.get("value", {}).get(key) for one in results if one.get("type") == kind]
     flat = [
         one for value in values for one in (value if isinstance(value, list) else [value])
         if one is not None and str(one).strip()
     ]  # fmt: skip
     if not flat:
         raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no answer of type {kind}")
-    if spec.answer == "captions":
+    if kind == "textarea":
         return Answer(captions=tuple(str(text).strip() for text in flat))
     if len(flat) > 1:
         raise FaultError(FaultKind.LABEL_MALFORMED, f"{where}: expected one answer, got {flat}")
-    if spec.answer == "count":
+    if kind == "number":
         whole = int(flat[0]) if isinstance(flat[0], float) and flat[0].is_integer() else flat[0]
-        return Answer(count=read_count(whole, labels, where))
-    if labels is not None and flat[0] not in labels:
-        raise stray_label(where, str(flat[0]), labels)
+        return Answer(count=read_count(whole, source.labels or None, where))
     return Answer(label=str(flat[0]))
 
 
-def _boxes(
-    results: Sequence[Mapping[str, Any]],
-    picture: Image,
-    labels: Sequence[str] | None,
-    where: str,
-    reading: ImageReader,
-) -> tuple[Box, ...]:
-    boxes: list[Box] = []
-    shapes = [result for result in results if str(result.get("type", "")).endswith("labels")]
-    if not shapes:
-        reading.add(FaultKind.LABELS_EMPTY, where, f"{where} has no shapes")
-    for position, result in enumerate(shapes, start=1):
-        at = f"{where}, result {position}"
-        with reading.tolerate(where):
-            value = result.get("value")
-            if not isinstance(value, dict):
-                raise FaultError(FaultKind.BOX_MALFORMED, f"{at} has no value")
-            named = value.get(str(result["type"])) or value.get("labels") or []
-            if not named:
-                raise FaultError(FaultKind.ROW_INCOMPLETE, f"{at} has no label")
-            if labels is not None and named[0] not in labels:
-                continue
-            size = (result.get("original_width"), result.get("original_height"))
-            frame = Frame(picture, size, at)
-            box = frame.box(_edges(value, result, picture, at), str(named[0]), at)
-            if box in boxes:
-                raise FaultError(FaultKind.ROW_REPEATED, f"{at} repeats an earlier shape")
-            boxes.append(box)
-    return tuple(boxes)
+def _size(result: Result) -> tuple[Any, Any]:
+    return result.get("original_width"), result.get("original_height")
 
 
-def _edges(
-    value: Mapping[str, Any], result: Mapping[str, Any], picture: Image, where: str
-) -> tuple[float, float, float, float]:
-    """The upright box around a shape, in pixels."""
+def _shape(result: Result, number: int, where: str) -> Shape:
+    where = f"{where}, result {number}"
+    value = result.get("value")
+    if not isinstance(value, dict):
+        raise FaultError(FaultKind.BOX_MALFORMED, f"{where} has no value")
+    named = value.get(str(result["type"])) or value.get("labels") or []
+    if not named:
+        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no label")
     if result.get("image_rotation"):
-        raise FaultError(
-            FaultKind.BOX_MALFORMED, f"{where}: the image was turned while it was labelled"
-        )
-    across = float(result.get("original_width") or picture.width) / 100
-    down = float(result.get("original_height") or picture.height) / 100
+        text = f"{where}: the image was turned while it was labelled"
+        raise FaultError(FaultKind.BOX_MALFORMED, text)
     try:
-        if "points" in value:
-            corners = [(float(x) * across, float(y) * down) for x, y in value["points"]]
-        else:
-            names = ("x", "y", "width", "height") if "width" in value else ELLIPSE
-            a, b, c, d = (float(value[name]) for name in names)
-            turn = math.radians(float(value.get("rotation") or 0))
-            shape = (a * across, b * down, c * across, d * down)
-            corners = _corners(shape, turn, names is ELLIPSE)
+        edges = _edges(value)
     except (KeyError, TypeError, ValueError) as error:
         raise FaultError(
             FaultKind.BOX_MALFORMED, f"{where}: the shape {value} has no numbers ({error})"
         ) from error
-    if not corners:
-        raise FaultError(FaultKind.BOX_MALFORMED, f"{where}: the shape has no points")
-    xs, ys = zip(*corners, strict=True)
-    if len(corners) == 4 and not value.get("rotation") and "width" in value:
-        return corners[0] + corners[2]  # which may be the wrong way round
-    return min(xs), min(ys), max(xs), max(ys)
+    return Shape(str(named[0]), edges, where)
 
 
-ELLIPSE = ("x", "y", "radiusX", "radiusY")
+def _edges(value: Mapping[str, Any]) -> Callable[[float, float], Edges]:
+    """The upright box around a shape.
 
-
-def _corners(shape: tuple[float, float, float, float], turn: float, ellipse: bool) -> list[Point]:
-    """Corners of a rectangle, turned about its first one; or the box around a turned ellipse."""
-    x, y, width, height = shape
+    Raises:
+        KeyError: A number is missing; TypeError or ValueError: it is none.
+    """
+    if "points" in value:
+        xs, ys = zip(*((float(x) / 100, float(y) / 100) for x, y in value["points"]), strict=True)
+        return shares(min(xs), min(ys), max(xs), max(ys))
+    ellipse = "width" not in value
+    names = ELLIPSE if ellipse else ("x", "y", "width", "height")
+    x, y, across, down = (float(value[name]) / 100 for name in names)
+    turn = math.radians(float(value.get("rotation") or 0))
+    if not turn:
+        if ellipse:
+            return shares(x - across, y - down, x + across, y + down)
+        return shares(x, y, x + across, y + down)
     sine, cosine = math.sin(turn), math.cos(turn)
-    if ellipse:
-        across, down = math.hypot(width * cosine, height * sine), math.hypot(
-            width * sine, height * cosine
-        )  # fmt: skip
-        return [(x - across, y - down), (x + across, y + down)]
-    return [
-        (x + dx * cosine - dy * sine, y + dx * sine + dy * cosine)
-        for dx, dy in ((0.0, 0.0), (width, 0.0), (width, height), (0.0, height))
-    ]
+
+    def turned(width: float, height: float) -> Edges:
+        """Edges of a shape that is turned in pixels: an ellipse, or a box about its corner."""
+        a, b = across * width, down * height
+        if ellipse:
+            dx, dy = math.hypot(a * cosine, b * sine), math.hypot(a * sine, b * cosine)
+            left, right, top, bottom = -dx, dx, -dy, dy
+        else:
+            corners = [(0.0, 0.0), (a, 0.0), (a, b), (0.0, b)]
+            xs, ys = zip(
+                *((u * cosine - v * sine, u * sine + v * cosine) for u, v in corners), strict=True
+            )
+            left, right, top, bottom = min(xs), max(xs), min(ys), max(ys)
+        return x * width + left, y * height + top, x * width + right, y * height + bottom
+
+    return turned

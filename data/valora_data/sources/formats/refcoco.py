@@ -21,8 +21,8 @@ from valora_data.sources.base import (
     Splits,
     take_missing_from_train,
 )
-from valora_data.sources.formats.coco import listed_images, pixel_box
-from valora_data.sources.formats.folders import SPLIT_NAMES
+from valora_data.sources.formats.coco import pixel_box
+from valora_data.sources.formats.files import SPLIT_NAMES
 from valora_data.sources.formats.labelled import ImageReader, Reading
 from valora_data.sources.formats.tables import load_json, sound_entries, unique_entries
 
@@ -63,8 +63,9 @@ class RefCocoFormat(SourceFormat):
         file = source.file
         yield file
         content = _content(file)
-        yield from listed_images(content, source.image_folder)
-        yield from listed_images({"images": content["refs"]}, source.image_folder)
+        for entry in (*content["images"], *content["refs"]):
+            if isinstance(entry, dict) and "file_name" in entry:
+                yield source.image_folder / str(entry["file_name"])
 
 
 def read_refcoco(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,9 @@ def sound_entries(
                 raise FaultError(
                     FaultKind.ROW_INCOMPLETE, f"{source}: {where} has no {', '.join(missing)}"
                 )
+            entry = {  # noqa: PLW2901 - ids may be whole numbers or texts of one
+                key: _whole(value) if key.endswith("id") else value for key, value in entry.items()
+            }
             for key in keys:
                 allowed = str if key in NAMES else (int, str)
                 if (key in NAMES or key.endswith("id")) and not isinstance(entry[key], allowed):
@@ -111,6 +115,14 @@ def sound_entries(
                     )
             found.append(entry)
     return found
+
+
+def _whole(value: Any) -> Any:
+    """An id as a whole number, if it is one in another form."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    whole = isinstance(value, str) and re.fullmatch(r"0|[1-9]\d{0,17}", value)
+    return int(value) if whole else value
 
 
 def unique_entries(

@@ -1,7 +1,8 @@
 """Pascal VOC: one XML file for each image, with boxes in pixels that are counted from 1.
 
-Either `Annotations/`, `JPEGImages/` and lists of names in `ImageSets/Main/`, as in the original; or
-XML files beside their images, as labelImg writes them, in folders that may be named like splits.
+In folders of their own, such as `Annotations/` and `JPEGImages/` with lists of names in
+`ImageSets/Main/`; or beside their images, as labelImg writes them, in folders that may be named
+like splits. An XML file belongs to the image of the same name that lies nearest.
 """
 
 from __future__ import annotations
@@ -12,35 +13,32 @@ from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Box, Sample, Split, Task
-from valora_data.sources.base import (
-    Location,
-    Source,
-    SourceFormat,
-    Splits,
-    take_missing_from_train,
+from valora_data.schema import Split, Task
+from valora_data.sources.base import take_missing_from_train
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record, collected
+from valora_data.sources.formats.files import (
+    SPLIT_NAMES,
+    Finder,
+    files_below,
+    images_below,
+    spelling,
 )
-from valora_data.sources.formats.folders import SPLIT_NAMES, folder_splits
-from valora_data.sources.formats.labelled import (
-    IMAGES,
-    Frame,
-    ImageReader,
-    Reading,
-    check_labels,
-)
+from valora_data.sources.formats.labelled import Shape, check_labels, readable
 from valora_data.sources.formats.tables import read_text
 from valora_data.sources.formats.xml import child_text, number, parse_xml
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from xml.etree.ElementTree import Element
 
-    from PIL.Image import Image
+    from valora_data.sources.base import Location, Source
+    from valora_data.sources.formats.labelled import ImageReader
 
-ANNOTATIONS, PICTURES, SETS = "Annotations", "JPEGImages", "ImageSets/Main"
+XML = frozenset({".xml"})
+SETS = "ImageSets/Main/*.txt"
 
 
-class VocFormat(SourceFormat):
+class VocFormat(AnnotatedFormat):
     """A folder of images and XML files."""
 
     def supports(self, task: Task) -> bool:
@@ -48,208 +46,132 @@ class VocFormat(SourceFormat):
         return task.spec.detects
 
     def recognises(self, location: Location) -> bool:
-        """Folders with `Annotations/`, or with XML files beside images."""
-        if not location.path.is_dir():
+        """Folders with XML files of annotations."""
+        if not location.path.is_dir() or ".xml" not in location.suffixes:
             return False
-        return next((location.path / ANNOTATIONS).glob("*.xml"), None) is not None or any(
-            _image_of(file, file.parent) is not None
-            for pattern in ("*.xml", "*/*.xml")
-            for file in list(location.path.glob(pattern))[:1]
-        )
+        try:
+            return parse_xml(files_below(location.path, XML)[0]).tag == "annotation"
+        except FaultError:
+            return True
 
     def guess_task(self, path: str) -> Task:
         """Object detection."""
         return Task.DETECTION
 
-    def open(self, source: Source) -> Splits:
-        """The splits that lists or folders are named after, or all images as one piece."""
+    def parts(self, source: Source) -> Mapping[Split | None, list[Path]]:
+        """Images by the splits that lists or folders are named after, or all as one piece."""
         whole = Path(source.location)
-        images = Path(source.images) if source.images else None
-        return {
-            split: partial(
-                read_voc, files, whole, source.labels or None, source.reader, images=images
-            )
-            for split, files in _splits(whole, images).items()
-        }
-
-    def reads(self, source: Source) -> Iterator[Path]:
-        """The lists of names, and the images and XML files of all splits."""
-        whole = Path(source.location)
-        yield from sorted((whole / SETS).glob("*.txt"))
-        for files in _splits(whole, Path(source.images) if source.images else None).values():
-            for image in files:
-                yield from (image, _annotation_of(image, whole))
-
-
-def read_voc(
-    files: Sequence[Path],
-    folder: Path,
-    labels: Sequence[str] | None = None,
-    reader: ImageReader | None = None,
-    *,
-    images: Path | None = None,
-) -> Iterator[Sample]:
-    """Read images with the boxes of their XML files.
-
-    A box of xmin, ymin, xmax and ymax covers these pixels and all between them, and the first pixel
-    is number 1, as the devkit defines it; so it reaches from xmin − 1 to xmax here.
-
-    Args:
-        files: The images.
-        folder: Folder of the data set.
-        labels: Names of objects that the domain asks for; others are left out. None for all.
-        reader: Opens the images; by default a reader that tolerates few faults.
-        images: Folder that ids are relative to; None for `folder`.
-
-    Yields:
-        One sample per image that decodes; its id is the image's path below the folder.
-
-    Raises:
-        DataError: If a label is no object's name, or too many images have faults.
-    """
-    parsed = {path: _parsed(_annotation_of(path, folder)) for path in files}
-    names = {
-        child_text(entry, "name")
-        for root in parsed.values()
-        if not isinstance(root, FaultError) and root is not None
-        for entry in root.iter("object")
-    }
-    if labels and names and not names & set(labels):
-        check_labels(folder.name, sorted(names), labels)
-    with Reading(reader, folder.name, len(files)) as reading:
-        if reading.thorough:
-            _note_orphans(folder, files, reading)
-        for path, picture in zip(files, reading.open_all(files), strict=True):
-            root = parsed[path]
-            if root is None:
-                text = f"{path.name} has no XML file"
-                reading.add(FaultKind.IMAGE_UNLABELLED, path.name, text)
-            elif isinstance(root, FaultError):
-                reading.add(root.kind, path.name, root.text)
-                continue
-            if picture is None:
-                continue
-            with reading.tolerate(path.name):
-                boxes = () if root is None else _boxes(root, path, picture, labels, reading)
-                place = images if images and path.is_relative_to(images) else folder
-                yield Sample(path.relative_to(place).as_posix(), picture, Answer(boxes))
-
-
-def _splits(whole: Path, images: Path | None) -> dict[Split | None, list[Path]]:
-    """Images by split."""
-    if not whole.is_dir():
-        raise DataError(f"folder {whole} does not exist: check the path")
-    if (whole / ANNOTATIONS).is_dir():
-        pictures = images or whole / PICTURES
+        images = images_below(Path(source.images) if source.images else whole)
         lists = {
             split: file
-            for file in sorted((whole / SETS).glob("*.txt"))
+            for file in sorted(whole.glob(SETS))
             if (split := SPLIT_NAMES.get(file.stem)) is not None
         }
+        trainval = whole / SETS.replace("*", "trainval")
+        if trainval.is_file():
+            lists.setdefault(Split.TRAIN, trainval)
+        parts: dict[Split, list[Path]] = {}
         if lists:
-            return {
-                split: [_listed(pictures, name) for name in _names(file)]
-                for split, file in take_missing_from_train(lists).items()
-            }
-        return {None: _pictures(pictures)}
-    folders = folder_splits(whole)
-    if folders:
-        return {
-            split: _pictures(folder) for split, folder in take_missing_from_train(folders).items()
-        }
-    return {None: _pictures(whole)}
+            named = {spelling(path.stem): path for path in images}
+            for split, file in lists.items():
+                names = {line.split()[0] for line in read_text(file).splitlines() if line.strip()}
+                other = images[0].parent
+                parts[split] = [
+                    named.get(spelling(name), other / f"{name}.jpg") for name in sorted(names)
+                ]
+        else:
+            for path in images:
+                words = path.relative_to(whole).parts[:-1] if path.is_relative_to(whole) else ()
+                found = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
+                if found is None:
+                    return {None: images}
+                parts.setdefault(found, []).append(path)
+        return take_missing_from_train(parts)
+
+    def name(self, source: Source, part: list[Path]) -> str:
+        """Name of the folder."""
+        return Path(source.location).name
+
+    def lists(self, source: Source) -> Iterator[Path]:
+        """The lists of names."""
+        yield from sorted(Path(source.location).glob(SETS))
+
+    def records(self, source: Source, part: list[Path], reading: ImageReader) -> Iterator[Record]:
+        """Images with the boxes of their XML files; ids are paths below the folder.
+
+        A box of xmin, ymin, xmax and ymax covers these pixels and all between them, and the first
+        pixel is number 1, as the devkit defines it; so it reaches from xmin − 1 to xmax here.
+        """
+        whole = Path(source.location)
+        finder = Finder(whole, XML)
+        reading.total += len(part)
+        if not finder.files:
+            raise DataError(
+                f"{whole} holds no XML files: name the folder that holds both the images and the "
+                "XML files, or the folder of the images as source.images"
+            )
+        files = {path: finder.of_stem(path.stem, path) for path in part}
+        parsed = {path: _parsed(file) for path, file in files.items()}
+        if source.labels:
+            _check_names(parsed, whole.name, source.labels)
+        if reading.thorough:
+            _note_orphans(finder, part, source, reading)
+        for path, root in parsed.items():
+            item = readable(path.name)
+            below = Path(source.images) if source.images else whole
+            file = files[path] or path.with_suffix(".xml")
+            record = Record(path, path.relative_to(below).as_posix(), file=file)
+            if isinstance(root, FaultError):
+                reading.add(root.kind, item, root.text)
+                continue
+            if root is not None:
+                record.size = [child_text(root, f"size/{side}") for side in ("width", "height")]
+                read = partial(_shape, file=file.name)
+                record.shapes = collected(root.iter("object"), read, item, reading)
+            yield record
 
 
-def _names(file: Path) -> list[str]:
-    """Names of images; a list of a class has another column, of which −1 says that it is absent."""
-    lines = read_text(file).splitlines()
-    return list(dict.fromkeys(line.split()[0] for line in lines if line.strip()))
-
-
-def _listed(folder: Path, name: str) -> Path:
-    found = (folder / f"{name}{suffix}" for suffix in (".jpg", *sorted(IMAGES)))
-    return next((path for path in found if path.is_file()), folder / f"{name}.jpg")
-
-
-def _pictures(folder: Path) -> list[Path]:
-    found = sorted(
-        path for path in folder.rglob("*") if path.suffix.lower() in IMAGES and path.name[0] != "."
-    )
-    if not found:
-        raise DataError(f"{folder} holds no images: the data set is empty")
-    return found
-
-
-def _annotation_of(image: Path, whole: Path) -> Path:
-    beside = image.with_suffix(".xml")
-    return whole / ANNOTATIONS / beside.name if (whole / ANNOTATIONS).is_dir() else beside
-
-
-def _image_of(annotation: Path, folder: Path) -> Path | None:
-    found = (folder / f"{annotation.stem}{suffix}" for suffix in IMAGES)
-    return next((path for path in found if path.is_file()), None)
-
-
-def _parsed(path: Path) -> Element | FaultError | None:
+def _parsed(path: Path | None) -> Element | FaultError | None:
     try:
-        return parse_xml(path) if path.is_file() else None
+        return None if path is None else parse_xml(path)
     except FaultError as error:
         return error
 
 
-def _boxes(
-    root: Element,
-    path: Path,
-    picture: Image,
-    labels: Sequence[str] | None,
-    reading: ImageReader,
-) -> tuple[Box, ...]:
-    declared = [child_text(root, f"size/{side}") for side in ("width", "height")]
-    frame = Frame(picture, declared, path.name)
-    boxes: list[Box] = []
-    entries = list(root.iter("object"))
-    if not entries:
-        reading.add(FaultKind.LABELS_EMPTY, path.name, f"the XML file of {path.name} has no object")
-    for position, entry in enumerate(entries, start=1):
-        where = f"{path.with_suffix('.xml').name}, object {position}"
-        with reading.tolerate(path.name):
-            label = child_text(entry, "name")
-            if not label:
-                raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no name")
-            if labels is not None and label not in labels:
-                continue
-            x0, y0, x1, y1 = (
-                number(child_text(entry, f"bndbox/{edge}"), f"{where}: {edge}")
-                for edge in ("xmin", "ymin", "xmax", "ymax")
-            )
-            # labelImg counts from 0 at the very edge.
-            box = frame.box(
-                (max(x0 - 1, min(x0, 0)), max(y0 - 1, min(y0, 0)), x1, y1), label, where
-            )
-            if box in boxes:
-                raise FaultError(FaultKind.ROW_REPEATED, f"{where} repeats an earlier object")
-            boxes.append(box)
-    return tuple(boxes)
+def _shape(entry: Element, position: int, file: str) -> Shape:
+    where = f"{file}, object {position}"
+    label = child_text(entry, "name")
+    if not label:
+        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no name")
+    x0, y0, x1, y1 = (
+        number(child_text(entry, f"bndbox/{edge}"), f"{where}: {edge}")
+        for edge in ("xmin", "ymin", "xmax", "ymax")
+    )
+    # labelImg counts from 0 at the very edge.
+    return Shape(label, (max(x0 - 1, min(x0, 0)), max(y0 - 1, min(y0, 0)), x1, y1), where)
 
 
-def _note_orphans(folder: Path, files: Sequence[Path], reading: ImageReader) -> None:
-    """Note XML files without an image."""
-    annotations = {_annotation_of(path, folder) for path in files}
-    if (folder / ANNOTATIONS).is_dir():
-        wanted = {file.stem for file in annotations}
-        others = [
-            path
-            for path in (folder / ANNOTATIONS).glob("*.xml")
-            if path.stem not in wanted and _image_of(path, folder / PICTURES) is None
-        ]
-    else:
-        beside = {path.parent for path in files}
-        others = [
-            path
-            for place in beside
-            for path in place.glob("*.xml")
-            if _image_of(path, place) is None
-        ]
-    for path in sorted(others):
-        text = f"{path.name} belongs to no image"
-        reading.add(FaultKind.LABELS_ORPHANED, path.name, text)
+def _check_names(
+    parsed: Mapping[Path, Element | FaultError | None], name: str, labels: Sequence[str]
+) -> None:
+    """Check that any object has a name that the domain asks for."""
+    names = {
+        child_text(entry, "name")
+        for root in parsed.values()
+        if root is not None and not isinstance(root, FaultError)
+        for entry in root.iter("object")
+    }
+    if names and not names & set(labels):
+        check_labels(name, sorted(names), labels)
+
+
+def _note_orphans(
+    finder: Finder, part: Sequence[Path], source: Source, reading: ImageReader
+) -> None:
+    """Note XML files that belong to no image of any split."""
+    folder = Path(source.images) if source.images else Path(source.location)
+    stems = {spelling(path.stem) for path in (*part, *images_below(folder))}
+    for path in finder.files:
+        if spelling(path.stem) not in stems:
+            text = f"{readable(path.name)} belongs to no image"
+            reading.add(FaultKind.LABELS_ORPHANED, readable(path.name), text)

@@ -1,49 +1,48 @@
-"""Labelled data sets in Ultralytics' YAML format (normalised centre x, y, width, height)."""
+"""Ultralytics' data sets: a YAML file with the folders of images, a text file for each image."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.images import encoded_file
-from valora_data.schema import Answer, Box, Sample, Split, Task
-from valora_data.sources.base import (
-    Location,
-    Source,
-    SourceFormat,
-    Splits,
-    take_missing_from_train,
-)
-from valora_data.sources.formats.labelled import (
-    IMAGES,
-    ImageReader,
-    Reading,
-    check_labels,
-    checked_box,
-)
+from valora_data.schema import Split, Task
+from valora_data.sources.base import take_missing_from_train
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record, collected
+from valora_data.sources.formats.files import IMAGES, Finder, files_below, is_file
+from valora_data.sources.formats.labelled import Shape, check_labels, readable, shares
 from valora_data.sources.formats.tables import read_text
 from valora_data.wording import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from PIL.Image import Image
+    from valora_data.sources.base import Location, Source
+    from valora_data.sources.formats.labelled import ImageReader
+
+log = logging.getLogger(__name__)
 
 OTHER_NAMES: Mapping[Split, tuple[str, ...]] = {
     Split.VAL: ("val", "validation", "valid"),
     Split.UNLABELLED: ("unlabelled", "unlabeled"),
 }
 """Keys of splits, where there are several."""
+TEXTS = frozenset({".txt"})
 
 
-class YoloFormat(SourceFormat):
-    """A YAML file with the folders of the splits."""
+class YoloFormat(AnnotatedFormat):
+    """A YAML file with the folders of the splits.
+
+    Each image `…/images/….jpg` has its boxes in `…/labels/….txt`, one row per object; no file means
+    no objects. Rows of a polygon count as the box around it; of a pose the box is taken.
+    """
 
     files = "Ultralytics YAML"
 
@@ -55,7 +54,7 @@ class YoloFormat(SourceFormat):
         """YAML files, and folders that hold one with `names`, or `images/` beside label files."""
         file = location.file
         if file.is_dir():
-            return (file / "images").is_dir() and any((file / "labels").rglob("*.txt"))
+            return (file / "images").is_dir() and bool(files_below(file / "labels", TEXTS))
         if file.suffix not in (".yaml", ".yml") or not file.is_file():
             return False
         return file == location.path or "names" in _parsed(file)
@@ -64,158 +63,185 @@ class YoloFormat(SourceFormat):
         """Object detection."""
         return Task.DETECTION
 
-    def open(self, source: Source) -> Splits:
+    def parts(self, source: Source) -> dict[Split | None, Any]:
         """The splits that the file names."""
-        file = source.file
-        names = take_missing_from_train({split: split for split in yolo_splits(file)})
-        return {
-            key: partial(read_yolo, file, name, source.labels or None, source.reader)
-            for key, name in names.items()
-        }
+        data = YoloSet(source.file)
+        places = {split: data.places(split) for split in data.splits}
+        if Split.TRAIN in places and places[Split.TRAIN] == places.get(Split.VAL):
+            raise DataError(
+                f"{source.file.name} names the same images as train and as val: delete its line "
+                "`val`, so that a part of train is taken for it"
+            )
+        return dict(take_missing_from_train({split: split for split in places}))
 
-    def reads(self, source: Source) -> Iterator[Path]:
-        """The YAML file, its lists of images, and the images and labels of all splits."""
-        file = source.file
-        yield file
-        content = _parsed(file)
-        root = _root(file, content)
-        for split in yolo_splits(file):
-            for place in _places(content, split):
-                path = _resolved(root, place)
-                if path.is_file():
-                    yield path
-            for image in _images(file.name, root, content, split)[0]:
-                yield from (image, _label_file(image))
+    def name(self, source: Source, part: Split) -> str:
+        """Name of the YAML file."""
+        return source.file.name
 
+    def lists(self, source: Source) -> Iterator[Path]:
+        """The YAML file and its lists of images."""
+        yield source.file
+        data = YoloSet(source.file)
+        yield from filter(is_file, (path for split in data.splits for path in data.places(split)))
 
-def read_yolo(
-    yaml_path: Path,
-    split: str,
-    labels: Sequence[str] | None = None,
-    reader: ImageReader | None = None,
-) -> Iterator[Sample]:
-    """Read one split of a data set that Ultralytics can train from.
-
-    Each image `…/images/….jpg` has its boxes in `…/labels/….txt`, one row per object; no file
-    means no objects. Rows of a polygon (segmentation) count as the box around it.
-
-    Args:
-        yaml_path: File with `path`, `names` and the splits' folders, lists of folders, or text
-            files of image paths.
-        split: Key of the split in that file, such as ``train`` or ``val``.
-        labels: Class names that the domain asks for; others are left out. None for all.
-        reader: Opens the images; by default a reader that tolerates few faults.
-
-    Yields:
-        One sample per image that decodes, in the order of paths; its id is the image's path below
-        the data set's folder.
-
-    Raises:
-        DataError: If the file is missing, corrupt or without that split, the split is empty, a
-            label is no class, or too many images have faults: they cannot be decoded, or a row of
-            their labels is malformed, names an unknown class, or has a box outside the image.
-    """
-    source = yaml_path.name
-    content = _parsed(yaml_path)
-    names = _names(source, content)
-    if labels is None:
-        labels = tuple(names.values())
-    check_labels(source, names.values(), labels)
-    root = _root(yaml_path, content)
-    images, repeated = _images(source, root, content, split)
-    with Reading(reader, source, len(images)) as reading:
-        for path in repeated:
-            reading.add(FaultKind.IMAGE_TWICE, path.name, f"{split} lists {path.name} twice")
-        if reading.thorough:
-            _note_orphans(images, reading)
-        for path, picture in zip(images, reading.open_all(images), strict=True):
-            boxes = _boxes(_label_file(path), path, names, reading, picture)
-            if picture is not None:
-                asked = tuple(box for box in boxes if box.label in labels)
-                yield Sample(_below(root, path), picture, Answer(asked))
+    def records(self, source: Source, part: Split, reading: ImageReader) -> Iterator[Record]:
+        """Images of a split in the order of paths; ids are paths below the data set's folder."""
+        data = YoloSet(source.file)
+        if source.labels:
+            check_labels(data.name, data.names.values(), source.labels)
+        images = data.images(part)
+        reading.total += len(images)
+        for path, count in images.items():
+            if count > 1:
+                text = f"{part} lists {path.name} twice"
+                reading.add(FaultKind.IMAGE_TWICE, readable(path.name), text)
+        files = _label_files(list(images), data.name, reading)
+        for path, file in files.items():
+            below = path.relative_to(data.root) if path.is_relative_to(data.root) else path
+            shapes = data.shapes(file, readable(path.name), reading) if file.exists() else None
+            yield Record(path, below.as_posix(), shapes, file=file)
 
 
-def _below(root: Path, path: Path) -> str:
-    return (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
-
-
-def class_names(yaml_path: Path) -> list[str]:
-    """Class names of a data set, in the order of their ids.
-
-    Raises:
-        DataError: If the file is missing, corrupt or without names.
-    """
-    return [name for _, name in sorted(_names(yaml_path.name, _parsed(yaml_path)).items())]
-
-
-def yolo_splits(yaml_path: Path) -> frozenset[Split]:
-    """The splits that a YAML file names.
-
-    Raises:
-        DataError: If the file is missing or corrupt.
-    """
-    content = _parsed(yaml_path)
-    return frozenset(split for split in Split if _places(content, split))
-
-
-def write_yolo(
-    samples_by_split: Mapping[str, Sequence[Sample]], labels: Sequence[str], folder: Path
-) -> Path:
-    """Write samples so that Ultralytics can train from them.
+class YoloSet:
+    """A data set's YAML file.
 
     Args:
-        samples_by_split: Samples per key of the YAML file, such as ``train`` and ``val``.
-        labels: Labels in the order of the class indices.
-        folder: Where to write; created if missing.
-
-    Returns:
-        The YAML file, `folder`/data.yaml.
+        file: The file, with `names` and the splits' folders, lists of folders, or text files of
+            image paths, relative to `path`.
 
     Raises:
-        DataError: If a split is empty or a box has a label outside `labels`.
+        DataError: It is missing or corrupt. Attributes and methods raise what they find missing.
     """
-    index_of = {label: index for index, label in enumerate(labels)}
-    for split, samples in samples_by_split.items():
-        if not samples:
-            raise DataError(f"no samples to write to split {split} of {folder.name}")
-        image_folder, label_folder = folder / "images" / split, folder / "labels" / split
-        image_folder.mkdir(parents=True, exist_ok=True)
-        label_folder.mkdir(parents=True, exist_ok=True)
-        for position, sample in enumerate(samples):
-            stem = f"{position:06d}"
-            _write_image(sample.image, image_folder / stem)
-            rows = [_row(box, sample, index_of) for box in sample.answer.boxes]
-            (label_folder / f"{stem}.txt").write_text("".join(rows), encoding="utf-8")
-    content = {
-        "path": str(folder.resolve()),
-        **{str(split): f"images/{split}" for split in samples_by_split},
-        "names": dict(enumerate(labels)),
-    }
-    yaml_path = folder / "data.yaml"
-    yaml_path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    return yaml_path
 
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.name = file.name
+        self._content = _parsed(file)
 
-def _row(box: Box, sample: Sample, index_of: Mapping[str, int]) -> str:
-    if box.label not in index_of:
-        raise DataError(
-            f"sample {sample.id}: label {box.label!r} is not one of {', '.join(index_of)}"
-        )
-    width, height = sample.image.size
-    numbers = (
-        (box.x0 + box.x1) / 2 / width,
-        (box.y0 + box.y1) / 2 / height,
-        (box.x1 - box.x0) / width,
-        (box.y1 - box.y0) / height,
-    )
-    return f"{index_of[box.label]} " + " ".join(f"{number:.8f}" for number in numbers) + "\n"
+    @property
+    def splits(self) -> list[Split]:
+        """The splits that it names."""
+        return [split for split in Split if self._named(split)]
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Class names by id."""
+        names = self._content.get("names")
+        if isinstance(names, list):
+            names = dict(enumerate(names))
+        if isinstance(names, dict):
+            names = {int(key) if str(key).isdecimal() else key: name for key, name in names.items()}
+        if not isinstance(names, dict) or not all(isinstance(key, int) for key in names):
+            raise DataError(
+                f"{self.name} has no 'names': list the class names in the order of their ids"
+            )
+        if any(isinstance(name, bool) for name in names.values()):
+            raise DataError(
+                f"{self.name}: YAML reads the class names yes, no, on and off as true and false: "
+                "write them in quotes"
+            )
+        return {key: str(name) for key, name in names.items()}
+
+    @cached_property
+    def root(self) -> Path:
+        """The folder that `path` names, as Ultralytics finds it; that of the file if it moved."""
+        beside = self.file.parent
+        given = expanded(str(self._content.get("path") or "").replace("\\", "/"))
+        places = [name for split in Split for name in self._named(split)]
+        tried = [beside / given, Path.cwd() / given, Path.cwd() / "datasets" / given, beside]
+        for root in tried:
+            if any(_resolved(root, place).exists() for place in places[:1]):
+                return root
+        return tried[0] if tried[0].exists() else beside
+
+    def places(self, split: Split) -> list[Path]:
+        """Folders and lists of a split."""
+        return [_resolved(self.root, place) for place in self._named(split)]
+
+    def images(self, split: Split) -> dict[Path, int]:
+        """Images of a split in the order of paths, with how often they are listed."""
+        found: list[Path] = []
+        for place in self.places(split):
+            if place.is_dir():
+                found += files_below(place, IMAGES)
+            elif is_file(place) and place.suffix == ".txt":
+                found += _listed(place, self.root)
+            else:
+                raise DataError(
+                    f"{self.name}: split '{split}' names {place}, which does not exist: correct "
+                    "it, or the `path` that it is relative to"
+                )
+        if not found:
+            raise DataError(f"{self.name}: split '{split}' holds no images: the data set is empty")
+        return dict(sorted(Counter(found).items()))
+
+    def shapes(self, file: Path, item: str, reading: ImageReader) -> list[Shape]:
+        """Objects of an image's label file."""
+        try:
+            lines = read_text(file).splitlines()
+        except DataError as error:
+            reading.add(FaultKind.FILE_MALFORMED, item, str(error))
+            return []
+        rows = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        return collected(rows, lambda row, _: self._shape(row, file.name), item, reading)
+
+    def _shape(self, row: tuple[int, str], file: str) -> Shape:
+        where = f"{file}, row {row[0]}"
+        try:
+            index, *numbers = (float(cell) for cell in row[1].split())
+        except ValueError as error:
+            raise FaultError(
+                FaultKind.ROW_MALFORMED, f"{where}: {row[1].strip()!r} is not a row of numbers"
+            ) from error
+        keypoints = self._keypoints
+        if keypoints and len(numbers) == 4 + keypoints:
+            numbers = numbers[:4]
+        if len(numbers) != 4 and (keypoints or len(numbers) < 6 or len(numbers) % 2):
+            more = f"{keypoints} of keypoints" if keypoints else "a polygon"
+            raise FaultError(
+                FaultKind.ROW_MALFORMED,
+                f"{where}: expected a class and 4 numbers (centre x, y, width, height) or {more}, "
+                f"got {plural(len(numbers), 'number')}"
+                + (", of which the last may be a confidence" if len(numbers) == 5 else ""),
+            )
+        if index not in self.names:
+            raise FaultError(
+                FaultKind.CLASS_UNKNOWN,
+                f"{where}: class {index:g} is none of {', '.join(map(str, list(self.names)[:10]))}",
+            )
+        if len(numbers) == 4:
+            x, y, w, h = numbers
+            edges = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
+        else:
+            xs, ys = numbers[0::2], numbers[1::2]
+            edges = (min(xs), min(ys), max(xs), max(ys))
+        return Shape(self.names[int(index)], shares(*edges), where)
+
+    @cached_property
+    def _keypoints(self) -> int:
+        """Numbers of all keypoints of a row."""
+        shape = self._content.get("kpt_shape")
+        if shape is None:
+            return 0
+        match shape:
+            case [int(count), 2 | 3 as numbers]:
+                return count * int(numbers)
+        raise DataError(f"{self.name}: kpt_shape {shape} is not [keypoints, 2 or 3]: correct it")
+
+    def _named(self, split: Split) -> list[str]:
+        keys = OTHER_NAMES.get(split, (split,))
+        places: Any = next((self._content[key] for key in keys if self._content.get(key)), [])
+        found = places if isinstance(places, list) else [places]
+        return [str(place).replace("\\", "/") for place in found]
 
 
 def _parsed(yaml_path: Path) -> dict[str, Any]:
     if yaml_path.is_dir():
+        splits = [path.name for path in sorted((yaml_path / "images").glob("*")) if path.is_dir()]
+        lines = [f"{name}: images/{name}" for name in splits] or ["train: images"]
         raise DataError(
-            f"folder {yaml_path} has no data.yaml: write one with names, and with the images' "
-            "folders as train, val and test"
+            f"folder {yaml_path} has no data.yaml: write one with the lines {', '.join(lines)}, "
+            "and names: [the class names in the order of their ids]"
         )
     text = read_text(yaml_path)
     try:
@@ -228,27 +254,6 @@ def _parsed(yaml_path: Path) -> dict[str, Any]:
     return content
 
 
-def _names(source: str, content: dict[str, Any]) -> dict[int, str]:
-    names = content.get("names")
-    if isinstance(names, list):
-        names = dict(enumerate(names))
-    if isinstance(names, dict):
-        names = {int(key) if str(key).isdecimal() else key: name for key, name in names.items()}
-    if not isinstance(names, dict) or not all(isinstance(key, int) for key in names):
-        raise DataError(f"{source} has no 'names': list the class names in the order of their ids")
-    return {key: str(name) for key, name in names.items()}
-
-
-def _root(yaml_path: Path, content: Mapping[str, Any]) -> Path:
-    return yaml_path.parent / str(content.get("path") or "")
-
-
-def _places(content: Mapping[str, Any], split: str) -> list[str]:
-    keys = OTHER_NAMES[Split(split)] if split in OTHER_NAMES else (split,)
-    places: Any = next((content[key] for key in keys if content.get(key)), [])
-    return [str(place) for place in (places if isinstance(places, list) else [places])]
-
-
 def _resolved(root: Path, place: str) -> Path:
     path = root / place
     if not path.exists() and place.startswith("../"):
@@ -257,46 +262,52 @@ def _resolved(root: Path, place: str) -> Path:
     return path
 
 
-def _images(
-    source: str, root: Path, content: Mapping[str, Any], split: str
-) -> tuple[list[Path], list[Path]]:
-    """Images of a split in the order of paths, and those that are listed again."""
-    places = _places(content, split)
-    if not places:
-        raise DataError(f"{source} has no split {split!r}: add its folder of images")
-    found: list[Path] = []
-    for place in places:
-        path = _resolved(root, place)
-        if path.is_dir():
-            found += [
-                file
-                for file in path.rglob("*")
-                if file.suffix.lower() in IMAGES and file.name[0] != "."
-            ]
-        elif path.is_file() and path.suffix == ".txt":
-            lines = read_text(path).split("\n")
-            # As Ultralytics has it: "./" is relative to the list itself.
-            found += [
-                path.parent / line[2:] if line.startswith("./") else root / line
-                for line in map(str.strip, lines)
-                if line
-            ]
-        else:
-            raise DataError(f"{source}: split {split!r} names {path}, which does not exist")
-    if not found:
-        raise DataError(f"{source}: split {split!r} holds no images: the data set is empty")
-    once = sorted(set(found))
-    repeated = sorted(path for path, count in Counter(found).items() if count > 1)
-    return once, repeated
+def _listed(file: Path, root: Path) -> list[Path]:
+    """Images of a text file; as Ultralytics has it, "./" is relative to the file itself."""
+    lines = [line.strip() for line in read_text(file).split("\n") if line.strip()]
+    finder = Finder(root)
+    return [
+        file.parent / line[2:] if line.startswith("./") else finder.find(line) for line in lines
+    ]
 
 
-def _note_orphans(images: Iterable[Path], reader: ImageReader) -> None:
-    """Note label files beside those of the images that belong to none."""
-    wanted = {_label_file(image) for image in images}
-    for folder in sorted({path.parent for path in wanted}):
-        for path in sorted(folder.glob("*.txt")):
-            if path not in wanted and path.name != "classes.txt":
-                reader.add(FaultKind.LABELS_ORPHANED, path.name, f"{path.name} belongs to no image")
+def _label_files(images: Sequence[Path], name: str, reading: ImageReader) -> dict[Path, Path]:
+    """The label file of each image, which need not exist; in another spelling if no other fits."""
+    files = {image: _label_file(image) for image in images}
+    taken = {file for file in files.values() if file.exists()}
+    finders: dict[Path, Finder] = {}
+    lacking = [image for image, file in files.items() if file not in taken]
+    for image in lacking:
+        folder = files[image].parent
+        finder = finders.setdefault(folder, Finder(folder, TEXTS))
+        found = finder.of_stem(image.stem, files[image])
+        if found is not None and found not in taken:
+            taken.add(found)
+            files[image] = found
+    lacking = [image for image in lacking if files[image] not in taken]
+    if lacking or reading.thorough:
+        orphans = _orphans({file.parent for file in files.values()}, taken)
+        for path in orphans:
+            item = readable(path.name)
+            reading.add(FaultKind.LABELS_ORPHANED, item, f"{item} belongs to no image")
+        if lacking and orphans:
+            log.warning(
+                "%s: %s, such as %s, and %s, such as %s: give them the same names",
+                name, plural(len(orphans), "label file|files belongs|belong to no image"),
+                readable(orphans[0].name), plural(len(lacking), "image|images has|have no labels"),
+                readable(lacking[0].name),
+            )  # fmt: skip
+    return files
+
+
+def _orphans(folders: set[Path], taken: set[Path]) -> list[Path]:
+    found = {
+        path
+        for folder in folders
+        for path in sorted(folder.glob("*.txt"))
+        if path not in taken and path.name != "classes.txt"
+    }
+    return sorted(found)
 
 
 def _label_file(image: Path) -> Path:
@@ -307,81 +318,3 @@ def _label_file(image: Path) -> Path:
             parts[position] = "labels"
             break
     return Path(*parts).with_suffix(".txt")
-
-
-def _boxes(
-    path: Path,
-    image: Path,
-    names: Mapping[int, str],
-    reader: ImageReader,
-    picture: Image | None,
-) -> list[Box]:
-    """Boxes of an image; on a unit square if it cannot be decoded, to find faults only."""
-    size = (1, 1) if picture is None else picture.size
-    if not path.exists():
-        reader.add(
-            FaultKind.IMAGE_UNLABELLED, image.name, f"{image.name} has no label file {path.name}"
-        )
-        return []
-    try:
-        lines = read_text(path).splitlines()
-    except DataError as error:
-        reader.add(FaultKind.FILE_MALFORMED, image.name, str(error))
-        return []
-    rows = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not rows:
-        reader.add(FaultKind.LABELS_EMPTY, image.name, f"{path.name} holds no rows")
-    boxes: list[Box] = []
-    seen: set[str] = set()
-    for number, line in rows:
-        where = f"{path.name}, row {number}"
-        cells = line.split()
-        if " ".join(cells) in seen:
-            reader.add(FaultKind.ROW_REPEATED, image.name, f"{where} repeats an earlier row")
-            continue
-        seen.add(" ".join(cells))
-        with reader.tolerate(image.name):
-            boxes.append(_box(cells, names, size, where))
-    return boxes
-
-
-def _box(row: list[str], names: Mapping[int, str], size: tuple[int, int], where: str) -> Box:
-    try:
-        index, *numbers = (float(cell) for cell in row)
-    except ValueError as error:
-        raise FaultError(
-            FaultKind.ROW_MALFORMED, f"{where}: {' '.join(row)!r} is not a row of numbers"
-        ) from error
-    if len(numbers) != 4 and (len(numbers) < 6 or len(numbers) % 2):
-        raise FaultError(
-            FaultKind.ROW_MALFORMED,
-            f"{where}: expected a class and 4 numbers (centre x, y, width, height) or a polygon, "
-            f"got {plural(len(numbers), 'number')}"
-            + (", of which the last may be a confidence" if len(numbers) == 5 else ""),
-        )
-    if index not in names:
-        raise FaultError(
-            FaultKind.CLASS_UNKNOWN,
-            f"{where}: class {index:g} is none of {', '.join(map(str, list(names)[:10]))}",
-        )
-    width, height = size
-    if len(numbers) == 4:
-        x, y, w, h = numbers
-        edges = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
-    else:
-        xs, ys = numbers[0::2], numbers[1::2]
-        edges = (min(xs), min(ys), max(xs), max(ys))
-    x0, y0, x1, y1 = edges
-    pixels = (x0 * width, y0 * height, x1 * width, y1 * height)
-    return checked_box(pixels, names[int(index)], size, where)
-
-
-def _write_image(image: Image, path: Path) -> None:
-    """Write an image without a loss: the file that it came from, where others read it alike."""
-    file = encoded_file(image)
-    kinds = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png"}
-    for magic, suffix in kinds.items():
-        if file is not None and file.plain and file.content.startswith(magic):
-            path.with_suffix(suffix).write_bytes(file.content)
-            return
-    image.save(path.with_suffix(".png"))

@@ -12,14 +12,13 @@ import yaml
 from PIL import Image, ImageOps
 
 from tests.support.data_sets import metadata, natural_picture
-from tests.support.detection_sets import write_cvat, write_labelstudio, write_voc
+from tests.support.detection_sets import read_split, write_cvat, write_labelstudio, write_voc
 from valora_data.cli import main
 from valora_data.errors import DataError
 from valora_data.faults import FaultKind
 from valora_data.schema import Task
 from valora_data.sources.base import Source
 from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.formats.yolo import read_yolo
 from valora_data.sources.registry import open_source
 
 Plant = Callable[[Path], object]
@@ -154,7 +153,7 @@ YOLO: dict[str, tuple[Plant, str]] = {
         "1 picture occurs again in its own split, mirrored",
     ),
     "one folder for two splits": (
-        lambda folder: listed(folder, val="images/train"), "8 pictures are in two splits",
+        lambda folder: listed(folder, val="images/train"), "the same images as train and as val",
     ),
     "missing folder": (lambda folder: listed(folder, val="images/gone"), "which does not exist"),
     "empty folder": (
@@ -349,7 +348,8 @@ EXPORTS: dict[str, tuple[Callable[[Path], Path], Plant, str]] = {
         write_voc, replaced("Annotations/a.xml", "<width>80<", "<width>800<"), "says 800 × 60",
     ),
     "VOC, no XML": (
-        write_voc, lambda folder: (folder / "Annotations/a.xml").unlink(), "a.jpg has no XML file",
+        write_voc, lambda folder: (folder / "Annotations/a.xml").unlink(),
+        "a.jpg has no label file a.xml",
     ),
     "VOC, no image": (
         write_voc, lambda folder: (folder / "JPEGImages/a.jpg").unlink(), "listed but missing",
@@ -405,12 +405,12 @@ def test_a_fault_of_an_export(fault: str, tmp_path: Path, capsys: pytest.Capture
 
 def test_text_files_of_windows_are_read(tmp_path: Path) -> None:
     path = yolo(tmp_path / "set")
-    before = [sample.answer for sample in read_yolo(path, "train")]
+    before = [sample.answer for sample in read_split("yolo", path, "train")]
     for number, encoding in ((3, "utf-8-sig"), (4, "utf-16")):
         label = tmp_path / "set" / "labels" / "train" / f"{number}.txt"
         label.write_bytes(label.read_text().replace("\n", "\r\n").encode(encoding))
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert [sample.answer for sample in read_yolo(path, "train")] == before
+    assert [sample.answer for sample in read_split("yolo", path, "train")] == before
 
 
 def test_a_run_skips_a_few_faults_with_one_warning(
@@ -420,7 +420,7 @@ def test_a_run_skips_a_few_faults_with_one_warning(
     for name in ("no area", "outside", "unknown class"):
         YOLO[name][0](tmp_path / "set")  # three faults of one image
     (tmp_path / "set/images/train/7.png").write_bytes(b"broken")
-    samples = {Path(sample.id).stem: sample for sample in read_yolo(path, "train")}
+    samples = {Path(sample.id).stem: sample for sample in read_split("yolo", path, "train")}
     assert set(samples) == {str(i) for i in range(40)} - {"7"}
     assert len(samples["3"].answer.boxes) == 1
     (record,) = caplog.records
@@ -428,7 +428,7 @@ def test_a_run_skips_a_few_faults_with_one_warning(
     assert "1 box has no area (such as 3.txt, row 2" in record.message
     (tmp_path / "set/labels/train/9.txt").write_text("0 0 0 0 0\n")
     with pytest.raises(DataError, match=r"3 of 40 images have faults, more than 5%"):
-        list(read_yolo(path, "train"))
+        list(read_split("yolo", path, "train"))
     reader = ImageReader("set", tolerance=0.1)
     source = Source("yolo", Task.DETECTION, path=str(path), reader=reader)
     assert len(list(open_source(source)[None]())) == 39

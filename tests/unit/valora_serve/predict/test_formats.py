@@ -9,7 +9,6 @@ from pycocotools.coco import COCO
 from tests.support.data_sets import picture
 from valora_data.schema import Box, Task
 from valora_data.sources.base import Source
-from valora_data.sources.formats.labelstudio import read_label_studio
 from valora_data.sources.registry import open_source
 from valora_serve.errors import SettingsError
 from valora_serve.predict.formats.registry import WRITERS
@@ -89,7 +88,7 @@ def test_label_studio_reads_its_own_shapes(results, tmp_path):
     accepted = tmp_path / "export.json"
     accepted.write_text(json.dumps(tasks))
     source = Source("labelstudio", Task.DETECTION, path=str(accepted), images=str(tmp_path / "in"))
-    sample, empty = read_label_studio(accepted, source)
+    sample, empty = open_source(source)[None]()
     assert empty.answer.boxes == ()
     assert [box.label for box in sample.answer.boxes] == ["cat", "dog", "cat"]
     assert sample.answer.boxes[0] == Box(*map(pytest.approx, (20, 10, 60, 50)), "cat")

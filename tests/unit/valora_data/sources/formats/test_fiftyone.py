@@ -101,7 +101,7 @@ def test_faults_are_named(tmp_path):
     list(open_source(source(folder, reader=reader))[None]())
     assert isinstance(reader.faults, Faults)
     said = " ".join(fault.text for fault in reader.faults.found)
-    for part in ("lies outside", "no list of four numbers", "no filepath", "only in predictions"):
+    for part in ("lies outside", "is not four numbers", "no filepath", "only in predictions"):
         assert part in said
 
 

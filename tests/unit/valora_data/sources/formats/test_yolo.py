@@ -7,9 +7,10 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests.support.detection_sets import read_split, write_yolo
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Sample, Split
-from valora_data.sources.formats.yolo import read_yolo, write_yolo, yolo_splits
+from valora_data.sources.formats.yolo import YoloSet
 from valora_teachers.ultralytics_plugin import load_ultralytics
 
 LABELS = ("dog", "cat")
@@ -41,9 +42,9 @@ def edit(path: Path, **changes: object) -> Path:
 
 
 def test_round_trip(data: Path) -> None:
-    assert yolo_splits(data) == {Split.TRAIN, Split.VAL}
+    assert YoloSet(data).splits == [Split.TRAIN, Split.VAL]
     for split, samples in SAMPLES.items():
-        back = list(read_yolo(data, split, LABELS))
+        back = list(read_split("yolo", data, split, LABELS))
         assert [s.id for s in back] == [f"images/{split}/{i:06d}.png" for i in range(len(samples))]
         for old, new in zip(samples, back, strict=True):
             assert new.image.tobytes() == old.image.tobytes()
@@ -61,7 +62,7 @@ def test_agrees_with_ultralytics(data: Path) -> None:
     dataset = YOLODataset(
         img_path=described["train"], data=described, task="detect", augment=False, imgsz=64
     )
-    ours = {Path(s.id).name: s for s in read_yolo(data, "train", LABELS)}
+    ours = {Path(s.id).name: s for s in read_split("yolo", data, "train", LABELS)}
     assert len(dataset.labels) == len(ours) == 3
     for entry in dataset.labels:
         found = ours[Path(entry["im_file"]).name]
@@ -78,18 +79,18 @@ def test_agrees_with_ultralytics(data: Path) -> None:
 
 
 def test_a_part_of_the_labels(data: Path) -> None:
-    first = next(read_yolo(data, "train", ["cat"]))
+    first = next(read_split("yolo", data, "train", ["cat"]))
     assert [box.label for box in first.answer.boxes] == ["cat"]
 
 
 def test_missing_label_file_means_no_objects(data: Path) -> None:
     (data.parent / "labels/train/000000.txt").unlink()
-    assert next(read_yolo(data, "train", LABELS)).answer.boxes == ()
+    assert next(read_split("yolo", data, "train", LABELS)).answer.boxes == ()
 
 
 def test_polygon_counts_as_the_box_around_it(data: Path) -> None:
     (data.parent / "labels/val/000000.txt").write_text("1 0.5 0.1 0.9 0.6 0.2 0.4\n")
-    (box,) = next(read_yolo(data, "val", LABELS)).answer.boxes
+    (box,) = next(read_split("yolo", data, "val", LABELS)).answer.boxes
     assert box.label == "cat"
     assert box.xyxy == pytest.approx((4, 2, 18, 12))
 
@@ -97,20 +98,20 @@ def test_polygon_counts_as_the_box_around_it(data: Path) -> None:
 def test_names_as_a_list_and_images_as_a_text_file(data: Path) -> None:
     (data.parent / "some.txt").write_text("./images/train/000002.png\nimages/train/000000.png\n\n")
     edit(data, names=["dog", "cat"], train="some.txt")
-    ids = [s.id for s in read_yolo(data, "train", LABELS)]
+    ids = [s.id for s in read_split("yolo", data, "train", LABELS)]
     assert ids == ["images/train/000000.png", "images/train/000002.png"]
 
 
 def test_several_folders(data: Path) -> None:
     edit(data, train=["images/train", "images/val"])
-    assert len(list(read_yolo(data, "train", LABELS))) == 4
+    assert len(list(read_split("yolo", data, "train", LABELS))) == 4
 
 
 def test_path_may_be_left_out(data: Path) -> None:
     content = yaml.safe_load(data.read_text())
     del content["path"]
     data.write_text(yaml.safe_dump(content))
-    assert len(list(read_yolo(data, "train", LABELS))) == 3
+    assert len(list(read_split("yolo", data, "train", LABELS))) == 3
 
 
 @pytest.mark.parametrize(
@@ -131,37 +132,35 @@ def test_path_may_be_left_out(data: Path) -> None:
 def test_bad_rows(data: Path, row: str, message: str) -> None:
     (data.parent / "labels/val/000000.txt").write_text(row + "\n")
     with pytest.raises(DataError, match=message):
-        list(read_yolo(data, "val", LABELS))
+        list(read_split("yolo", data, "val", LABELS))
 
 
 def test_rounding_is_clipped(data: Path) -> None:
     (data.parent / "labels/val/000000.txt").write_text("0 0.5 0.5 1.05 0.5\n")
-    (box,) = next(read_yolo(data, "val", LABELS)).answer.boxes
+    (box,) = next(read_split("yolo", data, "val", LABELS)).answer.boxes
     assert box.xyxy == pytest.approx((0, 5, 20, 15))
 
 
 def test_bad_files(data: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read .*no\.yaml .*check the path"):
-        list(read_yolo(tmp_path / "no.yaml", "train", LABELS))
-    with pytest.raises(DataError, match=r"data\.yaml has no split 'test': add its folder"):
-        list(read_yolo(data, "test", LABELS))
+        list(read_split("yolo", tmp_path / "no.yaml", "train", LABELS))
     with pytest.raises(DataError, match="no category 'horse', only dog, cat"):
-        list(read_yolo(data, "train", ("dog", "horse")))
+        list(read_split("yolo", data, "train", ("dog", "horse")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no images: the data set is empty"):
-        list(read_yolo(edit(data, val=str(tmp_path / "empty")), "val", LABELS))
+        list(read_split("yolo", edit(data, val=str(tmp_path / "empty")), "val", LABELS))
     with pytest.raises(DataError, match=r"names .*gone, which does not exist"):
-        list(read_yolo(edit(data, val="gone"), "val", LABELS))
+        list(read_split("yolo", edit(data, val="gone"), "val", LABELS))
     with pytest.raises(DataError, match=r"train lists 000000\.png twice"):
-        list(read_yolo(edit(data, train=["images/train"] * 2), "train", LABELS))
+        list(read_split("yolo", edit(data, train=["images/train"] * 2), "train", LABELS))
     with pytest.raises(DataError, match="has no 'names'"):
-        list(read_yolo(edit(data, names=None), "train", LABELS))
+        list(read_split("yolo", edit(data, names=None), "train", LABELS))
     data.write_text("names: [dog")
     with pytest.raises(DataError, match=r"data\.yaml is not valid YAML"):
-        list(read_yolo(data, "train", LABELS))
+        list(read_split("yolo", data, "train", LABELS))
     data.write_text("- a list")
     with pytest.raises(DataError, match="is no Ultralytics data set"):
-        yolo_splits(data)
+        list(read_split("yolo", data, "train"))
 
 
 def test_images_that_do_not_decode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -170,11 +169,11 @@ def test_images_that_do_not_decode(tmp_path: Path, caplog: pytest.LogCaptureFixt
     images = tmp_path / "images/train"
     (images / "000005.png").write_text("no image")
     with caplog.at_level(logging.WARNING):
-        assert len(list(read_yolo(data, "train", LABELS))) == 19
+        assert len(list(read_split("yolo", data, "train", LABELS))) == 19
     assert "data.yaml: 1 of 20 images skipped" in caplog.text
     (images / "000006.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"2 of 20 images have faults.*000005\.png cannot be"):
-        list(read_yolo(data, "train", LABELS))
+        list(read_split("yolo", data, "train", LABELS))
 
 
 def test_writing_refuses_what_nobody_could_read(tmp_path: Path) -> None:

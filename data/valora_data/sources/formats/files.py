@@ -1,0 +1,218 @@
+"""Files of users' data sets: which are data, and which file a name stands for."""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections import defaultdict
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from valora_data.errors import DataError
+from valora_data.schema import Split
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+IMAGES = frozenset(
+    [
+        ".avif",
+        ".bmp",
+        ".dng",
+        ".gif",
+        ".heic",
+        ".heif",
+        ".j2k",
+        ".jfif",
+        ".jp2",
+        ".jpe",
+        ".jpeg",
+        ".jpg",
+        ".jpx",
+        ".mpo",
+        ".pbm",
+        ".pfm",
+        ".pgm",
+        ".png",
+        ".pnm",
+        ".ppm",
+        ".qoi",
+        ".tga",
+        ".tif",
+        ".tiff",
+        ".webp",
+    ]
+)
+"""Suffixes of image files, in lower case; those that Pillow cannot read become faults."""
+AUXILIARY = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found"})
+"""Folders that systems put beside data."""
+SPLIT_NAMES: Mapping[str, Split] = {
+    "train": Split.TRAIN, "training": Split.TRAIN, "unlabelled": Split.UNLABELLED,
+    "unlabeled": Split.UNLABELLED, "unsupervised": Split.UNLABELLED, "val": Split.VAL,
+    "validation": Split.VAL, "valid": Split.VAL, "dev": Split.VAL, "test": Split.TEST,
+    "testing": Split.TEST, "testA": Split.TEST, "testB": Split.TEST,
+}  # fmt: skip
+"""Split by the names that other tools use."""
+UPLOADED = re.compile(r"^[0-9a-f]{8}-")
+"""What Label Studio puts before the name of a file that is uploaded."""
+
+
+def is_data(name: str) -> bool:
+    """Whether a file or folder of this name is data, neither hidden nor auxiliary."""
+    return not name.startswith(".") and name not in AUXILIARY
+
+
+def files_below(folder: Path, suffixes: frozenset[str] | None = None) -> list[Path]:
+    """Files in a folder and below it, in the order of paths; links are followed once.
+
+    Args:
+        folder: The folder. Hidden and auxiliary files and folders in it are left out.
+        suffixes: Only files with these suffixes, in lower case; None for all.
+    """
+    found: list[Path] = []
+    visited: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        visited.add(os.path.realpath(place))
+        folders[:] = sorted(
+            name
+            for name in folders
+            if is_data(name) and os.path.realpath(Path(place, name)) not in visited
+        )
+        found += [
+            path
+            for path in (Path(place, name) for name in names if is_data(name))
+            if (suffixes is None or path.suffix.lower() in suffixes) and is_file(path)
+        ]
+    return sorted(found)
+
+
+def images_below(folder: Path) -> list[Path]:
+    """Images in a folder and below it, in the order of paths.
+
+    Raises:
+        DataError: The folder does not exist or holds no images.
+    """
+    if not folder.is_dir():
+        raise DataError(f"folder {folder} does not exist: check the path")
+    found = files_below(folder, IMAGES)
+    if not found:
+        raise DataError(f"{folder} holds no images: the data set is empty")
+    return found
+
+
+def folder_splits(folder: Path) -> dict[Split, Path]:
+    """Folders of the splits, if any are named so.
+
+    Raises:
+        DataError: If the folder does not exist, or two folders stand for one split.
+    """
+    if not folder.is_dir():
+        raise DataError(f"folder {folder} does not exist: check the path")
+    found: dict[Split, Path] = {}
+    for item in sorted(folder.iterdir()):
+        split = SPLIT_NAMES.get(item.name)
+        if item.is_dir() and split is not None:
+            if split in found:
+                raise DataError(
+                    f"{folder.name} has folders {found[split].name} and {item.name} for the split "
+                    f"{split}: keep one"
+                )
+            found[split] = item
+    return found
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path is a file; no name, however odd, is an error."""
+    try:
+        return path.is_file()
+    except OSError:  # e.g. a name that is too long
+        return False
+
+
+def spelling(name: str) -> str:
+    """A file name in one spelling: decoded, composed, in lower case."""
+    return unicodedata.normalize("NFC", unquote(name)).casefold()
+
+
+class Finder:
+    """Finds the files that a data set names, also where it has moved or spells them differently.
+
+    Args:
+        folder: Folder of the files.
+        suffixes: Suffixes of files to look for by name.
+    """
+
+    def __init__(self, folder: Path, suffixes: frozenset[str] = IMAGES) -> None:
+        self._folder = folder
+        self._suffixes = suffixes
+
+    def find(self, name: str) -> Path:
+        """The file of a name, by its longest end that exists, or else by the file's name alone.
+
+        Args:
+            name: A path as the data set has it, of any system.
+
+        Returns:
+            The file; where none or several fit, the path as it is named.
+        """
+        named = self._folder / name
+        if is_file(named):
+            return named
+        parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..")]
+        for start in range(len(parts)):
+            path = self._folder.joinpath(*parts[start:])
+            if is_file(path):
+                return path
+        last = parts[-1] if parts else ""
+        inside = named.parent in self._folders  # then no file of another folder is meant
+        for key in (last, UPLOADED.sub("", last)):
+            found = self._by_name.get(spelling(key), [])
+            found = [path for path in found if path.parent == named.parent] if inside else found
+            if len(found) == 1:
+                return found[0]
+        return named
+
+    def of_stem(self, stem: str, near: Path) -> Path | None:
+        """The file whose name without suffix is `stem`; of several the one that lies nearest.
+
+        Args:
+            stem: Name without suffix, in any spelling.
+            near: What the file belongs to.
+        """
+        found = self._by_stem.get(spelling(stem), [])
+        shared = [_shared_folders(path, near) for path in found]
+        best = [path for path, length in zip(found, shared, strict=True) if length == max(shared)]
+        return best[0] if len(best) == 1 else None
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """All files of these suffixes below the folder."""
+        return files_below(self._folder, self._suffixes)
+
+    @cached_property
+    def _folders(self) -> frozenset[Path]:
+        return frozenset(path.parent for path in self.files)
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[Path]]:
+        return _grouped(self.files, [path.name for path in self.files])
+
+    @cached_property
+    def _by_stem(self) -> dict[str, list[Path]]:
+        return _grouped(self.files, [path.stem for path in self.files])
+
+
+def _shared_folders(one: Path, other: Path) -> int:
+    pairs = zip(one.absolute().parts[:-1], other.absolute().parts[:-1], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _grouped(files: list[Path], names: list[str]) -> dict[str, list[Path]]:
+    found: defaultdict[str, list[Path]] = defaultdict(list)
+    for path, name in zip(files, names, strict=True):
+        found[spelling(name)].append(path)
+    return dict(found)

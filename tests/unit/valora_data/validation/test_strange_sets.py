@@ -1,0 +1,299 @@
+"""Data sets as strangers have them: each is read like the plain one, or refused before training."""
+
+import json
+import os
+import unicodedata
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from urllib.parse import quote
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from tests.support.data_sets import natural_picture
+from valora_data.errors import DataError
+from valora_data.faults import FaultKind
+from valora_data.prepare import prepare
+from valora_data.schema import Split, Task
+from valora_data.sources.base import Source
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.registry import detect_kind, files_of, open_source
+
+NAMES = ("red", "blue")
+SIDE = 96
+COUNTS = {"train": 12, "val": 4}
+SHARES = dict.fromkeys(Split, 0.25)
+
+
+def boxes_of(number: int) -> list[tuple[int, tuple[int, int, int, int]]]:
+    """Class and edges of each object of an image."""
+    x, y = 5 + number, 7 + 2 * number
+    return [(number % 2, (x, y, x + 30, y + 20)), (1 - number % 2, (50, 60, 90, 95 - number % 3))]
+
+
+def row(number: int, place: int, more: str = "") -> str:
+    index, (x0, y0, x1, y1) = boxes_of(number)[place]
+    numbers = ((x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0)
+    return " ".join(map(str, (index, *(value / SIDE for value in numbers)))) + more + "\n"
+
+
+def plain(folder: Path, name: Callable[[str, int], str] = "{}_{:03d}".format) -> Path:
+    """An Ultralytics set; every other one here is made from it."""
+    number = 0
+    for split, count in COUNTS.items():
+        for place in ("images", "labels"):
+            (folder / place / split).mkdir(parents=True)
+        for position in range(count):
+            stem = name(split, position)
+            image = natural_picture(number).resize((SIDE, SIDE))
+            image.save(folder / "images" / split / f"{stem}.png")
+            text = row(number, 0) + row(number, 1)
+            (folder / "labels" / split / f"{stem}.txt").write_text(text)
+            number += 1
+    content = {"train": "images/train", "val": "images/val", "names": list(NAMES)}
+    (folder / "data.yaml").write_text(yaml.safe_dump(content))
+    return folder / "data.yaml"
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | changes))
+
+
+def thumbnail(image: Image.Image) -> np.ndarray:
+    return np.asarray(image.resize((8, 8)).convert("L"), float)
+
+
+@cache
+def thumbnails() -> list[np.ndarray]:
+    return [thumbnail(natural_picture(number)) for number in range(sum(COUNTS.values()))]
+
+
+def read(path: Path) -> dict[int, list]:
+    """Label and edges of the objects of each image, whose number its pixels tell."""
+    reader = ImageReader("set", tolerance=0.0)
+    source = Source(detect_kind(path), Task.DETECTION, path=str(path), reader=reader)
+    assert len(set(files_of(source))) > 16
+    found = {}
+    for stream in open_source(source).values():
+        for sample in stream():
+            shown = thumbnail(sample.image)
+            apart = [np.abs(shown - other).mean() for other in thumbnails()]
+            number = int(np.argmin(apart))
+            assert apart[number] < 5
+            assert number not in found
+            found[number] = [
+                (box.label, *(round(edge, 2) for edge in box.xyxy)) for box in sample.answer.boxes
+            ]
+    return found
+
+
+EXPECTED = {
+    number: [(NAMES[index], *map(float, edges)) for index, edges in boxes_of(number)]
+    for number in range(sum(COUNTS.values()))
+}
+
+
+def pose(file: Path) -> None:
+    edit(file, kpt_shape=[5, 2])
+    for label in (file.parent / "labels").rglob("*.txt"):
+        lines = label.read_text().splitlines()
+        label.write_text("".join(f"{line}{' 0.9 0.8' * 5}\n" for line in lines))
+
+
+def as_format(file: Path, suffix: str, form: str) -> None:
+    for path in sorted((file.parent / "images").rglob("*.png"))[::3]:
+        Image.open(path).save(path.with_suffix(suffix), form)
+        path.unlink()
+
+
+def auxiliary(file: Path) -> None:
+    for name in (".ipynb_checkpoints", "__MACOSX", "@eaDir", ".thumbs"):
+        folder = file.parent / "images" / "train" / name
+        folder.mkdir()
+        natural_picture(70).save(folder / "train_000-checkpoint.png")
+
+
+def linked(file: Path) -> None:
+    images = file.parent / "images" / "train"
+    (file.parent / "elsewhere").mkdir()
+    for path in sorted(images.glob("*.png"))[:3]:
+        path.rename(file.parent / "elsewhere" / path.name)
+        label = file.parent / "labels" / "train" / f"{path.stem}.txt"
+        (label.parent / "more").mkdir(exist_ok=True)
+        label.rename(label.parent / "more" / label.name)
+    (images / "more").symlink_to(file.parent / "elsewhere")
+    (images / "round").symlink_to(images)  # which must not be followed for ever
+
+
+def renamed(change: Callable[[str], str], file: Path) -> None:
+    for label in sorted((file.parent / "labels").rglob("*.txt"))[::2]:
+        label.rename(label.with_name(change(label.stem) + ".txt"))
+
+
+def odd(split: str, position: int) -> str:
+    return unicodedata.normalize("NFC", f"Écran d’{split} {position:03d}")
+
+
+def moved(path: str, file: Path) -> None:
+    edit(file, path=path)
+
+
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "pose": pose,
+    "AVIF": lambda file: as_format(file, ".avif", "AVIF"),
+    "JPEG 2000": lambda file: as_format(file, ".jp2", "JPEG2000"),
+    "GIF": lambda file: as_format(file, ".gif", "GIF"),
+    "JFIF": lambda file: as_format(file, ".JFIF", "JPEG"),
+    "hidden and auxiliary folders": auxiliary,
+    "links": linked,
+    "percent-encoded labels": partial(renamed, quote),
+    "decomposed labels": partial(renamed, lambda stem: unicodedata.normalize("NFD", stem)),
+    "labels in capitals": partial(renamed, str.upper),
+    "a set that moved": partial(moved, "/home/somebody/set"),
+    "a set that moved from Windows": partial(moved, "C:\\Users\\somebody\\set"),
+    "a path from where it was trained": partial(moved, "./set"),
+    "a name below datasets/": partial(moved, "coco8"),
+}
+
+
+@pytest.mark.parametrize("kind", list(STRANGE))
+def test_strange_sets_are_read_like_the_plain_one(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = plain(tmp_path / "set", odd)
+    assert read(file) == EXPECTED
+    STRANGE[kind](file)
+    assert read(file) == EXPECTED
+
+
+def coco(folder: Path, split: str | None = None, place: str = "{}", unit: float = 1) -> dict:
+    """Content of a COCO file of the plain set."""
+    numbers = {"train": range(12), "val": range(12, 16), None: range(16)}[split]
+    categories = [{"id": number, "name": name} for number, name in enumerate(NAMES)]
+    found: dict = {"images": [], "annotations": [], "categories": categories}
+    for number in numbers:
+        name = f"{number}.png"
+        folder.mkdir(parents=True, exist_ok=True)
+        natural_picture(number).resize((SIDE, SIDE)).save(folder / name)
+        found["images"].append({"id": float(number), "file_name": place.format(name)})
+        for index, (x0, y0, x1, y1) in boxes_of(number):
+            bbox = [value * unit for value in (x0, y0, x1 - x0, y1 - y0)]
+            entry = {"id": len(found["annotations"]), "image_id": str(number), "bbox": bbox}
+            found["annotations"].append(entry | {"category_id": index})
+    return found
+
+
+def standard(folder: Path) -> Path:
+    (folder / "annotations").mkdir(parents=True)
+    for split in ("train", "val"):
+        content = coco(folder / f"{split}2017", split)
+        (folder / "annotations" / f"instances_{split}2017.json").write_text(json.dumps(content))
+    return folder
+
+
+def upload(folder: Path) -> Path:
+    content = coco(folder / "images", place="../../label-studio/data/media/upload/4/{}")
+    (folder / "instances.json").write_text(json.dumps(content))
+    return folder / "instances.json"
+
+
+def voc(annotations: str, images: str, suffix: str, folder: Path) -> Path:
+    (folder / annotations).mkdir(parents=True)
+    (folder / images).mkdir(parents=True, exist_ok=True)
+    for number in range(16):
+        natural_picture(number).resize((SIDE, SIDE)).save(
+            folder / images / f"{number}{suffix}", quality=100
+        )
+        root = ElementTree.Element("annotation")
+        for index, edges in boxes_of(number):
+            entry = ElementTree.SubElement(root, "object")
+            ElementTree.SubElement(entry, "name").text = NAMES[index]
+            box = ElementTree.SubElement(entry, "bndbox")
+            shifts = (1, 1, 0, 0)  # counted from 1
+            for edge, value, shift in zip(("xmin", "ymin", "xmax", "ymax"), edges, shifts,
+                                          strict=True):  # fmt: skip
+                ElementTree.SubElement(box, edge).text = str(value + shift)
+        ElementTree.ElementTree(root).write(folder / annotations / f"{number}.xml")
+    return folder
+
+
+LAYOUTS: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    "COCO as it is published": ("coco", standard),
+    "COCO with paths of a server": ("coco", upload),
+    "VOC in lower case": ("voc", partial(voc, "annotations", "images", ".JPG")),
+    "VOC in folders of other names": ("voc", partial(voc, "annots", "images", ".jpg")),
+    "VOC of MPO images": ("voc", partial(voc, "Annotations", "JPEGImages", ".jpeg")),
+}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_layouts(layout: str, tmp_path: Path) -> None:
+    kind, write = LAYOUTS[layout]
+    path = write(tmp_path / "set")
+    assert detect_kind(path) == kind
+    assert read(path) == EXPECTED
+
+
+def in_shares(folder: Path) -> Path:
+    (folder / "instances.json").write_text(json.dumps(coco(folder, unit=1 / SIDE)))
+    return folder / "instances.json"
+
+
+def empty(split: str, file: Path) -> None:
+    for label in (file.parent / "labels" / split).iterdir():
+        label.write_text("")
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no object in val": (partial(empty, "val"), "none of the 4 val samples has an object"),
+    "val is train": (lambda file: edit(file, val="images/train"), "delete its line `val`"),
+    "yes and no": (
+        lambda file: edit(file, names=[False, True]),
+        "write them in quotes",
+    ),
+    "shares for pixels": (in_shares, "all boxes are shares of the image"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_what_is_refused_before_training(kind: str, tmp_path: Path) -> None:
+    change, message = REFUSED[kind]
+    file = plain(tmp_path / "set")
+    path = change(file.parent if kind == "shares for pixels" else file)
+    source = Source("coco" if path else "yolo", Task.DETECTION, NAMES, path=str(path or file))
+    with pytest.raises(DataError, match=message):
+        prepare(open_source(source), NAMES, SHARES, tmp_path / "out")
+
+
+def test_the_remedy_for_val_as_train_works(tmp_path: Path) -> None:
+    file = plain(tmp_path / "set")
+    edit(file, val=None)
+    source = Source("yolo", Task.DETECTION, NAMES, path=str(file))
+    assert all(prepare(open_source(source), NAMES, SHARES, tmp_path / "out").values())
+
+
+def test_boxes_on_a_grid(tmp_path: Path) -> None:
+    content = coco(tmp_path, unit=1000 / SIDE)
+    for number in range(16):
+        natural_picture(number).resize((1400, 1200)).save(tmp_path / f"{number}.png")
+    content["annotations"][0]["bbox"] = [900, 900, 100, 100]
+    (tmp_path / "instances.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="on a grid of 1000"):
+        read(tmp_path / "instances.json")
+
+
+def test_names_that_are_no_utf8_are_faults(tmp_path: Path) -> None:
+    file = plain(tmp_path / "set")
+    image = file.parent / "images" / "train" / "train_000.png"
+    os.rename(image, os.fsencode(image.with_name("caf")) + b"\xe9.png")  # noqa: PTH104
+    reader = ImageReader.for_check("set")
+    source = Source("yolo", Task.DETECTION, NAMES, path=str(file), reader=reader)
+    assert len(list(open_source(source)[None]())) == 11
+    (fault,) = [one for one in reader.faults.found if one.kind is FaultKind.IMAGE_UNREADABLE]
+    assert "a name that is no UTF-8" in fault.text
+    fault.text.encode()

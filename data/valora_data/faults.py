@@ -104,6 +104,11 @@ class FaultKind(Enum):
         "label or remove them",
         False,
     )
+    SPLIT_REPEATED = (
+        "split|splits repeats|repeat train, of which a part is taken for it|them",
+        "name other images for it, if there are any",
+        False,
+    )
     CLASS_UNUSED = ("class|classes has|have no samples", "add samples or remove the class", False)
 
 
@@ -177,7 +182,7 @@ class Faults:
         if len(self._items) > self.tolerance * self.total:
             first = next(fault for fault in self.found if fault.kind.skips)
             raise DataError(
-                f"{self.source}: {len(self._items)} of {plural(self.total, 'image')} "
+                f"{self.source}: at least {len(self._items)} of {plural(self.total, 'image')} "
                 f"{agreeing(len(self._items), 'has|have')} faults, more than "
                 f"{self.tolerance:.0%}: {first.text}: {first.kind.remedy}; "
                 "`valora-data check` lists all faults"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from valora_data.sources.formats.labelled import ImageReader
 
 T = TypeVar("T")
+ARCHIVES = frozenset({".7z", ".gz", ".rar", ".tar", ".tgz", ".xz", ".zip"})
 Splits = dict[Split | None, Callable[[], Iterator[Sample]]]
 """Streams of samples by split, each of which can be started again and again.
 
@@ -75,6 +76,7 @@ class Source:
         """
         if self.path is None:
             raise DataError(f"a source of kind {self.kind} needs a path: set source.path")
+        check_unpacked(Path(self.path))
         return self.path
 
     @property
@@ -90,6 +92,16 @@ class Source:
     def image_folder(self) -> Path:
         """Folder of the images: `images`, or the folder of the file."""
         return Path(self.images) if self.images else self.file.parent
+
+
+def check_unpacked(path: Path) -> None:
+    """Refuse an archive.
+
+    Raises:
+        DataError: The path is one.
+    """
+    if path.suffix.lower() in ARCHIVES and path.is_file():
+        raise DataError(f"{path} is an archive: unpack it, and name the folder")
 
 
 def annotation_file(path: Path) -> Path:

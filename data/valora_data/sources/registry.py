@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from valora_data.errors import DataError
 from valora_data.registry import Registry
 from valora_data.schema import Split
-from valora_data.sources.base import Location, Source, SourceFormat, Splits
+from valora_data.sources.base import Location, Source, SourceFormat, Splits, check_unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,6 +100,7 @@ def detect_kind(path: Path | str) -> str:
     Raises:
         DataError: If it does not exist or is of no known kind.
     """
+    check_unpacked(Path(path))
     location = Location(str(path))
     for kind, found in FORMATS.items():
         if found().recognises(location):

@@ -47,6 +47,7 @@ class Record:
         answer: Its answer, for tasks other than detection; None if it has none that counts.
         size: Width and height that the annotation names; None for none.
         file: The image's own file of labels, which need not exist; None where there is no such.
+        prompt: What is asked; an image may occur with several prompts.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class Record:
     answer: Answer | None = None
     size: Any = None
     file: Path | None = None
+    prompt: str | None = None
 
 
 class AnnotatedFormat(SourceFormat):
@@ -100,10 +102,11 @@ class AnnotatedFormat(SourceFormat):
 
     def reads(self, source: Source) -> Iterator[Path]:
         """The files that list images, the images, and their own files of labels."""
-        yield from self.lists(source)
+        found = dict.fromkeys(self.lists(source))
         for part in self.parts(source).values():
             for record in self.records(source, part, ImageReader("", tolerance=math.inf)):
-                yield from (record.path, *((record.file,) if record.file else ()))
+                found |= dict.fromkeys(filter(None, (record.path, record.file)))
+        yield from found
 
     def read(self, source: Source, part: Any) -> Iterator[Sample]:
         """The samples of a part.
@@ -129,15 +132,16 @@ class AnnotatedFormat(SourceFormat):
                 if picture is None:
                     continue
                 with reading.tolerate(item):
-                    if source.task.spec.detects:
+                    answer = record.answer
+                    if source.task.spec.answer == "boxes":
                         answer = Answer(_boxes(record, picture, source, unit, item, reading))
-                    elif record.answer is None:
+                        if record.prompt and not answer.boxes:
+                            continue
+                    elif answer is None:
                         continue
-                    else:
-                        answer = record.answer
-                        if source.labels and answer.label not in (None, *source.labels):
-                            raise stray_label(f"{name}, {item}", str(answer.label), source.labels)
-                    yield Sample(record.id, picture, answer)
+                    elif source.labels and answer.label not in (None, *source.labels):
+                        raise stray_label(f"{name}, {item}", str(answer.label), source.labels)
+                    yield Sample(record.id, picture, answer, record.prompt)
             unit.check()
 
 
@@ -161,7 +165,7 @@ def collected(
     return shapes
 
 
-def four_numbers(values: Iterable[Any], where: str) -> tuple[float, float, float, float]:
+def four_numbers(values: Any, where: str) -> tuple[float, float, float, float]:
     """Four numbers of an annotation.
 
     Raises:
@@ -186,14 +190,16 @@ def note_unlisted(paths: Iterable[Path], folder: Path, reading: ImageReader) -> 
 
 
 def _once(records: Iterable[Record], name: str, reading: ImageReader) -> list[Record]:
-    found: dict[Path, Record] = {}
+    """Records without those that repeat an image, unless it is asked several things."""
+    found, seen = [], set()
     for record in records:
         item = readable(record.path.name)
         with reading.tolerate(item):
-            if record.path in found:
+            if record.prompt is None and record.path in seen:
                 raise FaultError(FaultKind.IMAGE_TWICE, f"{name} lists {item} twice")
-            found[record.path] = record
-    return list(found.values())
+            seen.add(record.path)
+            found.append(record)
+    return found
 
 
 def _note_empty(record: Record, item: str, reading: ImageReader) -> None:

@@ -1,7 +1,9 @@
 """Conversations about images in LLaVA's JSON format.
 
 A list (or one object per line) of `image` (a path or several) or `video`, and `conversations`:
-turns of `from` (human, gpt) and `value`, in which `<image>` stands for an image.
+turns of `from` (human, gpt) and `value`, in which `<image>` stands for an image. Boxes in `<box>`
+are on Qwen-VL's grid; those in brackets are in shares of the image. Entries with `messages` (`role`
+and `content`) and `images` or `videos` are read alike.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from valora_data.sources.formats.labelled import (
     checked_box,
     stray_label,
 )
+from valora_data.sources.formats.qwen import GRID
 from valora_data.sources.formats.records import read_count
 from valora_data.sources.formats.tables import load_json, read_lines, sound_entries
 from valora_data.wording import plural
@@ -38,8 +41,8 @@ PLACE = re.compile(r"\s*<(image|video)>\s*")
 ON_GRID = re.compile(r"<box>\s*\((\d+),\s*(\d+)\),\s*\((\d+),\s*(\d+)\)\s*</box>")
 IN_SHARES = re.compile(r"\[\s*([\d.]+),\s*([\d.]+),\s*([\d.]+),\s*([\d.]+)\s*\]")
 REFERRED = re.compile(r"<ref>(.*?)</ref>")
-GRID = 1000
-"""Boxes in `<box>` are on Qwen-VL's grid; those in brackets are LLaVA's, in shares of the image."""
+ROLES = {"user": "human", "assistant": "gpt"}
+"""Speakers of OpenAI's `messages` in the words of LLaVA."""
 
 
 class LlavaFormat(SourceFormat):
@@ -54,7 +57,7 @@ class LlavaFormat(SourceFormat):
     def recognises(self, location: Location) -> bool:
         """JSON Lines, or JSON whose entries have `conversations`."""
         lines = location.path.suffix == ".jsonl" and location.path.is_file()
-        return lines or "conversations" in location.keys
+        return lines or bool(location.keys & {"conversations", "messages"})
 
     def guess_task(self, path: str) -> Task:
         """Visual question answering."""
@@ -163,13 +166,28 @@ def _content(json_path: Path) -> list[Any]:
         content = load_json(json_path)
     if not isinstance(content, list):
         raise DataError(f"{json_path.name} is no list: expected LLaVA conversations")
-    return content
+    return [_conversation(entry) for entry in content]
+
+
+def _conversation(entry: Any) -> Any:
+    """An entry with `messages` in LLaVA's form; any other as it is."""
+    messages = entry.get("messages") if isinstance(entry, dict) else None
+    if not isinstance(messages, list) or "conversations" in entry:
+        return entry
+    turns = [
+        {"from": ROLES.get(str(one.get("role")), one.get("role")), "value": one.get("content")}
+        for one in messages
+        if isinstance(one, dict)
+    ]
+    media = {name[:-1]: entry[name] for name in ("images", "videos") if entry.get(name)}
+    return {**entry, **media, "conversations": turns}
 
 
 def _media(entry: dict[str, Any]) -> list[str]:
     """Paths of an entry's images, or of its video."""
     value = entry.get("image") or entry.get("video") or []
-    return [str(path) for path in (value if isinstance(value, list) else [value])]
+    places = value if isinstance(value, list) else [value]
+    return [str(one.get("path") if isinstance(one, dict) else one) for one in places]
 
 
 def _turns(turns: Any, where: str) -> list[tuple[str, str]]:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from abc import abstractmethod
+from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Box, Sample, Task
-from valora_data.sources.base import SourceFormat
-from valora_data.sources.formats.labelled import Reading, checked_box
+from valora_data.schema import Task
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record
+from valora_data.sources.formats.files import Finder
+from valora_data.sources.formats.labelled import ImageReader, Shape
 from valora_data.sources.formats.tables import load_json, read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import Any
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from valora_data.schema import Split
     from valora_data.sources.base import Source
 
-Edges = tuple[float, float, float, float]
-Size = tuple[int, int]
 
+class ObjectsFormat(AnnotatedFormat):
+    """Grounding files: entries of an image with named objects."""
 
-class ObjectsFormat(SourceFormat):
-    """What the formats of grounding files have in common."""
+    @abstractmethod
+    def parsed(self, entry: dict[str, Any], where: str) -> tuple[str, list[Shape]]:
+        """Path of an entry's image, and its objects.
+
+        Raises:
+            FaultError: It has none.
+        """
 
     def supports(self, task: Task) -> bool:
         """Object detection and referring expressions."""
@@ -34,18 +42,54 @@ class ObjectsFormat(SourceFormat):
         """Referring expressions."""
         return Task.GROUNDING
 
+    def parts(self, source: Source) -> Mapping[Split | None, Path]:
+        """All entries as one piece."""
+        return {None: source.file}
 
-@dataclass(frozen=True, slots=True)
-class Objects:
-    """What an entry says about its image.
+    def name(self, source: Source, part: Path) -> str:
+        """Name of the file."""
+        return part.name
 
-    Attributes:
-        image: Path of the image, as the entry has it.
-        found: Names of the objects with their boxes (x0, y0, x1, y1), in the unit of the file.
-    """
+    def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
+        """A record for each image, with the objects of all its entries.
 
-    image: str
-    found: tuple[tuple[str, Edges], ...]
+        Referring expressions have one for each name of an image's objects, which is its prompt.
+        """
+        entries = entries_of(part)
+        if not entries:
+            raise DataError(f"{part.name} has no entries: the data set is empty")
+        reading.total += len(entries)
+        found = self.objects(entries, part.name, reading)
+        finder = Finder(source.image_folder)
+        for image, shapes in found.items():
+            path = finder.find(image)
+            names = list(dict.fromkeys(shape.label for shape in shapes))
+            if source.task.spec.detects:
+                yield Record(path, image, shapes)
+                continue
+            for number, name in enumerate(names):
+                mine = [shape for shape in shapes if shape.label == name]
+                key = image if len(names) == 1 else f"{image}#{number}"
+                yield Record(path, key, mine, prompt=name)
+
+    def objects(
+        self, entries: list[Any], name: str, reading: ImageReader
+    ) -> Mapping[str, list[Shape]]:
+        """Objects of all images, by the images' paths."""
+        found: defaultdict[str, list[Shape]] = defaultdict(list)
+        for number, entry in enumerate(entries, start=1):
+            where = f"{name}, entry {number}"
+            with reading.tolerate(where):
+                if not isinstance(entry, dict):
+                    raise FaultError(FaultKind.ROW_MALFORMED, f"{where} is no valid JSON object")
+                image, shapes = self.parsed(entry, where)
+                found[image] += shapes
+        return found
+
+
+def collector() -> ImageReader:
+    """A reader that forgives all faults."""
+    return ImageReader("", tolerance=math.inf)
 
 
 def entries_of(path: Path) -> list[Any]:
@@ -60,73 +104,6 @@ def entries_of(path: Path) -> list[Any]:
     if not isinstance(content, list):
         raise DataError(f"{path.name} is no list of entries: export it as a list, or as JSON Lines")
     return content
-
-
-def read_objects(
-    source: Source,
-    parse: Callable[[Any, str], Objects],
-    in_pixels: Callable[[Any, Edges, Size], Edges],
-) -> Iterator[Sample]:
-    """Read the entries of a file as samples of detection or of referring expressions.
-
-    Args:
-        source: Task, labels, file, folder of the images, and reader.
-        parse: Reads an entry, given its place for messages; raises `FaultError`.
-        in_pixels: A box of an entry in pixels, given its image's width and height.
-
-    Yields:
-        Detection: one sample per image, with the boxes of all its entries. Referring expressions:
-        one per image and name, with the name as prompt and all boxes of that name.
-
-    Raises:
-        DataError: The file is missing or empty, or too many images have faults.
-    """
-    file = source.file
-    entries = entries_of(file)
-    if not entries:
-        raise DataError(f"{file.name} has no entries: the data set is empty")
-    with Reading(source.reader, file.name, len(entries)) as reading:
-        parsed: dict[str, list[tuple[Any, Objects, str]]] = {}
-        for number, entry in enumerate(entries, start=1):
-            where = f"{file.name}, entry {number}"
-            with reading.tolerate(where):
-                objects = parse(entry, where)
-                parsed.setdefault(objects.image, []).append((entry, objects, where))
-        paths = [source.image_folder / place for place in parsed]
-        for (place, found), picture in zip(parsed.items(), reading.open_all(paths), strict=True):
-            if picture is None:
-                continue
-            boxes: dict[Box, None] = {}  # several entries may name the same object
-            for entry, objects, where in found:
-                for name, edges in objects.found:
-                    with reading.tolerate(place):
-                        pixels = in_pixels(entry, edges, picture.size)
-                        boxes[checked_box(pixels, name, picture.size, where)] = None
-            if source.task.spec.detects:
-                wanted = source.labels or None
-                kept = tuple(box for box in boxes if wanted is None or box.label in wanted)
-                yield Sample(place, picture, Answer(kept))
-                continue
-            names = list(dict.fromkeys(box.label for box in boxes))
-            for number, name in enumerate(names):
-                mine = tuple(box for box in boxes if box.label == name)
-                key = place if len(names) == 1 else f"{place}#{number}"
-                yield Sample(key, picture, Answer(mine), name)
-
-
-def edges_of(value: Any, where: str) -> Edges:
-    """Four numbers as edges.
-
-    Raises:
-        FaultError: These are not four numbers.
-    """
-    try:
-        x0, y0, x1, y1 = (float(number) for number in value)
-    except (TypeError, ValueError) as error:
-        raise FaultError(
-            FaultKind.BOX_MALFORMED, f"{where}: {value!r:.80} is no list of four numbers"
-        ) from error
-    return x0, y0, x1, y1
 
 
 def single_image(images: Any, where: str) -> str:

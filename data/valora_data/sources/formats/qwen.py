@@ -9,27 +9,25 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from valora_data.faults import FaultError, FaultKind
-from valora_data.sources.base import Location, Source, Splits
-from valora_data.sources.formats.llava import GRID
+from valora_data.sources.formats.annotated import four_numbers
+from valora_data.sources.formats.labelled import Edges, Shape, shares
 from valora_data.sources.formats.objects import (
-    Edges,
-    Objects,
     ObjectsFormat,
-    edges_of,
+    collector,
     entries_of,
-    read_objects,
     single_image,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from valora_data.sources.base import Location
 
 BOX = "bbox_2d"
+GRID = 1000
 FENCE = re.compile(r"^\s*```(?:json)?\s*(.*?)\s*```\s*$", re.DOTALL)
 PLACE = re.compile(r"<(image|video)>")
 ASSISTANTS = frozenset({"gpt", "assistant"})
@@ -42,25 +40,18 @@ class PixelQwenFormat(ObjectsFormat):
 
     def recognises(self, location: Location) -> bool:
         """Answers with `bbox_2d`, one of them beyond the grid of Qwen3-VL."""
-        return _has_boxes(location) and _largest(location.file) > GRID
+        return _largest(location) > GRID
 
-    def open(self, source: Source) -> Splits:
-        """All entries as one piece."""
-        return {None: partial(read_objects, source, _parsed, self.in_pixels)}
+    def parsed(self, entry: dict[str, Any], where: str) -> tuple[str, list[Shape]]:
+        """The image of an entry, and the objects of its answers."""
+        found = [self.shape(name, edges, where) for name, edges in _boxes(entry, where)]
+        if not found:
+            raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no answer with {BOX}")
+        return single_image(entry.get("image") or entry.get("images"), where), found
 
-    def reads(self, source: Source) -> Iterator[Path]:
-        """The file and the images of its entries."""
-        yield source.file
-        for entry in entries_of(source.file):
-            try:
-                yield source.image_folder / _parsed(entry, "").image
-            except FaultError:
-                continue
-
-    @staticmethod
-    def in_pixels(entry: Any, edges: Edges, size: tuple[int, int]) -> Edges:
-        """A box in pixels of its image."""
-        return edges
+    def shape(self, name: str, edges: Edges, where: str) -> Shape:
+        """An object of which the box is in the unit of the file."""
+        return Shape(name, edges, where)
 
 
 class GridQwenFormat(PixelQwenFormat):
@@ -70,33 +61,24 @@ class GridQwenFormat(PixelQwenFormat):
 
     def recognises(self, location: Location) -> bool:
         """Answers with `bbox_2d` within the grid."""
-        return _has_boxes(location) and _largest(location.file) <= GRID
+        return 0 < _largest(location) <= GRID
 
-    @staticmethod
-    def in_pixels(entry: Any, edges: Edges, size: tuple[int, int]) -> Edges:
-        """A box in pixels of its image."""
-        width, height = size
+    def shape(self, name: str, edges: Edges, where: str) -> Shape:
+        """An object of which the box is on the grid."""
         x0, y0, x1, y1 = (edge / GRID for edge in edges)
-        return x0 * width, y0 * height, x1 * width, y1 * height
+        return Shape(name, shares(x0, y0, x1, y1), where)
 
 
-def _has_boxes(location: Location) -> bool:
-    return any(BOX in text for text in _answers(location.entry))
+def _largest(location: Location) -> float:
+    """The largest coordinate of a file; 0 if its first entry has none."""
+    if not any(BOX in text for who, text in _turns(location.entry) if who in ASSISTANTS):
+        return 0.0
+    found = PixelQwenFormat().objects(entries_of(location.file), "", collector())
+    edges = (shape.edges for shapes in found.values() for shape in shapes)
+    return max((max(one) for one in edges if not callable(one)), default=0.0)
 
 
-def _largest(path: Path) -> float:
-    """The largest coordinate of a file; 0 without any."""
-    largest = 0.0
-    for entry in entries_of(path):
-        try:
-            found = _parsed(entry, "").found
-        except FaultError:
-            continue
-        largest = max([largest, *(max(edges) for _, edges in found)])
-    return largest
-
-
-def _turns(entry: Any) -> list[tuple[str, str]]:
+def _turns(entry: dict[str, Any]) -> list[tuple[str, str]]:
     """Speakers and texts of a conversation, in either form."""
     turns = entry.get("conversations") or entry.get("messages") or []
     found = []
@@ -110,15 +92,8 @@ def _turns(entry: Any) -> list[tuple[str, str]]:
     return found
 
 
-def _answers(entry: Any) -> list[str]:
-    return [text for who, text in _turns(entry) if who in ASSISTANTS]
-
-
-def _parsed(entry: Any, where: str) -> Objects:
-    if not isinstance(entry, dict):
-        raise FaultError(FaultKind.ROW_MALFORMED, f"{where} is no valid JSON object")
-    image = single_image(entry.get("image") or entry.get("images"), where)
-    found: list[tuple[str, Edges]] = []
+def _boxes(entry: dict[str, Any], where: str) -> Iterator[tuple[str, Edges]]:
+    """Names and boxes of the objects of all answers; what was asked names those without a label."""
     asked = ""
     for who, text in _turns(entry):
         if who not in ASSISTANTS:
@@ -126,10 +101,7 @@ def _parsed(entry: Any, where: str) -> Objects:
             continue
         for item in _listed(text, where):
             name = item.get("label") or item.get("ref") or asked
-            found.append((str(name), edges_of(item.get(BOX), where)))
-    if not found:
-        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no answer with {BOX}")
-    return Objects(image, tuple(found))
+            yield str(name), four_numbers(item.get(BOX), f"{where}: {BOX}")
 
 
 def _listed(text: str, where: str) -> list[dict[str, Any]]:

@@ -7,30 +7,27 @@ a sample. (The original `refs(unc).p` is a pickle, which runs code when it is re
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Sample, Split, Task
-from valora_data.sources.base import (
-    Location,
-    Source,
-    SourceFormat,
-    Splits,
-    take_missing_from_train,
-)
-from valora_data.sources.formats.coco import pixel_box
-from valora_data.sources.formats.files import SPLIT_NAMES
-from valora_data.sources.formats.labelled import ImageReader, Reading
+from valora_data.schema import Split, Task
+from valora_data.sources.base import take_missing_from_train
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record
+from valora_data.sources.formats.coco import coco_edges
+from valora_data.sources.formats.files import SPLIT_NAMES, Finder
+from valora_data.sources.formats.labelled import Shape
 from valora_data.sources.formats.tables import load_json, sound_entries, unique_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from valora_data.sources.base import Location, Source
+    from valora_data.sources.formats.labelled import ImageReader
 
 
-class RefCocoFormat(SourceFormat):
+class RefCocoFormat(AnnotatedFormat):
     """One file of references."""
 
     files = "RefCOCO JSON"
@@ -47,87 +44,47 @@ class RefCocoFormat(SourceFormat):
         """Referring expressions."""
         return Task.GROUNDING
 
-    def open(self, source: Source) -> Splits:
+    def parts(self, source: Source) -> Mapping[Split | None, Split | None]:
         """The splits that the references name, or all references as one piece."""
-        file = source.file
-        named = {split: split for split in refcoco_splits(file)}
-        places: Mapping[Split | None, Split | None]
-        places = take_missing_from_train(named) if named else {None: None}
-        return {
-            key: partial(read_refcoco, file, source.image_folder, split, source.reader)
-            for key, split in places.items()
-        }
+        found = {_split_of(ref) for ref in _content(source.file)["refs"]}
+        named = {split: split for split in found if split is not None}
+        return take_missing_from_train(named) if named else {None: None}
 
-    def reads(self, source: Source) -> Iterator[Path]:
-        """The file and the images that it lists."""
-        file = source.file
-        yield file
-        content = _content(file)
-        for entry in (*content["images"], *content["refs"]):
-            if isinstance(entry, dict) and "file_name" in entry:
-                yield source.image_folder / str(entry["file_name"])
+    def name(self, source: Source, part: Split | None) -> str:
+        """Name of the file."""
+        return source.file.name
 
+    def records(self, source: Source, part: Split | None, reading: ImageReader) -> Iterator[Record]:
+        """A record for each sentence, which is its prompt and the label of its box.
 
-def read_refcoco(
-    json_path: Path,
-    image_folder: Path,
-    split: Split | None = None,
-    reader: ImageReader | None = None,
-) -> Iterator[Sample]:
-    """Read referring expressions with the boxes of what they refer to.
-
-    Args:
-        json_path: The file.
-        image_folder: What `file_name` is relative to.
-        split: Only references whose `split` stands for it (testA and testB are both `test`); None
-            for all.
-        reader: Opens the images; by default a reader that tolerates few broken files.
-
-    Yields:
-        One sample per sentence, in the file's order, with the sentence as prompt and as the box's
-        label; the id is ``<image>#<reference>-<sentence>``.
-
-    Raises:
-        DataError: If the file is missing, corrupt or empty, ids do not match or occur twice, a
-            sentence is empty, a box lies outside its image, or too many images cannot be decoded.
-    """
-    source = json_path.name
-    content = _content(json_path)
-    wanted = [ref for ref in content["refs"] if split is None or _split_of(ref) is split]
-    if not content["refs"]:
-        raise DataError(f"{source} has no references for {split}: the data set is empty")
-    with Reading(reader, source, len(wanted)) as reading:
-        refs = sound_entries(reading, source, "refs", content["refs"], ("ref_id", "sentences"))
-        refs = unique_entries(reading, source, "reference", "ref_id", refs)
-        refs = [ref for ref in refs if split is None or _split_of(ref) is split]
+        testA and testB are both `test`. Ids are ``<image>#<reference>-<sentence>``.
+        """
+        name, content = source.file.name, _content(source.file)
+        refs = [ref for ref in content["refs"] if part is None or _split_of(ref) is part]
         if not refs:
-            raise DataError(f"{source} has no references for {split}: the data set is empty")
-        images = sound_entries(reading, source, "images", content["images"], ("id", "file_name"))
-        table = sound_entries(
-            reading, source, "annotations", content["annotations"], ("id", "bbox")
-        )
+            raise DataError(f"{name} has no references for {part}: the data set is empty")
+        reading.total += len(refs)
+        refs = sound_entries(reading, name, "refs", refs, ("ref_id", "sentences"))
+        refs = unique_entries(reading, name, "reference", "ref_id", refs)
+        images = sound_entries(reading, name, "images", content["images"], ("id", "file_name"))
+        table = sound_entries(reading, name, "annotations", content["annotations"], ("id", "bbox"))
         files = {image["id"]: image["file_name"] for image in images}
         boxes = {annotation["id"]: annotation["bbox"] for annotation in table}
-        located = []
+        finder = Finder(source.image_folder)
         for ref in refs:
-            where = f"{source}, reference {ref['ref_id']}"
-            with reading.tolerate(f"reference {ref['ref_id']}"):
-                name = str(_look_up(ref, "file_name", "image_id", files, where))
-                located.append((ref, name, _look_up(ref, "bbox", "ann_id", boxes, where), where))
-        paths = [image_folder / name for _, name, _, _ in located]
-        for (ref, name, bbox, where), picture in zip(located, reading.open_all(paths), strict=True):
-            if picture is None:
-                continue
-            sentences = ref["sentences"] if isinstance(ref["sentences"], list) else []
-            if not sentences:
-                text = f"{where} has no sentences"
-                reading.add(FaultKind.ROW_INCOMPLETE, f"reference {ref['ref_id']}", text)
-            for number, sentence in enumerate(sentences):
-                with reading.tolerate(f"reference {ref['ref_id']}"):
-                    phrase = _phrase(sentence, number, where)
-                    answer = Answer((pixel_box(bbox, phrase, picture.size, where),))
-                    key = f"{ref.get('image_id', name)}#{ref['ref_id']}-{number}"
-                    yield Sample(key, picture, answer, phrase)
+            where, item = f"{name}, reference {ref['ref_id']}", f"reference {ref['ref_id']}"
+            with reading.tolerate(item):
+                file = str(_look_up(ref, "file_name", "image_id", files, where))
+                edges = coco_edges(_look_up(ref, "bbox", "ann_id", boxes, where), where)
+                sentences = ref["sentences"] if isinstance(ref["sentences"], list) else []
+                if not sentences:
+                    raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no sentences")
+                for number, sentence in enumerate(sentences):
+                    with reading.tolerate(item):
+                        phrase = _phrase(sentence, number, where)
+                        key = f"{ref.get('image_id', file)}#{ref['ref_id']}-{number}"
+                        shape = Shape(phrase, edges, where)
+                        yield Record(finder.find(file), key, [shape], prompt=phrase)
 
 
 def _phrase(sentence: Any, number: int, where: str) -> str:
@@ -137,16 +94,6 @@ def _phrase(sentence: Any, number: int, where: str) -> str:
     if not text or not str(text).strip():
         raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where}: sentence {number} is empty")
     return str(text).strip()
-
-
-def refcoco_splits(json_path: Path) -> frozenset[Split]:
-    """The splits that the references name.
-
-    Raises:
-        DataError: If the file is missing or corrupt.
-    """
-    found = {_split_of(ref) for ref in _content(json_path)["refs"]}
-    return frozenset(split for split in found if split is not None)
 
 
 def _content(json_path: Path) -> dict[str, list[Any]]:

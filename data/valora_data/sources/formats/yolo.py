@@ -67,11 +67,13 @@ class YoloFormat(AnnotatedFormat):
         """The splits that the file names."""
         data = YoloSet(source.file)
         places = {split: data.places(split) for split in data.splits}
-        if Split.TRAIN in places and places[Split.TRAIN] == places.get(Split.VAL):
-            raise DataError(
-                f"{source.file.name} names the same images as train and as val: delete its line "
-                "`val`, so that a part of train is taken for it"
-            )
+        for split in (Split.VAL, Split.TEST):
+            if split in places and places[split] == places.get(Split.TRAIN):
+                del places[split]
+                text = f"{split} of {data.name} names the images of train"
+                log.warning("%s: a part of them is taken for it", text)
+                if source.reader is not None:
+                    source.reader.add(FaultKind.SPLIT_REPEATED, str(split), text)
         return dict(take_missing_from_train({split: split for split in places}))
 
     def name(self, source: Source, part: Split) -> str:

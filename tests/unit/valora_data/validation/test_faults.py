@@ -153,7 +153,8 @@ YOLO: dict[str, tuple[Plant, str]] = {
         "1 picture occurs again in its own split, mirrored",
     ),
     "one folder for two splits": (
-        lambda folder: listed(folder, val="images/train"), "the same images as train and as val",
+        lambda folder: listed(folder, val="images/train"),
+        "1 split repeats train, of which a part is taken for it",
     ),
     "missing folder": (lambda folder: listed(folder, val="images/gone"), "which does not exist"),
     "empty folder": (

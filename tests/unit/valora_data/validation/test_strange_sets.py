@@ -251,7 +251,6 @@ def empty(split: str, file: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no object in val": (partial(empty, "val"), "none of the 4 val samples has an object"),
-    "val is train": (lambda file: edit(file, val="images/train"), "delete its line `val`"),
     "yes and no": (
         lambda file: edit(file, names=[False, True]),
         "write them in quotes",
@@ -270,11 +269,24 @@ def test_what_is_refused_before_training(kind: str, tmp_path: Path) -> None:
         prepare(open_source(source), NAMES, SHARES, tmp_path / "out")
 
 
-def test_the_remedy_for_val_as_train_works(tmp_path: Path) -> None:
+def test_an_archive_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "set.zip").write_bytes(b"PK")
+    for attempt in (
+        detect_kind,
+        lambda path: open_source(Source("yolo", Task.DETECTION, path=str(path))),
+    ):
+        with pytest.raises(DataError, match="is an archive: unpack it"):
+            attempt(tmp_path / "set.zip")
+
+
+def test_val_that_is_train_is_taken_from_it(tmp_path: Path) -> None:
     file = plain(tmp_path / "set")
-    edit(file, val=None)
-    source = Source("yolo", Task.DETECTION, NAMES, path=str(file))
-    assert all(prepare(open_source(source), NAMES, SHARES, tmp_path / "out").values())
+    edit(file, val="images/train", test="images/val")
+    splits = open_source(Source("yolo", Task.DETECTION, NAMES, path=str(file)))
+    counts = prepare(splits, NAMES, SHARES, tmp_path / "out")
+    assert counts.pop(Split.TEST) == 4
+    assert sum(counts.values()) == 12
+    assert all(counts.values())
 
 
 def test_boxes_on_a_grid(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tests.support.data_sets import picture, write_json, write_video
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Task
 from valora_data.sources.formats.llava import read_llava
+from valora_data.sources.registry import detect_kind
 
 
 def talk(*turns: str, **entry: object) -> dict[str, object]:
@@ -34,6 +35,15 @@ def test_conversations_become_questions(tmp_path: Path) -> None:
         ("x", "Why?", ("so",)),
     ]  # fmt: skip
     assert samples[1].image.tobytes() == image.tobytes()
+
+
+def test_messages_are_conversations(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", 0)
+    said = [{"role": "user", "content": "<image>Who?"}, {"role": "assistant", "content": "me"}]
+    file = write_json(tmp_path / "talk.json", [{"images": ["a.png"], "messages": said}])
+    assert detect_kind(file) == "llava"
+    (sample,) = read_llava(file, tmp_path, Task.VQA)
+    assert (sample.prompt, sample.answer.answers) == ("Who?", ("me",))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,16 @@ import pytest
 
 from tests.support.data_sets import picture, write_json
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Box, Split
-from valora_data.sources.formats.refcoco import read_refcoco, refcoco_splits
+from valora_data.schema import Answer, Box, Split, Task
+from valora_data.sources.base import Source
+from valora_data.sources.registry import open_source
+
+
+def read(file: Path, split: Split | None = None) -> list:
+    """The samples of a split, or of all that are named."""
+    streams = open_source(Source("refcoco", Task.GROUNDING, path=str(file)))
+    chosen = list(streams) if split is None else [split if split in streams else None]
+    return [sample for key in chosen for sample in streams[key]()]
 
 
 def refcoco_file(folder: Path, **changes: object) -> Path:
@@ -29,20 +37,19 @@ def refcoco_file(folder: Path, **changes: object) -> Path:
 
 def test_every_sentence_is_a_sample(tmp_path: Path) -> None:
     file = refcoco_file(tmp_path)
-    samples = list(read_refcoco(file, tmp_path))
+    samples = sorted(read(file), key=lambda sample: sample.id.split("#")[1])
     assert [(s.id, s.prompt) for s in samples] == [
         ("7#1-0", "left cat"), ("7#1-1", "the cat"), ("8#2-0", "a dog"), ("7#3-0", "that"),
     ]  # fmt: skip
     assert samples[0].answer == Answer((Box(4, 5, 10, 12, "left cat"),))
     assert samples[2].answer == Answer((Box(0, 0, 9, 9, "a dog"),))
-    assert refcoco_splits(file) == {Split.TRAIN, Split.TEST}
-    assert [s.prompt for s in read_refcoco(file, tmp_path, Split.TEST)] == ["a dog", "that"]
+    assert [s.prompt for s in read(file, Split.TEST)] == ["a dog", "that"]
 
 
 def test_references_with_their_own_boxes(tmp_path: Path) -> None:
     picture(tmp_path / "a.png", 0, (40, 30))
     ref = {"ref_id": 5, "file_name": "a.png", "bbox": [1, 2, 3, 4], "sentences": ["it"]}
-    (sample,) = read_refcoco(write_json(tmp_path / "flat.json", [ref]), tmp_path)
+    (sample,) = read(write_json(tmp_path / "flat.json", [ref]))
     assert (sample.id, sample.answer.boxes[0].xyxy) == ("a.png#5-0", (1, 2, 4, 6))
 
 
@@ -51,7 +58,7 @@ def test_references_with_their_own_boxes(tmp_path: Path) -> None:
     [
         ({"annotations": []}, "reference 2 has ann_id 11, which is not listed, and no bbox"),
         ({"images": []}, "has image_id 8, which is not listed, and no file_name"),
-        ({"refs": []}, "has no references for test"),
+        ({"refs": []}, "has no references for None"),
         ({"refs": None}, "has no list 'refs'"),
         ({"refs": [{"ref_id": 1}]}, "entry 0 of 'refs' has no sentences"),
         (
@@ -71,4 +78,4 @@ def test_references_with_their_own_boxes(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_references_of_no_use(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        list(read_refcoco(refcoco_file(tmp_path, **changes), tmp_path, Split.TEST))
+        read(refcoco_file(tmp_path, **changes), Split.TEST)

@@ -9,7 +9,15 @@ from PIL import Image
 
 from tests.support.data_sets import picture, write_json
 from valora_data.errors import DataError
-from valora_data.sources.formats.vqa import read_vqa
+from valora_data.schema import Task
+from valora_data.sources.base import Source
+from valora_data.sources.registry import open_source
+
+
+def read_vqa(questions: Path, annotations: Path, folder: Path, labels: list[str] = ()) -> list:
+    given = Source("vqa", Task.VQA, tuple(labels), path=str(questions), images=str(folder),
+                   annotations=str(annotations))  # fmt: skip
+    return list(open_source(given)[None]())
 
 
 def vqa_files(folder: Path) -> tuple[Path, Path]:
@@ -33,7 +41,7 @@ def vqa_files(folder: Path) -> tuple[Path, Path]:
 
 
 def test_questions_and_annotations(tmp_path: Path) -> None:
-    samples = list(read_vqa(*vqa_files(tmp_path), tmp_path))
+    samples = read_vqa(*vqa_files(tmp_path), tmp_path)
     assert [(s.id, s.prompt, s.answer.answers) for s in samples] == [
         ("5#70", "Is it red?", ("yes", "yes", "no")),
         ("5#71", "What is it?", ("cat", "dog", "cat")),
@@ -44,24 +52,24 @@ def test_questions_and_annotations(tmp_path: Path) -> None:
 
 
 def test_a_closed_set_of_answers(tmp_path: Path) -> None:
-    samples = list(read_vqa(*vqa_files(tmp_path), tmp_path, ["no", "yes"]))
+    samples = read_vqa(*vqa_files(tmp_path), tmp_path, ["no", "yes"])
     assert [s.answer.choice for s in samples] == ["yes", "no"]
     with pytest.raises(DataError, match="no question is answered by one of left, right"):
-        list(read_vqa(*vqa_files(tmp_path), tmp_path, ["left", "right"]))
+        read_vqa(*vqa_files(tmp_path), tmp_path, ["left", "right"])
 
 
 def test_questions_of_no_use(tmp_path: Path) -> None:
     questions, annotations = vqa_files(tmp_path)
     with pytest.raises(DataError, match=r"has no list 'questions': expected VQA questions with"):
-        list(read_vqa(annotations, annotations, tmp_path))
+        read_vqa(annotations, annotations, tmp_path)
     content = json.loads(annotations.read_text())
     fewer = write_json(tmp_path / "fewer.json", {"annotations": content["annotations"][1:]})
     with pytest.raises(DataError, match=r"question 72 has no annotation in fewer\.json"):
-        list(read_vqa(questions, fewer, tmp_path))
+        read_vqa(questions, fewer, tmp_path)
     content["annotations"][0]["answers"] = []
     empty = write_json(tmp_path / "empty.json", content)
     with pytest.raises(DataError, match=r"empty\.json: question 72 has no answers"):
-        list(read_vqa(questions, empty, tmp_path))
+        read_vqa(questions, empty, tmp_path)
     (tmp_path / "own.png").unlink()
     with pytest.raises(DataError, match=r"1 of 3 images has faults.*own\.png"):
-        list(read_vqa(questions, annotations, tmp_path))
+        read_vqa(questions, annotations, tmp_path)

@@ -105,7 +105,7 @@ class FaultKind(Enum):
         False,
     )
     SPLIT_REPEATED = (
-        "split|splits repeats|repeat train, of which a part is taken for it|them",
+        "split|splits has|have the images of train, of which a part is taken for it|them",
         "name other images for it, if there are any",
         False,
     )

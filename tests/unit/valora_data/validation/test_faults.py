@@ -154,7 +154,7 @@ YOLO: dict[str, tuple[Plant, str]] = {
     ),
     "one folder for two splits": (
         lambda folder: listed(folder, val="images/train"),
-        "1 split repeats train, of which a part is taken for it",
+        "1 split has the images of train, of which a part is taken for it",
     ),
     "missing folder": (lambda folder: listed(folder, val="images/gone"), "which does not exist"),
     "empty folder": (

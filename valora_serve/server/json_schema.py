@@ -41,7 +41,7 @@ _CONTEXT = Context(prec=60, Emin=-10_000, Emax=10_000)
 Schema = dict[str, Any] | bool
 
 
-def prepare(schema: Any) -> Any:
+def prepare(schema: Any, *, strict: bool = False) -> Any:
     """Check a JSON schema, and tighten its limits on numbers to what the grammar engine keeps.
 
     Bounds are moved inwards to 15 significant digits and at most 15 decimals, and exclusive bounds
@@ -49,6 +49,8 @@ def prepare(schema: Any) -> Any:
 
     Args:
         schema: JSON schema; it is not changed.
+        strict: Whether objects take no keys beside those that the schema names, unless it says so
+            itself, or describes an object by several schemas together (allOf, say).
 
     Returns:
         The schema to compile.
@@ -59,7 +61,10 @@ def prepare(schema: Any) -> Any:
     """
     nodes: dict[str, Schema] = {}
     made = _copied(schema, "#", 0, nodes)
-    if not _finite(nodes, _references(nodes)):
+    targets = _references(nodes)
+    if strict:
+        _close(nodes, targets)
+    if not _finite(nodes, targets):
         raise RequestError(
             "No finite answer satisfies the JSON schema: a part that every answer needs is false, "
             "or requires itself; make that part optional"
@@ -274,6 +279,36 @@ def _references(nodes: dict[str, Schema]) -> dict[str, str]:
             )
         found[at] = target
     return found
+
+
+def _close(nodes: dict[str, Schema], targets: dict[str, str]) -> None:
+    """Forbid further keys of the objects that one schema describes by itself, in place."""
+
+    def others(at: str) -> list[str]:  # schemas that hold for the same value
+        node, found = nodes[at], [targets[at]] if at in targets else []
+        for key in ("allOf", "anyOf", "oneOf"):
+            if isinstance(node, dict) and isinstance(node.get(key), list):
+                found += [f"{at}/{key}/{number}" for number in range(len(node[key]))]
+        return found
+
+    left = []
+    for at, node in nodes.items():
+        if isinstance(node, dict) and (
+            "properties" in node or len(node.get("allOf") or ()) > 1
+            or len(node.keys() & {"$ref", "allOf", "anyOf", "oneOf"}) > 1
+        ):  # fmt: skip
+            left += others(at)
+    together = set()
+    while left:
+        at = left.pop()
+        if at not in together:
+            together.add(at)
+            left += others(at)
+    for at, node in nodes.items():
+        if isinstance(node, dict) and at not in together and not others(at):
+            kinds = node.get("type", ())
+            if "properties" in node or "object" in ([kinds] if isinstance(kinds, str) else kinds):
+                node.setdefault("additionalProperties", False)
 
 
 def _finite(nodes: dict[str, Schema], targets: dict[str, str]) -> bool:

@@ -15,12 +15,16 @@ from tests.support.http_helpers import ask, serving
 from tests.support.json_schemas import random_answer, random_schema
 from valora_data.contract.base_model import base_folder
 from valora_serve.errors import RequestError
-from valora_serve.server.constrain import Grammars, JsonConstraint
+from valora_serve.server.constrain import Grammar, GrammarConstraint, Grammars
 
 
 @pytest.fixture(scope="module")
 def grammars():
     return Grammars(FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny"))))
+
+
+def made(grammars, schema, count=1):
+    return asyncio.run(grammars.constraints(Grammar.json(schema), count))
 
 
 SCHEMAS = [
@@ -45,7 +49,7 @@ def assert_valid(schema, text):
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("seed", range(8))
 def test_any_walk_through_a_constraint_keeps_to_the_schema(grammars, schema, seed):
-    (constraint,) = asyncio.run(grammars.json(schema))
+    (constraint,) = made(grammars, schema)
     # a vocabulary that is padded to a round number
     text = random_answer(constraint, grammars._engine.tokenizer, seed, padded=13)
     assert_valid(schema, text)
@@ -60,7 +64,7 @@ def test_random_schemas_are_kept_or_refused(grammars, seed):
     if not jsonschema_rs.meta.is_valid(schema):
         return
     try:
-        constraints = asyncio.run(grammars.json(schema, 2))
+        constraints = made(grammars, schema, 2)
     except RequestError as error:
         assert "schema" in str(error)
         return
@@ -72,7 +76,7 @@ def test_random_schemas_are_kept_or_refused(grammars, seed):
 
 def test_a_mask_only_takes_away(grammars):
     allowed = np.zeros(len(grammars._engine.tokenizer), dtype=bool)
-    asyncio.run(grammars.json({"type": "integer"}))[0].mask(allowed)
+    made(grammars, {"type": "integer"})[0].mask(allowed)
     assert not allowed.any()
 
 
@@ -93,7 +97,7 @@ def test_a_mask_only_takes_away(grammars):
 )  # fmt: skip
 def test_schemas_that_cannot_be(grammars, schema):
     with pytest.raises(RequestError, match="schema") as refused:
-        asyncio.run(grammars.json(schema))
+        made(grammars, schema)
     assert "\n" not in str(refused.value)
 
 
@@ -135,7 +139,7 @@ def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypat
     engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    before = getattr(JsonConstraint, way)
+    before = getattr(GrammarConstraint, way)
     calls = []
 
     def failing(self, argument):
@@ -144,7 +148,7 @@ def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypat
             fail()
         return before(self, argument)
 
-    monkeypatch.setattr(JsonConstraint, way, failing)
+    monkeypatch.setattr(GrammarConstraint, way, failing)
     with serving(engine) as server:
         answer = ask(server, response_format=form, n=count, max_tokens=50)
         assert answer.status_code == 400, answer.text
@@ -157,7 +161,7 @@ def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypat
 
 
 def test_an_answer_that_is_no_json_is_an_error(grammars):
-    (constraint,) = asyncio.run(grammars.json({"type": "array"}))
+    (constraint,) = made(grammars, {"type": "array"})
     for text in ("", "[1", "[1]]", "[NaN]" * 2, "[" * 100_000):
         with pytest.raises(RequestError, match="does not follow"):
             constraint.check(text)
@@ -165,7 +169,7 @@ def test_an_answer_that_is_no_json_is_an_error(grammars):
 
 
 def test_a_token_that_is_not_allowed_is_an_error(grammars):
-    (constraint,) = asyncio.run(grammars.json({"type": "integer"}))
+    (constraint,) = made(grammars, {"type": "integer"})
     with pytest.raises(RequestError):
         constraint.advance(grammars._engine.tokenizer("x")["input_ids"][0])
     with pytest.raises(RequestError):

@@ -8,7 +8,11 @@ with an error, so that no answer ends by itself without following its schema.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import subprocess
+import sys
 import time
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from valora_serve.errors import OverloadedError, RequestError
-from valora_serve.server.json_schema import prepare
+from valora_serve.server import schema_worker
+from valora_serve.server.schema_worker import LIMITS, first_line
 from valora_serve.server.telemetry.logs import LOG
 
 if TYPE_CHECKING:
@@ -32,19 +37,8 @@ LARGEST_SCHEMA = 200_000  # characters
 REMEMBERED = 64  # grammars that are cached
 MOST_WAITING = 256  # grammars that wait to be compiled
 MOST_OF_ONE = 16  # of one client
-LIMITS: dict[str, Any] = {
-    # Together they bound the computation of a token's mask to about 5 ms for 150,000 tokens.
-    "max_items_in_row": 1_000,
-    "step_max_items": 10_000,
-    "step_lexer_fuel": 30_000,
-    # Memory, about 1 kB a state.
-    "max_lexer_states": 20_000,
-    # The time to compile a schema, less than a second.
-    "max_grammar_size": 200_000,
-}
 TRIAL_TOKENS, TRIAL_SECONDS = 64, 0.3  # of each of the two trials of a grammar
 JSON_ONLY = "start: json"
-_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +67,6 @@ class Grammar:
 class _Job:
     """A grammar that is to be compiled, by `Grammars._compile_all`."""
 
-    grammar: Grammar
     client: str
     compiled: asyncio.Future[Any]
     waiting: int = 0
@@ -100,6 +93,7 @@ class Grammars:
         self._jobs: dict[str, _Job] = {}
         self._working: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "schema")
+        self._worker: subprocess.Popen[bytes] | None = None
 
     def read(self) -> None:
         """Read the engine's tokenizer; this holds up all threads for seconds, so do it at start."""
@@ -132,12 +126,12 @@ class Grammars:
             self._known.move_to_end(key)
             compiled = self._known[key][1]
         else:
-            compiled = await self._compiled(key, grammar, client)
+            compiled = await self._compiled(key, client)
         if isinstance(compiled, str):
             raise RequestError(compiled)
         return [GrammarConstraint(compiled.deep_copy(), grammar) for _ in range(count)]
 
-    async def _compiled(self, key: str, grammar: Grammar, client: str) -> Any:
+    async def _compiled(self, key: str, client: str) -> Any:
         """Wait until a grammar is compiled, with all who wait for the same."""
         job = self._jobs.get(key)
         if job is None:
@@ -147,7 +141,7 @@ class Grammars:
                     "Too many JSON schemas wait to be compiled: try again in 1 s, and send the "
                     "same schema rather than a new one each time"
                 )
-            job = _Job(grammar, client, asyncio.get_running_loop().create_future())
+            job = _Job(client, asyncio.get_running_loop().create_future())
             self._jobs[key] = job
             if self._working is None or self._working.done():
                 self._working = asyncio.create_task(self._compile_all())
@@ -167,7 +161,7 @@ class Grammars:
             key = min(self._jobs, key=lambda one: served.get(self._jobs[one].client, 0.0))
             job = self._jobs[key]
             job.begun, served[job.client] = True, loop.time()
-            work = loop.run_in_executor(self._thread, self._compile, job.grammar)
+            work = loop.run_in_executor(self._thread, self._compile, key)
             await asyncio.wait({work})
             del self._jobs[key]
             error = work.exception()
@@ -183,8 +177,36 @@ class Grammars:
             ((most, _),) = Counter(one for one, _ in self._known.values()).most_common(1)
             del self._known[next(one for one, (of, _) in self._known.items() if of == most)]
 
-    def _compile(self, grammar: Grammar) -> Any:
-        """Compile a grammar, and try it.
+    def close(self) -> None:
+        """End the worker process."""
+        if self._worker is not None:
+            self._worker.kill()
+        self._thread.shutdown(cancel_futures=True)
+        if self._worker is not None:
+            self._worker.communicate()
+
+    def _tried(self, key: str) -> Any:
+        """Return [error, rules] of a grammar, which the worker process has tried to compile."""
+        if self._worker is None or self._worker.poll() is not None:
+            self._worker = subprocess.Popen(
+                [sys.executable, "-P", "-m", schema_worker.__name__],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C is the server's to handle
+            )  # fmt: skip
+        assert self._worker.stdin and self._worker.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self._worker.stdin.write(key.encode() + b"\n")
+            self._worker.stdin.flush()
+            if answer := self._worker.stdout.readline():
+                return json.loads(answer)
+        self._worker.communicate()
+        raise RequestError(
+            "The JSON schema takes too long to compile, or too much memory: simplify it"
+        )
+
+    def _compile(self, key: str) -> Any:
+        """Compile a grammar that is known by its text, and try it.
 
         Raises:
             RequestError: The grammar engine cannot use the grammar, or exceeds its limits.
@@ -197,16 +219,13 @@ class Grammars:
             raise RequestError(
                 "The base model's tokenizer takes no JSON schema: leave response_format out"
             )
-        lines = [grammar.rules]
-        for name, schema in grammar.schemas.items():
-            made = prepare(schema, strict=name in grammar.strict)
-            options = {"x-guidance": _OPTIONS}
-            lines.append(f"{name}: %json {json.dumps(options if made is True else made | options)}")
+        error, rules = self._tried(key)
+        if error:
+            raise RequestError(error)
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
-        lark = llguidance.LLMatcher.grammar_from_lark("\n".join(lines))
-        matcher = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._tokenizer, rules, log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(f"The JSON schema cannot be used: {_first(matcher.get_error())}")
+            raise RequestError(f"The JSON schema cannot be used: {first_line(matcher.get_error())}")
         for first in ('{[,"}]0', '"}]0,{['):  # the longest answer, and the shortest
             self._try(matcher.deep_copy(), first)
         return matcher
@@ -277,7 +296,8 @@ class GrammarConstraint:
             json.loads(text, parse_int=str, parse_float=str)
         except (ValueError, RecursionError) as error:
             raise RequestError(
-                f"The answer does not follow the JSON schema ({_first(error)}): simplify the schema"
+                f"The answer does not follow the JSON schema ({first_line(error)}): simplify the "
+                "schema"
             ) from error
 
 
@@ -290,7 +310,7 @@ def _key(grammar: Grammar) -> str:
     try:
         text = json.dumps([grammar.rules, grammar.strict, grammar.schemas], allow_nan=False)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"The JSON schema cannot be used: {_first(error)}") from error
+        raise RequestError(f"The JSON schema cannot be used: {first_line(error)}") from error
     if len(text) > LARGEST_SCHEMA:
         raise RequestError(
             f"The JSON schema has {len(text)} characters, more than {LARGEST_SCHEMA}: simplify it"
@@ -313,15 +333,10 @@ def _consume(matcher: Any, token: int) -> None:
 
 
 def _given_up(matcher: Any) -> RequestError:
-    reason = _first(matcher.get_error()).removesuffix("<non-verbose/>").strip()
+    reason = first_line(matcher.get_error()).removesuffix("<non-verbose/>").strip()
     if not matcher.is_error() or reason.startswith("NoExtension"):
         return RequestError("No answer satisfies the JSON schema: allow for at least one")
     return RequestError(
         f"The JSON schema is too complex ({reason}): use fewer alternatives, optional properties "
         "and repetitions"
     )
-
-
-def _first(error: object) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else "it is none"

@@ -192,7 +192,6 @@ class Envelope:
             receive = self._drain.watched(receive)
         scan = JsonScan(rules.json) if _is_json(headers.get(b"content-type", "")) else None
         body = await self._body(headers, receive, rules, stack, scan)
-        scope["state"]["keys"] = len(body) if scan is None else scan.keys
         if body:
             _check_type(rules, headers)
         return _replayed(body, receive)

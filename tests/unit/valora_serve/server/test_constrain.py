@@ -1,8 +1,11 @@
 """Answers that follow a JSON schema."""
 
 import asyncio
+import contextlib
 import json
+import threading
 
+import httpx
 import jsonschema_rs
 import numpy as np
 import pytest
@@ -11,16 +14,24 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import ask, serving
+from tests.support.http_helpers import CHAT, ask, chat, serving, until
 from tests.support.json_schemas import random_answer, random_schema
 from valora_data.contract.base_model import base_folder
-from valora_serve.errors import RequestError
-from valora_serve.server.constrain import Grammar, GrammarConstraint, Grammars
+from valora_serve.errors import OverloadedError, RequestError
+from valora_serve.server.constrain import (
+    MOST_OF_ONE,
+    REMEMBERED,
+    Grammar,
+    GrammarConstraint,
+    Grammars,
+)
 
 
 @pytest.fixture(scope="module")
 def grammars():
-    return Grammars(FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny"))))
+    made = Grammars(FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny"))))
+    yield made
+    made.close()
 
 
 def made(grammars, schema, count=1):
@@ -207,3 +218,136 @@ def test_a_tokenizer_that_takes_no_schema_is_told(tokenizer):
         answer = ask(server, response_format={"type": "json_object"})
         assert answer.status_code == 400
         assert "tokenizer" in answer.json()["error"]["message"]
+
+
+def chain(count, item):
+    """A schema whose parts refer to each other in a chain."""
+    parts = {f"d{n}": item({"$ref": f"#/$defs/d{n - 1}"}) for n in range(1, count)}
+    return {"$defs": parts | {"d0": {"type": "integer"}}, "$ref": f"#/$defs/d{count - 1}"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{10 + n}}}"}
+                   for n in range(20)]},
+        {"type": "object", "patternProperties": {f"^{chr(97 + n // 20)}.*{chr(97 + n % 20)}$": True
+                                                 for n in range(400)}},
+        {"allOf": [{"type": "integer", "multipleOf": step} for step in (9973, 9967, 9949, 9941)]},
+        texts(5000, "p"),
+        chain(2900, lambda part: {"type": "array", "items": part}),
+        chain(900, lambda part: {"anyOf": [{"type": "array", "items": part}, {"properties":
+                                                                              {"a": part}}]}),
+    ],
+)  # fmt: skip
+def test_schemas_that_would_take_for_ever_or_end_the_process_are_refused(grammars, schema):
+    with pytest.raises(RequestError, match="schema"):
+        made(grammars, schema)
+    assert made(grammars, {"type": "integer"})
+
+
+class Waiting:
+    """Grammars whose compilations wait for `go`; `begun` holds the names of their schemas."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.go = [], threading.Event()
+        before = Grammars._compile
+
+        def compile_later(grammars, key):
+            self.begun.append(json.loads(key)[2]["json"].get("title"))
+            assert self.go.wait(20)
+            return before(grammars, key)
+
+        monkeypatch.setattr(Grammars, "_compile", compile_later)
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    made = Waiting(monkeypatch)
+    yield made
+    made.go.set()
+
+
+async def asked(grammars, title, client="", **more):
+    return await grammars.constraints(Grammar.json({"title": title} | more), client=client)
+
+
+def test_clients_take_turns_and_who_leaves_is_not_compiled_for(grammars, waiting):
+    async def case():
+        waiting.go.set()
+        await asked(grammars, "cached", "b")
+        waiting.go.clear()
+        waiting.begun.clear()
+        many = [asyncio.create_task(asked(grammars, f"a{n}", "a")) for n in range(MOST_OF_ONE)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError) as refused:
+            await asked(grammars, "one too many", "a")
+        assert refused.value.retry_after >= 1
+        await asked(grammars, "cached", "a")
+        same = [asyncio.create_task(asked(grammars, "b", "b")) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in [*many[3:], same[0]]:
+            task.cancel()
+        await asyncio.wait([*many[3:], same[0]])
+        await asyncio.to_thread(until, lambda: waiting.begun == ["a0"])
+        waiting.go.set()
+        await asyncio.gather(*many[:3], *same[1:])
+        assert waiting.begun == ["a0", "b", "a1", "a2"]
+        for _ in range(2):  # refused again without being compiled again
+            with pytest.raises(RequestError):
+                await asked(grammars, "wrong", type="nonsense")
+        assert waiting.begun[4:] == ["wrong"]
+
+    asyncio.run(case())
+
+
+def test_a_client_with_many_schemas_leaves_those_of_others_in_the_cache(grammars, waiting):
+    async def case():
+        waiting.go.set()
+        await asked(grammars, "mine", "me")
+        for number in range(REMEMBERED + 5):
+            await asked(grammars, f"theirs {number}", "they")
+        waiting.begun.clear()
+        await asked(grammars, "mine", "me")
+        assert not waiting.begun
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_the_deadline_counts_while_a_schema_waits_and_while_it_is_compiled(waiting, path):
+    def body(title):
+        form = {"type": "json_schema", "schema": {"title": title}, "name": "x"}
+        if path == "/v1/responses":
+            return {"input": "x", "text": {"format": form}, "valora": {"deadline": 0.2}}
+        form = {"type": "json_schema", "json_schema": {"schema": {"title": title}}}
+        asked = {"prompt": "x"} if path == "/v1/completions" else chat()
+        return asked | {"response_format": form, "valora": {"deadline": 0.2}}
+
+    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    with serving(engine) as server:
+        for title in ("is compiled", "waits"):
+            answer = server.client.post(path, json=body(title))
+            assert answer.status_code == 504
+            assert "schema" in answer.json()["error"]["message"]
+        waiting.go.set()
+        assert waiting.begun == ["is compiled"]
+    assert not engine.asked
+
+
+def test_a_cached_schema_is_answered_while_clients_that_left_and_others_wait(waiting):
+    def form(title):
+        return {"type": "json_schema", "json_schema": {"schema": {"title": title}}}
+
+    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    with serving(engine) as server:
+        jobs = server.app.state.context.grammars._jobs
+        waiting.go.set()
+        assert ask(server, response_format=form("cached")).status_code == 200
+        waiting.go.clear()
+        for number in range(MOST_OF_ONE):
+            with contextlib.suppress(httpx.ReadTimeout):
+                server.client.post(CHAT, json=chat(response_format=form(f"{number}")), timeout=0.05)
+        until(lambda: len(jobs) == 1)  # the one that is compiled; nobody waits for it either
+        assert ask(server, response_format=form("cached")).status_code == 200
+        waiting.go.set()

@@ -36,6 +36,17 @@ _ONE = ("items", "additionalItems", "additionalProperties", "not", "if", "then",
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
+_COUNTS = ("minItems", "minLength", "minProperties", "maxItems", "maxLength", "maxProperties")
+_DAY = (
+    r"([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+    r"|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    r"|([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29"
+)
+_TIME = r"([01][0-9]|2[0-3])(:[0-5][0-9]){2}(\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMATS = {"date": f"^({_DAY})$", "time": f"^{_TIME}$", "date-time": f"^({_DAY})T{_TIME}$"}
+"""Formats of which the grammar engine takes more, e.g. 30 February, or second 60 at any time."""
+
+_KEPT_FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 _CONTEXT = Context(prec=60, Emin=-10_000, Emax=10_000)
 
 Schema = dict[str, Any] | bool
@@ -95,8 +106,7 @@ def _copied(schema: Any, at: str, depth: int, nodes: dict[str, Schema]) -> Any:
     made = nodes[at] = dict(schema)
     if "x-guidance" in made:
         raise RequestError("The JSON schema holds x-guidance, which is not supported: leave it out")
-    if made.get("uniqueItems") is False:
-        del made["uniqueItems"]
+    _simplify(made)
 
     def copied(part: Any, *path: object) -> Any:
         return _copied(part, "/".join((at, *map(_escaped, path))), depth + 1, nodes)
@@ -116,14 +126,33 @@ def _copied(schema: Any, at: str, depth: int, nodes: dict[str, Schema]) -> Any:
     return made
 
 
+def _simplify(made: dict[str, Any]) -> None:
+    """Leave out what means nothing, and say exactly what a format means, in place."""
+    if made.get("uniqueItems") is False:
+        del made["uniqueItems"]
+    form = made.get("format")
+    if isinstance(form, str) and form not in _KEPT_FORMATS:
+        del made["format"]  # others mean nothing, as JSON Schema has it
+        if form in _FORMATS:
+            parts = made.get("allOf")
+            exact = {"pattern": _FORMATS[form]}
+            made["allOf"] = [*parts, exact] if isinstance(parts, list) else [exact]
+
+
 def _check_texts(made: dict[str, Any], at: str) -> None:
     """Refuse answers that are too long, and rewrite the pattern, in place."""
     if isinstance(made.get("pattern"), str):
         made["pattern"] = _pattern(made["pattern"], f"{at}/pattern")
-    for key in ("minItems", "minLength", "minProperties"):
-        if isinstance(made.get(key), (int, float)) and made[key] > LONGEST:
+    for key in _COUNTS:
+        count = made.get(key)
+        if isinstance(count, float) and count.is_integer():
+            made[key] = int(count)
+        if isinstance(count, (int, float)) and count > LONGEST:
+            if key.startswith("max"):
+                del made[key]  # no answer is as long
+                continue
             raise RequestError(
-                f"The JSON schema has {key} {_short(made[key])}, more than an answer can hold: "
+                f"The JSON schema has {key} {_short(count)}, more than an answer can hold: "
                 f"ask for at most {LONGEST}"
             )
 
@@ -158,6 +187,10 @@ def _tighten(made: dict[str, Any], at: str) -> None:
             f"The JSON schema has multipleOf {_short(step)}, which cannot be kept: it takes up to "
             "4 digits and 4 decimals"
         )
+    if made.get("type") != "integer":  # with a fraction, float64 holds 15 digits
+        limit = 10 ** (DIGITS if exact == exact.to_integral_value() else DIGITS - 4)
+        made["minimum"] = max(made.get("minimum", -limit), -limit)
+        made["maximum"] = min(made.get("maximum", limit), limit)
 
 
 def _inwards(bound: Any, at: str, *, up: bool, strict: bool) -> Decimal:
@@ -248,10 +281,12 @@ def _check_values(left: list[Any]) -> None:
             left += item
         elif isinstance(item, (int, float)) and not isinstance(item, bool):
             exact = _number(item, "a constant")
-            if abs(exact) > LARGEST_INTEGER or exact.as_tuple().exponent < -2 * DIGITS:  # type: ignore[operator]
+            _, digits, exponent = exact.as_tuple()
+            fraction = isinstance(item, float) and (len(digits) > DIGITS or exponent < -2 * DIGITS)  # type: ignore[operator]
+            if abs(exact) > LARGEST_INTEGER or fraction:
                 raise RequestError(
                     f"The JSON schema has the constant {_short(item)}, which cannot be kept: use a "
-                    "text, or a number up to 2**53"
+                    f"text, an integer up to 2**53, or a number of {DIGITS} digits"
                 )
 
 

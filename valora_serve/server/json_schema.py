@@ -7,6 +7,7 @@ refuses those, or tightens them so that every answer satisfies the schema that w
 
 from __future__ import annotations
 
+from collections import defaultdict
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 MOST_NODES = 10_000
 DEEPEST = 60
-MOST_WORK = 200_000  # looks at parts, a second
 LARGEST_INTEGER = 2**53
 """JSON numbers are read as float64, which holds every integer up to this."""
 
@@ -84,14 +84,7 @@ def prepare(schema: Any, *, strict: bool = False) -> Any:
 
 
 def _copied(schema: Any, at: str, depth: int, nodes: dict[str, Schema]) -> Any:
-    """Return a copy of a schema with tightened numbers, and enter its parts into `nodes`.
-
-    Args:
-        schema: The schema.
-        at: JSON pointer to it.
-        depth: Number of schemas around it.
-        nodes: Copies by pointer.
-    """
+    """Return a tightened copy of the schema at a pointer, and enter it and its parts in `nodes`."""
     if depth > DEEPEST:
         raise RequestError(f"The JSON schema is nested deeper than {DEEPEST} levels: simplify it")
     if len(nodes) >= MOST_NODES:
@@ -163,20 +156,17 @@ def _tighten(made: dict[str, Any], at: str) -> None:
         ("minimum", "exclusiveMinimum", True),
         ("maximum", "exclusiveMaximum", False),
     ):
-        bounds: list[Decimal] = []
-        strict = made.pop(exclusive, None)
-        if isinstance(strict, bool):  # draft 4: it says what `minimum` means
-            if strict and key in made:
-                bounds.append(_inwards(made[key], f"{at}/{key}", up=up, strict=True))
-                del made[key]
-        elif strict is not None:
-            bounds.append(_inwards(strict, f"{at}/{exclusive}", up=up, strict=True))
-        if key in made:
-            bounds.append(_inwards(made[key], f"{at}/{key}", up=up, strict=False))
+        given = [(key, made.pop(key, None), False), (exclusive, made.pop(exclusive, None), True)]
+        if isinstance(given[1][1], bool):  # draft 4: it says what `minimum` means
+            given = [(key, given[0][1], given[1][1])]
+        bounds = [
+            _inwards(bound, f"{at}/{name}", up=up, strict=strict)
+            for name, bound, strict in given
+            if bound is not None
+        ]
         if bounds:
             bound = max(bounds) if up else min(bounds)
-            whole = bound == bound.to_integral_value()
-            made[key] = int(bound) if whole else float(bound)
+            made[key] = int(bound) if bound == bound.to_integral_value() else float(bound)
     step = made.get("multipleOf")
     if step is None:
         return
@@ -194,14 +184,7 @@ def _tighten(made: dict[str, Any], at: str) -> None:
 
 
 def _inwards(bound: Any, at: str, *, up: bool, strict: bool) -> Decimal:
-    """Return the outermost number that satisfies a bound and that the grammar engine keeps.
-
-    Args:
-        bound: The bound.
-        at: JSON pointer to it.
-        up: Whether it is a lower bound.
-        strict: Whether the bound itself is excluded.
-    """
+    """Return the outermost number that satisfies a bound (`up`: a lower one) and can be kept."""
     exact = _number(bound, at)
     magnitude = exact.adjusted() + 1 if exact else 0
     step = Decimal(1).scaleb(max(magnitude - DIGITS, -DIGITS), _CONTEXT)
@@ -220,12 +203,7 @@ def _inwards(bound: Any, at: str, *, up: bool, strict: bool) -> Decimal:
 
 
 def _pattern(pattern: str, at: str) -> str:
-    """Return a pattern whose meaning in JSON Schema (ECMA-262) and in the grammar engine agree.
-
-    Args:
-        pattern: The regular expression.
-        at: JSON pointer to it.
-    """
+    """Return a pattern whose meaning in JSON Schema (ECMA-262) and in the grammar engine agree."""
     made, inside, place = [], False, 0
     while place < len(pattern):
         two, one = pattern[place : place + 2], pattern[place]
@@ -291,11 +269,7 @@ def _check_values(left: list[Any]) -> None:
 
 
 def _references(nodes: dict[str, Schema]) -> dict[str, str]:
-    """Return the pointers that the references of parts stand for, by the part's pointer.
-
-    Raises:
-        RequestError: A reference points to no part of the schema.
-    """
+    """Return the pointers that the references of parts stand for, by the part's pointer."""
     anchors = {
         node["$anchor"]: at
         for at, node in nodes.items()
@@ -316,90 +290,74 @@ def _references(nodes: dict[str, Schema]) -> dict[str, str]:
     return found
 
 
+def _options(at: str, node: Schema, *keys: str) -> list[str]:
+    """Return the pointers to the parts in lists such as anyOf."""
+    lists = {} if isinstance(node, bool) else {key: node.get(key) for key in keys}
+    return [
+        f"{at}/{key}/{number}"
+        for key, parts in lists.items()
+        for number in range(len(parts) if isinstance(parts, list) else 0)
+    ]
+
+
 def _close(nodes: dict[str, Schema], targets: dict[str, str]) -> None:
     """Forbid further keys of the objects that one schema describes by itself, in place."""
-
-    def others(at: str) -> list[str]:  # schemas that hold for the same value
-        node, found = nodes[at], [targets[at]] if at in targets else []
-        for key in ("allOf", "anyOf", "oneOf"):
-            if isinstance(node, dict) and isinstance(node.get(key), list):
-                found += [f"{at}/{key}/{number}" for number in range(len(node[key]))]
-        return found
-
-    left = []
+    beside = {at: _options(at, node, "allOf", "anyOf", "oneOf") for at, node in nodes.items()}
+    for at, target in targets.items():
+        beside[at].append(target)
+    left, together = [], set()
     for at, node in nodes.items():
         if isinstance(node, dict) and (
-            "properties" in node or len(node.get("allOf") or ()) > 1
+            "properties" in node or len(_options(at, node, "allOf")) > 1
             or len(node.keys() & {"$ref", "allOf", "anyOf", "oneOf"}) > 1
         ):  # fmt: skip
-            left += others(at)
-    together = set()
+            left += beside[at]
     while left:
         at = left.pop()
         if at not in together:
             together.add(at)
-            left += others(at)
+            left += beside[at]
     for at, node in nodes.items():
-        if isinstance(node, dict) and at not in together and not others(at):
+        if isinstance(node, dict) and at not in together and not beside[at]:
             kinds = node.get("type", ())
             if "properties" in node or "object" in ([kinds] if isinstance(kinds, str) else kinds):
                 node.setdefault("additionalProperties", False)
 
 
 def _finite(nodes: dict[str, Schema], targets: dict[str, str]) -> bool:
-    """Whether a finite answer has the shape that the schema asks for, the least fixed point.
-
-    Args:
-        nodes: All parts of the schema.
-        targets: What the references of parts stand for.
-
-    Raises:
-        RequestError: Finding out takes too long.
-    """
+    """Whether a finite answer has the shape that the schema asks for, the least fixed point."""
+    needs = {at: list(_needs(at, node, targets)) for at, node in nodes.items()}
+    users = defaultdict(list)
+    for at, groups in needs.items():
+        for child in {child for options in groups for option in options for child in option}:
+            users[child].append(at)
     found: set[str] = set()
     left = list(nodes)
-    work = MOST_WORK
-    while "#" not in found:
-        left.reverse()  # at first inner parts, which come after the outer ones; then there and back
-        work -= len(left)
-        if work < 0:
-            raise RequestError(
-                "The JSON schema has too many references from part to part: simplify it"
-            )
-        before = len(found)
-        left = [at for at in left if not _ends(at, nodes[at], targets, found)]
-        if len(found) == before:
-            return False
-    return True
+    while left:
+        at = left.pop()
+        if at not in found and all(any(map(found.issuperset, one)) for one in needs[at]):
+            found.add(at)
+            left += users[at]
+    return "#" in found
 
 
-def _ends(at: str, node: Schema, targets: dict[str, str], found: set[str]) -> bool:
-    """Whether a part has a finite answer, given the parts that are known to have one."""
+def _needs(at: str, node: Schema, targets: dict[str, str]) -> Iterator[list[list[str]]]:
+    """Yield lists of options, of each of which an answer takes one; an option is parts it holds."""
     if isinstance(node, bool):
-        ends = node
-    else:
-        ends = all(child in found for child in _needed(at, node, targets))
-        for key in ("anyOf", "oneOf"):
-            options = node.get(key)
-            if isinstance(options, list):
-                ends &= any(f"{at}/{key}/{number}" in found for number in range(len(options)))
-        kinds = node.get("type", _TYPES)
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        if "const" not in node and "enum" not in node and isinstance(kinds, (list, tuple)):
-            ends &= any(
-                all(child in found for child in _required(kind, node, at)) for kind in kinds
-            )
-    if ends:
-        found.add(at)
-    return ends
-
-
-def _needed(at: str, node: dict[str, Any], targets: dict[str, str]) -> Iterator[str]:
-    """Yield the parts that an answer to a part must satisfy, whatever its type."""
-    if "$ref" in node:
-        yield targets[at]
-    for number in range(len(node["allOf"])) if isinstance(node.get("allOf"), list) else ():
-        yield f"{at}/allOf/{number}"
+        if not node:
+            yield []
+        return
+    if at in targets:
+        yield [[targets[at]]]
+    for part in _options(at, node, "allOf"):
+        yield [[part]]
+    for key in ("anyOf", "oneOf"):
+        if isinstance(node.get(key), list):
+            yield [[part] for part in _options(at, node, key)]
+    kinds = node.get("type", _TYPES)
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not node.keys() & {"const", "enum"} and isinstance(kinds, (list, tuple)):
+        yield [list(_required(kind, node, at)) for kind in kinds]
 
 
 def _required(kind: Any, node: dict[str, Any], at: str) -> Iterator[str]:

@@ -381,20 +381,8 @@ async def constraints(
 ) -> list[GrammarConstraint]:
     """Constraints of as many requests to the engine; none if there is no grammar.
 
-    Args:
-        grammar: What the answers follow.
-        count: Number of requests.
-        http: The HTTP request, whose client may disconnect.
-        context: Parts of the server.
-        model: Model that the request names.
-        wanted: The request's own deadline in seconds, None for none.
-        since: When the request arrived, in seconds of `time.monotonic`.
-
     Raises:
-        RequestError: A JSON schema is invalid or not supported.
-        OverloadedError: Too many JSON schemas wait to be compiled.
-        DeadlineError: The deadline passed meanwhile.
-        CancelledRequestError: The client disconnected.
+        ServeError: As `Grammars.constraints` and `within_deadline` have it.
     """
     if grammar is None:
         return []

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 LARGEST_SCHEMA = 200_000  # characters
 REMEMBERED = 64  # grammars that are cached
+MOST_CHARS = 2_000_000  # of all cached grammars, which take about 200 bytes each
 MOST_WAITING = 256  # grammars that wait to be compiled
 MOST_OF_ONE = 16  # of one client
 TRIAL_TOKENS, TRIAL_SECONDS = 64, 0.3  # of each of the two trials of a grammar
@@ -68,9 +69,22 @@ class _Job:
     """A grammar that is to be compiled, by `Grammars._compile_all`."""
 
     client: str
-    compiled: asyncio.Future[Any]
+    compiled: asyncio.Future[_Known]
     waiting: int = 0
     begun: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    """A cached grammar: the client that asked for it, and its matcher or why it has none.
+
+    The copies of a matcher share a lexer, whose number of states is limited; once a copy has
+    failed, it is `worn`.
+    """
+
+    client: str
+    made: Any
+    worn: bool = False
 
 
 class Grammars:
@@ -88,8 +102,7 @@ class Grammars:
         self._engine = engine
         self._tokenizer: Any = None
         self._was_read = False
-        # By a grammar's text, who asked first, and the matcher or why there is none.
-        self._known: OrderedDict[str, tuple[str, Any]] = OrderedDict()
+        self._known: OrderedDict[str, _Known] = OrderedDict()  # by the grammar's text
         self._jobs: dict[str, _Job] = {}
         self._working: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "schema")
@@ -122,16 +135,16 @@ class Grammars:
             OverloadedError: Too many grammars wait to be compiled.
         """
         key = _key(grammar)
-        if key in self._known:
-            self._known.move_to_end(key)
-            compiled = self._known[key][1]
+        known = self._known.get(key)
+        if known is None or known.worn:
+            known = await self._compiled(key, client)
         else:
-            compiled = await self._compiled(key, client)
-        if isinstance(compiled, str):
-            raise RequestError(compiled)
-        return [GrammarConstraint(compiled.deep_copy(), grammar) for _ in range(count)]
+            self._known.move_to_end(key)
+        if isinstance(known.made, str):
+            raise RequestError(known.made)
+        return [GrammarConstraint(known, grammar) for _ in range(count)]
 
-    async def _compiled(self, key: str, client: str) -> Any:
+    async def _compiled(self, key: str, client: str) -> _Known:
         """Wait until a grammar is compiled, with all who wait for the same."""
         job = self._jobs.get(key)
         if job is None:
@@ -166,16 +179,18 @@ class Grammars:
             del self._jobs[key]
             error = work.exception()
             if error is None or isinstance(error, RequestError):
-                self._remember(key, job.client, work.result() if error is None else str(error))
-                job.compiled.set_result(self._known[key][1])
+                known = _Known(job.client, work.result() if error is None else str(error))
+                self._remember(key, known)
+                job.compiled.set_result(known)
             else:
                 job.compiled.set_exception(error)
 
-    def _remember(self, key: str, client: str, made: Any) -> None:
-        self._known[key] = (client, made)
-        if len(self._known) > REMEMBERED:
-            ((most, _),) = Counter(one for one, _ in self._known.values()).most_common(1)
-            del self._known[next(one for one, (of, _) in self._known.items() if of == most)]
+    def _remember(self, key: str, known: _Known) -> None:
+        """Cache a grammar; the oldest of the client that has the most goes for it."""
+        self._known[key] = known
+        while len(self._known) > REMEMBERED or sum(map(len, self._known)) > MOST_CHARS:
+            ((most, _),) = Counter(one.client for one in self._known.values()).most_common(1)
+            del self._known[next(key for key, one in self._known.items() if one.client == most)]
 
     def close(self) -> None:
         """End the worker process."""
@@ -255,16 +270,16 @@ class GrammarConstraint:
     """A grammar's constraint on the tokens of one answer, as `valora_serve.types.Constraint`.
 
     Args:
-        matcher: Compiled grammar at its start.
+        known: Compiled grammar.
         grammar: The grammar.
 
     Attributes:
         grammar: The grammar, from which another process makes the same constraint.
     """
 
-    def __init__(self, matcher: Any, grammar: Grammar) -> None:
+    def __init__(self, known: _Known, grammar: Grammar) -> None:
         self.grammar = grammar
-        self._matcher = matcher
+        self._known, self._matcher = known, known.made.deep_copy()
 
     def mask(self, allowed: NDArray[np.bool_]) -> None:
         """Clear the entries of tokens that cannot come next; `allowed` is [vocabulary] bool.
@@ -272,7 +287,11 @@ class GrammarConstraint:
         Raises:
             RequestError: The grammar engine gave up.
         """
-        may = _mask(self._matcher)[: allowed.size]
+        try:
+            may = _mask(self._matcher)[: allowed.size]
+        except RequestError:
+            self._known.worn = True
+            raise
         allowed[: may.size] &= may
         allowed[may.size :] = False  # rows that pad the vocabulary
 
@@ -282,7 +301,11 @@ class GrammarConstraint:
         Raises:
             RequestError: The grammar engine gave up.
         """
-        _consume(self._matcher, token)
+        try:
+            _consume(self._matcher, token)
+        except RequestError:
+            self._known.worn = True
+            raise
 
     def check(self, text: str) -> None:
         """Check that a whole answer is JSON, unless the grammar has rules of its own.

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -254,7 +255,7 @@ def test_requests_carry_their_adapter_and_their_schema():
         ]  # fmt: skip
         grammars = [Grammar.json({"type": "integer"}), Grammar.json(True, strict=True)]
         for grammar in grammars:
-            constraint = GrammarConstraint(object(), grammar)
+            constraint = GrammarConstraint(Mock(), grammar)
             await ask(client, sampling=SamplingParams(max_tokens=1, constraint=constraint))
         # `Grammars` of the fakes return the grammar with a mark.
         made = [request.sampling.constraint for request in replica.engine.asked[-2:]]

@@ -329,6 +329,25 @@ def test_a_client_with_many_schemas_leaves_those_of_others_in_the_cache(grammars
     asyncio.run(case())
 
 
+def test_answers_that_fill_a_lexer_do_not_end_their_schema_for_all(grammars):
+    schema = {"type": "string", "pattern": "^(a|b)*a(a|b){16}$"}
+    draw = np.random.default_rng(0)
+    vocabulary = [grammars._tokenizer.tokenize_str(text)[0] for text in "ab"]
+    (quote,) = grammars._tokenizer.tokenize_str('"')
+
+    def answer():
+        (constraint,) = made(grammars, schema)
+        constraint.advance(quote)
+        for token in draw.choice(vocabulary, 150):
+            constraint.mask(np.ones(len(grammars._engine.tokenizer), dtype=bool))
+            constraint.advance(int(token))
+
+    with pytest.raises(RequestError, match="too complex"):
+        for _ in range(100):
+            answer()
+    answer()
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_the_deadline_counts_while_a_schema_waits_and_while_it_is_compiled(waiting, path):
     def body(title):

@@ -39,10 +39,10 @@ class BoardHandle:
 
 
 class Grammars:
-    """Makes a constraint from a schema: here the schema itself, marked as made."""
+    """Makes a constraint from a grammar: here the grammar itself, marked as made."""
 
-    async def json(self, schema):
-        return [("made here", schema)]
+    async def constraints(self, grammar, client):
+        return [("made here", grammar)]
 
 
 class Replica(EngineReplica):

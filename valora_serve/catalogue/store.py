@@ -135,7 +135,7 @@ class Store:
         if name is None or name in (self.base, self.base_name):
             return self._base
         if name not in self._named:
-            known = ", ".join([self.base, *self._named])
+            known = ", ".join([self.base_name, *self._named])
             raise UnknownModelError(f"no model is named {name}: use one of {known}")
         return self._named[name]
 

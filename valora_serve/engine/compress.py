@@ -26,7 +26,7 @@ from valora_data.errors import BundleError, DataError
 from valora_data.wording import plural
 from valora_serve.catalogue.contexts import MEMORY_FILE
 from valora_serve.engine.sequence import Prepared
-from valora_serve.errors import RequestError, ServeError, TooLongError
+from valora_serve.errors import AdapterError, RequestError, ServeError, TooLongError
 from valora_serve.model.heads import EMBEDDING, MemoryHead
 from valora_serve.model.keep_keys import keep_keys
 from valora_serve.model.prompt import PLACEHOLDER, MemoryTokens, Prompt
@@ -108,14 +108,14 @@ def prepare_compression(
         RequestError: The document is empty or shorter than its memory, or the settings contradict
             each other.
         UnknownModelError: There is no such encoder.
-        AdapterError: There is no such adapter.
+        AdapterError: There is no such adapter, or the base model's files are damaged.
     """
     _check(lmm, wanted)
     try:
         ids = lmm.tokenize(head_text(lmm, wanted.document))
         base = store.base_hash()
     except (BundleError, DataError) as error:
-        raise RequestError(f"context {wanted.name}: {error}") from error
+        raise AdapterError(f"context {wanted.name}: {error}") from error
     request = Request(name, embed=True, keep_kv=wanted.form == PREFIX, stream=False)
     if wanted.adapter is not None:
         store.adapter_of(wanted.name, wanted.adapter)

@@ -299,7 +299,7 @@ def _check_placeholders(
     """Check that a prompt names as many images or videos as were sent; not all processors do."""
     if token is None:
         if given:
-            raise RequestError(f"base model {model.base} takes no {kind} in such a prompt")
+            raise RequestError(f"The base model takes no {kind} in such a prompt: leave them out")
         return
     named = text.count(model.tokenizer.convert_ids_to_tokens(token))
     if named != given:
@@ -343,8 +343,8 @@ def _visuals(
         parts = model.split(kind, inputs, len(at))
         if len(parts) > len(sizes):
             raise RequestError(
-                f"base model {model.base} cuts images into several parts, which is not "
-                "served: use LLaVA-1.5 or the Qwen-VL family"
+                "The base model cuts images into several parts, which is not served: use "
+                "LLaVA-1.5 or the Qwen-VL family"
             )
         counts = [part.tokens for part in parts]
         if len(parts) < len(sizes) or sum(counts) != len(at):

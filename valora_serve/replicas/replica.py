@@ -317,6 +317,7 @@ class EngineReplica:
             return
         reporting.cancel()
         self._pauses.close()
+        self._grammars.close()
         with contextlib.suppress(ray.exceptions.RayError):
             await self._board.leave.remote(self._name)
         await self._engine.close()

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from valora_serve.errors import RequestError
-from valora_serve.server.constrain import JsonConstraint
+from valora_serve.server.constrain import GrammarConstraint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from valora_serve.errors import ServeError
     from valora_serve.replicas.served import Revision
-    from valora_serve.server.constrain import Grammars
+    from valora_serve.server.constrain import Grammar, Grammars
     from valora_serve.types import EngineStats, Output, Request, Times
 
 
@@ -26,15 +24,13 @@ class Call:
         request: The request, without its constraint.
         adapter: Name of the adapter that it needs, by which it is routed; None for the base model.
         revision: What the server served when it sent the request.
-        constrained: Whether the answer follows a JSON schema.
-        schema: The schema; None for any JSON object.
+        grammar: What the answer follows; None if it is free.
     """
 
     request: Request
     adapter: str | None
     revision: Revision
-    constrained: bool = False
-    schema: Mapping[str, Any] | bool | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +116,14 @@ def packed(
     constraint = request.sampling.constraint
     if constraint is None:
         return Call(dataclasses.replace(request, deadline=deadline), adapter, revision)
-    if not isinstance(constraint, JsonConstraint):
+    if not isinstance(constraint, GrammarConstraint):
         raise RequestError(
             f"request {request.id} is constrained by {type(constraint).__name__}, which replicas "
             "cannot make: use a JSON schema"
         )
     sampling = dataclasses.replace(request.sampling, constraint=None)
     bare = dataclasses.replace(request, sampling=sampling, deadline=deadline)
-    return Call(bare, adapter, revision, constrained=True, schema=constraint.schema)
+    return Call(bare, adapter, revision, constraint.grammar)
 
 
 async def unpacked(call: Call, grammars: Grammars) -> Request:
@@ -135,10 +131,12 @@ async def unpacked(call: Call, grammars: Grammars) -> Request:
 
     Raises:
         RequestError: The constraint cannot be made.
+        OverloadedError: Too many grammars wait to be compiled.
     """
-    if not call.constrained:
+    if call.grammar is None:
         return call.request
-    constraint = (await grammars.json(call.schema))[0]
+    # The server has counted them by client already: here each request counts as one.
+    (constraint,) = await grammars.constraints(call.grammar, client=call.request.id)
     sampling = dataclasses.replace(call.request.sampling, constraint=constraint)
     return dataclasses.replace(call.request, sampling=sampling)
 

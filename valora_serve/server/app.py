@@ -142,6 +142,7 @@ def create_app(
         if on_request is not None:
             await on_request.close()
         context.parser.close()
+        context.grammars.close()
         await engine.close(drain=0.0)
         tracer.close()
 

@@ -8,6 +8,7 @@ and bodies above `INLINE_BYTES` are parsed one at a time in a thread.
 from __future__ import annotations
 
 import asyncio
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -165,13 +166,12 @@ class BodyParser:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
-    async def parse(self, body: bytes, model: type[M] | None, *, keys: int) -> M | Any:
+    async def parse(self, body: bytes, model: type[M] | None) -> M | Any:
         """Parse a body that has passed `JsonScan`.
 
         Args:
             body: JSON in UTF-8.
             model: Model that the body must fit; None for any JSON.
-            keys: Number of keys of all its objects together, or more.
 
         Returns:
             The model, or the parsed JSON.
@@ -180,8 +180,8 @@ class BodyParser:
             FieldError: The body is no JSON, or does not fit the model.
         """
         if len(body) <= INLINE_BYTES:
-            return parsed(body, model, keys)
-        return await self.run(parsed, body, model, keys)
+            return parsed(body, model)
+        return await self.run(parsed, body, model)
 
     async def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Run other work that grows with a request or its answer in the same thread.
@@ -196,7 +196,7 @@ class BodyParser:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def parsed(body: bytes, model: type[M] | None, keys: int) -> M | Any:
+def parsed(body: bytes, model: type[M] | None) -> M | Any:
     """Parse and validate a body, as `BodyParser.parse` describes."""
     try:
         found = pydantic_core.from_json(
@@ -204,26 +204,34 @@ def parsed(body: bytes, model: type[M] | None, keys: int) -> M | Any:
         )
     except ValueError as error:
         raise FieldError(f"The body is not valid JSON: {str(error)[:200]}", None) from None
-    if keys > MOST_KEYS:  # otherwise no object can have as many
-        _check_objects(found)
-    return found if model is None else validated(found, model)
+    finite = _check_values(found)
+    made = found if model is None else validated(found, model)  # names a field that is infinite
+    if not finite:
+        raise FieldError("The JSON has a number beyond 1.8e308: send a smaller one", None)
+    return made
 
 
-def _check_objects(found: Any) -> None:
-    """Refuse an object of more than `MOST_KEYS` keys."""
-    left = [found]
+def _check_values(found: Any) -> bool:
+    """Whether all numbers are finite, as JSON cannot hold others in an answer.
+
+    Raises:
+        FieldError: An object has more than `MOST_KEYS` keys.
+    """
+    left: list[Any] = [[found]]
+    finite = True
     while left:
-        value = left.pop()
-        if isinstance(value, dict):
-            if len(value) > MOST_KEYS:
+        values = left.pop()
+        if isinstance(values, dict):
+            if len(values) > MOST_KEYS:
                 raise FieldError(
-                    f"An object of the JSON has {len(value)} keys, more than {MOST_KEYS}: send "
+                    f"An object of the JSON has {len(values)} keys, more than {MOST_KEYS}: send "
                     "fewer",
                     None,
                 )
-            left += value.values()
-        elif isinstance(value, list):
-            left += [item for item in value if isinstance(item, dict | list)]
+            values = list(values.values())
+        finite = finite and math.inf not in values and -math.inf not in values
+        left += [item for item in values if isinstance(item, dict | list)]
+    return finite
 
 
 def validated(found: Any, model: type[M]) -> M:
@@ -274,7 +282,7 @@ async def read_json(request: Request, model: type[M] | None) -> M | Any:
     if not body:
         return NO_BODY
     parser: BodyParser = request.app.state.context.parser
-    parsing = parser.parse(body, model, keys=request.state.keys)
+    parsing = parser.parse(body, model)
     del body  # it is freed as soon as it is parsed
     return await parsing
 

@@ -1,4 +1,4 @@
-"""Constrained decoding: answers that follow a JSON schema, with llguidance.
+"""Constrained decoding: answers that follow a JSON schema or another grammar, with llguidance.
 
 A schema is refused before its request is admitted if the grammar engine cannot keep it exactly
 (`json_schema`), or exceeds its limits in a trial. A constraint that fails later ends its request
@@ -8,17 +8,22 @@ with an error, so that no answer ends by itself without following its schema.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import threading
+import os
+import subprocess
+import sys
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from valora_serve.errors import RequestError
-from valora_serve.server.json_schema import prepare
+from valora_serve.errors import OverloadedError, RequestError
+from valora_serve.server import schema_worker
+from valora_serve.server.schema_worker import LIMITS, first_line
 from valora_serve.server.telemetry.logs import LOG
 
 if TYPE_CHECKING:
@@ -29,22 +34,65 @@ if TYPE_CHECKING:
     from valora_serve.types import EngineClient
 
 LARGEST_SCHEMA = 200_000  # characters
-REMEMBERED = 64  # compiled schemas that are cached
-LIMITS: dict[str, Any] = {
-    # Together they bound the computation of a token's mask to about 5 ms for 150,000 tokens.
-    "max_items_in_row": 1_000,
-    "step_max_items": 10_000,
-    "step_lexer_fuel": 30_000,
-    # Memory, about 1 kB a state.
-    "max_lexer_states": 20_000,
-    # The time to compile a schema, less than a second.
-    "max_grammar_size": 200_000,
-}
-TRIAL_TOKENS, TRIAL_SECONDS = 64, 0.3  # of each of the two trials of a schema
+REMEMBERED = 64  # grammars that are cached
+MOST_CHARS = 2_000_000  # of all cached grammars, which take about 200 bytes each
+MOST_WAITING = 256  # grammars that wait to be compiled
+MOST_OF_ONE = 16  # of one client
+TRIAL_TOKENS, TRIAL_SECONDS = 64, 0.3  # of each of the two trials of a grammar
+JSON_ONLY = "start: json"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer follows, as plain data: a JSON schema, or rules that JSON is a part of.
+
+    Attributes:
+        schemas: JSON schemas by the names of their rules; names are lower-case letters and
+            underscores, and each schema refers to parts of itself only.
+        rules: Rules in llguidance's form of Lark, which begin at `start` and may name those of the
+            schemas.
+        strict: Names of the schemas whose objects take no further keys, as `prepare` describes.
+    """
+
+    schemas: Mapping[str, Mapping[str, Any] | bool]
+    rules: str = JSON_ONLY
+    strict: tuple[str, ...] = ()
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | bool, *, strict: bool = False) -> Grammar:
+        """Return the grammar of a JSON schema."""
+        return cls({"json": schema}, strict=("json",) if strict else ())
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A grammar that is to be compiled, by `Grammars._compile_all`."""
+
+    client: str
+    compiled: asyncio.Future[_Known]
+    waiting: int = 0
+    begun: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    """A cached grammar: the client that asked for it, and its matcher or why it has none.
+
+    The copies of a matcher share a lexer, whose number of states is limited; once a copy has
+    failed, it is `worn`.
+    """
+
+    client: str
+    made: Any
+    worn: bool = False
 
 
 class Grammars:
-    """Makes constraints from JSON schemas; compiled schemas are cached.
+    """Makes constraints from grammars, which are compiled once and cached.
+
+    One thread compiles, so that grammars that are slow to compile leave the other cores to the
+    engine. Clients take turns at it, and each keeps its share of the cache. A grammar that nobody
+    waits for any more is not compiled. All but `read` belongs to one event loop.
 
     Args:
         engine: Engine whose tokenizer is used.
@@ -53,15 +101,18 @@ class Grammars:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._tokenizer: Any = None
-        self._matchers: OrderedDict[str, Any] = OrderedDict()
-        self._lock = threading.Lock()
-        # One thread, so that schemas that are slow to compile leave the other cores to the engine.
-        self._compiling = ThreadPoolExecutor(1, "schema")
+        self._was_read = False
+        self._known: OrderedDict[str, _Known] = OrderedDict()  # by the grammar's text
+        self._jobs: dict[str, _Job] = {}
+        self._working: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "schema")
+        self._worker: subprocess.Popen[bytes] | None = None
 
     def read(self) -> None:
         """Read the engine's tokenizer; this holds up all threads for seconds, so do it at start."""
         import llguidance.hf
 
+        self._was_read = True
         if self._engine.tokenizer is None:
             return
         try:
@@ -69,71 +120,127 @@ class Grammars:
         except ValueError as error:
             LOG.warning("response_format is not served with this tokenizer: %s", error)
 
-    async def json(
-        self, schema: Mapping[str, Any] | bool | None, count: int = 1
-    ) -> list[JsonConstraint]:
-        """Make constraints from a JSON schema.
+    async def constraints(
+        self, grammar: Grammar, count: int = 1, client: str = ""
+    ) -> list[GrammarConstraint]:
+        """Make constraints from a grammar; cancelling this leaves the queue.
 
         Args:
-            schema: JSON schema; None for any JSON object.
+            grammar: The grammar.
             count: Number of constraints; each serves for one answer.
+            client: Who asks.
 
         Raises:
-            RequestError: The schema is invalid, too complex, or uses an unsupported feature.
+            RequestError: A schema is invalid, too complex, or uses an unsupported feature.
+            OverloadedError: Too many grammars wait to be compiled.
         """
-        loop = asyncio.get_running_loop()
-        matcher = await loop.run_in_executor(self._compiling, self._matcher, schema)
-        return [JsonConstraint(matcher.deep_copy(), schema) for _ in range(count)]
+        key = _key(grammar)
+        known = self._known.get(key)
+        if known is None or known.worn:
+            known = await self._compiled(key, client)
+        else:
+            self._known.move_to_end(key)
+        if isinstance(known.made, str):
+            raise RequestError(known.made)
+        return [GrammarConstraint(known, grammar) for _ in range(count)]
 
-    def _matcher(self, schema: Mapping[str, Any] | bool | None) -> Any:
-        """Return the compiled schema, from the cache if it is there."""
-        if schema is None:
-            schema = {"type": "object"}
+    async def _compiled(self, key: str, client: str) -> _Known:
+        """Wait until a grammar is compiled, with all who wait for the same."""
+        job = self._jobs.get(key)
+        if job is None:
+            mine = sum(other.client == client for other in self._jobs.values())
+            if len(self._jobs) >= MOST_WAITING or mine >= MOST_OF_ONE:
+                raise OverloadedError(
+                    "Too many JSON schemas wait to be compiled: try again in 1 s, and send the "
+                    "same schema rather than a new one each time"
+                )
+            job = _Job(client, asyncio.get_running_loop().create_future())
+            self._jobs[key] = job
+            if self._working is None or self._working.done():
+                self._working = asyncio.create_task(self._compile_all())
+        job.waiting += 1
         try:
-            text = json.dumps(schema)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"The JSON schema cannot be used: {_first(error)}") from error
-        if len(text) > LARGEST_SCHEMA:
-            raise RequestError(
-                f"The JSON schema has {len(text)} characters, more than {LARGEST_SCHEMA}: "
-                "simplify it"
-            )
-        with self._lock:
-            if (known := self._matchers.get(text)) is not None:
-                self._matchers.move_to_end(text)
-                return known
-        matcher = self._compiled(prepare(schema))
-        with self._lock:
-            self._matchers[text] = matcher
-            while len(self._matchers) > REMEMBERED:
-                self._matchers.popitem(last=False)
-        return matcher
+            return await asyncio.shield(job.compiled)
+        finally:
+            job.waiting -= 1
+            if not job.waiting and not job.begun:
+                del self._jobs[key]
 
-    def _compiled(self, schema: Any) -> Any:
-        """Compile a prepared schema, and try it.
+    async def _compile_all(self) -> None:
+        """Compile what is waited for, of the client first that was served least recently."""
+        loop = asyncio.get_running_loop()
+        served: dict[str, float] = {}
+        while self._jobs:
+            key = min(self._jobs, key=lambda one: served.get(self._jobs[one].client, 0.0))
+            job = self._jobs[key]
+            job.begun, served[job.client] = True, loop.time()
+            work = loop.run_in_executor(self._thread, self._compile, key)
+            await asyncio.wait({work})
+            del self._jobs[key]
+            error = work.exception()
+            if error is None or isinstance(error, RequestError):
+                known = _Known(job.client, work.result() if error is None else str(error))
+                self._remember(key, known)
+                job.compiled.set_result(known)
+            else:
+                job.compiled.set_exception(error)
+
+    def _remember(self, key: str, known: _Known) -> None:
+        """Cache a grammar; the oldest of the client that has the most goes for it."""
+        self._known[key] = known
+        while len(self._known) > REMEMBERED or sum(map(len, self._known)) > MOST_CHARS:
+            ((most, _),) = Counter(one.client for one in self._known.values()).most_common(1)
+            del self._known[next(key for key, one in self._known.items() if one.client == most)]
+
+    def close(self) -> None:
+        """End the worker process."""
+        if self._worker is not None:
+            self._worker.kill()
+        self._thread.shutdown(cancel_futures=True)
+        if self._worker is not None:
+            self._worker.communicate()
+
+    def _tried(self, key: str) -> Any:
+        """Return [error, rules] of a grammar, which the worker process has tried to compile."""
+        if self._worker is None or self._worker.poll() is not None:
+            self._worker = subprocess.Popen(
+                [sys.executable, "-P", "-m", schema_worker.__name__],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C is the server's to handle
+            )  # fmt: skip
+        assert self._worker.stdin and self._worker.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self._worker.stdin.write(key.encode() + b"\n")
+            self._worker.stdin.flush()
+            if answer := self._worker.stdout.readline():
+                return json.loads(answer)
+        self._worker.communicate()
+        raise RequestError(
+            "The JSON schema takes too long to compile, or too much memory: simplify it"
+        )
+
+    def _compile(self, key: str) -> Any:
+        """Compile a grammar that is known by its text, and try it.
 
         Raises:
-            RequestError: The grammar engine cannot use the schema, or exceeds its limits.
+            RequestError: The grammar engine cannot use the grammar, or exceeds its limits.
         """
         import llguidance
 
-        if self._tokenizer is None:
+        if not self._was_read:
             self.read()
         if self._tokenizer is None:
             raise RequestError(
                 "The base model's tokenizer takes no JSON schema: leave response_format out"
             )
-        try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(
-                json.dumps({} if schema is True else schema),
-                overrides={"whitespace_flexible": False, "lenient": False, "coerce_one_of": False},
-            )
-        except ValueError as error:
-            raise RequestError(f"The JSON schema cannot be used: {_first(error)}") from error
+        error, rules = self._tried(key)
+        if error:
+            raise RequestError(error)
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._tokenizer, rules, log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(f"The JSON schema cannot be used: {_first(matcher.get_error())}")
+            raise RequestError(f"The JSON schema cannot be used: {first_line(matcher.get_error())}")
         for first in ('{[,"}]0', '"}]0,{['):  # the longest answer, and the shortest
             self._try(matcher.deep_copy(), first)
         return matcher
@@ -159,20 +266,20 @@ class Grammars:
             _consume(matcher, int(chosen))
 
 
-class JsonConstraint:
-    """A JSON constraint on the tokens of one answer, as `valora_serve.types.Constraint`.
+class GrammarConstraint:
+    """A grammar's constraint on the tokens of one answer, as `valora_serve.types.Constraint`.
 
     Args:
-        matcher: Compiled schema at its start.
-        schema: The JSON schema; None for any JSON object.
+        known: Compiled grammar.
+        grammar: The grammar.
 
     Attributes:
-        schema: The JSON schema, from which another process makes the same constraint.
+        grammar: The grammar, from which another process makes the same constraint.
     """
 
-    def __init__(self, matcher: Any, schema: Mapping[str, Any] | bool | None = None) -> None:
-        self.schema = schema
-        self._matcher = matcher
+    def __init__(self, known: _Known, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self._known, self._matcher = known, known.made.deep_copy()
 
     def mask(self, allowed: NDArray[np.bool_]) -> None:
         """Clear the entries of tokens that cannot come next; `allowed` is [vocabulary] bool.
@@ -180,7 +287,11 @@ class JsonConstraint:
         Raises:
             RequestError: The grammar engine gave up.
         """
-        may = _mask(self._matcher)[: allowed.size]
+        try:
+            may = _mask(self._matcher)[: allowed.size]
+        except RequestError:
+            self._known.worn = True
+            raise
         allowed[: may.size] &= may
         allowed[may.size :] = False  # rows that pad the vocabulary
 
@@ -190,20 +301,44 @@ class JsonConstraint:
         Raises:
             RequestError: The grammar engine gave up.
         """
-        _consume(self._matcher, token)
+        try:
+            _consume(self._matcher, token)
+        except RequestError:
+            self._known.worn = True
+            raise
 
     def check(self, text: str) -> None:
-        """Check that a whole answer is JSON.
+        """Check that a whole answer is JSON, unless the grammar has rules of its own.
 
         Raises:
             RequestError: It is not.
         """
+        if self.grammar.rules != JSON_ONLY:
+            return
         try:
             json.loads(text, parse_int=str, parse_float=str)
         except (ValueError, RecursionError) as error:
             raise RequestError(
-                f"The answer does not follow the JSON schema ({_first(error)}): simplify the schema"
+                f"The answer does not follow the JSON schema ({first_line(error)}): simplify the "
+                "schema"
             ) from error
+
+
+def _key(grammar: Grammar) -> str:
+    """Return the text by which a grammar is known.
+
+    Raises:
+        RequestError: It is too long, or no JSON.
+    """
+    try:
+        text = json.dumps([grammar.rules, grammar.strict, grammar.schemas], allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The JSON schema cannot be used: {first_line(error)}") from error
+    if len(text) > LARGEST_SCHEMA:
+        raise RequestError(
+            f"The JSON schema has {len(text)} characters, more than {LARGEST_SCHEMA}: simplify it"
+        )
+    return text
 
 
 def _mask(matcher: Any) -> NDArray[np.bool_]:
@@ -221,15 +356,10 @@ def _consume(matcher: Any, token: int) -> None:
 
 
 def _given_up(matcher: Any) -> RequestError:
-    reason = _first(matcher.get_error()).removesuffix("<non-verbose/>").strip()
+    reason = first_line(matcher.get_error()).removesuffix("<non-verbose/>").strip()
     if not matcher.is_error() or reason.startswith("NoExtension"):
         return RequestError("No answer satisfies the JSON schema: allow for at least one")
     return RequestError(
         f"The JSON schema is too complex ({reason}): use fewer alternatives, optional properties "
         "and repetitions"
     )
-
-
-def _first(error: object) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else "it is none"

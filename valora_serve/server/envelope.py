@@ -23,6 +23,7 @@ from valora_serve.errors import (
     ServeError,
     SlowClientError,
     TooLargeError,
+    UnknownModelError,
 )
 from valora_serve.server.access.rules import JSON, Access
 from valora_serve.server.bodies import JsonScan
@@ -58,6 +59,7 @@ _SINGLE = {
     b"transfer-encoding", b"x-request-id",
 }  # fmt: skip
 _FOLDERS = re.compile(r"(?<![\w:/.~-])/(?!v1/|console/)(?:[^\s/:,;'\"()]+/)+(?=[^\s/:,;'\"()])")
+_QUOTING = (RequestError, UnknownModelError)
 _CHARSET = re.compile(r";\s*charset\s*=\s*\"?([^\s;\"]*)", re.IGNORECASE)
 _SECURE = [
     (b"x-content-type-options", b"nosniff"),
@@ -192,7 +194,6 @@ class Envelope:
             receive = self._drain.watched(receive)
         scan = JsonScan(rules.json) if _is_json(headers.get(b"content-type", "")) else None
         body = await self._body(headers, receive, rules, stack, scan)
-        scope["state"]["keys"] = len(body) if scan is None else scan.keys
         if body:
             _check_type(rules, headers)
         return _replayed(body, receive)
@@ -357,11 +358,15 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def error_body(error: ValoraError) -> dict[str, Any]:
-    """An error in OpenAI's format; files are named without the folders of this machine."""
+    """An error in OpenAI's format; files are named without the folders of this machine.
+
+    Errors of a request quote what it sent, such as paths in its JSON schema, and name no files.
+    """
     status = getattr(error, "status", 400)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {
-        "message": _FOLDERS.sub("", str(error)), "type": kind,
+        "message": str(error) if isinstance(error, _QUOTING) else _FOLDERS.sub("", str(error)),
+        "type": kind,
         "param": getattr(error, "param", None), "code": getattr(error, "code", None),
     }  # fmt: skip
 

@@ -7,6 +7,7 @@ refuses those, or tightens them so that every answer satisfies the schema that w
 
 from __future__ import annotations
 
+from collections import defaultdict
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 MOST_NODES = 10_000
 DEEPEST = 60
-MOST_WORK = 200_000  # looks at parts, a second
 LARGEST_INTEGER = 2**53
 """JSON numbers are read as float64, which holds every integer up to this."""
 
@@ -36,12 +36,23 @@ _ONE = ("items", "additionalItems", "additionalProperties", "not", "if", "then",
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
+_COUNTS = ("minItems", "minLength", "minProperties", "maxItems", "maxLength", "maxProperties")
+_DAY = (
+    r"([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+    r"|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    r"|([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29"
+)
+_TIME = r"([01][0-9]|2[0-3])(:[0-5][0-9]){2}(\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMATS = {"date": f"^({_DAY})$", "time": f"^{_TIME}$", "date-time": f"^({_DAY})T{_TIME}$"}
+"""Formats of which the grammar engine takes more, e.g. 30 February, or second 60 at any time."""
+
+_KEPT_FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 _CONTEXT = Context(prec=60, Emin=-10_000, Emax=10_000)
 
 Schema = dict[str, Any] | bool
 
 
-def prepare(schema: Any) -> Any:
+def prepare(schema: Any, *, strict: bool = False) -> Any:
     """Check a JSON schema, and tighten its limits on numbers to what the grammar engine keeps.
 
     Bounds are moved inwards to 15 significant digits and at most 15 decimals, and exclusive bounds
@@ -49,6 +60,8 @@ def prepare(schema: Any) -> Any:
 
     Args:
         schema: JSON schema; it is not changed.
+        strict: Whether objects take no keys beside those that the schema names, unless it says so
+            itself, or describes an object by several schemas together (allOf, say).
 
     Returns:
         The schema to compile.
@@ -59,7 +72,10 @@ def prepare(schema: Any) -> Any:
     """
     nodes: dict[str, Schema] = {}
     made = _copied(schema, "#", 0, nodes)
-    if not _finite(nodes, _references(nodes)):
+    targets = _references(nodes)
+    if strict:
+        _close(nodes, targets)
+    if not _finite(nodes, targets):
         raise RequestError(
             "No finite answer satisfies the JSON schema: a part that every answer needs is false, "
             "or requires itself; make that part optional"
@@ -68,14 +84,7 @@ def prepare(schema: Any) -> Any:
 
 
 def _copied(schema: Any, at: str, depth: int, nodes: dict[str, Schema]) -> Any:
-    """Return a copy of a schema with tightened numbers, and enter its parts into `nodes`.
-
-    Args:
-        schema: The schema.
-        at: JSON pointer to it.
-        depth: Number of schemas around it.
-        nodes: Copies by pointer.
-    """
+    """Return a tightened copy of the schema at a pointer, and enter it and its parts in `nodes`."""
     if depth > DEEPEST:
         raise RequestError(f"The JSON schema is nested deeper than {DEEPEST} levels: simplify it")
     if len(nodes) >= MOST_NODES:
@@ -90,8 +99,7 @@ def _copied(schema: Any, at: str, depth: int, nodes: dict[str, Schema]) -> Any:
     made = nodes[at] = dict(schema)
     if "x-guidance" in made:
         raise RequestError("The JSON schema holds x-guidance, which is not supported: leave it out")
-    if made.get("uniqueItems") is False:
-        del made["uniqueItems"]
+    _simplify(made)
 
     def copied(part: Any, *path: object) -> Any:
         return _copied(part, "/".join((at, *map(_escaped, path))), depth + 1, nodes)
@@ -111,14 +119,33 @@ def _copied(schema: Any, at: str, depth: int, nodes: dict[str, Schema]) -> Any:
     return made
 
 
+def _simplify(made: dict[str, Any]) -> None:
+    """Leave out what means nothing, and say exactly what a format means, in place."""
+    if made.get("uniqueItems") is False:
+        del made["uniqueItems"]
+    form = made.get("format")
+    if isinstance(form, str) and form not in _KEPT_FORMATS:
+        del made["format"]  # others mean nothing, as JSON Schema has it
+        if form in _FORMATS:
+            parts = made.get("allOf")
+            exact = {"pattern": _FORMATS[form]}
+            made["allOf"] = [*parts, exact] if isinstance(parts, list) else [exact]
+
+
 def _check_texts(made: dict[str, Any], at: str) -> None:
     """Refuse answers that are too long, and rewrite the pattern, in place."""
     if isinstance(made.get("pattern"), str):
         made["pattern"] = _pattern(made["pattern"], f"{at}/pattern")
-    for key in ("minItems", "minLength", "minProperties"):
-        if isinstance(made.get(key), (int, float)) and made[key] > LONGEST:
+    for key in _COUNTS:
+        count = made.get(key)
+        if isinstance(count, float) and count.is_integer():
+            made[key] = int(count)
+        if isinstance(count, (int, float)) and count > LONGEST:
+            if key.startswith("max"):
+                del made[key]  # no answer is as long
+                continue
             raise RequestError(
-                f"The JSON schema has {key} {_short(made[key])}, more than an answer can hold: "
+                f"The JSON schema has {key} {_short(count)}, more than an answer can hold: "
                 f"ask for at most {LONGEST}"
             )
 
@@ -129,20 +156,17 @@ def _tighten(made: dict[str, Any], at: str) -> None:
         ("minimum", "exclusiveMinimum", True),
         ("maximum", "exclusiveMaximum", False),
     ):
-        bounds: list[Decimal] = []
-        strict = made.pop(exclusive, None)
-        if isinstance(strict, bool):  # draft 4: it says what `minimum` means
-            if strict and key in made:
-                bounds.append(_inwards(made[key], f"{at}/{key}", up=up, strict=True))
-                del made[key]
-        elif strict is not None:
-            bounds.append(_inwards(strict, f"{at}/{exclusive}", up=up, strict=True))
-        if key in made:
-            bounds.append(_inwards(made[key], f"{at}/{key}", up=up, strict=False))
+        given = [(key, made.pop(key, None), False), (exclusive, made.pop(exclusive, None), True)]
+        if isinstance(given[1][1], bool):  # draft 4: it says what `minimum` means
+            given = [(key, given[0][1], given[1][1])]
+        bounds = [
+            _inwards(bound, f"{at}/{name}", up=up, strict=strict)
+            for name, bound, strict in given
+            if bound is not None
+        ]
         if bounds:
             bound = max(bounds) if up else min(bounds)
-            whole = bound == bound.to_integral_value()
-            made[key] = int(bound) if whole else float(bound)
+            made[key] = int(bound) if bound == bound.to_integral_value() else float(bound)
     step = made.get("multipleOf")
     if step is None:
         return
@@ -153,17 +177,14 @@ def _tighten(made: dict[str, Any], at: str) -> None:
             f"The JSON schema has multipleOf {_short(step)}, which cannot be kept: it takes up to "
             "4 digits and 4 decimals"
         )
+    if made.get("type") != "integer":  # with a fraction, float64 holds 15 digits
+        limit = 10 ** (DIGITS if exact == exact.to_integral_value() else DIGITS - 4)
+        made["minimum"] = max(made.get("minimum", -limit), -limit)
+        made["maximum"] = min(made.get("maximum", limit), limit)
 
 
 def _inwards(bound: Any, at: str, *, up: bool, strict: bool) -> Decimal:
-    """Return the outermost number that satisfies a bound and that the grammar engine keeps.
-
-    Args:
-        bound: The bound.
-        at: JSON pointer to it.
-        up: Whether it is a lower bound.
-        strict: Whether the bound itself is excluded.
-    """
+    """Return the outermost number that satisfies a bound (`up`: a lower one) and can be kept."""
     exact = _number(bound, at)
     magnitude = exact.adjusted() + 1 if exact else 0
     step = Decimal(1).scaleb(max(magnitude - DIGITS, -DIGITS), _CONTEXT)
@@ -182,12 +203,7 @@ def _inwards(bound: Any, at: str, *, up: bool, strict: bool) -> Decimal:
 
 
 def _pattern(pattern: str, at: str) -> str:
-    """Return a pattern whose meaning in JSON Schema (ECMA-262) and in the grammar engine agree.
-
-    Args:
-        pattern: The regular expression.
-        at: JSON pointer to it.
-    """
+    """Return a pattern whose meaning in JSON Schema (ECMA-262) and in the grammar engine agree."""
     made, inside, place = [], False, 0
     while place < len(pattern):
         two, one = pattern[place : place + 2], pattern[place]
@@ -243,19 +259,17 @@ def _check_values(left: list[Any]) -> None:
             left += item
         elif isinstance(item, (int, float)) and not isinstance(item, bool):
             exact = _number(item, "a constant")
-            if abs(exact) > LARGEST_INTEGER or exact.as_tuple().exponent < -2 * DIGITS:  # type: ignore[operator]
+            _, digits, exponent = exact.as_tuple()
+            fraction = isinstance(item, float) and (len(digits) > DIGITS or exponent < -2 * DIGITS)  # type: ignore[operator]
+            if abs(exact) > LARGEST_INTEGER or fraction:
                 raise RequestError(
                     f"The JSON schema has the constant {_short(item)}, which cannot be kept: use a "
-                    "text, or a number up to 2**53"
+                    f"text, an integer up to 2**53, or a number of {DIGITS} digits"
                 )
 
 
 def _references(nodes: dict[str, Schema]) -> dict[str, str]:
-    """Return the pointers that the references of parts stand for, by the part's pointer.
-
-    Raises:
-        RequestError: A reference points to no part of the schema.
-    """
+    """Return the pointers that the references of parts stand for, by the part's pointer."""
     anchors = {
         node["$anchor"]: at
         for at, node in nodes.items()
@@ -276,60 +290,74 @@ def _references(nodes: dict[str, Schema]) -> dict[str, str]:
     return found
 
 
+def _options(at: str, node: Schema, *keys: str) -> list[str]:
+    """Return the pointers to the parts in lists such as anyOf."""
+    lists = {} if isinstance(node, bool) else {key: node.get(key) for key in keys}
+    return [
+        f"{at}/{key}/{number}"
+        for key, parts in lists.items()
+        for number in range(len(parts) if isinstance(parts, list) else 0)
+    ]
+
+
+def _close(nodes: dict[str, Schema], targets: dict[str, str]) -> None:
+    """Forbid further keys of the objects that one schema describes by itself, in place."""
+    beside = {at: _options(at, node, "allOf", "anyOf", "oneOf") for at, node in nodes.items()}
+    for at, target in targets.items():
+        beside[at].append(target)
+    left, together = [], set()
+    for at, node in nodes.items():
+        if isinstance(node, dict) and (
+            "properties" in node or len(_options(at, node, "allOf")) > 1
+            or len(node.keys() & {"$ref", "allOf", "anyOf", "oneOf"}) > 1
+        ):  # fmt: skip
+            left += beside[at]
+    while left:
+        at = left.pop()
+        if at not in together:
+            together.add(at)
+            left += beside[at]
+    for at, node in nodes.items():
+        if isinstance(node, dict) and at not in together and not beside[at]:
+            kinds = node.get("type", ())
+            if "properties" in node or "object" in ([kinds] if isinstance(kinds, str) else kinds):
+                node.setdefault("additionalProperties", False)
+
+
 def _finite(nodes: dict[str, Schema], targets: dict[str, str]) -> bool:
-    """Whether a finite answer has the shape that the schema asks for, the least fixed point.
-
-    Args:
-        nodes: All parts of the schema.
-        targets: What the references of parts stand for.
-
-    Raises:
-        RequestError: Finding out takes too long.
-    """
+    """Whether a finite answer has the shape that the schema asks for, the least fixed point."""
+    needs = {at: list(_needs(at, node, targets)) for at, node in nodes.items()}
+    users = defaultdict(list)
+    for at, groups in needs.items():
+        for child in {child for options in groups for option in options for child in option}:
+            users[child].append(at)
     found: set[str] = set()
     left = list(nodes)
-    work = MOST_WORK
-    while "#" not in found:
-        left.reverse()  # at first inner parts, which come after the outer ones; then there and back
-        work -= len(left)
-        if work < 0:
-            raise RequestError(
-                "The JSON schema has too many references from part to part: simplify it"
-            )
-        before = len(found)
-        left = [at for at in left if not _ends(at, nodes[at], targets, found)]
-        if len(found) == before:
-            return False
-    return True
+    while left:
+        at = left.pop()
+        if at not in found and all(any(map(found.issuperset, one)) for one in needs[at]):
+            found.add(at)
+            left += users[at]
+    return "#" in found
 
 
-def _ends(at: str, node: Schema, targets: dict[str, str], found: set[str]) -> bool:
-    """Whether a part has a finite answer, given the parts that are known to have one."""
+def _needs(at: str, node: Schema, targets: dict[str, str]) -> Iterator[list[list[str]]]:
+    """Yield lists of options, of each of which an answer takes one; an option is parts it holds."""
     if isinstance(node, bool):
-        ends = node
-    else:
-        ends = all(child in found for child in _needed(at, node, targets))
-        for key in ("anyOf", "oneOf"):
-            options = node.get(key)
-            if isinstance(options, list):
-                ends &= any(f"{at}/{key}/{number}" in found for number in range(len(options)))
-        kinds = node.get("type", _TYPES)
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        if "const" not in node and "enum" not in node and isinstance(kinds, (list, tuple)):
-            ends &= any(
-                all(child in found for child in _required(kind, node, at)) for kind in kinds
-            )
-    if ends:
-        found.add(at)
-    return ends
-
-
-def _needed(at: str, node: dict[str, Any], targets: dict[str, str]) -> Iterator[str]:
-    """Yield the parts that an answer to a part must satisfy, whatever its type."""
-    if "$ref" in node:
-        yield targets[at]
-    for number in range(len(node["allOf"])) if isinstance(node.get("allOf"), list) else ():
-        yield f"{at}/allOf/{number}"
+        if not node:
+            yield []
+        return
+    if at in targets:
+        yield [[targets[at]]]
+    for part in _options(at, node, "allOf"):
+        yield [[part]]
+    for key in ("anyOf", "oneOf"):
+        if isinstance(node.get(key), list):
+            yield [[part] for part in _options(at, node, key)]
+    kinds = node.get("type", _TYPES)
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not node.keys() & {"const", "enum"} and isinstance(kinds, (list, tuple)):
+        yield [list(_required(kind, node, at)) for kind in kinds]
 
 
 def _required(kind: Any, node: dict[str, Any], at: str) -> Iterator[str]:

@@ -61,6 +61,8 @@ class ServerSettings:
         max_video_frames: Most frames of a video that is sent as single images.
         max_prompt_chars: Longest text of a request, in characters.
         max_n: Most completions of one request.
+        strict_schemas: Treat every JSON schema as one with `strict`: objects take no keys that the
+            schema does not name, unless it sets additionalProperties.
         media_hosts: Hosts that images and videos may be fetched from; none by default.
         media_private: Allow media_hosts to have private addresses, e.g. a store in an intranet.
         media_folder: Folder that file:// URLs may point to; none by default.
@@ -128,6 +130,7 @@ class ServerSettings:
     max_video_frames: int = 64
     max_prompt_chars: int = 400_000
     max_n: int = 16
+    strict_schemas: bool = False
     media_hosts: tuple[str, ...] = ()
     media_private: bool = False
     media_folder: str | None = None

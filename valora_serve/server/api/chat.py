@@ -23,11 +23,12 @@ from valora_serve.server.api.requests import (
     answer_tokens,
     check_head,
     constrained,
+    constraints,
     find_model,
+    grammar_of,
     instructed,
     read_messages,
     sampling,
-    schema_of,
     time_left,
     within_deadline,
 )
@@ -50,6 +51,7 @@ from valora_serve.server.api.schema import (
 )
 from valora_serve.server.api.streams import EventStream
 from valora_serve.server.api.tools import CallReader, forced_call
+from valora_serve.server.constrain import Grammar
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.service import merged
 from valora_serve.server.telemetry.logs import new_id
@@ -100,13 +102,13 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
     service = context.service
     model = await find_model(context, request, body.model, body.valora.deadline)
     request.state.facts["model"] = model.name
-    as_json, schema = schema_of(body)
+    grammar = grammar_of(body, context)
     call = forced_call(body)
     head = answers_with_head(model, body.valora.head)
     if head:
-        check_head(model, as_json=as_json, calls=call is not None)
+        check_head(model, as_json=grammar is not None, calls=call is not None)
     if call is not None:
-        as_json, schema = True, call.schema()
+        grammar = Grammar.json(call.schema())
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs goes with logprobs: set logprobs, or leave it out")
     limit = body.max_completion_tokens or body.max_tokens or answer_tokens(model, context)
@@ -114,6 +116,9 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
         body, context, max_tokens=limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )  # fmt: skip
+    made = await constraints(
+        grammar, body.n or 1, request, context, model, body.valora.deadline, since
+    )
     asked = as_measured(model, body.messages, head=head)
     pixels = request.state.stack.enter_context(context.media.pixels())
     turns, images, videos = await within_deadline(
@@ -141,7 +146,7 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
     )
     copies = service.numbered(wanted, body.n or 1)
     plain = [one for copy in copies for one in _for_each_group(copy, groups)]
-    requests = await constrained(plain, context, as_json, schema)
+    requests = constrained(plain, made)
     return Chat(
         context,
         model,

@@ -21,9 +21,10 @@ from valora_serve.server.api.requests import (
     check_head,
     check_text,
     constrained,
+    constraints,
     find_model,
+    grammar_of,
     sampling,
-    schema_of,
     time_left,
 )
 from valora_serve.server.api.responses import (
@@ -82,10 +83,10 @@ def router(context: ServerContext) -> APIRouter:
             raise RequestError(
                 f"best_of is {body.best_of}: only the value of n, {count}, is served"
             )
-        as_json, schema = schema_of(body)
+        grammar = grammar_of(body, context)
         # A domain's head was measured with another prompt; a classifier reads any text.
         if head := model.kind == "adapter" and answers_with_head(model, body.valora.head):
-            check_head(model, as_json=as_json, calls=False)
+            check_head(model, as_json=grammar is not None, calls=False)
         limit = body.max_completion_tokens or body.max_tokens or context.settings.answer_tokens
         if scored_only := body.max_tokens == 0:
             if not body.echo or body.max_completion_tokens:
@@ -94,9 +95,12 @@ def router(context: ServerContext) -> APIRouter:
         params = sampling(body, context, max_tokens=limit, logprobs=body.logprobs)
         if body.echo:
             params = dataclasses.replace(params, prompt_logprobs=body.logprobs)
-        deadline = time_left(context, model, body.valora.deadline, since)
         identity = f"cmpl-{new_id()}"
         prompts = _prompts(body.prompt, context)
+        made = await constraints(
+            grammar, len(prompts) * count, request, context, model, body.valora.deadline, since
+        )
+        deadline = time_left(context, model, body.valora.deadline, since)
         plain = [
             one
             for number, prompt in enumerate(prompts)
@@ -104,7 +108,7 @@ def router(context: ServerContext) -> APIRouter:
                 _request(f"{identity}-{number}", prompt, model, params, deadline, head=head), count
             )
         ]
-        requests = await constrained(plain, context, as_json, schema)
+        requests = constrained(plain, made)
         completion = _Completion(
             context, model, requests, len(prompts), identity, dict(request.headers), body,
             scored_only=scored_only,

@@ -199,7 +199,7 @@ async def _body(request: Request, context: ServerContext) -> tuple[InferRequest,
         content, tail = content[: int(size)], content[int(size) :]
     scan = JsonScan(LIMITS)
     scan.feed(content)
-    body: InferRequest = await context.parser.parse(content, InferRequest, keys=scan.keys)
+    body: InferRequest = await context.parser.parse(content, InferRequest)
     return body, tail
 
 

@@ -116,7 +116,8 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
         return ResponseFormat(type=form.type)
     if form.schema_ is None:
         raise RequestError("text.format is json_schema, but holds no schema: put schema")
-    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=form.schema_))
+    wanted = JsonSchema(schema=form.schema_, strict=form.strict)
+    return ResponseFormat(type="json_schema", json_schema=wanted)
 
 
 def _message(item: ResponseInputMessage | ResponseInputItem, number: int) -> Message:

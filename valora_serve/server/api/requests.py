@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from valora_serve.errors import DeadlineError, ImageError, RequestError
+from valora_serve.server.access.guard import caller
 from valora_serve.server.api.schema import AudioPart, FilePart
 from valora_serve.server.api.tools import calls_as_text
+from valora_serve.server.constrain import Grammar
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.gather import gathered
 from valora_serve.server.media.urls import MediaUrl
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
         Message,
         Url,
     )
+    from valora_serve.server.constrain import GrammarConstraint
     from valora_serve.server.context import ServerContext
     from valora_serve.server.media.reader import Pixels
     from valora_serve.types import Request, ServedModel
@@ -99,20 +102,21 @@ def answer_tokens(model: ServedModel, context: ServerContext) -> int:
     return model.max_tokens or context.settings.answer_tokens
 
 
-def schema_of(body: ChatRequest | CompletionRequest) -> tuple[bool, Any]:
-    """Whether the answer must be JSON, and its schema (None for any object).
+def grammar_of(body: ChatRequest | CompletionRequest, context: ServerContext) -> Grammar | None:
+    """The grammar of the answer's format; None for free text.
 
     Raises:
         RequestError: The format is json_schema, and the schema is missing.
     """
     form = body.response_format
     if form is None or form.type == "text":
-        return False, None
+        return None
     if form.type == "json_object":
-        return True, None
+        return Grammar.json({"type": "object"})
     if form.json_schema is None:
         raise RequestError("response_format is json_schema, but holds none: put json_schema")
-    return True, form.json_schema.schema_
+    strict = form.json_schema.strict or context.settings.strict_schemas
+    return Grammar.json(form.json_schema.schema_, strict=strict)
 
 
 def check_head(model: ServedModel, *, as_json: bool, calls: bool) -> None:
@@ -196,16 +200,18 @@ async def within_deadline(
     model: ServedModel,
     wanted: float | None,
     since: float,
+    doing: str = "its images were read: send smaller ones",
 ) -> T:
     """Run a coroutine until the request's deadline, and no longer than its client stays.
 
     Args:
-        work: Reads the request's images and videos.
+        work: Prepares the request, e.g. reads its images and videos.
         receive: Tells whether the client has disconnected.
         context: Deadlines of the server.
         model: Model that the request names.
         wanted: The request's own deadline in seconds, None for none.
         since: When the request arrived, in seconds of `time.monotonic`.
+        doing: What `work` does to the request, and the remedy if that takes too long.
 
     Raises:
         DeadlineError: The deadline passed; `work` was cancelled.
@@ -221,8 +227,7 @@ async def within_deadline(
             return await until_disconnect(receive, work)
     except TimeoutError as error:
         raise DeadlineError(
-            "The deadline passed while the request's images were read: send smaller ones, or set "
-            "a later deadline"
+            f"The request's deadline passed while {doing}, or set a later deadline"
         ) from error
 
 
@@ -365,17 +370,34 @@ def _url(item: Url | MediaUrl) -> MediaUrl:
     return item if isinstance(item, MediaUrl) else item.url
 
 
-async def constrained(
-    requests: list[Request], context: ServerContext, as_json: bool, schema: Any
-) -> list[Request]:
-    """Add a JSON constraint to each of the requests if `as_json` is set.
+async def constraints(
+    grammar: Grammar | None,
+    count: int,
+    http: HttpRequest,
+    context: ServerContext,
+    model: ServedModel,
+    wanted: float | None,
+    since: float,
+) -> list[GrammarConstraint]:
+    """Constraints of as many requests to the engine; none if there is no grammar.
 
     Raises:
-        RequestError: The schema is invalid or not supported.
+        ServeError: As `Grammars.constraints` and `within_deadline` have it.
     """
-    if not as_json:
+    if grammar is None:
+        return []
+    client = caller.get() or (http.client.host if http.client else "")
+    work = context.grammars.constraints(grammar, count, client)
+    return await within_deadline(
+        work, http.receive, context, model, wanted, since,
+        "its JSON schema was compiled: send a simpler one",
+    )  # fmt: skip
+
+
+def constrained(requests: list[Request], made: Sequence[GrammarConstraint]) -> list[Request]:
+    """The requests with a constraint each, or as they are if there are no constraints."""
+    if not made:
         return requests
-    made = await context.grammars.json(schema, len(requests))
     return [
         replace(request, sampling=replace(request.sampling, constraint=constraint))
         for request, constraint in zip(requests, made, strict=True)

@@ -183,7 +183,10 @@ class JsonSchema(Body):
     name: str = "answer"
     description: str | None = None
     schema_: dict[str, JsonValue] | bool = Field(default=True, alias="schema")
-    strict: bool | None = Field(default=None, description="ignored: the schema always holds")
+    strict: bool | None = Field(
+        default=None,
+        description="objects take no further keys; the schema holds in any case",
+    )
 
 
 class ResponseFormat(Body):
@@ -398,7 +401,10 @@ class ResponseTextFormat(Body):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, JsonValue] | bool | None = Field(default=None, alias="schema")
-    strict: bool | None = Field(default=None, description="ignored: the schema always holds")
+    strict: bool | None = Field(
+        default=None,
+        description="objects take no further keys; the schema holds in any case",
+    )
 
 
 class ResponseText(Body):

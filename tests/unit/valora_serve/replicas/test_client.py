@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -16,7 +17,7 @@ from valora_serve import errors
 from valora_serve.replicas import client as module
 from valora_serve.replicas.client import total
 from valora_serve.replicas.wire import Report
-from valora_serve.server.constrain import JsonConstraint
+from valora_serve.server.constrain import Grammar, GrammarConstraint
 from valora_serve.types import EngineStats, Finish, Mode, NewContext, Request, SamplingParams
 
 
@@ -252,12 +253,13 @@ def test_requests_carry_their_adapter_and_their_schema():
         assert [call.adapter for call in handle.calls] == [
             "adapter-1", "adapter-1", None, None, "adapter-1",
         ]  # fmt: skip
-        schema = {"type": "integer"}
-        for constraint in (JsonConstraint(object(), schema), JsonConstraint(object(), None)):
+        grammars = [Grammar.json({"type": "integer"}), Grammar.json(True, strict=True)]
+        for grammar in grammars:
+            constraint = GrammarConstraint(Mock(), grammar)
             await ask(client, sampling=SamplingParams(max_tokens=1, constraint=constraint))
-        # `Grammars` of the fakes return the schema with a mark.
+        # `Grammars` of the fakes return the grammar with a mark.
         made = [request.sampling.constraint for request in replica.engine.asked[-2:]]
-        assert made == [("made here", schema), ("made here", None)]
+        assert made == [("made here", grammar) for grammar in grammars]
         (output,) = await ask(client, sampling=SamplingParams(constraint=object()))
         assert isinstance(output.error, errors.RequestError)
 

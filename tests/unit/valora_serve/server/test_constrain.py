@@ -1,8 +1,11 @@
 """Answers that follow a JSON schema."""
 
 import asyncio
+import contextlib
 import json
+import threading
 
+import httpx
 import jsonschema_rs
 import numpy as np
 import pytest
@@ -11,16 +14,28 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import ask, serving
+from tests.support.http_helpers import CHAT, ask, chat, serving, until
 from tests.support.json_schemas import random_answer, random_schema
 from valora_data.contract.base_model import base_folder
-from valora_serve.errors import RequestError
-from valora_serve.server.constrain import Grammars, JsonConstraint
+from valora_serve.errors import OverloadedError, RequestError
+from valora_serve.server.constrain import (
+    MOST_OF_ONE,
+    REMEMBERED,
+    Grammar,
+    GrammarConstraint,
+    Grammars,
+)
 
 
 @pytest.fixture(scope="module")
 def grammars():
-    return Grammars(FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny"))))
+    made = Grammars(FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny"))))
+    yield made
+    made.close()
+
+
+def made(grammars, schema, count=1):
+    return asyncio.run(grammars.constraints(Grammar.json(schema), count))
 
 
 SCHEMAS = [
@@ -45,11 +60,26 @@ def assert_valid(schema, text):
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("seed", range(8))
 def test_any_walk_through_a_constraint_keeps_to_the_schema(grammars, schema, seed):
-    (constraint,) = asyncio.run(grammars.json(schema))
+    (constraint,) = made(grammars, schema)
     # a vocabulary that is padded to a round number
     text = random_answer(constraint, grammars._engine.tokenizer, seed, padded=13)
     assert_valid(schema, text)
     constraint.check(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2020-12-31T23:59:59Z", "2020-12-31T12:30:60Z", "2020-02-30T10:00:00Z", "2020-02-29T10:00:00Z",
+     "2020-12-31T23:59:59.123+05:30", "2021-02-29", "2020-02-29", "2000-02-29", "1900-02-29",
+     "0010-04-30", "2020-04-31", "24:00:00Z", "23:59:59Z", "23:59:59+24:00", "x"],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["date", "time", "date-time", "nonsense"])
+def test_dates_and_times_are_exactly_those_that_exist(grammars, form, text):
+    schema = {"type": "string", "format": form}
+    (constraint,) = made(grammars, schema)
+    tokens = grammars._tokenizer.tokenize_str(json.dumps(text))
+    taken = constraint._matcher.validate_tokens(tokens) == len(tokens)
+    assert taken == jsonschema_rs.validator_for(schema, validate_formats=True).is_valid(text)
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,7 +90,7 @@ def test_random_schemas_are_kept_or_refused(grammars, seed):
     if not jsonschema_rs.meta.is_valid(schema):
         return
     try:
-        constraints = asyncio.run(grammars.json(schema, 2))
+        constraints = made(grammars, schema, 2)
     except RequestError as error:
         assert "schema" in str(error)
         return
@@ -72,7 +102,7 @@ def test_random_schemas_are_kept_or_refused(grammars, seed):
 
 def test_a_mask_only_takes_away(grammars):
     allowed = np.zeros(len(grammars._engine.tokenizer), dtype=bool)
-    asyncio.run(grammars.json({"type": "integer"}))[0].mask(allowed)
+    made(grammars, {"type": "integer"})[0].mask(allowed)
     assert not allowed.any()
 
 
@@ -85,7 +115,7 @@ def test_a_mask_only_takes_away(grammars):
      {"type": "array", "uniqueItems": True}, {"type": "array", "contains": {"type": "integer"}},
      {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}},
      {"oneOf": [{"type": "integer"}, {"type": "number"}]}, {"enum": []}, {"type": []},
-     {"type": "integer", "minimum": 5, "maximum": 3}, {"type": "string", "format": "nonsense"},
+     {"type": "integer", "minimum": 5, "maximum": 3}, {"type": "string", "format": 5},
      {"exclusiveMinimum": 0, "exclusiveMaximum": 1e-300, "type": "number"},
      {"type": "object", "required": ["a"], "additionalProperties": False},
      {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "array", "minItems": 10**9},
@@ -93,7 +123,7 @@ def test_a_mask_only_takes_away(grammars):
 )  # fmt: skip
 def test_schemas_that_cannot_be(grammars, schema):
     with pytest.raises(RequestError, match="schema") as refused:
-        asyncio.run(grammars.json(schema))
+        made(grammars, schema)
     assert "\n" not in str(refused.value)
 
 
@@ -135,7 +165,7 @@ def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypat
     engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    before = getattr(JsonConstraint, way)
+    before = getattr(GrammarConstraint, way)
     calls = []
 
     def failing(self, argument):
@@ -144,7 +174,7 @@ def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypat
             fail()
         return before(self, argument)
 
-    monkeypatch.setattr(JsonConstraint, way, failing)
+    monkeypatch.setattr(GrammarConstraint, way, failing)
     with serving(engine) as server:
         answer = ask(server, response_format=form, n=count, max_tokens=50)
         assert answer.status_code == 400, answer.text
@@ -157,7 +187,7 @@ def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypat
 
 
 def test_an_answer_that_is_no_json_is_an_error(grammars):
-    (constraint,) = asyncio.run(grammars.json({"type": "array"}))
+    (constraint,) = made(grammars, {"type": "array"})
     for text in ("", "[1", "[1]]", "[NaN]" * 2, "[" * 100_000):
         with pytest.raises(RequestError, match="does not follow"):
             constraint.check(text)
@@ -165,7 +195,7 @@ def test_an_answer_that_is_no_json_is_an_error(grammars):
 
 
 def test_a_token_that_is_not_allowed_is_an_error(grammars):
-    (constraint,) = asyncio.run(grammars.json({"type": "integer"}))
+    (constraint,) = made(grammars, {"type": "integer"})
     with pytest.raises(RequestError):
         constraint.advance(grammars._engine.tokenizer("x")["input_ids"][0])
     with pytest.raises(RequestError):
@@ -203,3 +233,155 @@ def test_a_tokenizer_that_takes_no_schema_is_told(tokenizer):
         answer = ask(server, response_format={"type": "json_object"})
         assert answer.status_code == 400
         assert "tokenizer" in answer.json()["error"]["message"]
+
+
+def chain(count, item):
+    """A schema whose parts refer to each other in a chain."""
+    parts = {f"d{n}": item({"$ref": f"#/$defs/d{n - 1}"}) for n in range(1, count)}
+    return {"$defs": parts | {"d0": {"type": "integer"}}, "$ref": f"#/$defs/d{count - 1}"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{10 + n}}}"}
+                   for n in range(20)]},
+        {"type": "object", "patternProperties": {f"^{chr(97 + n // 20)}.*{chr(97 + n % 20)}$": True
+                                                 for n in range(400)}},
+        {"allOf": [{"type": "integer", "multipleOf": step} for step in (9973, 9967, 9949, 9941)]},
+        texts(5000, "p"),
+        chain(2900, lambda part: {"type": "array", "items": part}),
+        chain(900, lambda part: {"anyOf": [{"type": "array", "items": part}, {"properties":
+                                                                              {"a": part}}]}),
+    ],
+)  # fmt: skip
+def test_schemas_that_would_take_for_ever_or_end_the_process_are_refused(grammars, schema):
+    with pytest.raises(RequestError, match="schema"):
+        made(grammars, schema)
+    assert made(grammars, {"type": "integer"})
+
+
+class Waiting:
+    """Grammars whose compilations wait for `go`; `begun` holds the names of their schemas."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.go = [], threading.Event()
+        before = Grammars._compile
+
+        def compile_later(grammars, key):
+            self.begun.append(json.loads(key)[2]["json"].get("title"))
+            assert self.go.wait(20)
+            return before(grammars, key)
+
+        monkeypatch.setattr(Grammars, "_compile", compile_later)
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    made = Waiting(monkeypatch)
+    yield made
+    made.go.set()
+
+
+async def asked(grammars, title, client="", **more):
+    return await grammars.constraints(Grammar.json({"title": title} | more), client=client)
+
+
+def test_clients_take_turns_and_who_leaves_is_not_compiled_for(grammars, waiting):
+    async def case():
+        waiting.go.set()
+        await asked(grammars, "cached", "b")
+        waiting.go.clear()
+        waiting.begun.clear()
+        many = [asyncio.create_task(asked(grammars, f"a{n}", "a")) for n in range(MOST_OF_ONE)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError) as refused:
+            await asked(grammars, "one too many", "a")
+        assert refused.value.retry_after >= 1
+        await asked(grammars, "cached", "a")
+        same = [asyncio.create_task(asked(grammars, "b", "b")) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in [*many[3:], same[0]]:
+            task.cancel()
+        await asyncio.wait([*many[3:], same[0]])
+        await asyncio.to_thread(until, lambda: waiting.begun == ["a0"])
+        waiting.go.set()
+        await asyncio.gather(*many[:3], *same[1:])
+        assert waiting.begun == ["a0", "b", "a1", "a2"]
+        for _ in range(2):  # refused again without being compiled again
+            with pytest.raises(RequestError):
+                await asked(grammars, "wrong", type="nonsense")
+        assert waiting.begun[4:] == ["wrong"]
+
+    asyncio.run(case())
+
+
+def test_a_client_with_many_schemas_leaves_those_of_others_in_the_cache(grammars, waiting):
+    async def case():
+        waiting.go.set()
+        await asked(grammars, "mine", "me")
+        for number in range(REMEMBERED + 5):
+            await asked(grammars, f"theirs {number}", "they")
+        waiting.begun.clear()
+        await asked(grammars, "mine", "me")
+        assert not waiting.begun
+
+    asyncio.run(case())
+
+
+def test_answers_that_fill_a_lexer_do_not_end_their_schema_for_all(grammars):
+    schema = {"type": "string", "pattern": "^(a|b)*a(a|b){16}$"}
+    draw = np.random.default_rng(0)
+    vocabulary = [grammars._tokenizer.tokenize_str(text)[0] for text in "ab"]
+    (quote,) = grammars._tokenizer.tokenize_str('"')
+
+    def answer():
+        (constraint,) = made(grammars, schema)
+        constraint.advance(quote)
+        for token in draw.choice(vocabulary, 150):
+            constraint.mask(np.ones(len(grammars._engine.tokenizer), dtype=bool))
+            constraint.advance(int(token))
+
+    with pytest.raises(RequestError, match="too complex"):
+        for _ in range(100):
+            answer()
+    answer()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_the_deadline_counts_while_a_schema_waits_and_while_it_is_compiled(waiting, path):
+    def body(title):
+        form = {"type": "json_schema", "schema": {"title": title}, "name": "x"}
+        if path == "/v1/responses":
+            return {"input": "x", "text": {"format": form}, "valora": {"deadline": 0.2}}
+        form = {"type": "json_schema", "json_schema": {"schema": {"title": title}}}
+        asked = {"prompt": "x"} if path == "/v1/completions" else chat()
+        return asked | {"response_format": form, "valora": {"deadline": 0.2}}
+
+    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    with serving(engine) as server:
+        for title in ("is compiled", "waits"):
+            answer = server.client.post(path, json=body(title))
+            assert answer.status_code == 504
+            assert "schema" in answer.json()["error"]["message"]
+        waiting.go.set()
+        assert waiting.begun == ["is compiled"]
+    assert not engine.asked
+
+
+def test_a_cached_schema_is_answered_while_clients_that_left_and_others_wait(waiting):
+    def form(title):
+        return {"type": "json_schema", "json_schema": {"schema": {"title": title}}}
+
+    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    with serving(engine) as server:
+        jobs = server.app.state.context.grammars._jobs
+        waiting.go.set()
+        assert ask(server, response_format=form("cached")).status_code == 200
+        waiting.go.clear()
+        for number in range(MOST_OF_ONE):
+            with contextlib.suppress(httpx.ReadTimeout):
+                server.client.post(CHAT, json=chat(response_format=form(f"{number}")), timeout=0.05)
+        until(lambda: len(jobs) == 1)  # the one that is compiled; nobody waits for it either
+        assert ask(server, response_format=form("cached")).status_code == 200
+        waiting.go.set()

@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import (
@@ -20,6 +21,7 @@ from tests.support.http_helpers import (
     talk,
     until,
 )
+from valora_data.contract.base_model import base_folder
 from valora_serve.errors import OverloadedError
 
 
@@ -294,12 +296,20 @@ def test_head_and_options_are_answered_on_every_path(plain):
     assert plain.client.options("/nothing").status_code in (404, 405)
 
 
-def test_messages_name_files_without_their_folders():
-    engine = FakeEngine()
+def test_messages_name_files_without_their_folders_and_quote_requests_as_they_are():
+    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
     with serving(engine) as server:
         engine.refuse = OverloadedError("adapter /srv/secret/place/a.bin: see /v1/models and /docs")
         said = ask(server).json()["error"]["message"]
         assert said == "adapter a.bin: see /v1/models and /docs"
+        engine.refuse = None
+        form = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/$defs/Missing"}}}
+        for sent, part in (
+            ({"response_format": form}, "refers to #/$defs/Missing at"),
+            ({"model": "/models/Qwen"}, "no model '/models/Qwen'"),
+            ({"tool_choice": "/a/b/c"}, "is '/a/b/c'"),
+        ):
+            assert part in ask(server, **sent).json()["error"]["message"]
 
 
 def test_bodies_in_progress_are_bounded_together():

@@ -28,7 +28,14 @@ from valora_serve.server.json_schema import prepare
         ({"minimum": -(2**63)}, {"minimum": -9 * 10**18}),
         ({"minimum": 5, "exclusiveMinimum": True}, {"minimum": 5.00000000000001}),
         ({"minimum": 5, "exclusiveMinimum": False}, {"minimum": 5}),
+        ({"multipleOf": 0.25}, {"multipleOf": 0.25, "minimum": -(10**11), "maximum": 10**11}),
+        ({"multipleOf": 3, "minimum": 0}, {"multipleOf": 3, "minimum": 0, "maximum": 10**15}),
+        ({"multipleOf": 3, "type": "integer"}, {"multipleOf": 3, "type": "integer"}),
         ({"uniqueItems": False}, {}),
+        ({"minLength": 1000.0, "maxItems": 2.0}, {"minLength": 1000, "maxItems": 2}),
+        ({"maxLength": 1e300}, {}),
+        ({"format": "nonsense"}, {}),
+        ({"format": "uuid"}, {"format": "uuid"}),
         ({"pattern": r"^a.b[.]\.$"}, {"pattern": r"^a[^\n\r\u2028\u2029]b[.]\.$"}),
     ],
 )
@@ -75,6 +82,7 @@ def test_names_and_constants_are_no_keywords():
         ({"const": 2**53 + 1}, str(2**53 + 1)),
         ({"enum": ["a", {"b": [1e300]}]}, "1e+300"),
         ({"const": 1e-300}, "1e-300"),
+        ({"enum": [123456789.12345679]}, "15 digits"),
         ({"minimum": 1e19}, "1e+19"),
         ({"maximum": -1e19}, "1e+19"),
         ({"minimum": math.inf}, "too large"),
@@ -105,6 +113,36 @@ def test_what_cannot_be_kept_is_refused(schema, said):
     assert "\n" not in str(refused.value)
 
 
+OBJECT = {"type": "object", "properties": {"a": {"type": ["object", "null"]}, "b": {}}}
+REF = {"$ref": "#/$defs/x"}
+
+
+def closed(schema):
+    return {**schema, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        (OBJECT, closed(OBJECT | {"properties": {"a": closed({"type": ["object", "null"]}),
+                                                 "b": {}}})),
+        ({"properties": {}, "additionalProperties": True}, ...),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, ...),
+        ({"type": "string"}, ...),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, ...),
+        ({"allOf": [REF], "$defs": {"x": {"properties": {}}}},
+         {"allOf": [REF], "$defs": {"x": closed({"properties": {}})}}),
+        ({"allOf": [REF, {"required": ["b"]}], "$defs": {"x": {"properties": {}}}}, ...),
+        ({"properties": {}, **REF, "$defs": {"x": {"anyOf": [{"properties": {}}]}}}, ...),
+        ({"type": "array", "items": {"anyOf": [{"properties": {}}, {"type": "null"}]}},
+         {"type": "array", "items": {"anyOf": [closed({"properties": {}}), {"type": "null"}]}}),
+    ],
+)  # fmt: skip
+def test_strict_schemas_take_no_further_keys_where_one_schema_names_them_all(given, made):
+    assert prepare(given, strict=True) == (given if made is ... else made)
+    assert prepare(given) == given
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -117,7 +155,6 @@ def test_what_cannot_be_kept_is_refused(schema, said):
         {"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "integer"}}},
         {"$ref": "#there", "$defs": {"x": {"$anchor": "there"}}},
         {"const": {"a": 2**53, "b": -0.5, "c": None}},
-        {"multipleOf": 0.25},
         {"pattern": r"^(?:a|[^\]b])\d+\.\w{2,3}\/\-$"},
     ],
 )  # fmt: skip
@@ -135,17 +172,15 @@ def test_size_and_depth_are_bounded():
         prepare({"anyOf": [{} for _ in range(20_000)]})
 
 
-@pytest.mark.parametrize("backwards", [False, True])
-def test_long_chains_of_references_are_followed_or_refused(backwards):
-    def chain(count):
-        names = [f"n{number}" for number in range(count)]
-        made = {name: {"$ref": f"#/$defs/{after}"} for name, after in pairwise(names)}
-        return made | {names[-1]: {"type": "integer"}}
-
-    parts = chain(150)
-    schema = {"$ref": "#/$defs/n0", "$defs": dict(reversed(parts.items())) if backwards else parts}
+@pytest.mark.parametrize(
+    "order", [list, reversed, lambda names: random.Random(1).sample(names, 4000)]
+)
+def test_long_chains_of_references_are_followed(order):
+    names = [f"n{number}" for number in range(4000)]
+    parts = {name: {"$ref": f"#/$defs/{after}"} for name, after in pairwise(names)}
+    parts[names[-1]] = {"type": "integer"}
+    schema = {"$ref": "#/$defs/n0", "$defs": {name: parts[name] for name in order(names)}}
     assert prepare(schema) == schema
-    parts = chain(4_000)
-    shuffled = random.Random(1).sample(list(parts), len(parts))
-    with pytest.raises(RequestError, match="too many"):
-        prepare({"$ref": "#/$defs/n0", "$defs": {name: parts[name] for name in shuffled}})
+    parts[names[-1]] = {"$ref": "#/$defs/n0"}
+    with pytest.raises(RequestError, match="requires itself"):
+        prepare(schema | {"$defs": {name: parts[name] for name in order(names)}})

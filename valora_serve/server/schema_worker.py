@@ -1,0 +1,79 @@
+"""The process that compiles grammars first: ``python -m valora_serve.server.schema_worker``.
+
+Some schemas take the grammar engine hours, or all memory. Here they end only this process, which
+holds nothing else; what it can compile, the server compiles again with its own vocabulary. A job is
+a line of JSON, [rules, strict, schemas] of a `Grammar`; the answer is a line [error, rules].
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from typing import Any
+
+from valora_serve.errors import RequestError
+from valora_serve.server.json_schema import prepare
+
+SECONDS = 1.0  # of computing, for one grammar
+MOST_BYTES = 2**30
+MOST_STACK = 2**21  # bytes, less than any thread of the server has
+LIMITS: dict[str, Any] = {
+    # Together they bound the computation of a token's mask to about 5 ms for 150,000 tokens.
+    "max_items_in_row": 1_000,
+    "step_max_items": 10_000,
+    "step_lexer_fuel": 30_000,
+    # Memory, about 1 kB a state.
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+}
+_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+
+
+def first_line(error: object) -> str:
+    """Return the first line of an error of the grammar engine, without its place in the rules."""
+    text = str(error).strip().rpartition("failed to compile JSON schema: ")[2]
+    return text.splitlines()[0][:300] if text else "it is none"
+
+
+def rules_of(rules: str, strict: list[str], schemas: dict[str, Any]) -> str:
+    """Return the rules of a grammar, with those of its schemas.
+
+    Raises:
+        RequestError: A schema is invalid, or not supported.
+    """
+    lines = [rules]
+    for name, schema in schemas.items():
+        made = prepare(schema, strict=name in strict)
+        options = {"x-guidance": _OPTIONS}
+        lines.append(f"{name}: %json {json.dumps(options if made is True else made | options)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Answer jobs until the input ends."""
+    import llguidance
+
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_STACK, (MOST_STACK, MOST_STACK))
+    # A vocabulary of single bytes, as what takes for ever does so with any.
+    tokenizer = llguidance.LLTokenizer("byte")
+    limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends this process
+        rules = error = ""
+        try:
+            rules = rules_of(*json.loads(line))
+            matcher = llguidance.LLMatcher(tokenizer, rules, log_level=0, limits=limits)
+            if matcher.is_error():
+                error = f"The JSON schema cannot be used: {first_line(matcher.get_error())}"
+        except RequestError as refused:
+            error = str(refused)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps([error, rules]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

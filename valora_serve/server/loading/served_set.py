@@ -32,7 +32,7 @@ from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS, 
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Collection, Iterable
 
     from valora_serve.types import EngineClient, NewContext, ServedModel
 
@@ -48,6 +48,9 @@ T = TypeVar("T")
 
 class ServedSet:
     """Loads and unloads at run time, one request at a time, and records it in the state file.
+
+    Names that an operator has given stay the operator's while nothing has them: no request loads an
+    adapter under them. An adapter that a request has loaded before gives way.
 
     Args:
         engine: Engine that serves the adapters and bundles.
@@ -72,6 +75,8 @@ class ServedSet:
         self._state = SavedState()
         self._lock = asyncio.Lock()
         self._waiting: dict[str, list[str]] = {}
+        self._found: set[str] = set()  # adapters that requests have loaded
+        self._reserved: set[str] = set()  # as `bundle_names` gives them, in lower case
 
     @property
     def bundles(self) -> list[str]:
@@ -96,7 +101,35 @@ class ServedSet:
         if self._folder is None:
             return []
         self._state = read_state(self._file.path)
+        self.reserve((*self._state.adapters, *self._state.contexts, *self._state.bundles))
+        for names in self._state.reserved.values():
+            self.reserve(names)
         return list(dict.fromkeys((*self._state.unloaded, *self._state.bundles)))
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """Keep names, as `bundle_names` gives them, from adapters that requests load."""
+        self._reserved |= {name.casefold() for name in names}
+
+    def reserves(self, name: str) -> bool:
+        """Return whether a name is an operator's, in capital or small letters."""
+        return _is_among(name.casefold(), self._reserved)
+
+    def is_found(self, name: str) -> bool:
+        """Return whether a request has loaded the adapter of this name."""
+        return name in self._found
+
+    def _reserve_served(self) -> None:
+        """Reserve the names of what operators have loaded."""
+        models = [model for model in self._engine.models() if model.name not in self._found]
+        bundles = {model.bundle.partition("@")[0] for model in models if model.bundle}
+        self.reserve((*(model.name for model in models), *bundles, *(f"{b}/" for b in bundles)))
+
+    async def _give_way(self, names: Collection[str]) -> None:
+        """Unload adapters that requests have loaded under names which an operator wants."""
+        for name in [one for one in self._found if _is_among(one, names)]:
+            await self._engine.unload_adapter(name)
+            self._found.discard(name)
+            logs.LOG.warning("unloaded %s: an operator loads something else of this name", name)
 
     async def restore(self) -> list[str]:
         """Load what earlier runs loaded at run time.
@@ -124,6 +157,7 @@ class ServedSet:
         problems += await self._restore_contexts(list(self._state.contexts))
         for problem in problems:
             logs.LOG.error("%s", problem)
+        self._reserve_served()
         return problems
 
     async def _restore_contexts(self, names: Iterable[str]) -> list[str]:
@@ -155,7 +189,8 @@ class ServedSet:
         Args:
             name: Name that requests will use.
             path: Folder of the adapter, absolute or relative to the adapter folder.
-            replace: Whether an adapter of this name that was loaded at run time is replaced.
+            replace: Whether an adapter of this name that was loaded at run time, or by a request,
+                is replaced.
             decode_only: Whether it is applied only to the last token of a prompt and those after.
 
         Raises:
@@ -165,7 +200,8 @@ class ServedSet:
         """
         async with self._lock:
             taken = {model.name: model for model in self._engine.models()}
-            if name in taken and not (replace and name in self._state.adapters):
+            known = name in self._state.adapters
+            if name in taken and not (replace and (known or name in self._found)):
                 raise BusyError(
                     f"The name {name} is taken by a served {taken[name].kind}: unload it first, or "
                     "set load_inplace to replace an adapter that was loaded at run time"
@@ -179,10 +215,12 @@ class ServedSet:
             async def load(state: SavedState) -> ServedModel:
                 late = name in state.decode_only
                 path = Path(state.adapters[name])
-                return await self._engine.load_adapter(name, path, decode_only=late)
+                made = await self._engine.load_adapter(name, path, decode_only=late)
+                self._found.discard(name)
+                return made
 
             async def undo() -> None:
-                if name in taken:
+                if name in taken and known:
                     await load(self._state)
                 else:
                     await self._engine.unload_adapter(name)
@@ -210,9 +248,15 @@ class ServedSet:
 
         Raises:
             AdapterError: It cannot be served; nothing has changed then.
+            UnknownModelError: An operator has taken the name meanwhile.
         """
         async with self._lock:
             if all(model.name != name for model in self._engine.models()):
+                if self.reserves(name):
+                    raise UnknownModelError(
+                        f"There is no model {name!r}, and its name is kept for what an operator "
+                        "has loaded: name one of /v1/models"
+                    )
                 try:
                     await asyncio.to_thread(_check_adapter, folder)
                 except OSError as error:
@@ -220,6 +264,7 @@ class ServedSet:
                         f"Adapter {name} was taken out of the adapter cache meanwhile: ask again"
                     ) from error
                 await self._engine.load_adapter(name, folder)
+                self._found.add(name)
                 await self._serve_waiting()
 
     async def unload_found(self, name: str, folder: Path, may: Callable[[], bool]) -> bool:
@@ -237,6 +282,7 @@ class ServedSet:
             if not self.has(name, folder) or not may():
                 return False
             await self._engine.unload_adapter(name)
+            self._found.discard(name)
             return True
 
     async def unload_adapter(self, name: str) -> None:
@@ -251,6 +297,7 @@ class ServedSet:
             served = next((m for m in self._engine.models() if m.name == name), None)
             if name not in self._state.adapters or (served is not None and served.bundle):
                 await self._engine.unload_adapter(name)  # says what is wrong with the name
+                self._found.discard(name)
                 return
             new = self._state.copied()
             del new.adapters[name]
@@ -264,7 +311,8 @@ class ServedSet:
 
         Args:
             wanted: The context.
-            replace: Whether a context of this name that was made at run time is replaced.
+            replace: Whether a context of this name that was made at run time, or an adapter that a
+                request has loaded, is replaced.
 
         Raises:
             RequestError: The document cannot be compressed; nothing has changed then.
@@ -277,7 +325,8 @@ class ServedSet:
             if self._folder is None:
                 raise AdapterError("Nothing can be made at run time: start with --adapter-folder")
             taken = {model.name: model for model in self._engine.models()}
-            if name in taken and not (replace and name in self._state.contexts):
+            known = name in self._state.contexts
+            if name in taken and not (replace and (known or name in self._found)):
                 raise BusyError(
                     f"The name {name} is taken by a served {taken[name].kind}: delete it first, or "
                     "set replace for a context that was made at run time"
@@ -287,13 +336,14 @@ class ServedSet:
             new.contexts[name] = str(folder)
 
             async def make() -> ServedModel:
+                await self._give_way([name])
                 try:
                     return await self._engine.make_context(wanted, folder)
                 except OSError as error:
                     raise self._unrecorded(f"context {name}", error) from error
 
             async def undo() -> None:
-                if name in taken:
+                if name in taken and known:
                     await self._engine.load_context(name, Path(self._state.contexts[name]))
                 else:
                     await self._engine.unload_context(name)
@@ -341,8 +391,9 @@ class ServedSet:
         async with self._lock:
             folder = await asyncio.to_thread(self._bundle_folder, path)
             before = self._served_bundles()
-            name = await asyncio.to_thread(bundle_name, folder)
-            new = self._state.copied()
+            names = await asyncio.to_thread(bundle_names, folder)
+            name, new = names[0], self._state.copied()
+            new.reserved[name] = sorted({*new.reserved.get(name, ()), *names})
             if name in before and name not in new.bundles and name not in new.unloaded:
                 new.unloaded.append(name)  # the command line's, which this one replaces
             new.bundles[name] = str(folder)
@@ -417,6 +468,7 @@ class ServedSet:
                 ) from error
             raise self._unrecorded(what, error) from error
         self._state = new
+        self._reserve_served()
         return made
 
     async def _unloaded(
@@ -427,6 +479,7 @@ class ServedSet:
         act: Callable[[str], Awaitable[None]] | None,
     ) -> None:
         """Record that something is unloaded and unload it: both, or neither."""
+        self._reserve_served()
         old = self._state
         try:
             await asyncio.to_thread(self._file.write, new)
@@ -467,6 +520,7 @@ class ServedSet:
             folder: Folder of the bundle.
             before: Folders of the served bundles, by name.
         """
+        await self._give_way(await asyncio.to_thread(bundle_names, folder))
         made = await self._engine.load_bundle(folder)
         if self._replay is not None:
             try:
@@ -589,14 +643,27 @@ def _check_adapter(folder: Path) -> None:
             )
 
 
-def bundle_name(folder: Path) -> str:
-    """Return the name in a bundle's manifest; the folder's name if it cannot be read."""
+def bundle_names(folder: Path) -> list[str]:
+    """Return the names that a bundle takes, as far as its manifest can be read.
+
+    Returns:
+        Its own name (that of its folder if the manifest has none), the same with a slash, which
+        stands for all names that begin so, and those of its domains.
+    """
     try:
         manifest = read_json(folder / MANIFEST)
     except UnreadableError:
         manifest = None
-    name = manifest.get("name") if isinstance(manifest, dict) else None
-    return (name if isinstance(name, str) else folder.name).partition("@")[0]
+    facts = manifest if isinstance(manifest, dict) else {}
+    name, domains = facts.get("name"), facts.get("domains")
+    own = (name if isinstance(name, str) else folder.name).partition("@")[0]
+    listed = domains if isinstance(domains, dict | list) else ()
+    return [own, f"{own}/", *(one for one in listed if isinstance(one, str))]
+
+
+def _is_among(name: str, names: Collection[str]) -> bool:
+    """Return whether names as `bundle_names` gives them stand for this one, too."""
+    return name in names or f"{name.partition('/')[0]}/" in names
 
 
 def _label(made: list[ServedModel], folder: Path) -> str:

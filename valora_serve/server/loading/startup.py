@@ -16,7 +16,7 @@ from valora_data.contract.files import expanded
 from valora_data.errors import BundleError
 from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.loading import golden
-from valora_serve.server.loading.served_set import bundle_name
+from valora_serve.server.loading.served_set import bundle_names
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
@@ -141,8 +141,10 @@ async def load_all(
     loaded = []
     left_out = []
     for folder in bundles:
-        name = await asyncio.to_thread(bundle_name, folder)
+        names = await asyncio.to_thread(bundle_names, folder)
+        name = names[0]
         if name in unloaded:
+            served.reserve(names)
             if name not in served.bundles:  # `restore` loads the one that replaced it
                 left_out.append(f"bundle {name} was unloaded at run time: load it to serve it")
             continue

@@ -29,6 +29,8 @@ class SavedState(BaseModel):
         contexts: Folders of contexts made at run time, by name.
         unloaded: Bundles of the command line that were unloaded or replaced at run time.
         decode_only: Names of the adapters that are applied at decoding only.
+        reserved: Names that bundles loaded at run time have brought, by bundle, see
+            `served_set.bundle_names`; also of those that were unloaded or replaced since.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -39,6 +41,7 @@ class SavedState(BaseModel):
     contexts: dict[str, str] = {}
     unloaded: list[str] = []
     decode_only: list[str] = []
+    reserved: dict[str, list[str]] = {}
 
     def copied(self) -> SavedState:
         """Return a copy that can be changed."""

@@ -116,12 +116,13 @@ class OnRequest:
 
     def allows(self, name: str) -> bool:
         """Return whether requests may load an adapter of this name."""
-        return NAME.fullmatch(name) is not None and any(p.match(name) for p in self._patterns)
+        known = NAME.fullmatch(name) is not None and any(p.match(name) for p in self._patterns)
+        return known and not self._served.reserves(name)
 
     def source(self, name: str) -> str | None:
         """Return the scheme of the place that a loaded adapter came from; None for others."""
         entry = self._loaded.get(name)
-        return None if entry is None else entry.source
+        return None if entry is None or not self._served.is_found(name) else entry.source
 
     def is_lost(self, name: str) -> bool:
         """Return whether a loaded adapter is on disk alone, and the cache has lost its files."""

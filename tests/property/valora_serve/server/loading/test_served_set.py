@@ -1,4 +1,7 @@
-"""Any sequence of loads, unloads, faults and restarts serves what a simple table says."""
+"""Any sequence of loads, unloads, faults and restarts serves what a simple table says.
+
+Adapters that requests load are in it only under names that no operator has given.
+"""
 
 import asyncio
 import contextlib
@@ -16,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
 from valora_data.errors import ValoraError
-from valora_serve.errors import StorageError
+from valora_serve.errors import StorageError, UnknownModelError
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
 
@@ -29,6 +32,7 @@ FOLDERS = {  # name of the bundle, and its domains
 COMMAND_LINE = {"cars-0": ("cars", ("car", "bus")), "boats-0": ("boats", ("boat", "ship"))}
 ADAPTERS = ("a", "b")
 NAMES = ("x", "y", "car")
+ASKED = (*NAMES, "van", "ship", "SHIP", "cars", "cars/7", "Vans/7", "Person", "free")
 BUILT_IN = {model.name: model.root for model in FakeEngine().models()}
 
 
@@ -37,7 +41,11 @@ class Killed(BaseException):
 
 
 class Serving(RuleBasedStateMachine):
-    """The table: folder and domains of each served bundle, folder of each adapter."""
+    """The table: folder and domains of each served bundle, folder of each adapter.
+
+    Beside it, what requests have loaded, and the names that are kept from them: those that the
+    process has heard of, and those of bundles, which outlive it.
+    """
 
     @initialize()
     def start(self):
@@ -47,7 +55,7 @@ class Serving(RuleBasedStateMachine):
             folder.mkdir(parents=True)
             content = {"name": bundle, "base": "tiny", "domains": domains}
             (folder / "bundle.json").write_text(json.dumps(content))
-        for name in ADAPTERS:
+        for name in (*ADAPTERS, "../store"):
             folder = self.place / "adapters" / name
             folder.mkdir()
             (folder / "adapter_config.json").write_text("{}")
@@ -57,12 +65,15 @@ class Serving(RuleBasedStateMachine):
             for name, (bundle, domains) in COMMAND_LINE.items()
         }
         self.adapters = {}
+        self.lasting = {n for bundle, names in COMMAND_LINE.values() for n in (bundle, *names)}
         self.boot()
 
     def boot(self):
         async def warm_up():
             pass
 
+        self.found = set()
+        self.kept = self.lasting | set(self.adapters) | {name.lower() for name in BUILT_IN} | {"d"}
         self.engine = FakeEngine()
         file = self.place / "state" / "served.json"
         self.served = ServedSet(self.engine, self.place / "adapters", file)
@@ -80,6 +91,28 @@ class Serving(RuleBasedStateMachine):
     def actual(self):
         found = {model.name: model.root for model in self.engine.models()}
         return {name: root for name, root in found.items() if name not in BUILT_IN}
+
+    def note(self, bundle, folder, domains):
+        self.bundles[bundle] = (self.place / "adapters" / folder, domains)
+        self.lasting |= {bundle, *domains}
+        self.kept |= self.lasting
+
+    def is_kept(self, name):
+        bundles = {bundle for bundle, _ in (FOLDERS | COMMAND_LINE).values()}
+        first = name.lower().split("/")[0]
+        return name.lower() in self.kept or first in self.kept & bundles
+
+    @rule(name=st.sampled_from(ASKED))
+    def request(self, name):
+        there = name in {model.name for model in self.engine.models()}
+        assert self.served.reserves(name) == self.is_kept(name)
+        try:
+            asyncio.run(self.served.load_found(name, self.place / "store"))
+        except UnknownModelError:
+            assert self.is_kept(name) and not there
+        else:
+            assert there or not self.is_kept(name)
+            self.found |= set() if there else {name}
 
     def attempt(self, change, allowed, done, at):
         """Make a change, perhaps on a full disk; `done` enters it in the table."""
@@ -102,19 +135,25 @@ class Serving(RuleBasedStateMachine):
     def load_adapter(self, name, folder, replace, at):
         self.attempt(
             lambda: self.served.load_adapter(name, folder, replace=replace),
-            name not in self.table() or (replace and name in self.adapters),
-            lambda: self.adapters.update({name: self.place / "adapters" / folder}),
+            name not in {*self.table(), *self.found}
+            or (replace and name in {*self.adapters, *self.found}),
+            lambda: (
+                self.adapters.update({name: self.place / "adapters" / folder}),
+                self.kept.add(name),
+            ),
             at,
         )
+        self.gave_way({name})
 
     @rule(name=st.sampled_from(NAMES), at=faults)
     def unload_adapter(self, name, at):
         self.attempt(
             lambda: self.served.unload_adapter(name),
-            name in self.adapters,
-            lambda: self.adapters.pop(name),
+            name in {*self.adapters, *self.found},
+            lambda: self.adapters.pop(name, None),
             at,
         )
+        self.gave_way({name})
 
     @rule(name=st.sampled_from(list(FOLDERS)), at=faults)
     def load_bundle(self, name, at):
@@ -123,9 +162,16 @@ class Serving(RuleBasedStateMachine):
         self.attempt(
             lambda: self.served.load_bundle(name),
             not (others | set(self.adapters)) & set(domains),
-            lambda: self.bundles.update({bundle: (self.place / "adapters" / name, domains)}),
+            lambda: self.note(bundle, name, domains),
             at,
         )
+        self.gave_way({*domains, f"{bundle}/7"})
+
+    def gave_way(self, names):
+        """What requests have loaded may be gone only under these names."""
+        gone = {name for name in self.found if not self.served.is_found(name)}
+        assert gone <= names
+        self.found -= gone
 
     @rule(name=st.sampled_from(["cars", "vans", "boats", "cars@1"]), at=faults)
     def unload_bundle(self, name, at):
@@ -149,8 +195,7 @@ class Serving(RuleBasedStateMachine):
             asyncio.run(self.served.load_bundle(name))
         self.boot()
         if self.actual() != self.table():
-            bundle, domains = FOLDERS[name]
-            self.bundles[bundle] = (self.place / "adapters" / name, domains)
+            self.note(FOLDERS[name][0], name, FOLDERS[name][1])
             assert at > 5, before
 
     @rule(name=st.sampled_from([*FOLDERS, *ADAPTERS]))
@@ -167,7 +212,8 @@ class Serving(RuleBasedStateMachine):
     @invariant()
     def what_is_served_is_in_the_table(self):
         if hasattr(self, "engine"):
-            assert self.actual() == self.table()
+            found = dict.fromkeys(self.found, str(self.place / "store"))
+            assert self.actual() == self.table() | found
 
     def teardown(self):
         if hasattr(self, "place"):

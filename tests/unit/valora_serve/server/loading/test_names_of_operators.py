@@ -1,0 +1,186 @@
+"""What an operator has named is not taken by adapters that requests load, whoever came first."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_replicas import Replica, start
+from tests.support.http_helpers import serving
+from valora_serve.errors import UnknownModelError
+from valora_serve.server.loading import startup
+from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.types import Request
+
+SECRET = "an-admin-key-of-32-characters-ok"
+NAMES = ("car", "bus", "cars", "cars/1", "mine", "rules")
+"""What the source has: names of a bundle with its domains, of an adapter, and of a context."""
+
+
+def adapter(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    (folder / "adapter_model.safetensors").write_bytes(b"\0" * 8)
+
+
+def bundle(folder):
+    """A bundle for the fake engine, whose manifest every reader accepts."""
+    folder.mkdir(parents=True)
+    facts = {"task": "detection", "metric": "f1", "adapter": None, "head": None, "labels": ["x"],
+             "prompt": "p", "status": "met"}  # fmt: skip
+    manifest = {"schema_version": 2, "name": "cars", "version": 1, "adapters": {}, "files": {},
+                "base": {"id": "tiny", "sha256": "0"},
+                "domains": {"car": facts, "bus": facts}}  # fmt: skip
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path):
+    bundle(tmp_path / "adapters" / "b")
+    adapter(tmp_path / "adapters" / "own")
+    for name in (*NAMES, "free", "Car", "CARS/9", "Tiny", "Person"):
+        adapter(tmp_path / "store" / name)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def started(place, *bundles):
+    """A server that restores what an earlier one has recorded."""
+    engine = FakeEngine()
+    served = ServedSet(engine, place / "adapters", place / "state.json")
+
+    async def warm_up():
+        pass
+
+    load = startup.load_all(engine, bundles, served, warm_up=warm_up, replay=False)
+    asyncio.run(load)
+    served._lock = asyncio.Lock()  # of the server's event loop
+    chosen = {
+        "adapter_sources": (str(place / "store"),), "adapter_allow": ("*",),
+        "adapter_cache": str(place / "cache"), "allow_runtime_loading": True, "api_key": SECRET,
+        "adapter_folder": str(place / "adapters"),
+    }  # fmt: skip
+    with serving(engine, served=served, **chosen) as server:
+        server.client.headers["authorization"] = f"Bearer {SECRET}"
+        yield server
+
+
+def post(server, path, status=200, **body):
+    answer = server.client.post(f"/v1/{path}", json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def ask(server, name):
+    body = {"model": name, "prompt": "x", "max_tokens": 1}
+    return server.client.post("/v1/completions", json=body).status_code
+
+
+def asked(server, *names):
+    return {name: ask(server, name) for name in names}
+
+
+def kinds(server):
+    listed = server.client.get("/v1/models").json()["data"]
+    return {one["id"]: (one["kind"], one["resolver"]) for one in listed}
+
+
+LOADS = {
+    "bundle": ("load_bundle", {"bundle_path": "b"}, ("car", "bus")),
+    "adapter": (
+        "load_lora_adapter", {"lora_name": "mine", "lora_path": "own", "load_inplace": True},
+        ("mine",),
+    ),
+    "context": ("contexts", {"name": "rules", "document": "no dogs", "replace": True}, ("rules",)),
+}  # fmt: skip
+
+
+def unload(server, what):
+    if what == "context":
+        return server.client.delete("/v1/contexts/rules").raise_for_status()
+    if what == "adapter":
+        return post(server, "unload_lora_adapter", lora_name="mine")
+    return post(server, "unload_bundle", bundle_name="cars")
+
+
+@pytest.mark.parametrize("what", LOADS)
+def test_what_an_operator_loads_replaces_what_requests_loaded(place, what):
+    path, body, names = LOADS[what]
+    with started(place) as server:
+        assert set(asked(server, *NAMES, "free").values()) == {200}
+        assert all(kinds(server)[name] == ("adapter", "file") for name in names)
+        post(server, path, **body)
+        now = kinds(server)
+        assert all(now[name][1] is None for name in names), now
+        assert now["free"] == ("adapter", "file")
+        assert set(asked(server, *names, "free").values()) == {200}
+        unload(server, what)
+        assert set(asked(server, *names).values()) == {404}
+        post(server, path, **body)
+        assert set(asked(server, *names).values()) == {200}
+
+
+def test_names_of_an_unloaded_bundle_are_kept(place):
+    with started(place) as server:
+        post(server, "load_bundle", bundle_path="b")
+        for gone in (False, True):
+            if gone:
+                unload(server, "bundle")
+            taken = asked(server, "Car", "cars", "cars/1", "CARS/9", "Tiny", "Person", "free")
+            assert taken == dict.fromkeys(taken, 404) | {"free": 200}
+        assert asked(server, "car", "bus") == {"car": 404, "bus": 404}
+
+
+@pytest.mark.parametrize("how", ["unloaded", "without its folder", "of the command line"])
+def test_names_are_kept_after_a_restart(place, how):
+    bundles = [bundle(place / "outside")] if how == "of the command line" else []
+    with started(place, *bundles) as server:
+        if not bundles:
+            post(server, "load_bundle", bundle_path="b")
+        if how != "without its folder":
+            unload(server, "bundle")
+    if how == "without its folder":
+        shutil.move(place / "adapters" / "b", place / "away")
+    with started(place, *bundles) as server:
+        assert "car" not in kinds(server)
+        assert set(asked(server, "car", "bus", "cars", "cars/1").values()) == {404}
+        if how == "without its folder":
+            shutil.move(place / "away", place / "adapters" / "b")
+        post(server, "load_bundle", bundle_path="b")
+        assert set(asked(server, "car", "bus").values()) == {200}
+
+
+def test_what_is_loaded_by_hand_is_not_taken_without_being_asked(place):
+    """As for what was loaded at run time before."""
+    with started(place) as server:
+        assert ask(server, "mine") == 200
+        post(server, "load_lora_adapter", 409, lora_name="mine", lora_path="own")
+        post(server, "unload_lora_adapter", lora_name="mine")
+        assert ask(server, "mine") == 200  # a request's, which may come back
+
+
+def test_replicas_let_a_requests_adapter_give_way(place):
+    """Those that start later, too; and salts reach them."""
+
+    async def case():
+        client, handle, board, replicas = await start(FakeEngine(), FakeEngine())
+        served = ServedSet(client, place / "adapters", place / "state.json")
+        await served.load_found("car", place / "store" / "car")
+        await served.load_bundle("b")
+        late = Replica("late", board, FakeEngine())
+        await late._follow(await late._board.state.remote(), strict=False)
+        for one in (*replicas, late):
+            kinds = {model.name: model.kind for model in one._engine.models()}
+            assert kinds["car"] == "domain"
+        await served.unload_bundle("cars")
+        with pytest.raises(UnknownModelError, match="kept for what an operator"):
+            await served.load_found("car", place / "store" / "car")
+        async for _ in client.generate(Request("a", text="x", cache_salt="mine")):
+            pass
+        assert handle.calls[-1].request.cache_salt == "mine"
+
+    asyncio.run(case())

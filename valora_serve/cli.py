@@ -283,10 +283,23 @@ def make_key(arguments: Sequence[str]) -> int:
         type=Path,
         help="keys file that the key is appended to; without it, the line is printed",
     )
+    made.add_argument(
+        "--models",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="models that the key may see and ask, e.g. 'vehicles-*', and bundles with their "
+        "version, e.g. 'detection@*'; all by default",
+    )
     found = made.parse_args(list(arguments))
     if not found.name.replace("-", "").replace("_", "").isalnum() or not found.name.isascii():
         made.error(f"name {found.name!r} may have letters, digits, - and _ only")
-    secret, line = new_key(found.name, found.role)
+    if found.models and found.role == "admin":
+        made.error("admin keys may see all models: leave --models out")
+    for pattern in found.models:
+        if len(pattern.split()) != 1 or "#" in pattern or not pattern.isprintable():
+            made.error(f"pattern {pattern!r} has a space or #: put ? in its place")
+    secret, line = new_key(found.name, found.role, found.models)
     if found.file is None:
         print(line)
     else:

@@ -169,6 +169,7 @@ class Request:
         sampling: How tokens are chosen and when generation stops.
         deadline: Seconds from arrival within which the request must be answered; None for no limit.
         client: Who asks, e.g. the name of an API key, for shares by key; None if that is not known.
+        cache_salt: Requests share cached prompts and images only where this is the same.
         stream: Whether outputs are passed on to the client as they come. Otherwise all of them come
             at the end, and another replica may begin the answer again.
     """
@@ -187,6 +188,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadline: float | None = None
     client: str | None = None
+    cache_salt: str | None = None
     stream: bool = True
 
 

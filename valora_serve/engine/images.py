@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ImageEncoder:
-    """Encodes images, with a cache keyed by image and by the adapter's vision weights.
+    """Encodes images, with a cache keyed by image, the adapter's vision weights and the tenant.
 
     Args:
         runner: Runs the vision encoder.
@@ -31,7 +31,7 @@ class ImageEncoder:
     Attributes:
         queries: Images looked up since the start.
         hits: Images found since the start.
-        encoded: Images encoded since the start; equal ones that are encoded together count once.
+        encoded: Images encoded since the start; a tenant's equal ones in one step count once.
         held_bytes: Bytes of the cached images.
     """
 
@@ -161,4 +161,4 @@ class ImageEncoder:
 
 def _key(sequence: SequenceState, number: int) -> bytes:
     """Return the key of an image of a request in the cache."""
-    return sequence.prompt.visuals[number].key + sequence.vision
+    return sequence.prompt.visuals[number].key + sequence.vision + sequence.tenant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import TYPE_CHECKING
 
@@ -144,6 +145,8 @@ class Intake:
         due = self._settings.policy_settings.due(view)
         if due is not None:
             view.latency_limit = due - now
+        tenant = tenant_key(request.cache_salt)
+        memory = b"" if context is None or prefix is None else bytes.fromhex(context.content)
         return SequenceState(
             request=request,
             prompt=prompt,
@@ -157,7 +160,8 @@ class Intake:
             vision=vision,
             own_from=len(ids) - 1 if target.model.decode_only else prompt.given,
             prefix=prefix,
-            root=b"" if context is None or prefix is None else bytes.fromhex(context.content),
+            tenant=tenant,
+            root=tenant + memory,
             text=Detokenizer(self._tokenizer, request.sampling.stop, request.sampling.min_tokens),
             generator=make_generator(request.sampling, self._lmm.device),
             max_new=most,
@@ -236,6 +240,11 @@ class Intake:
             # Names of the same content have accounts of their own.
             return model.name if model.kind == "adapter" else self._named.name(adapter)
         return None
+
+
+def tenant_key(cache_salt: str | None) -> bytes:
+    """Return what the keys of a request in the prefix and image caches begin with; often empty."""
+    return b"" if cache_salt is None else hashlib.sha256(b"tenant|" + cache_salt.encode()).digest()
 
 
 def _spans(prompt: Prompt, vision: bytes) -> list[ImageSpan]:

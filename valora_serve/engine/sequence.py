@@ -58,6 +58,7 @@ class SequenceState:
         spans: Images in the prompt, for its keys in the prefix cache.
         vision: Content hash of the adapter's weights that change how images are encoded; empty if
             there are none.
+        tenant: Hash of its cache salt, for its keys in the image cache; empty without one.
         text: Turns tokens into text.
         generator: Random numbers of its own, None for greedy decoding.
         max_new: Most tokens to generate.
@@ -66,7 +67,8 @@ class SequenceState:
         scores: Log probabilities of its prompt, one entry for each step that computed some; None if
             it wants none, or has got them.
         prefix: Key of the prefix of its context, None without one.
-        root: Content hash of that prefix.
+        root: What its keys in the prefix cache begin with: hash of its cache salt, and content
+            hash of that prefix.
         mask_seconds: Time that its constraint has taken to compute masks, in seconds.
         place: Its place in the batch, None while it waits.
         computed: Tokens whose keys and values are in the cache, those of the step under way
@@ -102,6 +104,7 @@ class SequenceState:
     counts: TokenCounts | None = None
     scores: list[StepLogprobs] | None = None
     own_from: int = 0
+    tenant: bytes = b""
     prefix: str | None = None
     root: bytes = b""
     mask_seconds: float = 0.0

@@ -171,7 +171,7 @@ class _SequencePages:
         shared: Number of pages at their beginning that belong to its context.
         keys: Keys of its full and computed blocks in the prefix cache, from the first page on that
             is not its context's.
-        root: Content hash of its context, empty without one.
+        root: What the chain of its keys begins with, see `BlockManager`.
     """
 
     tokens: Sequence[int]
@@ -191,8 +191,9 @@ class BlockManager:
     key of the block before it; for the first block the adapter's content hash (`salt`) takes that
     place. Where an adapter is applied from a later token on, its hash joins in at that token's
     block, and the blocks before are those of the base model. A sequence that begins with a context
-    has that one's pages first; the context's hash stands for them. Only full blocks are shared
-    between sequences, so a shared block is never written to.
+    has that one's pages first; the context's hash stands for them. The chain begins with `root`:
+    this hash, behind that of the tenant, so that tenants share no blocks. Only full blocks are
+    shared between sequences, so a shared block is never written to.
 
     Args:
         pool: Pages to take and give back.
@@ -245,7 +246,7 @@ class BlockManager:
             since: Index of the first token that the adapter is applied to, at least that of the
                 first token behind `shared`.
             shared: Number of blocks at the beginning that a context has.
-            root: Content hash of the context.
+            root: What the chain of keys begins with: hashes of the tenant and of the context.
 
         Returns:
             Number of cached tokens, those of the context's blocks included, and the blocks behind
@@ -288,7 +289,7 @@ class BlockManager:
             since: Index of the first token that the adapter is applied to.
             shared: Pages of a context, all full, with which the table begins; they stay the
                 context's.
-            root: Content hash of the context.
+            root: What the chain of keys begins with: hashes of the tenant and of the context.
 
         Returns:
             Number of cached tokens, those of `shared` included, which need not be computed.

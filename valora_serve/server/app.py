@@ -110,7 +110,7 @@ def create_app(
     if served is None:
         folder = Path(settings.adapter_folder) if settings.adapter_folder else None
         served = ServedSet(engine, folder, Path(settings.state_file))
-    service = Service(engine, admission, metrics, tracer, share_by)
+    service = Service(engine, admission, metrics, tracer, share_by, settings.cache_sharing)
     on_request = OnRequest.of(service, served, settings)
     follow_adapters(metrics, service, on_request)
     context = ServerContext(

@@ -15,7 +15,7 @@ from valora_serve.errors import (
     StoppedError,
     UnknownModelError,
 )
-from valora_serve.server.access.guard import caller
+from valora_serve.server.access.guard import caller, caller_key
 from valora_serve.types import Finish
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Service:
         metrics: Metrics of requests.
         tracer: Makes a span for each request.
         share_by: By what the engine keeps shares: ``key``, ``adapter`` or ``none``.
+        cache_sharing: Who shares cached prompts and images, see `ServerSettings`.
     """
 
     def __init__(
@@ -51,12 +52,13 @@ class Service:
         metrics: Metrics,
         tracer: Tracer,
         share_by: str = "none",
+        cache_sharing: str = "key",
     ) -> None:
         self.engine = engine
         self._admission = admission
         self._metrics = metrics
         self._tracer = tracer
-        self._share_by = share_by
+        self._share_by, self._cache_sharing = share_by, cache_sharing
         self._models: dict[str, ServedModel] = {}
         self._hidden: set[str] = set()
         self.refresh()
@@ -81,20 +83,34 @@ class Service:
         """Return whether a request can name this."""
         return name in self._models
 
+    def sees(self, name: str) -> bool:
+        """Return whether the caller's key may see and ask what has, or would have, this name."""
+        key, found = caller_key.get(), self._models.get(name)
+        if key is None or found is None:
+            return key is None or key.sees(name)
+        return key.sees(found.name, found.bundle)
+
+    def models(self) -> list[ServedModel]:
+        """Return what the caller may see of what the engine serves."""
+        key, found = caller_key.get(), self.engine.models()
+        limited = key is not None and key.models  # there may be thousands of adapters
+        return [model for model in found if self.sees(model.name)] if limited else found
+
     def model(self, name: str | None) -> ServedModel:
         """The domain, adapter or base model of a name; the base model if the name is None.
 
         Raises:
-            UnknownModelError: There is no model of this name; the message lists the names.
+            UnknownModelError: The caller sees no model of this name; the message lists the names.
         """
-        if name is None:
-            return next(iter(self._models.values()))
-        if (found := self._models.get(name)) is not None:
+        wanted = next(iter(self._models)) if name is None else name
+        if (found := self._models.get(wanted)) is not None and self.sees(wanted):
             return found
-        others = list(dict.fromkeys(model.name for model in self._models.values()))
-        listed = ", ".join(others[:NAMED])
+        others = dict.fromkeys(one.name for key, one in self._models.items() if self.sees(key))
+        listed = ", ".join(list(others)[:NAMED]) or "those that this key may ask, which are none"
         if len(others) > NAMED:
             listed += f" and {len(others) - NAMED} more (see /v1/models)"
+        if name is None:
+            raise UnknownModelError(f"This key may not ask the base model: name one of {listed}")
         shown = name[:100].encode("utf-8", "replace").decode()
         raise UnknownModelError(f"There is no model {shown!r}: name one of {listed}")
 
@@ -131,6 +147,13 @@ class Service:
             return model.adapter or "base"
         return (caller.get() or "") if self._share_by == "key" else ""
 
+    def _cache_salt(self, salt: str | None) -> str | None:
+        """Return what requests share cached prompts and images by, from a request's own salt."""
+        key, sharing = caller.get(), self._cache_sharing
+        if sharing == "all" or (sharing == "salt" and salt is not None):
+            key = None
+        return None if key is None and salt is None else repr((key, salt))
+
     async def ask(
         self,
         ticket: Ticket,
@@ -155,13 +178,16 @@ class Service:
         last: Output | None = None
         constraint = request.sampling.constraint
         texts: list[str] = []
-        request = dataclasses.replace(request, client=caller.get(), stream=stream)
+        salt = self._cache_salt(request.cache_salt)
+        request = dataclasses.replace(request, client=caller.get(), cache_salt=salt, stream=stream)
         answering = self.engine.generate(request)
         try:
             with self._tracer.span(name, headers) as span:
                 async for output in answering:
                     if output.token_ids:
                         tokens_at += [time.monotonic()] * len(output.token_ids)
+                    if isinstance(output.error, UnknownModelError):  # which lists all names
+                        raise UnknownModelError(f"{name} was unloaded: name one of /v1/models")
                     if output.finish in (Finish.ERROR, Finish.CANCELLED):
                         raise output.error or CancelledRequestError("The request was cancelled")
                     if constraint is not None:

@@ -14,13 +14,17 @@ class ServerSettings:
         port: Port to listen on; 0 for any free port.
         tls_cert: Certificate chain (PEM); with tls_key, the server speaks https.
         tls_key: Private key (PEM) of tls_cert.
-        keys_file: File of API keys, one "name role sha256" per line, made by `valora-serve key`.
+        keys_file: File of API keys, one "name role sha256 [model...]" per line, made by
+            `valora-serve key`.
         api_key: One API key with the role admin, in the clear, for a quick start.
         allowed_hosts: Host names, besides localhost, under which a server without API keys answers;
             * for any.
         allowed_origins: Origins, e.g. https://app.example.org, whose web pages may send requests; *
             for any.
         protect_metrics: Require an API key for /metrics as well.
+        cache_sharing: Who shares cached prompts and images: key (requests of the same API key, and
+            of the same cache_salt if they have one), salt (the same, but a cache_salt is shared by
+            all keys that send it) or all (all requests without a cache_salt, too).
         allow_runtime_loading: Let admin keys load and unload adapters and bundles at run time.
         adapter_folder: Folder that adapters and bundles can be loaded from at run time.
         state_file: File that records what was loaded at run time, for the next start.
@@ -101,6 +105,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     protect_metrics: bool = False
+    cache_sharing: str = "key"
     allow_runtime_loading: bool = False
     adapter_folder: str | None = None
     state_file: str = ".valora/serve/served.json"
@@ -191,6 +196,8 @@ class ServerSettings:
             raise ValueError(f"log_level is {self.log_level}: name debug, info, warning or error")
         if self.log_format not in {"text", "json"}:
             raise ValueError(f"log_format is {self.log_format}: name text or json")
+        if self.cache_sharing not in {"key", "salt", "all"}:
+            raise ValueError(f"cache_sharing is {self.cache_sharing}: name key, salt or all")
 
     def _check_access(self) -> None:
         if self.api_key is not None and len(self.api_key) < 16:

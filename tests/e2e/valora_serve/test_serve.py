@@ -21,6 +21,7 @@ from tests.e2e.valora_serve.serving import ROOT, Process, bundle_with_golden
 from tests.support.http_helpers import until
 from tests.support.serve_helpers import DOMAINS, DomainSpec, make_adapter, make_bundle
 from valora_data.contract.bundle import GOLDEN, read_bundle
+from valora_serve.server.access.keys import new_key
 
 pytestmark = pytest.mark.slow
 
@@ -367,6 +368,44 @@ def test_kill_and_restart_come_back_to_the_same_set(sample_bundle, tmp_path):
         assert ask(second, "one") is None
     finally:
         second.end()
+
+
+def test_a_stranger_learns_nothing_of_cached_prompts(sample_bundle, picture, tmp_path):
+    """Of the base model, an adapter, a context and an image: each key finds what it sent itself."""
+    keys = {name: new_key(name, "user") for name in ("alice", "bob")}
+    (tmp_path / "keys").write_text("\n".join(line for _, line in keys.values()))
+    (tmp_path / "adapters").mkdir()
+    process = Process(
+        sample_bundle, "--no-golden", "--keys-file", tmp_path / "keys", "--api-key", SECRET,
+        "--allow-runtime-loading", "--adapter-folder", tmp_path / "adapters",
+        "--state-file", tmp_path / "state.json", cwd=tmp_path,
+    ).ready()  # fmt: skip
+
+    def send(secret, path, **body):
+        headers = {"authorization": f"Bearer {secret}"}
+        answer = httpx.post(f"{process.url}/v1/{path}", json=body, headers=headers, timeout=60)
+        return answer.raise_for_status().json()
+
+    def cached(name, model, parts, **more):
+        turns = [{"role": "user", "content": parts}]
+        body = {"model": model, "messages": turns, "max_tokens": 1, **more}
+        used = send(keys[name][0], "chat/completions", **body)["usage"]
+        return used["prompt_tokens_details"]["cached_tokens"]
+
+    text = {"type": "text", "text": "my account is four seven one two and my pin nine three " * 3}
+    image = {"type": "image_url", "image_url": {"url": url(picture)}}
+    try:
+        send(SECRET, "contexts", name="rules", document="No dogs after eight. " * 20)
+        asked = [(model, [text]) for model in ("tiny", "sample/adapter-1", "rules")]
+        for model, parts in (*asked, ("tiny", [image, text])):
+            for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}):
+                first, again = (cached("alice", model, parts, **salt) for _ in range(2))
+                assert (first > 0) == (model == "rules")  # the document, which is the operator's
+                assert again > first + 32
+                assert cached("bob", model, parts, **salt) == first
+                assert cached("bob", model, parts, **salt) == again
+    finally:
+        process.end()
 
 
 def test_adapters_that_do_not_fit_are_refused(sample_bundle, tmp_path, random_llava):

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from valora_serve.server.access.admission import RateLimiter
-    from valora_serve.server.access.keys import KeyRing
+    from valora_serve.server.access.keys import Key, KeyRing
     from valora_serve.server.access.rules import Rules
     from valora_serve.server.access.sites import Sites
 
 
 caller: ContextVar[str | None] = ContextVar("caller", default=None)
 """Name of the API key of the request that is being handled; None without one."""
+caller_key: ContextVar[Key | None] = ContextVar("caller_key", default=None)
+"""That key."""
 
 
 class Guard:
@@ -51,8 +53,8 @@ class Guard:
 
         Raises:
             UnauthorizedError: The API key is missing or unknown.
-            ForbiddenError: The key may not use this route, the route is disabled, or a page of
-                another site sent the request to a server without keys.
+            ForbiddenError: The key may not use this route or not see all models, the route is
+                disabled, or a page of another site sent the request to a server without keys.
             RequestError: The request names no host.
             RateLimitError: The caller has exceeded the rate limit.
         """
@@ -61,7 +63,8 @@ class Guard:
         if rules.disabled is not None:
             raise ForbiddenError(rules.disabled)
         caller.set(None)
-        if rules.access is Access.OPEN:
+        caller_key.set(None)
+        if rules.access is Access.OPEN and not (rules.tells and self._keys.limited):
             return {}
         admin = rules.access is Access.ADMIN
         if admin and not self._keys:
@@ -72,6 +75,11 @@ class Guard:
         key = self._keys.check(headers.get(b"authorization"), admin=admin)
         address = scope["client"][0] if scope.get("client") else ""
         self._rates.take(f"key {key.name}" if key else f"address {address}", time.monotonic())
-        if key:
-            caller.set(key.name)
+        if key and key.models and rules.tells == "all":
+            raise ForbiddenError(
+                f"Key {key.name} may not see all models, of which this tells: use a key without "
+                "patterns of models"
+            )
+        caller.set(key.name if key else None)
+        caller_key.set(key)
         return {"key": key.name} if key else {}

@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from valora_serve.errors import ForbiddenError, SettingsError, UnauthorizedError
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from valora_serve.server.settings import ServerSettings
 
 ROLES = ("user", "admin")
@@ -33,11 +36,26 @@ class Key:
         name: Name of the key's owner.
         role: ``user`` or ``admin``.
         sha256: Hash of the key, in hexadecimal.
+        models: Patterns of the models that it may see and ask; empty for all. Those with an @ are
+            also those of bundles, with all that is in them.
     """
 
     name: str
     role: str
     sha256: str
+    models: tuple[str, ...] = ()
+
+    def sees(self, model: str, bundle: str | None = None) -> bool:
+        """Return whether the key may see and ask a model.
+
+        Args:
+            model: Its name.
+            bundle: Name and version of its bundle, e.g. ``detection@1``; None without one.
+        """
+        return not self.models or any(
+            fnmatchcase(model, one) or ("@" in one and fnmatchcase(bundle or "", one))
+            for one in self.models
+        )
 
 
 def hashed(secret: str) -> str:
@@ -45,18 +63,18 @@ def hashed(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def new_key(name: str, role: str) -> tuple[str, str]:
-    """Make an API key.
+def new_key(name: str, role: str, models: Sequence[str] = ()) -> tuple[str, str]:
+    """Make an API key; see `Key` for its name, its role and its models.
 
     Returns:
         The key, which is shown once, and its line for the keys file.
     """
     secret = PREFIX + secrets.token_urlsafe(32)
-    return secret, f"{name} {role} {hashed(secret)}"
+    return secret, " ".join([name, role, hashed(secret), *models])
 
 
 def read_keys(path: Path) -> list[Key]:
-    """Read a keys file with one ``name role sha256`` per line; # begins a comment.
+    """Read a keys file with ``name role sha256 [model…]`` in each line; # begins a comment.
 
     Raises:
         SettingsError: A line is invalid. The message does not quote it, because it may hold a
@@ -71,12 +89,14 @@ def read_keys(path: Path) -> list[Key]:
         words = line.split("#", 1)[0].split()
         if not words:
             continue
-        if len(words) != 3 or words[1] not in ROLES or not re.fullmatch("[0-9a-f]{64}", words[2]):
+        known = len(words) > 2 and words[1] in ROLES and re.fullmatch("[0-9a-f]{64}", words[2])
+        if not known or (words[1] == "admin" and words[3:]):  # an admin may load all models
             raise SettingsError(
-                f"line {number} of keys file {path} is not `name user|admin sha256`: make one with "
-                "`valora-serve key NAME`"
+                f"line {number} of keys file {path} is neither `name user sha256 [model…]` nor "
+                "`name admin sha256`: make one with `valora-serve key NAME`"
             )
-        keys.append(Key(*words))
+        name, role, sha256, *models = words
+        keys.append(Key(name, role, sha256, tuple(models)))
     return keys
 
 
@@ -104,6 +124,12 @@ class KeyRing:
     def names(self) -> set[str]:
         """Names of the keys."""
         return {key.name for key in self._keys}
+
+    @property
+    def limited(self) -> bool:
+        """Whether a key may not see all models."""
+        self.update()
+        return any(key.models for key in self._keys)
 
     def __bool__(self) -> bool:
         return bool(self._keys)

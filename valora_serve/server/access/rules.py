@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi.routing import APIRoute
 from starlette.routing import Match
@@ -51,6 +51,9 @@ class Rules:
             a body. Others get status 415. Empty for any; an empty text stands for a missing type.
         json: Most that a JSON body may hold.
         any_host: Whether the route answers under any host name, as probes of a cluster ask.
+        tells: Of which models the route tells whoever asks: ``one`` that is named, or ``all``. Once
+            keys are limited to some models, it asks for a key, and for ``all`` for one without
+            limits. Empty for routes that tell of those that the key may see.
     """
 
     access: Access = Access.KEYED
@@ -59,6 +62,7 @@ class Rules:
     content_types: tuple[str, ...] = ()
     json: JsonLimits = DEFAULT_LIMITS
     any_host: bool = False
+    tells: Literal["", "one", "all"] = ""
 
 
 def allow(access: Access, **rules: Any) -> Callable[[F], F]:

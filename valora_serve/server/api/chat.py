@@ -143,6 +143,7 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
         min_score=body.valora.min_score,
         sampling=params,
         deadline=time_left(context, model, body.valora.deadline, since),
+        cache_salt=body.cache_salt,
     )
     copies = service.numbered(wanted, body.n or 1)
     plain = [one for copy in copies for one in _for_each_group(copy, groups)]

@@ -102,7 +102,7 @@ def router(context: ServerContext) -> APIRouter:
         )
         deadline = time_left(context, model, body.valora.deadline, since)
         plain = [
-            one
+            dataclasses.replace(one, cache_salt=body.cache_salt)
             for number, prompt in enumerate(prompts)
             for one in service.numbered(
                 _request(f"{identity}-{number}", prompt, model, params, deadline, head=head), count

@@ -89,7 +89,7 @@ def card(model: ServedModel) -> ContextCard:
 def router(context: ServerContext) -> APIRouter:
     """Routes that list, make and delete contexts."""
     routes = APIRouter(tags=["contexts"], responses=error_answers())
-    engine, served = context.service.engine, context.served
+    served = context.served
     disabled = None
     if not context.settings.allow_runtime_loading:
         disabled = "This server makes nothing at run time: start it with --allow-runtime-loading"
@@ -98,7 +98,7 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get("/v1/contexts", summary="List the contexts that a request can name")
     async def contexts() -> ContextList:
-        return ContextList(data=[card(model) for model in engine.models() if model.form])
+        return ContextList(data=[card(model) for model in context.service.models() if model.form])
 
     @routes.post("/v1/contexts", summary="Make a context of a document, without training")
     @admin

@@ -66,6 +66,7 @@ def router(context: ServerContext) -> APIRouter:
                 model=model.name,
                 embed=True,
                 deadline=deadline,
+                cache_salt=body.cache_salt,
                 **prompt,
             )
             for number, prompt in enumerate(prompts)

@@ -103,10 +103,10 @@ def router(context: ServerContext) -> APIRouter:
 def _by_domain(context: ServerContext) -> dict[str, list[Example]]:
     """Examples of each served domain, in the order of the domains; damaged ones are left out."""
     found: dict[str, list[Example]] = {}
-    for model in context.service.engine.models():
-        if model.kind == "domain":
-            found.setdefault(model.name, [])
-    folders = {m.root for m in context.service.engine.models() if m.kind == "domain"}
+    domains = [model for model in context.service.models() if model.kind == "domain"]
+    for model in domains:
+        found.setdefault(model.name, [])
+    folders = {model.root for model in domains}
     for folder in sorted(folders):
         try:
             examples = read_examples(Path(folder))

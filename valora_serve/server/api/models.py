@@ -169,7 +169,7 @@ def router(context: ServerContext) -> APIRouter:
 
     def listing() -> Callable[[], list[ModelCard]]:
         """Return a function that makes the cards of all models, for a thread."""
-        known, waiting = engine.models(), on_disk()
+        known, waiting = context.service.models(), on_disk()
         return lambda: cards_of(known) + waiting
 
     def cards_of(models: Sequence[ServedModel]) -> list[ModelCard]:
@@ -201,6 +201,7 @@ def router(context: ServerContext) -> APIRouter:
                 max_model_len=engine.context_length,
             )
             for one in ([] if loader is None else loader.waiting())
+            if context.service.sees(one.name)
         ]
 
     @routes.get(
@@ -218,7 +219,7 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get("/v1/models/{model:path}", tags=["OpenAI"], summary="Get one model")
     async def one_model(model: str) -> ModelCard:
-        if not context.service.serves(model):
+        if not (context.service.serves(model) and context.service.sees(model)):
             for waiting in on_disk():
                 if waiting.id == model:
                     return waiting

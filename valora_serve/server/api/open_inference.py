@@ -54,7 +54,7 @@ LIMITS = JsonLimits(values=200_000)
 TYPES = (JSON, "application/octet-stream", "")
 """Content types of requests; Triton's clients send none."""
 HEADER = "inference-header-content-length"
-_PARAMETERS = ("min_score", "max_tokens", "deadline")
+_PARAMETERS = ("min_score", "max_tokens", "deadline", "cache_salt")
 _IGNORED = ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority",
             "timeout")  # fmt: skip
 _SCHEMES = ("data:", "http:", "https:", "file:")
@@ -87,9 +87,14 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get("/v2/models/{name}/ready", summary="Whether a domain answers requests")
     @routes.get("/v2/models/{name}/versions/{version}/ready", include_in_schema=False)
-    @allow(Access.OPEN, any_host=True)
+    @allow(Access.OPEN, any_host=True, tells="one")
     async def model_ready(name: str, version: str | None = None) -> Response:
-        model = _model(context, name, version)
+        try:
+            model = _model(context, name, version)
+        except UnknownModelError:  # whose sentence names all others, to whoever asks
+            raise UnknownModelError(
+                f"There is no domain {name[:100]!a}: /v2/repository/index lists the domains"
+            ) from None
         answers = ready() and model.adapter not in engine.stats().quarantined
         return AsciiJson({"name": model.name, "ready": answers}, 200 if answers else 503)
 
@@ -116,7 +121,7 @@ def router(context: ServerContext) -> APIRouter:
                 "version": _version(model),
                 "state": "READY" if ready() and model.adapter not in quarantined else "UNAVAILABLE",
             }
-            for model in engine.models()
+            for model in context.service.models()
             if model.kind == "domain"
         ])  # fmt: skip
 

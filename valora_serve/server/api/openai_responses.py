@@ -95,6 +95,7 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
     logprobs = LOGPROBS in (body.include or ())
     return ChatRequest(
         model=body.model,
+        cache_salt=body.cache_salt,
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,

@@ -155,7 +155,7 @@ async def find_model(
         CancelledRequestError: The client disconnected.
     """
     service, loader = context.service, context.on_request
-    if loader is not None and name is not None and loader.allows(name):
+    if loader is not None and name is not None and service.sees(name) and loader.allows(name):
         request.state.stack.enter_context(loader.using(name))
         if not service.serves(name) or loader.is_lost(name):
             seconds = service.deadline(name, wanted)

@@ -37,6 +37,14 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
 Text = Annotated[str, AfterValidator(_sound)]
+CacheSalt = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=1024,
+        description="cached prompts and images are shared only with requests of the same salt",
+    ),
+]
 
 
 class Body(BaseModel):
@@ -257,6 +265,7 @@ class _Sampled(Body):
         description="values from -100 to 100 by token id, added to the logits after the penalties",
     )
     user: str | None = Field(default=None, description="ignored")
+    cache_salt: CacheSalt | None = None
     valora: Valora = Valora()
 
 
@@ -325,6 +334,7 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1, description="only the width of the model")
     user: str | None = Field(default=None, description="ignored")
+    cache_salt: CacheSalt | None = None
     valora: Valora = Valora()
 
 
@@ -455,6 +465,7 @@ class ResponsesRequest(Body):
     moderation: JsonValue = Field(default=None, description="only null")
     context_management: JsonValue = Field(default=None, description="ignored")
     user: str | None = Field(default=None, description="ignored")
+    cache_salt: CacheSalt | None = None
     valora: Valora = Valora()
 
 
@@ -478,6 +489,7 @@ class VisionRequest(Body):
     min_score: FiniteFloat | None = Field(default=None, ge=0, le=1)
     max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     deadline: FiniteFloat | None = Field(default=None, ge=0.001, le=86400)
+    cache_salt: CacheSalt | None = None
 
 
 # Responses

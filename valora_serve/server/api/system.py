@@ -166,7 +166,7 @@ def router(context: ServerContext) -> APIRouter:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
         summary="Metrics for Prometheus",
     )
-    @allow(Access.KEYED if context.settings.protect_metrics else Access.OPEN)
+    @allow(Access.KEYED if context.settings.protect_metrics else Access.OPEN, tells="all")
     async def metrics() -> Response:
         return Response(await context.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
@@ -175,6 +175,7 @@ def router(context: ServerContext) -> APIRouter:
         responses=error_answers(),
         summary="State of the engine",
     )
+    @allow(Access.KEYED, tells="all")
     async def status() -> Status:
         replicas = engine.replicas()
         return Status(

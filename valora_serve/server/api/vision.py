@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from valora_serve.types import Output, ServedModel
 
 _FILES = {"image", "images", "video", "frames"}
-_FIELDS = {"prompt": str, "min_score": float, "max_tokens": int, "deadline": float}
+_FIELDS = ("prompt", "min_score", "max_tokens", "deadline", "cache_salt")
 _FORM_SCHEMA = {
     "type": "object",
     "additionalProperties": False,
@@ -58,6 +58,7 @@ _FORM_SCHEMA = {
         "min_score": {"type": "number", "minimum": 0, "maximum": 1},
         "max_tokens": {"type": "integer", "minimum": 1},
         "deadline": {"type": "number", "minimum": 0.001, "maximum": 86400},
+        "cache_salt": {"type": "string", "minLength": 1, "maxLength": 1024},
     },
 }  # fmt: skip
 _FORM = "multipart/form-data"
@@ -132,7 +133,7 @@ def find_domain(context: ServerContext, name: str) -> ServedModel:
     Raises:
         UnknownModelError: There is none; the message lists all.
     """
-    models = context.service.engine.models()
+    models = context.service.models()
     domains = {m.name: m for m in models if m.kind == "domain" or m.head is not None}
     if name not in domains:
         listed = ", ".join(sorted(domains)) or "none: load a bundle"
@@ -291,6 +292,7 @@ def engine_requests(
         "min_score": fields.min_score,
         "sampling": sampling,
         "deadline": time_left(context, model, fields.deadline, since),
+        "cache_salt": fields.cache_salt,
     }
     identity = f"vision-{new_id()}"
     if parsed.video is not None:

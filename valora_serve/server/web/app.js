@@ -33,7 +33,8 @@ async function loadModels() {
     if (group.children.length) el("model").append(group);
   }
   if ([...el("model").options].some((option) => option.value === before)) el("model").value = before;
-  el("base").textContent = `on ${listed[0].id}`;
+  const base = listed.find((model) => model.kind === "base"); // which a key may not see
+  el("base").textContent = base ? `on ${base.id}` : "";
   describe();
   offer(listed);
   promises(listed);

@@ -50,7 +50,8 @@ export async function refresh() {
     el("state").textContent = now.ready ? "ready" : "not ready";
     if (!paused) redraw();
   } catch (error) {
-    el("state").textContent = error.status === 401 ? "key needed" : "not reachable";
+    const said = { 401: "key needed", 403: "not shown to this key" };
+    el("state").textContent = said[error.status] || "not reachable";
     el("enter-key").hidden = error.status !== 401;
   } finally {
     asking = false;

@@ -10,20 +10,21 @@ from tests.support.random_tests import examples
 from valora_serve.memory.block_manager import BlockManager, ImageSpan, Owner, PagePool
 
 SALTS = (b"", b"adapter one", b"adapter two")
+TENANTS = (b"", b"tenant one", b"tenant two")
 IMAGES = (b"red", b"blue")
 
 
 class Naive:
     """A model of a sequence: for each token what its keys and values depend on."""
 
-    def __init__(self, tokens, salt, spans):
-        self.tokens, self.salt, self.spans = list(tokens), salt, spans
+    def __init__(self, tokens, salt, spans, tenant):
+        self.tokens, self.salt, self.spans, self.tenant = list(tokens), salt, spans, tenant
         self.computed = 0
 
     def prefix(self, stop):
-        """Return everything that the keys and values of the first `stop` tokens depend on."""
+        """Return whose the first `stop` tokens are, and what keys and values depend on."""
         images = [(s.start, min(s.stop, stop), s.key) for s in self.spans if s.start < stop]
-        return (self.salt, tuple(self.tokens[:stop]), tuple(images))
+        return (self.tenant, self.salt, tuple(self.tokens[:stop]), tuple(images))
 
 
 class Pages(RuleBasedStateMachine):
@@ -60,18 +61,20 @@ class Pages(RuleBasedStateMachine):
         salt=st.sampled_from(SALTS),
         image=st.none() | st.tuples(st.integers(0, 8), st.integers(1, 6), st.sampled_from(IMAGES)),
         limit=st.none() | st.integers(0, 10),
+        tenant=st.sampled_from(TENANTS),
     )
-    def open(self, tokens, salt, image, limit):
+    def open(self, tokens, salt, image, limit, tenant):
         spans = []
         if image and image[0] < len(tokens):
             spans = [ImageSpan(image[0], min(image[0] + image[1], len(tokens)), image[2])]
-        naive = Naive(tokens, salt, spans)
+        naive = Naive(tokens, salt, spans, tenant)
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         pages = self.expected(naive, most)
-        assert self.manager.match(tokens, salt, spans, limit) == (len(pages) * self.block, pages)
+        found = self.manager.match(tokens, salt, spans, limit, root=tenant)
+        assert found == (len(pages) * self.block, pages)
         self.count += 1
-        assert self.manager.open(self.count, naive.tokens, salt, spans, limit) == (
-            len(pages) * self.block
+        assert len(pages) * self.block == self.manager.open(
+            self.count, naive.tokens, salt, spans, limit, root=tenant
         )
         assert self.manager.table(self.count) == pages
         naive.computed = len(pages) * self.block

@@ -1,0 +1,42 @@
+"""What requests must have in common to share cached prompts and images."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.engine_reference import add_requests, ask, finish, make_engine, noise, question
+from valora_serve.engine.intake import tenant_key
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SALTS = (None, "a", "b")
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_only_requests_of_one_salt_share_prompts_and_images(base: str, together: bool) -> None:
+    """Two requests of each salt with the same image, one after the other or all in one step."""
+    engine = make_engine(base, policy="unmerge_only", block_size=4)
+    asked = [
+        replace(question(f"{salt}{n}"), cache_salt=salt, token_ids=None, images=[noise(20, 20, 1)],
+                messages=ask("Look at this", images=1))
+        for n in range(2) for salt in SALTS
+    ]  # fmt: skip
+    found: dict[str, Any] = {}
+    for requests in [asked] if together else [[one] for one in asked]:
+        add_requests(engine, *requests)
+        finish(engine, found)
+    assert engine.images.encoded == len(SALTS)
+    for name, got in found.items():
+        usage = got.last.usage
+        assert (usage.cached > 0) == (name.endswith("1") and not together), name
+        assert usage.cached in (0, (usage.prompt - 1) // 4 * 4)
+    assert len({tuple(got.tokens) for got in found.values()}) == 1  # a salt changes no answer
+
+
+def test_keys_of_tenants() -> None:
+    """No two salts have the same one."""
+    salts = ["a", "A", "a ", "é", "e\u0301", "tenant|a", "\0", "a\0", "x" * 1024]
+    made = [tenant_key(salt) for salt in salts]
+    assert len(set(made)) == len(salts)
+    assert {len(key) for key in made} == {32}
+    assert tenant_key(None) == b""

@@ -1,0 +1,205 @@
+"""What a key sees of others: their models, and whether the server has read their prompts."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.support.fake_engine import ADAPTER, PERSON, FakeEngine
+from tests.support.http_helpers import data_url, encoded, picture, serving
+from valora_serve.errors import SettingsError, UnknownModelError
+from valora_serve.server.access.keys import Key, new_key, read_keys
+
+URL = data_url(encoded(picture()))
+PIXELS = {"name": "image", "datatype": "BYTES", "shape": [1], "data": [URL]}
+MESSAGES = [{"role": "user", "content": "hello"}]
+BY_BODY = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1, "valora": {"head": False}},
+    "/v1/completions": {"prompt": "x", "max_tokens": 1},
+    "/v1/responses": {"input": "x", "max_output_tokens": 1, "valora": {"head": False}},
+    "/v1/embeddings": {"input": "x"},
+}  # and `model`
+BY_PATH = {
+    "/v1/vision/{}": {"images": [URL]},
+    "/v2/models/{}/infer": {"inputs": [PIXELS]},
+}
+SALTS = (None, "s", "t")
+
+
+@pytest.fixture
+def keyed(tmp_path):
+    """Makes keys, each limited to some models; gives their headers and the file."""
+
+    def made(**limits):
+        found, lines = {}, []
+        for name, models in limits.items():
+            secret, line = new_key(name, "user", models)
+            found[name] = {"authorization": f"Bearer {secret}"}
+            lines.append(line)
+        (tmp_path / "keys").write_text("\n".join(lines))
+        return found, str(tmp_path / "keys")
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sharing", "group"),
+    [
+        ("key", lambda key, salt: (key, salt)),
+        ("salt", lambda key, salt: (None if salt else key, salt)),
+        ("all", lambda key, salt: salt),
+    ],
+)
+def test_who_shares_cached_prompts(keyed, sharing, group):
+    keys, file = keyed(alice=(), bob=())
+    with serving(keys_file=file, cache_sharing=sharing) as server:
+        asked = server.engine.asked
+        streamed = [(path, body | {"stream": True}) for path, body in BY_BODY.items()][:3]
+        for path, body in (*BY_BODY.items(), *BY_PATH.items(), *streamed):
+            salts = {}
+            for name, headers in keys.items():
+                for salt in SALTS:
+                    sent = body if salt is None else body | {"cache_salt": salt}
+                    if "v2" in path and salt is not None:
+                        sent = body | {"parameters": {"cache_salt": salt}}
+                    answer = server.client.post(path.format("person"), json=sent, headers=headers)
+                    assert answer.status_code == 200, answer.text
+                    salts[name, salt] = asked[-1].cache_salt
+            for one, other in ((one, other) for one in salts for other in salts):
+                same = group(*one) == group(*other)
+                assert (salts[one] == salts[other]) == same, (path, one, other)
+        form = {"files": {"image": encoded(picture())}, "data": {"cache_salt": "s"}}
+        server.client.post("/v1/vision/person", **form, headers=keys["bob"]).raise_for_status()
+        assert asked[-1].cache_salt == salts["bob", "s"]
+
+
+def test_without_keys_all_requests_without_a_salt_share():
+    with serving() as server:
+        for salt in (None, "s"):
+            body = BY_BODY["/v1/completions"] | {"cache_salt": salt}
+            assert server.client.post("/v1/completions", json=body).status_code == 200
+        assert [one.cache_salt is None for one in server.engine.asked] == [True, False]
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 1025, 7, ["s"]])
+def test_salts_that_are_none(salt):
+    with serving() as server:
+        for path, body in BY_BODY.items():
+            answer = server.client.post(path, json=body | {"cache_salt": salt})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
+
+
+OTHERS = ("team-1", "rules", "scene", "caption", "adapter-1", "tiny")
+
+
+def filled():
+    """An engine with an adapter and a context that are in no bundle."""
+    engine = FakeEngine()
+    engine._served["team-1"] = replace(ADAPTER, name="team-1", adapter="team-1", bundle=None)
+    engine._served["rules"] = replace(
+        PERSON, name="rules", bundle=None, form="prefix", head=None, task="context", prompt="{}"
+    )
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("models", "seen"),
+    [
+        ((), {"person", *OTHERS}),
+        (("person",), {"person"}),
+        (("PERSON", "person?", "erson"), set()),
+        (("team-*", "rules"), {"team-1", "rules"}),
+        (("d@1",), {"adapter-1", "person", "scene", "caption"}),
+        (("d@*", "tiny"), {"adapter-1", "person", "scene", "caption", "tiny"}),
+        (("d*", "d@2"), set()),  # a bundle is meant only by its version, too
+        (("*",), {"person", *OTHERS}),
+    ],
+)
+def test_a_key_sees_the_models_that_its_patterns_name(keyed, models, seen):
+    keys, file = keyed(app=models)
+    with serving(filled(), keys_file=file) as server:
+        get = lambda path: server.client.get(path, headers=keys["app"])  # noqa: E731
+        assert {one["id"] for one in get("/v1/models").json()["data"]} == seen
+        assert {one["id"] for one in get("/v1/contexts").json()["data"]} == seen & {"rules"}
+        index = server.client.post("/v2/repository/index", headers=keys["app"]).json()
+        assert {one["name"] for one in index} == seen - {"tiny", "adapter-1", "team-1"}
+        for name in ("person", *OTHERS):
+            expected = 200 if name in seen else 404
+            assert get(f"/v1/models/{name}").status_code == expected
+            for path, body in BY_BODY.items():
+                sent = body | {"model": name}
+                answer = server.client.post(path, json=sent, headers=keys["app"])
+                assert answer.status_code == expected, (path, name, answer.text)
+        bare = server.client.post(
+            "/v1/completions", json=BY_BODY["/v1/completions"], headers=keys["app"]
+        )
+        assert bare.status_code == (200 if "tiny" in seen else 404)
+        limited = bool(models)
+        assert get("/v1/status").status_code == (403 if limited else 200)
+        assert get("/metrics").status_code == (403 if limited else 200)
+        assert server.client.get("/metrics").status_code == (401 if limited else 200)
+        ready = server.client.get("/v2/models/person/ready")
+        assert ready.status_code == (401 if limited else 200)
+
+
+def test_models_that_a_key_does_not_see_are_as_if_they_were_not_there(keyed):
+    keys, file = keyed(app=("person",))
+    with serving(filled(), keys_file=file) as server:
+
+        def said(method, path, name, **body):
+            answer = server.client.request(method, path, headers=keys["app"], **body)
+            assert answer.status_code == 404, answer.text
+            text = re.sub(rf"\b{re.escape(name)}\b", "NAME", answer.text)
+            assert not any(re.search(rf"\b{one}\b", text) for one in (*OTHERS, "d@1")), text
+            return text
+
+        for name in OTHERS:
+            for path, body in BY_BODY.items():
+                sent = body | {"model": name}
+                none = said("POST", path, "none-such", json=body | {"model": "none-such"})
+                assert said("POST", path, name, json=sent) == none
+            for path, body in BY_PATH.items():
+                none = said("POST", path.format("none-such"), "none-such", json=body)
+                assert said("POST", path.format(name), name, json=body) == none
+            for path in ("/v1/models/{}", "/v2/models/{}", "/v2/models/{}/ready",
+                         "/v1/examples/{}/0/0", "/v2/models/{}/versions/1"):  # fmt: skip
+                none = said("GET", path.format("none-such"), "none-such")
+                assert said("GET", path.format(name), name) == none
+
+
+def test_a_model_that_is_unloaded_before_the_engine_looks_is_told_without_others(keyed):
+    keys, file = keyed(app=("person",))
+    with serving(keys_file=file) as server:
+        server.engine.refuse = UnknownModelError("no model is named person: use one of team-1")
+        body = {"images": [URL]}
+        answer = server.client.post("/v1/vision/person", json=body, headers=keys["app"])
+    assert (answer.status_code, "team-1" in answer.text) == (404, False)
+
+
+def test_who_has_no_key_learns_no_names(keyed):
+    """Probes of a cluster may ask about one domain without a key."""
+    _, file = keyed(app=())
+    with serving(keys_file=file) as server:
+        answer = server.client.get("/v2/models/none-such/ready")
+    assert answer.status_code == 404
+    assert "person" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("line", "models"),
+    [
+        ("app user {}", ()),
+        ("app user {}   cars-* d@*  # both", ("cars-*", "d@*")),
+        ("ops admin {}", ()),
+        ("ops admin {} cars-*", None),
+        ("app user cars-* {}", None),
+    ],
+)
+def test_lines_of_keys_files(tmp_path, line, models):
+    (tmp_path / "keys").write_text(line.format("a" * 64))
+    if models is None:
+        with pytest.raises(SettingsError, match=r"line 1 .*valora-serve key"):
+            read_keys(tmp_path / "keys")
+    else:
+        name, role = line.split()[:2]
+        assert read_keys(tmp_path / "keys") == [Key(name, role, "a" * 64, models)]

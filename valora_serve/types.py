@@ -60,8 +60,11 @@ class Constraint(Protocol):
             RequestError: The constraint cannot be kept any more.
         """
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> bool | None:
         """Note the token that was chosen.
+
+        Returns:
+            Whether stop texts end the answer where the token comes; None if they must not.
 
         Raises:
             RequestError: The constraint cannot be kept any more.

@@ -158,8 +158,9 @@ class Answers:
         params = sequence.request.sampling
         sequence.ids.append(token)
         self.generated_tokens += 1
+        free: bool | None = True
         if params.constraint is not None:
-            params.constraint.advance(token)
+            free = params.constraint.advance(token)
         prompt = sequence.prompt_logprobs()
         length = len(sequence.ids)
         count = length - sequence.prompt_tokens
@@ -167,9 +168,9 @@ class Answers:
             # A constraint allows a stop token only at its end, where nothing else can come.
             params.constraint is not None or (not params.ignore_eos and count > params.min_tokens)
         )
-        text = "" if stops else sequence.text.push(token)
+        text = "" if stops else sequence.text.push(token, stop=free is not False)
         finish = None
-        if params.constraint is not None and sequence.text.stopped:
+        if free is None and sequence.text.stopped:
             raise RequestError(
                 f"request {sequence.id} was given up, as a stop text cut its JSON: leave out stop "
                 "or response_format"

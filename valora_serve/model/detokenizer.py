@@ -44,8 +44,13 @@ class Detokenizer:
         self._held = ""  # text that may become a stop text
         self.stopped = False
 
-    def push(self, token: int) -> str:
-        """Add a token; returns the text that is new and final."""
+    def push(self, token: int, *, stop: bool = True) -> str:
+        """Add a token; returns the text that is new and final.
+
+        Args:
+            token: The token.
+            stop: Whether stop texts are looked for in its text.
+        """
         self._count += 1
         self._pending.append(token)
         try:
@@ -60,6 +65,9 @@ class Detokenizer:
         if text is None:
             return ""
         self._pending.clear()
+        if not stop:
+            text, self._held = self._held + text, ""
+            return text
         return self._up_to_stop(text)
 
     def flush(self) -> str:

@@ -295,17 +295,22 @@ class GrammarConstraint:
         allowed[: may.size] &= may
         allowed[may.size :] = False  # rows that pad the vocabulary
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> bool | None:
         """Advance by the token that was sampled.
+
+        Returns:
+            Whether stop texts end the answer here: in text, but not in calls; None if all is JSON.
 
         Raises:
             RequestError: The grammar engine gave up.
         """
+        free = None if self.grammar.rules == JSON_ONLY else self._matcher.is_accepting()
         try:
             _consume(self._matcher, token)
         except RequestError:
             self._known.worn = True
             raise
+        return free
 
     def check(self, text: str) -> None:
         """Check that a whole answer is JSON, unless the grammar has rules of its own.

@@ -26,7 +26,6 @@ from valora_serve.server.api.requests import (
     constraints,
     find_model,
     grammar_of,
-    instructed,
     read_messages,
     sampling,
     time_left,
@@ -43,26 +42,23 @@ from valora_serve.server.api.responses import (
 )
 from valora_serve.server.api.schema import (
     AnswerMessage,
-    AnswerToolCall,
-    CalledFunction,
     ChatAnswer,
     ChatChoice,
     ChatRequest,
 )
 from valora_serve.server.api.streams import EventStream
-from valora_serve.server.api.tools import CallReader, forced_call
-from valora_serve.server.constrain import Grammar
+from valora_serve.server.api.tools import AnswerReader, tools_of
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.service import merged
 from valora_serve.server.telemetry.logs import new_id
-from valora_serve.types import Finish
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from PIL.Image import Image
 
     from valora_serve.server.api.schema import ValoraAnswer
+    from valora_serve.server.api.tools import Tools
     from valora_serve.server.context import ServerContext
     from valora_serve.server.service import Ticket
     from valora_serve.types import Output, ServedModel
@@ -103,12 +99,16 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
     model = await find_model(context, request, body.model, body.valora.deadline)
     request.state.facts["model"] = model.name
     grammar = grammar_of(body, context)
-    call = forced_call(body)
+    tools = tools_of(body)
     head = answers_with_head(model, body.valora.head)
+    warnings: dict[str, None] = {}
     if head:
-        check_head(model, as_json=grammar is not None, calls=call is not None)
-    if call is not None:
-        grammar = Grammar.json(call.schema())
+        check_head(model, as_json=grammar is not None, calls=tools is not None and not tools.text)
+        if tools is not None:
+            tools = None
+            warnings[f"{model.name} answers with its {model.head} head: ignored the tools"] = None
+    if tools is not None:
+        grammar = tools.grammar(grammar, strict=context.settings.strict_schemas)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs goes with logprobs: set logprobs, or leave it out")
     limit = body.max_completion_tokens or body.max_tokens or answer_tokens(model, context)
@@ -119,17 +119,15 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
     made = await constraints(
         grammar, body.n or 1, request, context, model, body.valora.deadline, since
     )
-    asked = as_measured(model, body.messages, head=head)
+    asked = as_measured(model, body.messages, head=head, told=tools is not None)
     pixels = request.state.stack.enter_context(context.media.pixels())
     turns, images, videos = await within_deadline(
-        read_messages(asked.messages, context, pixels),
+        read_messages(asked.messages, context, pixels, tools.instruction() if tools else ""),
         request.receive, context, model, body.valora.deadline, since,
     )  # fmt: skip
-    if call is not None:
-        turns = instructed(turns, call.instruction())
     # A head that finds boxes was measured with single images.
     groups = [[image] for image in images] if head and model.boxes and not videos else [images]
-    warnings = dict.fromkeys(asked.warnings)
+    warnings |= dict.fromkeys(asked.warnings)
     for group in groups:
         frames = [len(video) for video in videos]
         warnings |= dict.fromkeys(check_measured_media(model, len(group), frames, head=head))
@@ -157,7 +155,7 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
         groups=len(groups),
         sizes=[image.size for image in images],
         headers=dict(request.headers),
-        call=call is not None,
+        tools=tools,
         warnings=list(warnings),
     )
 
@@ -194,7 +192,7 @@ class Chat:
         groups: Number of requests of each choice.
         sizes: (width, height) in pixels of the images as they were sent.
         headers: Headers of the HTTP request.
-        call: Whether the answers are calls of a tool.
+        tools: What the answers may call; None for nothing.
         warnings: What of the request was ignored or was not measured.
     """
 
@@ -209,7 +207,7 @@ class Chat:
         groups: int,
         sizes: Sequence[tuple[int, int]],
         headers: dict[str, str],
-        call: bool,
+        tools: Tools | None,
         warnings: Sequence[str],
     ) -> None:
         self._service = context.service
@@ -219,7 +217,7 @@ class Chat:
         self._groups = groups
         self._sizes = sizes
         self._headers = headers
-        self._call = call
+        self._tools = tools
         self._warnings = warnings
         self._logprobs = bool(body.logprobs)
         self._usage = body.stream_options is not None and body.stream_options.include_usage
@@ -295,37 +293,35 @@ class Chat:
             text = last.head.text(self._sizes)
         assert last.finish is not None
         message = AnswerMessage(content=text)
-        if self._call:
-            message = AnswerMessage(tool_calls=_calls(text, complete=last.finish is Finish.STOP))
-        return ChatChoice(
-            index=number,
-            message=message,
-            finish_reason=finish_reason(last.finish, call=self._call),
-        )
+        if self._tools is not None:
+            message = AnswerReader(self._tools).message(text)
+        reason = finish_reason(last.finish, call=bool(message.tool_calls))
+        return ChatChoice(index=number, message=message, finish_reason=reason)
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer as chunks of OpenAI's API."""
         with self._admitted() as ticket:
             lasts: dict[int, Output] = {}
-            calls: dict[int, CallReader] = {}
-            begun: set[int] = set()
+            readers: dict[int, AnswerReader | None] = {}
             async with contextlib.aclosing(self._outputs(ticket, stream=True)) as outputs:
                 async for number, output in outputs:
-                    if number not in begun:
-                        begun.add(number)
-                        content = None if self._call else ""
+                    if number not in readers:
+                        readers[number] = AnswerReader(self._tools) if self._tools else None
+                        content = None if self._tools else ""
                         yield self._event(number, {"role": "assistant", "content": content})
                     text = output.text
                     if output.head is not None:
                         text = output.head.text(self._sizes)
-                    if self._call:
-                        for delta in _call_deltas(calls, number, text, output.finish):
-                            yield self._event(number, delta, output)
-                    elif text or output.logprobs:
-                        yield self._event(number, {"content": text}, output)
+                    reader = readers[number]
+                    if reader is None:
+                        deltas = [{"content": text}] if text or output.logprobs else []
+                    else:
+                        deltas = reader.push(text, last=output.finish is not None)
+                    for place, delta in enumerate(deltas or [{}] * bool(output.logprobs)):
+                        yield self._event(number, delta, None if place else output)
                     if output.finish is not None:
                         lasts[number] = output
-                        yield self._ending(number, output)
+                        yield self._ending(number, output, called=bool(reader and reader.calls))
             if self._usage:
                 used = usage(lasts[number] for number in sorted(lasts))
                 yield self._base([]) | {"usage": used.model_dump()}
@@ -361,35 +357,8 @@ class Chat:
             choice["logprobs"] = {"content": chat_logprobs(output.logprobs)}
         return self._base([choice])
 
-    def _ending(self, number: int, output: Output) -> dict[str, Any]:
+    def _ending(self, number: int, output: Output, *, called: bool) -> dict[str, Any]:
         assert output.finish is not None
         event = self._event(number, {})
-        event["choices"][0]["finish_reason"] = finish_reason(output.finish, call=self._call)
+        event["choices"][0]["finish_reason"] = finish_reason(output.finish, call=called)
         return event | {"valora": self._block(output).model_dump(exclude_none=True)}
-
-
-def _calls(text: str, *, complete: bool) -> list[AnswerToolCall]:
-    """The call in an answer; none if the answer ended before the function's name."""
-    reader = CallReader()
-    arguments = reader.push(text) + reader.rest(complete=complete)
-    if reader.name is None:
-        return []
-    function = CalledFunction(name=reader.name, arguments=arguments)
-    return [AnswerToolCall(id=f"call_{new_id()}", function=function)]
-
-
-def _call_deltas(
-    readers: dict[int, CallReader], number: int, text: str, finish: Finish | None
-) -> Iterator[dict[str, Any]]:
-    """What a piece of text adds to the call of a choice, as deltas."""
-    reader = readers.setdefault(number, CallReader())
-    known = reader.name is not None
-    arguments = reader.push(text)
-    if finish is not None:
-        arguments += reader.rest(complete=finish is Finish.STOP)
-    if reader.name is not None and not known:
-        function = {"name": reader.name, "arguments": ""}
-        call = {"index": 0, "id": f"call_{new_id()}", "type": "function", "function": function}
-        yield {"tool_calls": [call]}
-    if arguments:
-        yield {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]}

@@ -51,13 +51,16 @@ def answers_with_head(model: ServedModel, wanted: bool) -> bool:
     return wanted and model.head is not None
 
 
-def as_measured(model: ServedModel, messages: Sequence[Message], *, head: bool) -> Asked:
+def as_measured(
+    model: ServedModel, messages: Sequence[Message], *, head: bool, told: bool = False
+) -> Asked:
     """Return the conversation that a model is asked for a request.
 
     Args:
         model: Model that the request names; for others than domains nothing is changed.
         messages: The conversation as it was sent.
         head: Whether the domain's head answers.
+        told: Whether the model is told of tools in the system prompt.
 
     Raises:
         RequestError: The request lacks an image or a question that the domain needs.
@@ -66,7 +69,7 @@ def as_measured(model: ServedModel, messages: Sequence[Message], *, head: bool) 
         return Asked(list(messages))
     if model.form is not None:
         return _about_context(model, messages)
-    return _for_head(model, messages) if head else _for_language_model(model, messages)
+    return _for_head(model, messages) if head else _for_language_model(model, messages, told)
 
 
 def question_of(model: ServedModel, words: str | None, *, head: bool) -> tuple[str, list[str]]:
@@ -202,7 +205,7 @@ def _for_head(model: ServedModel, messages: Sequence[Message]) -> Asked:
     return Asked([Message(role="user", content=content)], warnings)
 
 
-def _for_language_model(model: ServedModel, messages: Sequence[Message]) -> Asked:
+def _for_language_model(model: ServedModel, messages: Sequence[Message], told: bool) -> Asked:
     """The conversation in the order of training, with the domain's prompt if it has no text."""
     users = [n for n, message in enumerate(messages) if message.role == "user"]
     spoken = next((n for n in reversed(users) if _text(messages[n])), None)
@@ -211,7 +214,9 @@ def _for_language_model(model: ServedModel, messages: Sequence[Message]) -> Aske
     unmeasured: list[str] = []
     if spoken is None and newest is not None:
         question, _ = question_of(model, None, head=False)
-        if any(_text(message) for message in messages):  # otherwise the engine adds the prompt
+        if told or any(
+            _text(message) for message in messages
+        ):  # otherwise the engine adds the prompt
             text = TextPart(type="text", text=question)
             turns[newest] = _with_parts(turns[newest], [text, *_media(turns[newest])])
     elif spoken is not None:
@@ -223,7 +228,7 @@ def _for_language_model(model: ServedModel, messages: Sequence[Message]) -> Aske
             unmeasured.append("another text")
     if newest is None:
         unmeasured.append("no image")
-    if any(message.role in ("system", "developer") for message in messages):
+    if told or any(message.role in ("system", "developer") for message in messages):
         unmeasured.append("a system prompt")
     if len([message for message in messages if message.role not in ("system", "developer")]) > 1:
         unmeasured.append("several turns")

@@ -15,28 +15,33 @@ from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.responses import filled, items_json
 from valora_serve.server.api.schema import (
     ChatRequest,
+    FunctionCall,
     ImagePart,
     JsonSchema,
     Message,
     RefusalPart,
     ResponseAnswer,
     ResponseFormat,
+    ResponseInputCall,
     ResponseInputImage,
+    ResponseInputItem,
     ResponseInputMessage,
+    ResponseInputResult,
     ResponseInputText,
     ResponsesRequest,
     StreamOptions,
     TextPart,
+    ToolCall,
 )
 from valora_serve.server.api.streams import EventJson, EventStream, event_json
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 
     from valora_serve.server.api.chat import Chat
-    from valora_serve.server.api.schema import ContentPart, ResponseInputItem
+    from valora_serve.server.api.schema import ContentPart
     from valora_serve.server.context import ServerContext
 
 LOGPROBS = "message.output_text.logprobs"
@@ -47,8 +52,12 @@ _REFUSED = {
     "prompt": "is not served, as this server keeps no prompts: send it as input",
     "background": "is not served: wait for the answer, or set stream",
     "moderation": "is not served: leave it out",
-    "tools": "are not served here: send them to /v1/chat/completions",
 }
+_EMPTY = {  # what `include` may ask for besides; no answer of this server holds any of it
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "file_search_call.results", "message.input_image.image_url", "reasoning.encrypted_content",
+    "web_search_call.action.sources", "web_search_call.results",
+}  # fmt: skip
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -80,18 +89,27 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
     for name, said in _REFUSED.items():
         if getattr(body, name):
             raise RequestError(f"{name} {said}")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise RequestError("tool_choice is not served here: use /v1/chat/completions")
-    others = [one for one in body.include or () if one != LOGPROBS]
+    others = [one for one in body.include or () if one != LOGPROBS and one not in _EMPTY]
     if others:
         raise RequestError(f"include holds {others[0][:50]!a}: only {LOGPROBS} is served")
-    messages = []
+    messages: list[Message] = []
     if body.instructions is not None:
         messages.append(Message(role="system", content=body.instructions))
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
     else:
-        messages += [_message(item, number) for number, item in enumerate(body.input)]
+        for number, item in enumerate(body.input):
+            if isinstance(item, ResponseInputCall):
+                if not messages or messages[-1].tool_calls is None:
+                    messages.append(Message(role="assistant", tool_calls=[]))
+                calls = messages[-1].tool_calls
+                assert calls is not None
+                called = FunctionCall(name=item.name, arguments=item.arguments)
+                calls.append(ToolCall(id=item.call_id, function=called))
+            elif not isinstance(item, ResponseInputItem) or item.type != "reasoning":
+                messages.append(_message(item, number))
+    if not messages:
+        raise RequestError("input holds only reasoning: send a message")
     logprobs = LOGPROBS in (body.include or ())
     return ChatRequest(
         model=body.model,
@@ -105,6 +123,9 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         stream_options=StreamOptions(include_usage=True) if body.stream else None,
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
         valora=body.valora,
     )
 
@@ -121,15 +142,26 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
     return ResponseFormat(type="json_schema", json_schema=wanted)
 
 
-def _message(item: ResponseInputMessage | ResponseInputItem, number: int) -> Message:
-    if not isinstance(item, ResponseInputMessage):
+def _message(
+    item: ResponseInputMessage | ResponseInputResult | ResponseInputItem, number: int
+) -> Message:
+    if isinstance(item, ResponseInputItem):
         raise RequestError(
-            f"input.{number} is of type {item.type[:50]!a}: only messages are served"
+            f"input.{number} is of type {item.type[:50]!a}: only messages, function calls and "
+            "their outputs are served"
         )
-    if isinstance(item.content, str):
-        return Message(role=item.role, content=item.content)
+    if isinstance(item, ResponseInputResult):
+        return Message(role="tool", content=_content(item.output, number))
+    # Calls that follow an assistant's message belong to it.
+    calls: list[ToolCall] | None = [] if item.role == "assistant" else None
+    return Message(role=item.role, content=_content(item.content, number), tool_calls=calls)
+
+
+def _content(content: str | Sequence[Any], number: int) -> str | list[ContentPart]:
+    if isinstance(content, str):
+        return content
     parts: list[ContentPart] = []
-    for part in item.content:
+    for part in content:
         if isinstance(part, ResponseInputText):
             parts.append(TextPart(type="text", text=part.text))
         elif isinstance(part, RefusalPart):
@@ -145,7 +177,7 @@ def _message(item: ResponseInputMessage | ResponseInputItem, number: int) -> Mes
                 f"input.{number} has a part of type {part.type}, which the model cannot read: "
                 "send input_text or input_image"
             )
-    return Message(role=item.role, content=parts)
+    return parts
 
 
 class _Responses:
@@ -160,82 +192,50 @@ class _Responses:
         self._chat = chat
         self._body = body
         self._id = f"resp_{new_id()}"
-        self._item = f"msg_{new_id()}"
         self._created = time.time()
 
     async def json(self) -> bytes:
         """Wait for the whole answer, as JSON."""
         found, [logprobs] = await self._chat.whole()
         choice = found.choices[0]
+        message, calls = choice.message, choice.message.tool_calls or ()
+        items = [] if calls and not message.content else [_Item(message.content or "")]
+        for call in calls:
+            items.append(_Item(call.function.arguments, call.id, call.function.name))
+        block = None if found.valora is None else found.valora.model_dump(exclude_none=True)
         body = ResponseAnswer.model_validate(
-            self._response(
-                choice.finish_reason,
-                choice.message.content or "",
-                [],
-                found.usage.model_dump(),
-                None if found.valora is None else found.valora.model_dump(exclude_none=True),
-            )
+            self._response(choice.finish_reason, items, found.usage.model_dump(), block)
         )
-        return _filled(body.model_dump_json(), logprobs).encode()
+        return _filled(body.model_dump_json(), [] if items[0].call else logprobs).encode()
 
     async def events(self) -> AsyncGenerator[dict[str, Any] | EventJson, None]:
         """The answer as events of OpenAI's API."""
-        number = 0
-
-        def event(kind: str, **fields: Any) -> dict[str, Any]:
-            nonlocal number
-            number += 1
-            return {"type": kind, "sequence_number": number - 1, **fields}
-
-        place = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        text, finish = "", "stop"
-        logprobs: list[str] = []  # as JSON
+        output, finish = _Output(), "stop"
         usage = block = None
         begun = False
         async with contextlib.aclosing(self._chat.events()) as chunks:
             async for chunk in chunks:
                 if not begun:  # only now, so that an earlier error has a status of its own
                     begun = True
-                    for kind in ("response.created", "response.in_progress"):
-                        yield event(kind, response=self._response(None, "", [], None, None))
-                    item = self._message("in_progress", None, [])
-                    yield event("response.output_item.added", output_index=0, item=item)
-                    part = _part("", [])
-                    yield event("response.content_part.added", **place, part=part)
+                    for kind in ("created", "in_progress"):
+                        yield output.event(kind, response=self._response(None, [], None, None))
                 usage, block = chunk.get("usage", usage), chunk.get("valora", block)
                 for choice in chunk["choices"]:
                     finish = choice["finish_reason"] or finish
-                    new = (choice.get("logprobs") or {}).get("content") or []
-                    delta = choice["delta"].get("content")
-                    if new:
-                        logprobs.append(items_json(new))
-                    if delta or new:
-                        text += delta or ""
-                        yield event(
-                            "response.output_text.delta", **place, delta=delta, logprobs=new
-                        )
-        answered = self._response(finish, text, [], usage, block)
-        for last in (
-            event("response.output_text.done", **place, text=text, logprobs=[]),
-            event("response.content_part.done", **place, part=_part(text, [])),
-            event("response.output_item.done", output_index=0, item=answered["output"][0]),
-            event(f"response.{answered['status']}", response=answered),
-        ):
-            made = event_json(last)
-            yield made._replace(text=_filled(made.text, logprobs))
-
-    def _message(self, status: str, text: str | None, logprobs: Sequence[Any]) -> dict[str, Any]:
-        content = [] if text is None else [_part(text, logprobs)]
-        return {
-            "id": self._item, "type": "message", "role": "assistant", "status": status,
-            "content": content,
-        }  # fmt: skip
+                    for event in output.push(choice):
+                        yield event
+        if not output.items:
+            for event in output.begun(_Item()):
+                yield event
+        answered = self._response(finish, output.items, usage, block)
+        for event in output.ended(answered["status"]):
+            yield event
+        yield output.full(answered["status"], response=answered)
 
     def _response(
         self,
         finish: str | None,
-        text: str,
-        logprobs: Sequence[Any],
+        items: Sequence[_Item],
         usage: Mapping[str, Any] | None,
         block: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
@@ -254,19 +254,24 @@ class _Responses:
             "created_at": self._created,
             "status": status,
             "model": self._chat.model,
-            "output": [] if finish is None else [self._message(status, text, logprobs)],
+            "output": [item.json("completed") for item in items[:-1]]
+            + [item.json(status) for item in items[-1:]],
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": body.temperature,
             "text": {"format": shown},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": (body.tool_choice or "auto") if body.tools else "none",
+            "tools": [
+                {"type": tool.type} | tool.function.model_dump()
+                for tool in body.tools or ()
+                if tool.function is not None
+            ],
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
@@ -276,13 +281,127 @@ class _Responses:
         return found if block is None else found | {"valora": dict(block)}
 
 
+class _Item:
+    """An item of the output: the text, or a call.
+
+    Args:
+        text: The text or the arguments, as far as they are known.
+        call: Id of the call; None for the text.
+        name: Name of the function.
+    """
+
+    def __init__(self, text: str = "", call: str | None = None, name: str = "") -> None:
+        self.pieces = [text] if text else []
+        self.call, self.name = call, name
+        self.id = f"{'msg' if call is None else 'fc'}_{new_id()}"
+
+    def json(self, status: str, *, begun: bool = False) -> dict[str, Any]:
+        """The item in OpenAI's form; without its content if it has only begun."""
+        text = "".join(self.pieces)
+        if self.call is not None:
+            return {
+                "id": self.id, "type": "function_call", "status": status, "call_id": self.call,
+                "name": self.name, "arguments": text,
+            }  # fmt: skip
+        return {
+            "id": self.id, "type": "message", "role": "assistant", "status": status,
+            "content": [] if begun else [_part(text)],
+        }  # fmt: skip
+
+
+class _Output:
+    """The output of a stream so far, and the events that tell of it.
+
+    Attributes:
+        items: The items.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[_Item] = []
+        self._number = 0
+        self._logprobs: list[str] = []  # of the text, as JSON
+        self._unsent: list[Any] = []  # those of tokens that are no text yet
+
+    def event(self, kind: str, **fields: Any) -> EventJson:
+        """The next event."""
+        self._number += 1
+        return event_json(
+            {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
+        )
+
+    def full(self, kind: str, **fields: Any) -> EventJson:
+        """The next event, which holds the whole text, with its log probabilities."""
+        made = self.event(kind, **fields)
+        return made._replace(text=_filled(made.text, self._logprobs))
+
+    def push(self, choice: dict[str, Any]) -> Iterator[EventJson]:
+        """Events of the next part of an answer, a choice of a chunk of the chat endpoint."""
+        delta = choice["delta"]
+        self._unsent += (choice.get("logprobs") or {}).get("content") or []
+        text = delta.get("content")
+        if text or (text is not None and self._unsent):
+            if not self.items:
+                yield from self.begun(_Item())
+            yield self._text(text)
+        for call in delta.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if "id" in call:
+                self._unsent.clear()
+                yield from self.ended("completed")
+                yield from self.begun(_Item("", call["id"], call["function"]["name"]))
+            else:
+                self.items[-1].pieces.append(arguments)
+                yield self.event("function_call_arguments.delta", **self._place(), delta=arguments)
+
+    def begun(self, item: _Item) -> Iterator[EventJson]:
+        """Events that begin an item."""
+        self.items.append(item)
+        shown = item.json("in_progress", begun=True)
+        yield self.event("output_item.added", output_index=len(self.items) - 1, item=shown)
+        if item.call is None:
+            yield self.event("content_part.added", **self._place(), part=_part(""))
+
+    def ended(self, status: str) -> Iterator[EventJson]:
+        """Events that end the last item, if there is one."""
+        if not self.items:
+            return
+        item, text = self.items[-1], "".join(self.items[-1].pieces)
+        place, done = (
+            self._place(),
+            {"output_index": len(self.items) - 1, "item": item.json(status)},
+        )
+        if item.call is not None:
+            called = {"arguments": text, "name": item.name}
+            yield self.event("function_call_arguments.done", **place, **called)
+            yield self.event("output_item.done", **done)
+            return
+        if self._unsent:
+            yield self._text("")
+        yield self.full("output_text.done", **place, text=text, logprobs=[])
+        yield self.full("content_part.done", **place, part=_part(text))
+        yield self.full("output_item.done", **done)
+
+    def _text(self, delta: str) -> EventJson:
+        new, self._unsent = self._unsent, []
+        if new:
+            self._logprobs.append(items_json(new))
+        self.items[-1].pieces.append(delta)
+        return self.event("output_text.delta", **self._place(), delta=delta, logprobs=new)
+
+    def _place(self) -> dict[str, Any]:
+        item = self.items[-1]
+        within = {"content_index": 0} if item.call is None else {}
+        return {"item_id": item.id, "output_index": len(self.items) - 1, **within}
+
+
 def _filled(body: str, logprobs: Sequence[str]) -> str:
-    """JSON of an answer or event with the log probabilities of its only text."""
-    return filled(body, '"logprobs":[]', [f'"logprobs":[{",".join(logprobs)}]'])
+    """JSON of an answer or event with the log probabilities of its text, if it has one."""
+    found = [f'"logprobs":[{",".join(logprobs)}]'] if logprobs else []
+    return filled(body, '"logprobs":[]', found)
 
 
-def _part(text: str, logprobs: Sequence[Any]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from valora_serve.errors import DeadlineError, ImageError, RequestError
 from valora_serve.server.access.guard import caller
-from valora_serve.server.api.schema import AudioPart, FilePart
+from valora_serve.server.api.schema import AudioPart, FilePart, TextPart
 from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.envelope import until_disconnect
@@ -232,9 +232,15 @@ async def within_deadline(
 
 
 async def read_messages(
-    messages: Sequence[Message], context: ServerContext, pixels: Pixels
+    messages: Sequence[Message], context: ServerContext, pixels: Pixels, told: str = ""
 ) -> tuple[list[dict[str, Any]] | None, list[Image], list[list[Image]]]:
     """Read the messages of a chat request.
+
+    Args:
+        messages: The messages.
+        context: Limits of the server.
+        pixels: Limit of the images' sizes.
+        told: What the system prompt ends with.
 
     Returns:
         Turns for a chat template, and the images and videos in their order. The turns are None if
@@ -248,6 +254,8 @@ async def read_messages(
     try:
         for number, message in enumerate(messages):
             reading.add(number, message)
+        if told:
+            reading.instruct(told)
         check_text(reading.chars, context)
         check_media(len(reading.images) + len(reading.videos), context, needed=not reading.chars)
     except BaseException:
@@ -274,6 +282,7 @@ class _Reading:
         self.images: list[Coroutine[Any, Any, Image]] = []
         self.videos: list[Coroutine[Any, Any, list[Image]]] = []
         self.chars = 0
+        self._result = False  # whether the last message was a tool's result
         self._media, self._pixels = context.media, pixels
 
     def add(self, number: int, message: Message) -> None:
@@ -283,21 +292,46 @@ class _Reading:
             RequestError: It has no content, or a part that cannot be read.
         """
         content = message.content
-        if message.role == "assistant" and not isinstance(content, list):
-            said = (content, message.refusal, calls_as_text(message))
-            content = "\n".join(text for text in said if text)
+        if message.role == "assistant":
+            calls = calls_as_text(message)
+            if not isinstance(content, list):
+                content = "\n".join(text for text in (content, message.refusal, calls) if text)
+            elif calls:
+                content = [*content, _text_part(f"\n{calls}")]
         if content is None:
             raise RequestError(
                 f"messages.{number}: content is null, which only an assistant's message may be: "
                 "send a text"
             )
         role = _ROLES.get(message.role, message.role)
+        result = message.role in ("tool", "function")
+        follows, self._result = self._result and result, result
+        if result:
+            begin, end = "\n" * follows + "<tool_response>\n", "\n</tool_response>"
+            inner = [_text_part(content)] if isinstance(content, str) else content
+            content = [_text_part(begin), *inner, _text_part(end)]
         if isinstance(content, str):
             self.chars += len(content)
             self.turns.append({"role": role, "content": content})
             return
         parts = [self._part(number, part) for part in content]
-        self.turns.append({"role": role, "content": parts})
+        if follows:  # results share a turn, as in Qwen's template
+            self.turns[-1]["content"] += parts
+        else:
+            self.turns.append({"role": role, "content": parts})
+
+    def instruct(self, told: str) -> None:
+        """Add an instruction to the end of the system prompt, which may hold images."""
+        self.chars += len(told)
+        if not self.turns or self.turns[0]["role"] != "system":
+            self.turns.insert(0, {"role": "system", "content": told})
+            return
+        content = self.turns[0]["content"]
+        if isinstance(content, str):
+            content = f"{content}\n\n{told}"
+        else:
+            content = [*content, {"type": "text", "text": f"\n\n{told}"}]
+        self.turns[0] = {"role": "system", "content": content}
 
     def _part(self, number: int, part: ContentPart) -> dict[str, Any]:
         if part.type == "image_url":
@@ -318,22 +352,6 @@ class _Reading:
         text = part.text if part.type == "text" else part.refusal
         self.chars += len(text)
         return {"type": "text", "text": text}
-
-
-def instructed(turns: list[dict[str, Any]] | None, told: str) -> list[dict[str, Any]]:
-    """Turns that begin with an instruction, after that of the conversation's system prompt.
-
-    Raises:
-        RequestError: There are no turns.
-    """
-    if turns is None:
-        raise RequestError("messages hold no text: ask something that a tool is called for")
-    first = turns[0]
-    if first["role"] != "system":
-        return [{"role": "system", "content": told}, *turns]
-    content = first["content"]
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    return [{"role": "system", "content": "\n\n".join([*texts, told])}, *turns[1:]]
 
 
 def check_text(chars: int, context: ServerContext) -> None:
@@ -364,6 +382,10 @@ def check_media(count: int, context: ServerContext, *, needed: bool) -> None:
     most = context.settings.max_images
     if count > most:
         raise ImageError(f"The request has {count} images and videos, more than {most}: send fewer")
+
+
+def _text_part(text: str) -> TextPart:
+    return TextPart(type="text", text=text)
 
 
 def _url(item: Url | MediaUrl) -> MediaUrl:

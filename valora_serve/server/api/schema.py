@@ -8,7 +8,7 @@ fields are refused, so that a typo is noticed.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,7 @@ from pydantic import (
     FiniteFloat,
     JsonValue,
     Tag,
+    model_validator,
 )
 
 from valora_serve.server.media.urls import MediaUrl
@@ -166,15 +167,33 @@ class Function(Body):
     parameters: dict[str, JsonValue] | None = Field(
         default=None, description="JSON schema of its arguments; none by default"
     )
-    strict: bool | None = Field(default=None, description="ignored: the schema always holds")
+    strict: bool | None = Field(
+        default=None, description="whether arguments hold nothing that parameters do not name"
+    )
+    cache_control: JsonValue = Field(default=None, description="ignored")
+    defer_loading: JsonValue = Field(default=None, description="ignored")
+    allowed_callers: JsonValue = Field(default=None, description="ignored")
+    output_schema: JsonValue = Field(default=None, description="ignored")
 
 
-class Tool(Body):
-    """A tool; only functions are supported."""
+class Tool(BaseModel):
+    """A tool; only functions are supported. Other fields than these are ignored."""
+
+    model_config = ConfigDict(frozen=True)
 
     type: str
     function: Function | None = None
-    custom: JsonValue = Field(default=None, description="refused")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, tool: Any) -> Any:
+        """The form of ``/v1/responses``, whose tools hold the fields of the function."""
+        if isinstance(tool, dict) and tool.get("type") == "function" and "name" in tool:
+            return {"type": "function", "function": {k: tool[k] for k in tool if k != "type"}}
+        return tool
+
+
+_Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 
 
 class StreamOptions(Body):
@@ -286,12 +305,12 @@ class ChatRequest(_Sampled):
     prediction: JsonValue = Field(default=None, description="ignored")
     reasoning_effort: str | None = Field(default=None, description="ignored")
     verbosity: str | None = Field(default=None, description="ignored")
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: _Tools | None = None
     tool_choice: str | dict[str, JsonValue] | None = Field(
-        default=None, description="none, required, or a function"
+        default=None, description="auto, none, required, a function, or allowed_tools"
     )
     parallel_tool_calls: bool | None = Field(
-        default=None, description="ignored: an answer calls one function"
+        default=None, description="whether an answer may hold several calls; true by default"
     )
     modalities: list[str] | None = Field(default=None, description="only text")
     audio: JsonValue = Field(default=None, description="only null")
@@ -382,8 +401,29 @@ class ResponseInputMessage(Body):
     phase: str | None = Field(default=None, description="ignored")
 
 
+class ResponseInputCall(BaseModel):
+    """An earlier call of a function."""
+
+    model_config = ConfigDict(frozen=True)
+
+    type: Literal["function_call"]
+    call_id: str | None = None
+    name: Text
+    arguments: Text
+
+
+class ResponseInputResult(BaseModel):
+    """What a called function returned."""
+
+    model_config = ConfigDict(frozen=True)
+
+    type: Literal["function_call_output"]
+    call_id: str | None = None
+    output: Text | _ResponseParts
+
+
 class ResponseInputItem(Body):
-    """An item of ``/v1/responses`` that is no message, which is refused."""
+    """Another item of ``/v1/responses``: reasoning is ignored, all else is refused."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -392,15 +432,20 @@ class ResponseInputItem(Body):
 
 def _kind_of_item(item: object) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    if kind in ("function_call", "function_call_output"):
+        return str(kind)
     return "item" if isinstance(kind, str) and kind != "message" else "message"
 
 
 _ResponseItem = Annotated[
-    Annotated[ResponseInputMessage, Tag("message")] | Annotated[ResponseInputItem, Tag("item")],
+    Annotated[ResponseInputMessage, Tag("message")]
+    | Annotated[ResponseInputCall, Tag("function_call")]
+    | Annotated[ResponseInputResult, Tag("function_call_output")]
+    | Annotated[ResponseInputItem, Tag("item")],
     Discriminator(_kind_of_item),
 ]
 _ResponseItems = Annotated[
-    list[_ResponseItem], Field(min_length=1, max_length=10_000, fail_fast=True)
+    list[_ResponseItem], Field(min_length=1, max_length=9_999, fail_fast=True)
 ]
 
 
@@ -440,15 +485,19 @@ class ResponsesRequest(Body):
     stream: bool | None = False
     stream_options: JsonValue = Field(default=None, description="ignored")
     include: Annotated[list[str], Field(max_length=100)] | None = Field(
-        default=None, description="only message.output_text.logprobs"
+        default=None, description="message.output_text.logprobs; others of OpenAI's are ignored"
     )
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: Annotated[list[JsonValue], Field(max_length=128)] | None = Field(
-        default=None, description="only empty: /v1/chat/completions has tools"
+    tools: _Tools | None = None
+    tool_choice: str | dict[str, JsonValue] | None = Field(
+        default=None, description="auto, none, required, a function, or allowed_tools"
     )
-    tool_choice: JsonValue = Field(default=None, description="only none or auto")
-    parallel_tool_calls: bool | None = Field(default=None, description="ignored")
-    max_tool_calls: int | None = Field(default=None, description="ignored")
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="whether an answer may hold several calls; true by default"
+    )
+    max_tool_calls: int | None = Field(
+        default=None, description="ignored: no built-in tools are served"
+    )
     previous_response_id: str | None = Field(default=None, description="only null")
     conversation: JsonValue = Field(default=None, description="only null")
     prompt: JsonValue = Field(default=None, description="only null")

@@ -1,8 +1,8 @@
-"""Tools of a chat request: which functions must be called, and the calls in an answer.
+"""Tools of a request: the functions that the model may call, and the calls in its answer.
 
-The answer is held to a JSON schema, ``{"name": …, "arguments": …}`` of one of the functions, so
-that any model can call them. No model is asked to choose between words and a call, as that takes
-training.
+Calls are told and written in the form of Hermes and Qwen, `<tool_call>` around a JSON object, which
+those models' own chat templates use, too. A grammar over text and calls holds the answer, so that
+the calls of any model are valid.
 """
 
 from __future__ import annotations
@@ -13,98 +13,167 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from valora_serve.errors import RequestError
+from valora_serve.server.api.schema import AnswerMessage, AnswerToolCall
+from valora_serve.server.constrain import Grammar
+from valora_serve.server.telemetry.logs import new_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from valora_serve.server.api.schema import ChatRequest, Function, Message
 
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)')
+MOST_CALLS = 32  # in an answer
+_BEGIN, _END = "<tool_call>", "}\n</tool_call>"
+_HEAD = re.compile(r'\s*<tool_call>\n\{"name": "([^"]*)", "arguments": ')
+_TOLD = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
 _REFUSED = {
     "functions": "is OpenAI's old form of tools: send tools",
     "web_search_options": "is not served, as this server searches nothing: leave it out",
     "moderation": "is not served: leave it out",
     "audio": "is not served, as answers are text: leave it out",
 }
+_SEVERAL = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
+"""Keywords by which other schemas name properties of the same object."""
 
 
 @dataclass(frozen=True, slots=True)
-class ForcedCall:
-    """Functions of which an answer must call one.
+class Tools:
+    """Functions that an answer may call.
 
     Attributes:
         functions: The functions.
+        text: Whether the answer may be text, with or without calls after it.
+        several: Whether it may hold several calls.
     """
 
     functions: Sequence[Function]
+    text: bool
+    several: bool
 
-    def schema(self) -> dict[str, Any]:
-        """The JSON schema of an answer.
+    def grammar(self, answer: Grammar | None, *, strict: bool) -> Grammar:
+        """The grammar of an answer.
+
+        Args:
+            answer: Grammar of an answer that is text; None for any text.
+            strict: Whether the parameters of all functions are strict.
 
         Raises:
             RequestError: The parameters of a function are no object.
         """
-        calls, parameters = [], {}
+        answer = answer if self.text else None
+        schemas = {} if answer is None else dict(answer.schemas)
+        closed = [] if answer is None else list(answer.strict)
+        calls = []
         for number, function in enumerate(self.functions):
-            key = f"parameters-{number}"
-            parameters[key] = _parameters(function, key)
-            calls.append(
-                {
-                    "type": "object",
-                    "properties": {
-                        "name": {"const": function.name},
-                        "arguments": {"$ref": f"#/$defs/{key}"},
-                    },
-                    "required": ["name", "arguments"],
-                    "additionalProperties": False,
-                }
-            )
-        return {"$defs": parameters, "anyOf": calls}
+            rule = f"arguments{number}"
+            schemas[rule] = _parameters(function)
+            closed += [rule] * bool(function.strict or strict)
+            calls.append(json.dumps(f'{function.name}", "arguments": ') + f" {rule}")
+        first, more = f'"{_BEGIN}" call', ""
+        if self.several:
+            more = f' ("\\n{_BEGIN}" call){{0,{MOST_CALLS - 1}}}'
+        rules = [f'call: "\\n{{\\"name\\": \\"" ({" | ".join(calls)}) {json.dumps(_END)}']
+        if answer is not None:
+            first = f"json | {first}"
+        elif self.text:
+            first = "TEXT | begin call"
+            # A lazy rule ends where it first can, so that a call always begins at its mark.
+            rules += ["TEXT: /(.|\\n)*/", f'begin[lazy]: TEXT "{_BEGIN}"']
+        return Grammar(schemas, "\n".join([f"start: {first}{more}", *rules]), tuple(closed))
 
     def instruction(self) -> str:
         """What the model is told of the functions."""
-        lines = [
-            json.dumps(one.model_dump(exclude_none=True, exclude={"strict"}), ensure_ascii=False)
-            for one in self.functions
-        ]
-        told = 'Call one of these functions. Answer only with {"name": …, "arguments": …}.'
-        return "\n".join([told, *lines])
+        told = []
+        for one in self.functions:
+            fields = {"description": one.description, "parameters": one.parameters}
+            said = {name: value for name, value in fields.items() if value is not None}
+            told.append({"type": "function", "function": {"name": one.name, **said}})
+        return _TOLD.format("\n".join(json.dumps(one, ensure_ascii=False) for one in told))
 
 
-class CallReader:
-    """Reads a call out of the growing text of an answer."""
+class AnswerReader:
+    """Takes the growing text of an answer apart into text and calls.
 
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self._held = ""
+    Args:
+        tools: What the answer may hold.
 
-    def push(self, text: str) -> str:
-        """Add text; return what follows of the arguments. `name` is set once it is known."""
-        self._held += text
-        if self.name is None:
-            found = _HEAD.match(self._held)
-            if found is None:
-                return ""
-            self.name = str(json.loads(found[1]))
-            self._held = self._held[found.end() :]
-        # The last brace closes the call, not the arguments.
-        end = len(self._held.rstrip()) - 1
-        if end <= 0:
-            return ""
-        new, self._held = self._held[:end], self._held[end:]
-        return new
+    Attributes:
+        calls: Number of calls so far.
+    """
 
-    def rest(self, *, complete: bool) -> str:
-        """What is left of the arguments.
+    def __init__(self, tools: Tools) -> None:
+        self.calls = 0
+        self._text = tools.text
+        self._held = ""  # what may still become something else
+        self._inside = False  # the arguments of a call
+
+    def push(self, text: str, *, last: bool) -> list[dict[str, Any]]:
+        """Add text; return what is new as deltas of OpenAI's API.
 
         Args:
-            complete: Whether the answer ended by itself, so that its last brace is the call's.
+            text: The next part of the answer.
+            last: Whether the answer ends with it.
         """
-        return "" if complete or self.name is None else self._held
+        self._held += text
+        deltas = []
+        while True:
+            if self._inside:
+                at = _before(self._held, _END)
+                if at:
+                    deltas.append(self._call(function={"arguments": self._held[:at]}))
+                self._inside = not self._held.startswith(_END, at)
+                self._held = self._held[at:] if self._inside else self._held[at + len(_END) :]
+                if self._inside:
+                    return deltas
+            at = (
+                len(self._held)
+                if last and _BEGIN not in self._held
+                else _before(self._held, _BEGIN)
+            )
+            said = self._held[:at] if last and at == len(self._held) else self._held[:at].rstrip()
+            self._held = self._held[len(said) :]
+            if said and self._text and not self.calls:
+                deltas.append({"content": said})
+            head = _HEAD.match(self._held)
+            if head is None:
+                return deltas
+            self.calls, self._inside, self._held = self.calls + 1, True, self._held[head.end() :]
+            function = {"name": head[1], "arguments": ""}
+            deltas.append(self._call(id=f"call_{new_id()}", type="function", function=function))
+
+    def _call(self, **fields: Any) -> dict[str, Any]:
+        return {"tool_calls": [{"index": self.calls - 1, **fields}]}
+
+    def message(self, text: str) -> AnswerMessage:
+        """The message of a whole answer."""
+        said, calls = "", []
+        for delta in self.push(text, last=True):
+            said += delta.get("content", "")
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    calls.append(call)
+                else:
+                    calls[-1]["function"] |= call["function"]
+        made = [AnswerToolCall.model_validate(call) for call in calls]
+        empty = None if made or not self._text else ""
+        return AnswerMessage(content=said or empty, tool_calls=made or None)
 
 
-def forced_call(body: ChatRequest) -> ForcedCall | None:
-    """The functions that an answer must call; None if it is to be text.
+def tools_of(body: ChatRequest) -> Tools | None:
+    """What an answer may or must call; None if it is to be text.
 
     Raises:
         RequestError: The tools, or how they are to be chosen, are not served.
@@ -120,31 +189,28 @@ def forced_call(body: ChatRequest) -> ForcedCall | None:
         if choice.get("type") == "allowed_tools":
             functions, choice = _allowed(choice, functions)
         else:
-            return ForcedCall([_named(choice, functions, "tool_choice")])
-    if choice == "none" or (not functions and choice in (None, "auto")):
-        return None
-    if choice == "required":
-        if not functions:
-            raise RequestError("tool_choice is required, but there are no tools: send tools")
-        return ForcedCall(functions)
-    if choice in (None, "auto"):
+            named = _named(choice, functions, "tool_choice")
+            return Tools([named], text=False, several=False)
+    if choice not in (None, "auto", "none", "required"):
         raise RequestError(
-            "tool_choice auto is not served, as the model was not trained to choose between words "
-            "and tools: set tool_choice to required, to a function, or to none"
+            f"tool_choice is {choice[:50]!a}: send auto, none, required, or a function as "
+            '{"type": "function", "function": {"name": …}}'
         )
-    raise RequestError(
-        f"tool_choice is {choice[:50]!a}: send none, required, or a function as "
-        '{"type": "function", "function": {"name": …}}'
-    )
+    if choice == "required" and not functions:
+        raise RequestError("tool_choice is required, but there are no tools: send tools")
+    if choice == "none" or not functions:
+        return None
+    return Tools(functions, choice != "required", body.parallel_tool_calls is not False)
 
 
 def calls_as_text(message: Message) -> str:
-    """The calls of an assistant's earlier message as the model writes them, one a line."""
+    """The calls of an assistant's earlier message as the model writes them."""
     calls = [call.function for call in message.tool_calls or ()]
     if message.function_call is not None:
         calls.append(message.function_call)
     return "\n".join(
-        f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}' for call in calls
+        f'{_BEGIN}\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments or "{}"}{_END}'
+        for call in calls
     )
 
 
@@ -171,7 +237,7 @@ def _function(kind: str, function: Function | None, number: int) -> Function:
 
 
 def _named(choice: dict[str, Any], functions: Sequence[Function], place: str) -> Function:
-    named = choice.get("function")
+    named = choice.get("function", choice)  # Responses has no object in between
     name = named.get("name") if isinstance(named, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str):
         raise RequestError(
@@ -189,19 +255,19 @@ def _named(choice: dict[str, Any], functions: Sequence[Function], place: str) ->
 def _allowed(
     choice: dict[str, Any], functions: Sequence[Function]
 ) -> tuple[list[Function], str | None]:
-    allowed = choice.get("allowed_tools")
+    allowed = choice.get("allowed_tools", choice)
     mode = allowed.get("mode") if isinstance(allowed, dict) else None
     listed = allowed.get("tools") if isinstance(allowed, dict) else None
     if mode not in ("auto", "required") or not isinstance(listed, list):
         raise RequestError("tool_choice.allowed_tools lacks its mode or tools: send both")
-    found = [
-        _named(one if isinstance(one, dict) else {}, functions, "tool_choice.allowed_tools")
+    names = {
+        _named(one if isinstance(one, dict) else {}, functions, "tool_choice.allowed_tools").name
         for one in listed
-    ]
-    return found, mode
+    }
+    return [function for function in functions if function.name in names], mode
 
 
-def _parameters(function: Function, key: str) -> Any:
+def _parameters(function: Function) -> dict[str, Any]:
     schema = function.parameters
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -210,21 +276,16 @@ def _parameters(function: Function, key: str) -> Any:
             f"the parameters of function {function.name} are of type {schema['type']!a}: the "
             "arguments of a function are an object"
         )
-    return {"type": "object", **_moved(schema, f"#/$defs/{key}")}
+    # Without this, a model may invent parameters for ever.
+    closed = (
+        "properties" in schema and function.strict is not False and not schema.keys() & _SEVERAL
+    )
+    return {"type": "object", **({"additionalProperties": False} if closed else {}), **schema}
 
 
-def _moved(schema: Any, to: str) -> Any:
-    """A JSON schema whose references to itself work below another path."""
-    if isinstance(schema, list):
-        return [_moved(item, to) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {}
-    for name, value in schema.items():
-        if name == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[name] = to + value[1:]
-        elif name in ("const", "enum", "default", "examples"):
-            moved[name] = value  # values, which are no schemas
-        else:
-            moved[name] = _moved(value, to)
-    return moved
+def _before(text: str, mark: str) -> int:
+    """Length of the text before a mark, or before what may be the beginning of one at its end."""
+    at = text.find(mark)
+    if at >= 0:
+        return at
+    return len(text) - next(n for n in range(len(mark) - 1, -1, -1) if text.endswith(mark[:n]))

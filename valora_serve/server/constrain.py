@@ -38,7 +38,7 @@ REMEMBERED = 64  # grammars that are cached
 MOST_CHARS = 2_000_000  # of all cached grammars, which take about 200 bytes each
 MOST_WAITING = 256  # grammars that wait to be compiled
 MOST_OF_ONE = 16  # of one client
-TRIAL_TOKENS, TRIAL_SECONDS = 64, 0.3  # of each of the two trials of a grammar
+TRIAL_TOKENS, TRIAL_SECONDS = 64, 0.3  # of each of the two trials of a grammar, in all
 JSON_ONLY = "start: json"
 
 
@@ -52,11 +52,13 @@ class Grammar:
         rules: Rules in llguidance's form of Lark, which begin at `start` and may name those of the
             schemas.
         strict: Names of the schemas whose objects take no further keys, as `prepare` describes.
+        begins: Beginnings of answers, from which the grammar is tried.
     """
 
     schemas: Mapping[str, Mapping[str, Any] | bool]
     rules: str = JSON_ONLY
     strict: tuple[str, ...] = ()
+    begins: tuple[str, ...] = ("",)
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | bool, *, strict: bool = False) -> Grammar:
@@ -232,7 +234,8 @@ class Grammars:
             self.read()
         if self._tokenizer is None:
             raise RequestError(
-                "The base model's tokenizer takes no JSON schema: leave response_format out"
+                "The base model's tokenizer takes no JSON schema: leave out response_format and "
+                "tools"
             )
         error, rules = self._tried(key)
         if error:
@@ -241,23 +244,30 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tokenizer, rules, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"The JSON schema cannot be used: {first_line(matcher.get_error())}")
-        for first in ('{[,"}]0', '"}]0,{['):  # the longest answer, and the shortest
-            self._try(matcher.deep_copy(), first)
+        _mask(matcher)  # which its copies then know
+        begins = json.loads(key)[-1]
+        for begin in begins:
+            for first in ('{[,"}]0', '"}]0,{['):  # the longest answer, and the shortest
+                trial = matcher.deep_copy()
+                for token in self._tokenizer.tokenize_str(begin):
+                    _consume(trial, token)
+                self._try(trial, first, TRIAL_SECONDS / len(begins))
         return matcher
 
-    def _try(self, matcher: Any, first: str) -> None:
+    def _try(self, matcher: Any, first: str, seconds: float) -> None:
         """Walk through a grammar, so that its limits are exceeded now rather than later.
 
         Args:
-            matcher: The grammar, at its start.
+            matcher: The grammar, at the start of an answer or in it.
             first: Characters, of which the first that is allowed is taken.
+            seconds: Time to take.
 
         Raises:
             RequestError: The grammar engine exceeds its limits, or allows no token.
         """
         preferred = [self._tokenizer.tokenize_str(character)[0] for character in first]
         end = self._tokenizer.eos_token
-        until = time.monotonic() + TRIAL_SECONDS
+        until = time.monotonic() + seconds
         for _ in range(TRIAL_TOKENS):
             allowed = np.flatnonzero(_mask(matcher))
             if end in allowed or time.monotonic() > until:
@@ -336,7 +346,8 @@ def _key(grammar: Grammar) -> str:
         RequestError: It is too long, or no JSON.
     """
     try:
-        text = json.dumps([grammar.rules, grammar.strict, grammar.schemas], allow_nan=False)
+        parts = [grammar.rules, grammar.strict, grammar.schemas, grammar.begins]
+        text = json.dumps(parts, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The JSON schema cannot be used: {first_line(error)}") from error
     if len(text) > LARGEST_SCHEMA:

@@ -2,12 +2,13 @@
 
 Some schemas take the grammar engine hours, or all memory. Here they end only this process, which
 holds nothing else; what it can compile, the server compiles again with its own vocabulary. A job is
-a line of JSON, [rules, strict, schemas] of a `Grammar`; the answer is a line [error, rules].
+a line of JSON, [rules, strict, schemas, …] of a `Grammar`; the answer is a line [error, rules].
 """
 
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import sys
@@ -45,10 +46,18 @@ def rules_of(rules: str, strict: list[str], schemas: dict[str, Any]) -> str:
     """
     lines = [rules]
     for name, schema in schemas.items():
-        made = prepare(schema, strict=name in strict)
+        try:
+            made = prepare(schema, strict=name in strict)
+        except RequestError as error:
+            raise RequestError(f"{_title(schemas, name)}{error}") from error
         options = {"x-guidance": _OPTIONS}
         lines.append(f"{name}: %json {json.dumps(options if made is True else made | options)}")
     return "\n".join(lines)
+
+
+def _title(schemas: dict[str, Any], name: str) -> str:
+    """Return what an error about one of several schemas begins with."""
+    return f"{schemas[name]['title']}: " if name in schemas and name != "json" else ""
 
 
 def main() -> None:
@@ -64,10 +73,14 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends this process
         rules = error = ""
         try:
-            rules = rules_of(*json.loads(line))
+            schemas = json.loads(line)[2]
+            rules = rules_of(*json.loads(line)[:3])
             matcher = llguidance.LLMatcher(tokenizer, rules, log_level=0, limits=limits)
             if matcher.is_error():
                 error = f"The JSON schema cannot be used: {first_line(matcher.get_error())}"
+                if place := re.match(r"at (\d+)\(", matcher.get_error()):
+                    name = rules.splitlines()[int(place[1]) - 1].partition(":")[0]
+                    error = f"{_title(schemas, name)}{error}"
         except RequestError as refused:
             error = str(refused)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -76,12 +76,14 @@ class Tools:
         answer = answer if self.text else None
         schemas = {} if answer is None else dict(answer.schemas)
         closed = [] if answer is None else list(answer.strict)
-        calls = []
+        calls, begins = [], [""] * (answer is not None)
         for number, function in enumerate(self.functions):
             rule = f"arguments{number}"
             schemas[rule] = _parameters(function)
             closed += [rule] * bool(function.strict or strict)
-            calls.append(json.dumps(f'{function.name}", "arguments": ') + f" {rule}")
+            name = f'{function.name}", "arguments": '
+            calls.append(f"{json.dumps(name)} {rule}")
+            begins.append(f'{_BEGIN}\n{{"name": "{name}')
         first, more = f'"{_BEGIN}" call', ""
         if self.several:
             more = f' ("\\n{_BEGIN}" call){{0,{MOST_CALLS - 1}}}'
@@ -92,7 +94,8 @@ class Tools:
             first = "TEXT | begin call"
             # A lazy rule ends where it first can, so that a call always begins at its mark.
             rules += ["TEXT: /(.|\\n)*/", f'begin[lazy]: TEXT "{_BEGIN}"']
-        return Grammar(schemas, "\n".join([f"start: {first}{more}", *rules]), tuple(closed))
+        rules = [f"start: {first}{more}", *rules]
+        return Grammar(schemas, "\n".join(rules), tuple(closed), tuple(begins))
 
     def instruction(self) -> str:
         """What the model is told of the functions."""
@@ -270,7 +273,7 @@ def _allowed(
 def _parameters(function: Function) -> dict[str, Any]:
     schema = function.parameters
     if schema is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
+        schema = {"properties": {}}
     if schema.get("type", "object") != "object":
         raise RequestError(
             f"the parameters of function {function.name} are of type {schema['type']!a}: the "
@@ -280,7 +283,8 @@ def _parameters(function: Function) -> dict[str, Any]:
     closed = (
         "properties" in schema and function.strict is not False and not schema.keys() & _SEVERAL
     )
-    return {"type": "object", **({"additionalProperties": False} if closed else {}), **schema}
+    made = {"additionalProperties": False} | schema if closed else schema
+    return {"type": "object", **made, "title": f"function {function.name}"}
 
 
 def _before(text: str, mark: str) -> int:

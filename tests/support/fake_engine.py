@@ -60,6 +60,9 @@ class FakeEngine:
         step: Seconds per token.
         tokenizer: Tokenizer for JSON constraints.
         last: Event (of `threading`) for which the last token of each written answer waits.
+
+    Attributes:
+        script: Text that constrained answers begin with, as far as their constraint allows.
     """
 
     def __init__(self, *, slots=1000, step=0.0, tokenizer=None, last=None):
@@ -69,6 +72,8 @@ class FakeEngine:
         self._last = last
         self._tokenizer = tokenizer
         self._finished = {}
+        self._texts = None
+        self.script, self._scripts = "", {}
         self.running = {}
         self.waiting = set()
         self.asked = []
@@ -205,8 +210,15 @@ class FakeEngine:
         choices = np.flatnonzero(allowed)
         end = self._tokenizer.eos_token_id
         token = end if end in choices else int(choices[index % 7 % len(choices)])
+        if self._texts is None:
+            self._texts = [self._tokenizer.decode([one]) for one in range(len(self._tokenizer))]
+        left = self.script if index == 0 else self._scripts[request.id]
+        fitting = [one for one in choices if self._texts[one] and left.startswith(self._texts[one])]
+        if fitting:
+            token = int(max(fitting, key=lambda one: len(self._texts[one])))
+        self._scripts[request.id] = left.removeprefix(self._texts[token]) if fitting else ""
         constraint.advance(token)
-        return None if token == end else self._tokenizer.decode([token])
+        return None if token == end else self._texts[token]
 
     @staticmethod
     def _logprobs(request, word, index):

@@ -118,17 +118,26 @@ def random_schema(seed: int) -> dict[str, Any]:
 
 
 def random_answer(
-    constraint: Any, tokenizer: Any, seed: int, *, padded: int = 0, most: int = 200
+    constraint: Any,
+    tokenizer: Any,
+    seed: int,
+    *,
+    padded: int = 0,
+    most: int = 200,
+    begin: str = "",
 ) -> str | None:
     """Walk through a constraint by tokens that it allows.
 
-    After 40 tokens, those that close a text, a list or an object are preferred.
+    It begins with the text `begin`. After 40 tokens, those that close a text, a list or an object
+    are preferred.
 
     Returns:
         The text at the end; None if it has not ended after `most` tokens.
     """
     draw = np.random.default_rng(seed)
-    tokens: list[int] = []
+    tokens: list[int] = tokenizer(begin, add_special_tokens=False)["input_ids"]
+    for token in tokens:
+        constraint.advance(token)
     for step in range(most):
         allowed = np.ones(len(tokenizer) + padded, dtype=bool)
         constraint.mask(allowed)

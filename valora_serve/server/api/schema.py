@@ -445,7 +445,7 @@ _ResponseItem = Annotated[
     Discriminator(_kind_of_item),
 ]
 _ResponseItems = Annotated[
-    list[_ResponseItem], Field(min_length=1, max_length=9_999, fail_fast=True)
+    list[_ResponseItem], Field(min_length=1, max_length=10_000, fail_fast=True)
 ]
 
 

@@ -126,7 +126,8 @@ def test_fields_that_change_nothing_are_taken(client):
     answer = ask(
         client, tools=[], tool_choice="none", store=True, truncation="auto", user="u",
         reasoning={"effort": "low"}, parallel_tool_calls=True, previous_response_id=None,
-        background=False, service_tier="auto", prompt_cache_key="k", include=[],
+        background=False, service_tier="auto", prompt_cache_key="k",
+        include=["reasoning.encrypted_content", "file_search_call.results"],
     )  # fmt: skip
     assert answer.status == "completed"
     assert not answer.store
@@ -140,11 +141,17 @@ def test_fields_that_change_nothing_are_taken(client):
         ({"prompt": {"id": "p"}}, "keeps no prompts"),
         ({"background": True}, "background"),
         ({"moderation": {"model": "x"}}, "moderation"),
-        ({"tools": [{"type": "web_search"}]}, "/v1/chat/completions"),
+        ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "'web_search'"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "'mcp'"),
+        ({"tools": [{"type": "function"}]}, "lacks its function"), ({"tools": [5]}, "tools.0"),
+        ({"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "web_search"}},
+         "names no function"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"include": ["reasoning.encrypted_content"]}, "reasoning.encrypted_content"),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
-         "'function_call_output'"),
+        ({"include": ["reasoning.encrypted_contents"]}, "reasoning.encrypted_contents"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": [
+            {"type": "input_file", "file_id": "x"}]}]}, "input_file"),
+        ({"input": [{"type": "reasoning", "id": "r", "summary": []}]}, "only reasoning"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
          "input_file"),

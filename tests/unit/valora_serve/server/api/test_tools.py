@@ -1,13 +1,12 @@
-"""Tools of the chat endpoint: forced calls, their form, and what is refused."""
+"""Tools of chat and Responses: what is called, in which form, and what is refused."""
 
 import json
+from contextlib import contextmanager
 
-import openai
+import jsonschema
 import pytest
 
-from tests.support.http_helpers import chat
-from valora_serve.server.api.schema import ChatRequest
-from valora_serve.server.api.tools import CallReader, forced_call
+from tests.support.http_helpers import chat, data_url, encoded, picture
 
 WEATHER = {
     "type": "function",
@@ -29,108 +28,192 @@ WEATHER = {
 }
 STOP = {"type": "function", "function": {"name": "stop"}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
+BERN = '{"unit":"C","place":"Bern"}'
+IMAGE = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(40, 20)))}}
+
+
+def called(name="weather", arguments=BERN):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def function(name="f", **more):
+    return {"type": "function", "function": {"name": name, **more}}
 
 
 def ask(client, **more):
     defaults = {"model": "tiny", "messages": [{"role": "user", "content": "weather?"}]}
-    return client.chat.completions.create(**({"max_tokens": 200} | defaults | more))
+    return client.chat.completions.create(**({"max_tokens": 300} | defaults | more))
 
 
-def assert_weather(call):
-    assert call.type == "function"
-    assert call.function.name == "weather"
-    arguments = json.loads(call.function.arguments)
-    assert set(arguments) == {"unit", "place"}
-    assert arguments["unit"] in {"C", "F"}
-    assert arguments["place"] in {"Bern", "Rome"}
+def respond(client, **more):
+    tools = [{"type": "function", **one["function"]} for one in more.pop("tools", [WEATHER, STOP])]
+    defaults = {"model": "tiny", "input": "weather?", "max_output_tokens": 300, "tools": tools}
+    return client.responses.create(**(defaults | more))
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        NAMED,
-        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}},
-    ],
-)
-def test_a_named_function_is_called(server, client, choice):
-    answer = ask(client, tools=[STOP, WEATHER], tool_choice=choice, n=2, parallel_tool_calls=True)
-    for option in answer.choices:
-        assert option.finish_reason == "tool_calls"
-        assert option.message.content is None
-        (call,) = option.message.tool_calls
-        assert_weather(call)
-    first, second = (option.message.tool_calls[0].id for option in answer.choices)
-    assert first != second
-    told = server.engine.asked[-1].messages[0]
-    assert told["role"] == "system"
-    assert '"name": "weather"' in told["content"]
-    assert '"stop"' not in told["content"]
+@contextmanager
+def scripted(server, text):
+    """The fake engine says a text, as far as its constraint allows."""
+    server.engine.script = text
+    try:
+        yield
+    finally:
+        server.engine.script = ""
 
 
-def test_one_of_several_functions_is_called(client):
-    answer = ask(client, tools=[WEATHER, STOP], tool_choice="required")
-    (call,) = answer.choices[0].message.tool_calls
-    assert call.function.name in {"weather", "stop"}
-    (call,) = ask(client, tools=[STOP], tool_choice="required").choices[0].message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("stop", {})
+def of(message):
+    """Content and calls of a message."""
+    calls = message.tool_calls or ()
+    return message.content, [(call.function.name, call.function.arguments) for call in calls]
 
 
-def test_a_streamed_call_is_the_same(client):
-    options = {"tools": [WEATHER], "tool_choice": "required"}
-    whole = ask(client, **options).choices[0].message.tool_calls[0]
-    chunks = list(ask(client, **options, stream=True))
-    deltas = [d for c in chunks for d in c.choices[0].delta.tool_calls or ()]
-    assert deltas[0].id
-    assert (deltas[0].type, deltas[0].function.name) == ("function", "weather")
-    assert all(delta.id is None and delta.function.name is None for delta in deltas[1:])
-    assert "".join(delta.function.arguments for delta in deltas) == whole.function.arguments
-    assert len(deltas) > 3  # as they are generated
-    assert not any(chunk.choices[0].delta.content for chunk in chunks)
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+def of_output(output):
+    """The same of the output of a response, whose text comes first."""
+    texts = [part.text for item in output if item.type == "message" for part in item.content]
+    calls = [(one.name, one.arguments) for one in output if one.type == "function_call"]
+    assert len(output) == len(texts) + len(calls)
+    assert [one.type for one in output[: len(texts)]] == ["message"] * len(texts)
+    return "".join(texts) or None, calls
 
 
-def test_a_call_that_is_cut_off_ends_by_length(client):
-    option = ask(client, tools=[WEATHER], tool_choice="required", max_tokens=3).choices[0]
-    assert option.finish_reason == "length"
+TWO = [("weather", BERN), ("stop", "{}")]
+BOTH = called() + "\n" + called("stop", "{}")
+ANSWERS = [
+    ("It is warm. \n", {}, "It is warm. \n", []),
+    ("a <tool_cal", {}, "a <tool_cal", []),
+    ('{"name": "weather"}', {}, '{"name": "weather"}', []),
+    (called(), {}, None, TWO[:1]),
+    (BOTH, {}, None, TWO),
+    ("I look.\n\n" + called(), {}, "I look.", TWO[:1]),
+    (BOTH, {"parallel_tool_calls": False}, None, TWO[:1]),
+    (BOTH, {"tool_choice": "required"}, None, TWO),
+    ("no", {"tool_choice": "required", "tools": [STOP]}, None, TWO[1:]),
+    (BOTH, {"tool_choice": NAMED}, None, TWO[:1]),
+    (called(), {"tool_choice": {"type": "allowed_tools", "allowed_tools":
+     {"mode": "auto", "tools": [NAMED]}}}, None, TWO[:1]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [("f", "{}"), ('g"é', '{"a": {"b": "}"}}'), ("h", '{"name": "x", "arguments": {}}')],
-)
-def test_a_call_is_read_in_pieces_of_any_size(name, arguments, size):
-    text = f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
-    reader = CallReader()
-    found = "".join(reader.push(text[at : at + size]) for at in range(0, len(text), size))
-    assert (reader.name, found + reader.rest(complete=True)) == (name, arguments)
-    cut = CallReader()
-    part = cut.push(text[:-2])
-    assert part + cut.rest(complete=False) == arguments[:-1]
+@pytest.mark.parametrize(("script", "more", "content", "calls"), ANSWERS)
+def test_chat_answers_with_text_or_calls(server, client, script, more, content, calls):
+    options = {"tools": [WEATHER, STOP], "n": 2, "logprobs": True, **more}
+    with scripted(server, script):
+        whole = ask(client, **options)
+        chunks = list(ask(client, **options, stream=True))
+    ids = [call.id for one in whole.choices for call in one.message.tool_calls or ()]
+    assert len(set(ids)) == 2 * len(calls)
+    for choice in whole.choices:
+        assert of(choice.message) == (content, calls)
+        assert choice.finish_reason == ("tool_calls" if calls else "stop")
+        assert choice.logprobs.content
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        texts, found, tokens = [], [], []
+        for one in mine:
+            texts.append(one.delta.content or "")
+            tokens += one.logprobs.content if one.logprobs else []
+            for call in one.delta.tool_calls or ():
+                assert call.index == len(found) - (call.id is None)
+                if call.id is not None:
+                    assert call.type == "function"
+                    found.append((call.function.name, ""))
+                found[-1] = (found[-1][0], found[-1][1] + call.function.arguments)
+        assert ("".join(texts) or None, found) == (content, calls)
+        assert tokens == choice.logprobs.content
+        assert mine[-1].finish_reason == choice.finish_reason
 
 
-def test_a_conversation_with_calls_is_continued(server, client):
-    call = ask(client, tools=[WEATHER], tool_choice="required").choices[0].message
-    messages = [
-        {"role": "user", "content": "weather?"},
-        call,
-        {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "17"},
-        {"role": "assistant", "content": None, "refusal": "I will not say."},
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-        {"role": "assistant", "content": None},
-        {"role": "function", "name": "weather", "content": "18"},
+@pytest.mark.parametrize(("script", "more", "content", "calls"), ANSWERS)
+def test_responses_answer_with_text_or_calls(server, client, script, more, content, calls):
+    options = {"tools": [WEATHER, STOP], "include": ["message.output_text.logprobs"], **more}
+    choice = options.get("tool_choice")
+    if isinstance(choice, dict):  # Responses' form has no object in between
+        inner = dict(choice.get("function") or choice["allowed_tools"])
+        inner |= {"tools": [{"type": "function", "name": "weather"}]} if "tools" in inner else {}
+        options["tool_choice"] = {"type": choice["type"], **inner}
+    with scripted(server, script):
+        whole = respond(client, **options)
+        events = list(respond(client, **options, stream=True))
+    last = events[-1].response
+    assert of_output(whole.output) == of_output(last.output) == (content, calls)
+    assert whole.status == last.status == "completed"
+    assert [tool.name for tool in whole.tools] == [
+        one["function"]["name"] for one in options["tools"]
     ]
-    assert ask(client, messages=messages, tools=[WEATHER], tool_choice="none").choices
-    seen = server.engine.asked[-1].messages
-    assert [one["role"] for one in seen] == [
-        "user", "assistant", "user", "assistant", "assistant", "assistant", "user",
-    ]  # fmt: skip
-    said = json.loads(seen[1]["content"])
-    assert said["name"] == "weather"
-    assert said["arguments"] == json.loads(call.tool_calls[0].function.arguments)
-    assert [one["content"] for one in seen[2:4]] == ["17", "I will not say."]
-    assert seen[4]["content"] == [{"type": "text", "text": "No."}]
-    assert seen[5]["content"] == ""
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
+    call = ["function_call_arguments.delta", "function_call_arguments.done"]
+    wanted = [("created", None), ("in_progress", None)]
+    for place, item in enumerate(last.output):
+        inner = text if item.type == "message" else call
+        wanted += [(kind, place) for kind in ("output_item.added", *inner, "output_item.done")]
+    seen = [(one.type[9:], getattr(one, "output_index", None)) for one in events]
+    assert list(dict.fromkeys(seen)) == [*wanted, ("completed", None)]
+    for place, item in enumerate(last.output):
+        mine = [event for event in events if getattr(event, "output_index", None) == place]
+        assert mine[-1].item == item
+        said = "".join(event.delta for event in mine if event.type.endswith("delta"))
+        assert said == (item.arguments if item.type == "function_call" else item.content[0].text)
+        assert {getattr(event, "item_id", item.id) for event in mine} == {item.id}
+
+
+@pytest.mark.parametrize("limit", [5, 25, 60, 100])
+def test_what_is_cut_off_ends_by_length(server, client, limit):
+    with scripted(server, "Look.\n" + BOTH):
+        whole = ask(client, tools=[WEATHER, STOP], max_tokens=limit).choices[0]
+        response = respond(client, max_output_tokens=limit)
+        forced = ask(client, tools=[STOP], tool_choice="required", max_tokens=5).choices[0]
+    assert whole.finish_reason == forced.finish_reason == "length"
+    assert (response.status, response.output[-1].status) == ("incomplete", "incomplete")
+    assert of(forced.message) == (None, [])
+    content, calls = of(whole.message)
+    assert "Look.".startswith(content)
+    assert of_output(response.output) == (content, calls)
+    for (name, arguments), (wanted, full) in zip(calls, TWO, strict=False):
+        assert name == wanted
+        assert full.startswith(arguments)
+
+
+def test_with_a_format_the_text_follows_it(server, client):
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for script, wanted in (("{", ('{"a":"b"}', [])), (called(), (None, TWO[:1]))):
+        with scripted(server, script):
+            answer = ask(client, tools=[WEATHER], response_format=form).choices[0]
+        assert of(answer.message) == wanted
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        (None, "{}"), ({"type": "object", "properties": {}}, "{}"),
+        ({"properties": {"b": {"type": "null"}}}, '{"b":null}'),
+        ({"properties": {"b": {"enum": [1]}}, "allOf": [{"properties": {"a": {"enum": [2]}}}]},
+         '{"b":1,"a":2}'),
+        ({"properties": {"b": {"$ref": "#"}, "c": {"const": 1}}}, '{"b":{"c":1}}'),
+        # Names of keywords as names of parameters, and the other way round.
+        ({"properties": {"examples": {"$ref": "#/$defs/enum"}, "default": {"$ref": "#/$defs/d"},
+                         "enum": {"const": {"$ref": "#/x"}}, "const": {"type": "null"},
+                         "$ref": {"enum": ["#/y"]}},
+          "$defs": {"enum": {"enum": [1]}, "d": {"default": {"$ref": "#/z"}, "type": "boolean"}}},
+         '{"examples":1,"default":true,"enum":{"$ref":"#/x"},"const":null,"$ref":"#/y"}'),
+        ({"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties":
+          {"next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}}},
+         '{"next":{"next":null}}'),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "title": "T", "properties":
+          {"a": {"type": ["string", "null"], "title": "A", "default": None, "x-order": 1}}},
+         '{"a":null}'),
+    ],
+)  # fmt: skip
+def test_arguments_follow_the_parameters(server, client, parameters, arguments):
+    tools = [STOP, function("f", parameters=parameters)]
+    with scripted(server, called("f", arguments)):
+        assert of(ask(client, tools=tools).choices[0].message) == (None, [("f", arguments)])
+    jsonschema.validate(json.loads(arguments), {"type": "object", **(parameters or {})})
+    with scripted(server, called("f", '{"invented": 1')):
+        (_, made) = of(ask(client, tools=tools, max_tokens=2000).choices[0].message)[1][0]
+    if "properties" in (parameters or {"properties": {}}) and "allOf" not in (parameters or {}):
+        assert '"invented"' not in made
 
 
 @pytest.mark.parametrize(
@@ -138,6 +221,8 @@ def test_a_conversation_with_calls_is_continued(server, client):
     [
         {"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"tool_choice": "auto"},
         {"tools": [], "tool_choice": "auto"}, {"tools": [WEATHER], "tool_choice": "none"},
+        {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools":
+         {"mode": "auto", "tools": []}}},
         {"tools": [], "tool_choice": "none", "parallel_tool_calls": False},
         {"functions": [], "function_call": "none"}, {"function_call": "auto"},
         {"modalities": ["text"], "audio": None, "reasoning_effort": "low", "verbosity": "low",
@@ -157,8 +242,19 @@ def test_requests_without_tools_are_answered_in_words(server, more):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"tools": [WEATHER]}, "set tool_choice to required"),
-        ({"tools": [WEATHER], "tool_choice": "auto"}, "set tool_choice to required"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "name"),
+        ({"tools": [function(f"f{number}") for number in range(129)]}, "128"),
+        ({"tools": [function(description="x" * 400_001)]}, "characters"),
+        ({"tools": [function(parameters={"description": "x" * 200_001})]}, "200000"),
+        ({"tools": [STOP, function("g", parameters={"properties": {"x": {"not": {}}}})]},
+         "function g: "),
+        ({"tools": [STOP, function("g", parameters={"properties": {"x": {"minimum": "y"}}})]},
+         "function g: "),
+        ({"tools": [STOP, function("g", parameters={"properties": {"x": {"$ref": "#/y"}}})]},
+         "function g: "),
+        ({"tools": [function(paramters={})]}, "paramters"),
+        ({"tools": [STOP], "tool_choice": {"type": "allowed_tools", "allowed_tools":
+          {"mode": "auto", "tools": [NAMED]}}}, "they are stop"),
         ({"tool_choice": "required"}, "send tools"),
         ({"tool_choice": NAMED}, "send tools"),
         ({"tools": [STOP], "tool_choice": NAMED}, "they are stop"),
@@ -199,21 +295,19 @@ def test_what_is_not_served_is_refused_in_one_sentence(server, more, said):
     assert "\n" not in message
 
 
-def test_the_clients_error_says_why(client):
-    with pytest.raises(openai.BadRequestError, match="tool_choice auto is not served"):
-        ask(client, tools=[WEATHER])
+def test_fields_that_frameworks_add_to_tools_are_taken(server, client):
+    extra = {"cache_control": {"type": "ephemeral"}}
+    tool = {**WEATHER, **extra, "function": {**WEATHER["function"], **extra}}
+    assert ask(client, tools=[tool, function("f", strict=None, description=None)]).choices
+    flat = {"type": "function", "name": "f", "parameters": None, "strict": None}
+    flat |= {"defer_loading": False, "allowed_callers": None, "output_schema": None}
+    assert client.responses.create(model="tiny", input="x", tools=[flat]).status == "completed"
 
 
-def test_references_in_parameters_lead_to_the_same_places():
-    body = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=[STOP, WEATHER],
-                       tool_choice="required")  # fmt: skip
-    schema = forced_call(body).schema()
-    (place,) = (
-        part["properties"]["place"]["$ref"]
-        for part in schema["$defs"].values()
-        if "place" in part["properties"]
-    )
-    found = schema
-    for step in place.removeprefix("#/").split("/"):
-        found = found[step]
-    assert found == {"enum": ["Bern", "Rome"]}
+def test_many_functions_with_many_parameters(server, client):
+    properties = {f"p{number}": {"type": "string"} for number in range(15)}
+    parameters = {"type": "object", "properties": properties, "required": ["p0"]}
+    tools = [function(f"server_tool-{number}", parameters=parameters) for number in range(128)]
+    with scripted(server, called("server_tool-127", '{"p0":"x","p14":"y"}')):
+        answer = ask(client, tools=tools).choices[0].message
+    assert of(answer) == (None, [("server_tool-127", '{"p0":"x","p14":"y"}')])

@@ -143,6 +143,33 @@ def test_a_stop_text_that_cuts_constrained_text_is_an_error(base: str) -> None:
     assert_empty(engine)
 
 
+class Says(Only):
+    """A constraint that says of each token whether a stop text may end the answer in it."""
+
+    def __init__(self, tokens: list[int], free: list[bool]) -> None:
+        super().__init__(tokens)
+        self._free = free
+
+    def advance(self, token: int) -> bool:
+        super().advance(token)
+        return self._free.pop(0)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 3])
+def test_stop_texts_count_where_a_constraint_says_so(base: str, bound: int) -> None:
+    engine = make_engine(base)
+    words = [engine.lmm.tokenizer(word)["input_ids"] for word in ("red", " red", " red")]
+    free = [number >= bound for number, word in enumerate(words) for _ in word]
+    tokens = [*(token for word in words for token in word), min(engine.lmm.stop_ids)]
+    sampling = SamplingParams(
+        max_tokens=30, constraint=Says(tokens, [*free, True]), stop=("red", "d r")
+    )
+    found = run(engine, [replace(question("one"), sampling=sampling)])["one"]
+    assert found.finish is Finish.STOP
+    assert found.text == ["", "red ", "red red ", "red red red"][bound]
+    assert_empty(engine)
+
+
 class Slow(Only):
     """A constraint whose masks take long; it notes when they are computed."""
 

@@ -228,7 +228,6 @@ def test_an_unknown_model_is_a_404_with_the_known_ones(client, stream):
         ({"stop": ""}, "stop"),
         ({"top_logprobs": 2}, "logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),

@@ -67,7 +67,7 @@ class Detokenizer:
         self._pending.clear()
         if not stop:
             text, self._held = self._held + text, ""
-            return text
+            return str(text)
         return self._up_to_stop(text)
 
     def flush(self) -> str:

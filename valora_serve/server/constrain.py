@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -112,14 +113,16 @@ class Grammars:
 
     def read(self) -> None:
         """Read the engine's tokenizer; this holds up all threads for seconds, so do it at start."""
-        import llguidance.hf
+        import llguidance
 
         self._was_read = True
-        if self._engine.tokenizer is None:
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
             return
         try:
-            self._tokenizer = llguidance.hf.from_tokenizer(self._engine.tokenizer)
-        except ValueError as error:
+            readable, end = _readable(tokenizer), tokenizer.eos_token_id
+            self._tokenizer = llguidance.LLTokenizer(readable, eos_token=end)
+        except (AttributeError, ValueError) as error:  # it is not of the tokenizers library
             LOG.warning("response_format is not served with this tokenizer: %s", error)
 
     async def constraints(
@@ -337,6 +340,22 @@ class GrammarConstraint:
                 f"The answer does not follow the JSON schema ({first_line(error)}): simplify the "
                 "schema"
             ) from error
+
+
+def _readable(tokenizer: Any) -> str:
+    """Return a tokenizer as JSON in which added tokens that are plain text are ordinary ones.
+
+    The grammar engine allows added tokens nowhere, also those that models write, as `<tool_call>`.
+    """
+    made = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+    vocabulary = made["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        added = made["added_tokens"]
+        # Tokenizers of bytes write just these characters as they are.
+        plain = [t for t in added if not t["special"] and re.fullmatch("[!-~]+", t["content"])]
+        vocabulary.update({token["content"]: token["id"] for token in plain})
+        made["added_tokens"] = [token for token in added if token not in plain]
+    return json.dumps(made)
 
 
 def _key(grammar: Grammar) -> str:

@@ -157,7 +157,7 @@ def _message(
     return Message(role=item.role, content=_content(item.content, number), tool_calls=calls)
 
 
-def _content(content: str | Sequence[Any], number: int) -> str | list[ContentPart]:
+def _content(content: str | list[Any], number: int) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
     parts: list[ContentPart] = []
@@ -199,14 +199,13 @@ class _Responses:
         found, [logprobs] = await self._chat.whole()
         choice = found.choices[0]
         message, calls = choice.message, choice.message.tool_calls or ()
-        items = [] if calls and not message.content else [_Item(message.content or "")]
-        for call in calls:
-            items.append(_Item(call.function.arguments, call.id, call.function.name))
+        items = [] if calls and not message.content else [_text(message.content or "")]
+        items += [_call(one.id, one.function.name, one.function.arguments) for one in calls]
         block = None if found.valora is None else found.valora.model_dump(exclude_none=True)
         body = ResponseAnswer.model_validate(
             self._response(choice.finish_reason, items, found.usage.model_dump(), block)
         )
-        return _filled(body.model_dump_json(), [] if items[0].call else logprobs).encode()
+        return _filled(body.model_dump_json(), [] if "name" in items[0] else logprobs).encode()
 
     async def events(self) -> AsyncGenerator[dict[str, Any] | EventJson, None]:
         """The answer as events of OpenAI's API."""
@@ -225,17 +224,17 @@ class _Responses:
                     for event in output.push(choice):
                         yield event
         if not output.items:
-            for event in output.begun(_Item()):
+            for event in output.begun(_text("")):
                 yield event
-        answered = self._response(finish, output.items, usage, block)
-        for event in output.ended(answered["status"]):
+        for event in output.ended("incomplete" if finish == "length" else "completed"):
             yield event
+        answered = self._response(finish, output.items, usage, block)
         yield output.full(answered["status"], response=answered)
 
     def _response(
         self,
         finish: str | None,
-        items: Sequence[_Item],
+        items: list[dict[str, Any]],
         usage: Mapping[str, Any] | None,
         block: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
@@ -254,8 +253,7 @@ class _Responses:
             "created_at": self._created,
             "status": status,
             "model": self._chat.model,
-            "output": [item.json("completed") for item in items[:-1]]
-            + [item.json(status) for item in items[-1:]],
+            "output": [*items[:-1], *(item | {"status": status} for item in items[-1:])],
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
@@ -317,7 +315,8 @@ class _Output:
     """
 
     def __init__(self) -> None:
-        self.items: list[_Item] = []
+        self.items: list[dict[str, Any]] = []
+        self._pieces: list[str] = []  # text or arguments of the last item
         self._number = 0
         self._logprobs: list[str] = []  # of the text, as JSON
         self._unsent: list[Any] = []  # those of tokens that are no text yet
@@ -341,57 +340,74 @@ class _Output:
         text = delta.get("content")
         if text or (text is not None and self._unsent):
             if not self.items:
-                yield from self.begun(_Item())
-            yield self._text(text)
+                yield from self.begun(_text(""))
+            yield self._more(text)
         for call in delta.get("tool_calls", ()):
             arguments = call["function"]["arguments"]
             if "id" in call:
                 self._unsent.clear()
                 yield from self.ended("completed")
-                yield from self.begun(_Item("", call["id"], call["function"]["name"]))
+                yield from self.begun(_call(call["id"], call["function"]["name"], ""))
             else:
-                self.items[-1].pieces.append(arguments)
+                self._pieces.append(arguments)
                 yield self.event("function_call_arguments.delta", **self._place(), delta=arguments)
 
-    def begun(self, item: _Item) -> Iterator[EventJson]:
+    def begun(self, item: dict[str, Any]) -> Iterator[EventJson]:
         """Events that begin an item."""
         self.items.append(item)
-        shown = item.json("in_progress", begun=True)
-        yield self.event("output_item.added", output_index=len(self.items) - 1, item=shown)
-        if item.call is None:
+        self._pieces.clear()
+        shown = item | {"status": "in_progress"}
+        index = len(self.items) - 1
+        if item["type"] == "function_call":
+            yield self.event("output_item.added", output_index=index, item=shown)
+        else:
+            yield self.event("output_item.added", output_index=index, item=shown | {"content": []})
             yield self.event("content_part.added", **self._place(), part=_part(""))
 
     def ended(self, status: str) -> Iterator[EventJson]:
         """Events that end the last item, if there is one."""
         if not self.items:
             return
-        item, text = self.items[-1], "".join(self.items[-1].pieces)
-        place, done = (
-            self._place(),
-            {"output_index": len(self.items) - 1, "item": item.json(status)},
-        )
-        if item.call is not None:
-            called = {"arguments": text, "name": item.name}
+        item, text, place = self.items[-1], "".join(self._pieces), self._place()
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            called = {"arguments": text, "name": item["name"]}
             yield self.event("function_call_arguments.done", **place, **called)
-            yield self.event("output_item.done", **done)
+            yield self.event("output_item.done", output_index=place["output_index"], item=item)
             return
         if self._unsent:
-            yield self._text("")
+            yield self._more("")
+        item["content"] = [_part(text)]
         yield self.full("output_text.done", **place, text=text, logprobs=[])
         yield self.full("content_part.done", **place, part=_part(text))
-        yield self.full("output_item.done", **done)
+        yield self.full("output_item.done", output_index=place["output_index"], item=item)
 
-    def _text(self, delta: str) -> EventJson:
+    def _more(self, delta: str) -> EventJson:
         new, self._unsent = self._unsent, []
         if new:
             self._logprobs.append(items_json(new))
-        self.items[-1].pieces.append(delta)
+        self._pieces.append(delta)
         return self.event("output_text.delta", **self._place(), delta=delta, logprobs=new)
 
     def _place(self) -> dict[str, Any]:
         item = self.items[-1]
-        within = {"content_index": 0} if item.call is None else {}
-        return {"item_id": item.id, "output_index": len(self.items) - 1, **within}
+        within = {"content_index": 0} if item["type"] == "message" else {}
+        return {"item_id": item["id"], "output_index": len(self.items) - 1, **within}
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{new_id()}", "type": "message", "role": "assistant", "status": "completed",
+        "content": [_part(text)],
+    }  # fmt: skip
+
+
+def _call(identity: str, name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": f"fc_{new_id()}", "type": "function_call", "status": "completed",
+        "call_id": identity, "name": name, "arguments": arguments,
+    }  # fmt: skip
 
 
 def _filled(body: str, logprobs: Sequence[str]) -> str:

@@ -171,9 +171,6 @@ class Function(Body):
         default=None, description="whether arguments hold nothing that parameters do not name"
     )
     cache_control: JsonValue = Field(default=None, description="ignored")
-    defer_loading: JsonValue = Field(default=None, description="ignored")
-    allowed_callers: JsonValue = Field(default=None, description="ignored")
-    output_schema: JsonValue = Field(default=None, description="ignored")
 
 
 class Tool(BaseModel):
@@ -189,11 +186,19 @@ class Tool(BaseModel):
     def _flat(cls, tool: Any) -> Any:
         """The form of ``/v1/responses``, whose tools hold the fields of the function."""
         if isinstance(tool, dict) and tool.get("type") == "function" and "name" in tool:
-            return {"type": "function", "function": {k: tool[k] for k in tool if k != "type"}}
+            ignored = {"type", "defer_loading", "allowed_callers", "output_schema", "async"}
+            return {"type": "function", "function": {k: tool[k] for k in tool.keys() - ignored}}
         return tool
 
 
 _Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+_Choice = Annotated[
+    str | dict[str, JsonValue] | None,
+    Field(description="auto, none, required, a function, or allowed_tools"),
+]
+_Parallel = Annotated[
+    bool | None, Field(description="whether an answer may hold several calls; true by default")
+]
 
 
 class StreamOptions(Body):
@@ -306,12 +311,8 @@ class ChatRequest(_Sampled):
     reasoning_effort: str | None = Field(default=None, description="ignored")
     verbosity: str | None = Field(default=None, description="ignored")
     tools: _Tools | None = None
-    tool_choice: str | dict[str, JsonValue] | None = Field(
-        default=None, description="auto, none, required, a function, or allowed_tools"
-    )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="whether an answer may hold several calls; true by default"
-    )
+    tool_choice: _Choice = None
+    parallel_tool_calls: _Parallel = None
     modalities: list[str] | None = Field(default=None, description="only text")
     audio: JsonValue = Field(default=None, description="only null")
     functions: JsonValue = Field(default=None, description="only empty: use tools")
@@ -489,15 +490,9 @@ class ResponsesRequest(Body):
     )
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: _Tools | None = None
-    tool_choice: str | dict[str, JsonValue] | None = Field(
-        default=None, description="auto, none, required, a function, or allowed_tools"
-    )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="whether an answer may hold several calls; true by default"
-    )
-    max_tool_calls: int | None = Field(
-        default=None, description="ignored: no built-in tools are served"
-    )
+    tool_choice: _Choice = None
+    parallel_tool_calls: _Parallel = None
+    max_tool_calls: int | None = Field(default=None, description="ignored: it is of other tools")
     previous_response_id: str | None = Field(default=None, description="only null")
     conversation: JsonValue = Field(default=None, description="only null")
     prompt: JsonValue = Field(default=None, description="only null")

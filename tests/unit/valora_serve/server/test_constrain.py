@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import CHAT, ask, chat, serving, until
@@ -224,6 +224,23 @@ def test_the_tokenizer_is_read_before_the_first_request(monkeypatch):
         monkeypatch.setattr(Grammars, "read", None)
         answer = ask(server, response_format={"type": "json_object"}, max_tokens=3)
         assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tokens_that_are_added_may_be_text_unless_they_are_special(special):
+    """Qwen's <tool_call> is one token, which its models begin calls with."""
+    tokenizer = AutoTokenizer.from_pretrained(base_folder("tiny"))
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=special)], special_tokens=special)
+    (added,) = tokenizer("<tool_call>", add_special_tokens=False)["input_ids"]
+    rules = ['start: TEXT | begin "x"', r"TEXT: /(.|\n)*/", 'begin[lazy]: TEXT "<tool_call>"']
+    with contextlib.closing(Grammars(FakeEngine(tokenizer=tokenizer))) as grammars:
+        (constraint,) = asyncio.run(grammars.constraints(Grammar({}, "\n".join(rules))))
+        allowed = np.ones(len(tokenizer), dtype=bool)
+        constraint.mask(allowed)
+        assert allowed[added] == (not special)
+        if not special:
+            assert constraint.advance(added)
+            assert constraint.advance(tokenizer("x")["input_ids"][-1]) is False
 
 
 @pytest.mark.parametrize("tokenizer", [None, "not a fast tokenizer"])

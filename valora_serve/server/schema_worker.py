@@ -30,6 +30,7 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
 }
 _OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+_SPACED = {"item_separator": ", ", "key_separator": ": "}  # as chat templates write calls
 
 
 def first_line(error: object) -> str:
@@ -50,7 +51,7 @@ def rules_of(rules: str, strict: list[str], schemas: dict[str, Any]) -> str:
             made = prepare(schema, strict=name in strict)
         except RequestError as error:
             raise RequestError(f"{_title(schemas, name)}{error}") from error
-        options = {"x-guidance": _OPTIONS}
+        options = {"x-guidance": _OPTIONS if name == "json" else _OPTIONS | _SPACED}
         lines.append(f"{name}: %json {json.dumps(options if made is True else made | options)}")
     return "\n".join(lines)
 

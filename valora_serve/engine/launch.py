@@ -259,10 +259,9 @@ class Launcher:
                 f"request {sequence.id} was given up, as its JSON schema allows no token that the "
                 "model has: simplify the schema"
             )
-        if np.delete(allowed, list(forbidden)).any():
-            return TokenChoice(params, sequence.generator, forbidden, allowed, counts)
-        # The constraint allows stop tokens only: the answer ends before min_tokens.
-        return TokenChoice(params, sequence.generator, (), allowed, counts)
+        if forbidden and allowed.sum() == allowed[list(forbidden)].sum():
+            forbidden = ()  # only stop tokens are allowed: the answer ends before min_tokens
+        return TokenChoice(params, sequence.generator, forbidden, allowed, counts)
 
     def _head_request(self, sequence: SequenceState) -> HeadRequest:
         """Return what the head of a request computes, whose prompt is all computed."""

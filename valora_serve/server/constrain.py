@@ -379,7 +379,7 @@ def _key(grammar: Grammar) -> str:
 def _mask(matcher: Any) -> NDArray[np.bool_]:
     """Return which tokens may come next, [tokenizer's vocabulary] bool, at least one."""
     bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-    may = np.unpackbits(bits, bitorder="little").astype(np.bool_)
+    may = np.unpackbits(bits, bitorder="little").view(np.bool_)
     if matcher.is_error() or not may.any():
         raise _given_up(matcher)
     return may

@@ -4,6 +4,8 @@ import json
 from contextlib import contextmanager
 
 import jsonschema
+import openai
+import pydantic
 import pytest
 
 from tests.support.http_helpers import chat, data_url, encoded, picture
@@ -154,6 +156,27 @@ def test_responses_answer_with_text_or_calls(server, client, script, more, conte
         said = "".join(event.delta for event in mine if event.type.endswith("delta"))
         assert said == (item.arguments if item.type == "function_call" else item.content[0].text)
         assert {getattr(event, "item_id", item.id) for event in mine} == {item.id}
+
+
+def test_the_clients_own_streams_read_calls(server, client):
+    class Weather(pydantic.BaseModel):
+        unit: str
+        place: str
+
+    tool = openai.pydantic_function_tool(Weather)
+    asked = {"model": "tiny", "tools": [tool], "max_tokens": 300}
+    wanted = Weather(unit="C", place="Bern")
+    with scripted(server, f"Look.\n{called('Weather')}\n{called('Weather')}"):
+        messages = [{"role": "user", "content": "weather?"}]
+        with client.chat.completions.stream(messages=messages, **asked) as stream:
+            choice = stream.get_final_completion().choices[0]
+        flat = {"type": "function", **tool["function"]}
+        with client.responses.stream(model="tiny", input="x", tools=[flat]) as stream:
+            response = stream.get_final_response()
+    assert choice.message.content == response.output_text == "Look."
+    made = [call.function.parsed_arguments for call in choice.message.tool_calls]
+    assert made == [wanted, wanted]
+    assert [one.parsed_arguments for one in response.output[1:]] == [wanted.model_dump()] * 2
 
 
 @pytest.mark.parametrize("limit", [5, 25, 60, 100])

@@ -45,12 +45,7 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token: int, *, stop: bool = True) -> str:
-        """Add a token; returns the text that is new and final.
-
-        Args:
-            token: The token.
-            stop: Whether stop texts are looked for in its text.
-        """
+        """Add a token, in which stop texts count or not; returns the text that is new and final."""
         self._count += 1
         self._pending.append(token)
         try:

@@ -343,56 +343,54 @@ class _Output:
                 yield from self.begun(_text(""))
             yield self._more(text)
         for call in delta.get("tool_calls", ()):
-            arguments = call["function"]["arguments"]
             if "id" in call:
-                self._unsent.clear()
                 yield from self.ended("completed")
                 yield from self.begun(_call(call["id"], call["function"]["name"], ""))
             else:
-                self._pieces.append(arguments)
-                yield self.event("function_call_arguments.delta", **self._place(), delta=arguments)
+                yield self._more(call["function"]["arguments"])
 
     def begun(self, item: dict[str, Any]) -> Iterator[EventJson]:
         """Events that begin an item."""
         self.items.append(item)
         self._pieces.clear()
-        shown = item | {"status": "in_progress"}
-        index = len(self.items) - 1
-        if item["type"] == "function_call":
-            yield self.event("output_item.added", output_index=index, item=shown)
-        else:
-            yield self.event("output_item.added", output_index=index, item=shown | {"content": []})
+        text = "content" in item
+        shown = item | {"status": "in_progress"} | ({"content": []} if text else {})
+        yield self.event("output_item.added", output_index=len(self.items) - 1, item=shown)
+        if text:
             yield self.event("content_part.added", **self._place(), part=_part(""))
 
     def ended(self, status: str) -> Iterator[EventJson]:
         """Events that end the last item, if there is one."""
         if not self.items:
             return
-        item, text, place = self.items[-1], "".join(self._pieces), self._place()
-        item["status"] = status
-        if item["type"] == "function_call":
+        item, place, text = self.items[-1], self._place(), "".join(self._pieces)
+        item["status"], done = status, {"output_index": len(self.items) - 1, "item": item}
+        if "arguments" in item:
+            self._unsent.clear()
             item["arguments"] = text
             called = {"arguments": text, "name": item["name"]}
             yield self.event("function_call_arguments.done", **place, **called)
-            yield self.event("output_item.done", output_index=place["output_index"], item=item)
+            yield self.event("output_item.done", **done)
             return
         if self._unsent:
             yield self._more("")
         item["content"] = [_part(text)]
         yield self.full("output_text.done", **place, text=text, logprobs=[])
         yield self.full("content_part.done", **place, part=_part(text))
-        yield self.full("output_item.done", output_index=place["output_index"], item=item)
+        yield self.full("output_item.done", **done)
 
     def _more(self, delta: str) -> EventJson:
+        self._pieces.append(delta)
         new, self._unsent = self._unsent, []
+        if "arguments" in self.items[-1]:
+            return self.event("function_call_arguments.delta", **self._place(), delta=delta)
         if new:
             self._logprobs.append(items_json(new))
-        self._pieces.append(delta)
         return self.event("output_text.delta", **self._place(), delta=delta, logprobs=new)
 
     def _place(self) -> dict[str, Any]:
         item = self.items[-1]
-        within = {"content_index": 0} if item["type"] == "message" else {}
+        within = {"content_index": 0} if "content" in item else {}
         return {"item_id": item["id"], "output_index": len(self.items) - 1, **within}
 
 

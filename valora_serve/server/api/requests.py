@@ -234,13 +234,7 @@ async def within_deadline(
 async def read_messages(
     messages: Sequence[Message], context: ServerContext, pixels: Pixels, told: str = ""
 ) -> tuple[list[dict[str, Any]] | None, list[Image], list[list[Image]]]:
-    """Read the messages of a chat request.
-
-    Args:
-        messages: The messages.
-        context: Limits of the server.
-        pixels: Limit of the images' sizes.
-        told: What the system prompt ends with.
+    """Read the messages of a chat request, whose system prompt then ends with the text `told`.
 
     Returns:
         Turns for a chat template, and the images and videos in their order. The turns are None if

@@ -141,12 +141,9 @@ class AnswerReader:
                 self._held = self._held[at:] if self._inside else self._held[at + len(_END) :]
                 if self._inside:
                     return deltas
-            at = (
-                len(self._held)
-                if last and _BEGIN not in self._held
-                else _before(self._held, _BEGIN)
-            )
-            said = self._held[:at] if last and at == len(self._held) else self._held[:at].rstrip()
+            said = self._held
+            if not last or _BEGIN in said:
+                said = said[: _before(said, _BEGIN)].rstrip()
             self._held = self._held[len(said) :]
             if said and self._text and not self.calls:
                 deltas.append({"content": said})

@@ -42,11 +42,13 @@ class Detokenizer:
         self._stream = self._new_stream()
         self._pending: list[int] = []  # tokens whose text has not come yet
         self._held = ""  # text that may become a stop text
+        self._looks = True  # whether stop texts count in the last token
         self.stopped = False
 
     def push(self, token: int, *, stop: bool = True) -> str:
         """Add a token, in which stop texts count or not; returns the text that is new and final."""
         self._count += 1
+        self._looks = stop
         self._pending.append(token)
         try:
             text = self._stream.step(self._backend, [token])
@@ -60,9 +62,6 @@ class Detokenizer:
         if text is None:
             return ""
         self._pending.clear()
-        if not stop:
-            text, self._held = self._held + text, ""
-            return str(text)
         return self._up_to_stop(text)
 
     def flush(self) -> str:
@@ -82,7 +81,8 @@ class Detokenizer:
 
     def _up_to_stop(self, new: str) -> str:
         """The part of the held and the new text that is certain to come before a stop text."""
-        if not self._stop or self._count <= self._min_tokens:
+        if not self._stop or self._count <= self._min_tokens or not self._looks:
+            new, self._held = self._held + new, ""
             return new
         text = self._held + new
         ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]

@@ -110,6 +110,7 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = {**scope, "path": _path(scope)}
         began = time.perf_counter()
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         identity = logs.accepted_id(headers.get(b"x-request-id"))
@@ -125,7 +126,8 @@ class Envelope:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 extra = [(b"x-request-id", identity.encode()), *_SECURE]
-                if self._drain.begun:
+                # A client that has not been told to continue may leave out the body.
+                if self._drain.begun or (b"expect" in headers and status >= 400):
                     extra.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", ()), *extra]
             try:
@@ -137,7 +139,7 @@ class Envelope:
         async def failed(error: ServeError) -> None:
             self._metrics.failed(error.code)
             if not status:
-                await error_answer(error, scope["path"])(scope, receive, sending)
+                await error_answer(error, scope)(scope, receive, sending)
 
         try:
             await self._answer(inner, headers, receive, sending)
@@ -163,7 +165,10 @@ class Envelope:
         _check_single(scope["headers"])
         if len(scope["path"]) + len(scope["query_string"]) > LONGEST_URL:
             raise RequestError(f"The URL is longer than {LONGEST_URL} characters: shorten it")
-        if scope["method"] == "OPTIONS" and (methods := self._routes.methods(scope)):
+        if scope["path"] == scope.get("root_path"):  # links of the page are relative
+            there = {"Location": f"{scope['path']}/"}
+            await Response(status_code=307, headers=there)(scope, receive, send)
+        elif scope["method"] == "OPTIONS" and (methods := self._routes.methods(scope)):
             allowed = {"Allow": ", ".join(sorted(methods))}
             await Response(status_code=204, headers=allowed)(scope, receive, send)
         else:
@@ -176,7 +181,8 @@ class Envelope:
         self._metrics.http(path, _method(scope), status, seconds)
         logs.access({
             "method": scope["method"], "path": scope["path"][:LOGGED_PATH], "status": status,
-            "seconds": round(seconds, 4), **scope["state"]["facts"],
+            "seconds": round(seconds, 4), "client": (scope.get("client") or ("",))[0],
+            **scope["state"]["facts"],
         })  # fmt: skip
 
     async def _let_in(
@@ -255,6 +261,15 @@ class Envelope:
             raise SlowClientError(
                 f"The request did not arrive within {seconds:g} s: send it faster"
             ) from error
+
+
+def _path(scope: Scope) -> str:
+    """The path with the root path, which a proxy may have taken off, and without a last slash."""
+    root: str = scope.get("root_path", "")
+    path: str = scope["path"]
+    if f"{path}/".startswith(f"{root}/"):
+        path = path.removeprefix(root)
+    return root + (path.rstrip("/") or path[:1])
 
 
 async def _discard(receive: Receive) -> None:
@@ -371,7 +386,7 @@ def error_body(error: ValoraError) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def error_answer(error: ValoraError, path: str = "") -> JSONResponse:
+def error_answer(error: ValoraError, scope: Scope) -> JSONResponse:
     """Response of an error, in the format of the path's API: OpenAI's, or the bare sentence."""
     headers = {}
     if (wait := getattr(error, "retry_after", None)) is not None:
@@ -381,11 +396,12 @@ def error_answer(error: ValoraError, path: str = "") -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if status in (408, 413):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return AsciiJson(_formed(error_body(error), path), status, headers)
+    return AsciiJson(_formed(error_body(error), scope), status, headers)
 
 
-def _formed(body: dict[str, Any], path: str) -> dict[str, Any]:
+def _formed(body: dict[str, Any], scope: Scope) -> dict[str, Any]:
     """An error's body; the Open Inference Protocol has nothing but the sentence."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
     plain = path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/")
     return {"error": body["message"] if plain else body}
 
@@ -406,12 +422,12 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
         metrics.failed(getattr(error, "code", "invalid_request"))
         if getattr(error, "status", 400) >= 500:
             logs.LOG.warning("%s", error)
-        return error_answer(error, request.url.path)
+        return error_answer(error, request.scope)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         metrics.failed("invalid_request")
-        return error_answer(_refusal(error), request.url.path)
+        return error_answer(_refusal(error), request.scope)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -424,7 +440,7 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
             said = f"{_method(request.scope)} is not possible at this path: use {allowed}"
         body = {"message": said, "type": "invalid_request_error", "param": None,
                 "code": None}  # fmt: skip
-        formed = _formed(body, request.url.path)
+        formed = _formed(body, request.scope)
         return AsciiJson(formed, error.status_code, error.headers)
 
     app.add_exception_handler(ValoraError, ours)

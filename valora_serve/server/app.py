@@ -149,7 +149,7 @@ def create_app(
 
     app: FastAPI = FastAPIOffline(  # FastAPI whose /docs loads nothing from other hosts
         title="VaLoRA", description=DESCRIPTION, version=own_version(), lifespan=life,
-        redoc_url=None, static_url="/console/docs", root_path=settings.root_path,
+        redoc_url=None, static_url="/console/docs",
         servers=[{"url": settings.root_path}] if settings.root_path else None,
         redirect_slashes=False,  # to an absolute URL of whatever the Host header says
     )  # fmt: skip

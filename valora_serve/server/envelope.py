@@ -110,7 +110,8 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = {**scope, "path": _path(scope)}
+        root: str = self._settings.root_path or scope.get("root_path", "")
+        scope = {**scope, "root_path": root, "path": _path(scope["path"], root)}
         began = time.perf_counter()
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         identity = logs.accepted_id(headers.get(b"x-request-id"))
@@ -165,7 +166,7 @@ class Envelope:
         _check_single(scope["headers"])
         if len(scope["path"]) + len(scope["query_string"]) > LONGEST_URL:
             raise RequestError(f"The URL is longer than {LONGEST_URL} characters: shorten it")
-        if scope["path"] == scope.get("root_path"):  # links of the page are relative
+        if scope["path"] == scope["root_path"]:  # links of the page are relative
             there = {"Location": f"{scope['path']}/"}
             await Response(status_code=307, headers=there)(scope, receive, send)
         elif scope["method"] == "OPTIONS" and (methods := self._routes.methods(scope)):
@@ -263,10 +264,8 @@ class Envelope:
             ) from error
 
 
-def _path(scope: Scope) -> str:
+def _path(path: str, root: str) -> str:
     """The path with the root path, which a proxy may have taken off, and without a last slash."""
-    root: str = scope.get("root_path", "")
-    path: str = scope["path"]
     if f"{path}/".startswith(f"{root}/"):
         path = path.removeprefix(root)
     return root + (path.rstrip("/") or path[:1])

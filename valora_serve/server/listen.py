@@ -157,8 +157,8 @@ def _bind_unix(path: Path) -> socket.socket:
     except OSError as error:
         sock.close()
         raise SettingsError(
-            f"unix_socket {path} cannot be used ({error.strerror or error}): name a free path in a "
-            "folder that this user may write to"
+            f"unix_socket {path} cannot be used ({error.strerror or error}): name a short, free "
+            "path in a folder that this user may write to"
         ) from error
     return sock
 

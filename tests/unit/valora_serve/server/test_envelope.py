@@ -334,3 +334,31 @@ def test_bodies_in_progress_are_bounded_together():
 def test_a_long_url_is_refused_before_it_is_taken_apart(plain, url):
     found = talk(plain, b"GET " + url.encode() + b" HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert b" 400 " in found
+
+
+@pytest.mark.parametrize("prefix", ["", "/valora"])
+def test_a_proxy_may_show_the_server_below_a_path_and_take_it_off_or_not(prefix):
+    with serving(root_path="/valora") as server:
+        client = server.client
+        for path in ("/", "/v1/models", "/v1/models/", "/health/", "/console/app.js", "/docs"):
+            assert client.get(prefix + path).status_code == 200, path
+        assert client.post(f"{prefix}{CHAT}/", json=chat(max_tokens=1)).status_code == 200
+        assert isinstance(client.get(f"{prefix}/v2/models/none/").json()["error"], str)
+        links = re.findall(r"(?:src|href)=\"([^\"]+)\"", client.get(f"{prefix}/docs").text)
+        links += re.findall(r"url: '([^']+)'", client.get(f"{prefix}/docs").text)
+        assert "/valora/openapi.json" in links
+        for link in links:
+            assert link.startswith("/valora/")
+            assert client.get(link).status_code == 200
+        assert client.get(f"{prefix}/openapi.json").json()["servers"] == [{"url": "/valora"}]
+        bare = client.get("/valora")  # links of the console are relative
+        assert (bare.status_code, bare.headers["location"]) == (307, "/valora/")
+        for path in ("/valora2/v1/models", "/valora/valora/v1/models"):
+            assert client.get(path).status_code == 404
+
+
+def test_a_slash_at_the_end_of_a_path_is_no_redirect_to_a_host_that_the_client_names(plain):
+    for path in ("/v1/models/", "/console/docs", "/docs/", f"{CHAT}/"):
+        answer = plain.client.get(path, headers={"x-forwarded-host": "elsewhere.example"})
+        assert answer.status_code in (200, 404, 405)
+        assert "location" not in answer.headers

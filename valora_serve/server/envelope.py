@@ -111,7 +111,9 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         root: str = self._settings.root_path or scope.get("root_path", "")
-        scope = {**scope, "root_path": root, "path": _path(scope["path"], root)}
+        # A proxy may have taken the root path off, or not.
+        path = scope["path"] if f"{scope['path']}/".startswith(f"{root}/") else root + scope["path"]
+        scope = {**scope, "root_path": root, "path": path}
         began = time.perf_counter()
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         identity = logs.accepted_id(headers.get(b"x-request-id"))
@@ -166,9 +168,9 @@ class Envelope:
         _check_single(scope["headers"])
         if len(scope["path"]) + len(scope["query_string"]) > LONGEST_URL:
             raise RequestError(f"The URL is longer than {LONGEST_URL} characters: shorten it")
-        if scope["path"] == scope["root_path"]:  # links of the page are relative
-            there = {"Location": f"{scope['path']}/"}
-            await Response(status_code=307, headers=there)(scope, receive, send)
+        if moved := _moved(scope):
+            self._guard.check(self._routes.rules({**scope, "path": moved[0]}), scope, headers)
+            await Response(status_code=307, headers={"Location": moved[1]})(scope, receive, send)
         elif scope["method"] == "OPTIONS" and (methods := self._routes.methods(scope)):
             allowed = {"Allow": ", ".join(sorted(methods))}
             await Response(status_code=204, headers=allowed)(scope, receive, send)
@@ -264,11 +266,18 @@ class Envelope:
             ) from error
 
 
-def _path(path: str, root: str) -> str:
-    """The path with the root path, which a proxy may have taken off, and without a last slash."""
-    if f"{path}/".startswith(f"{root}/"):
-        path = path.removeprefix(root)
-    return root + (path.rstrip("/") or path[:1])
+def _moved(scope: Scope) -> tuple[str, str] | None:
+    """The path that is meant by one with a slash at its end, and its URL; None for others.
+
+    Answered in place, it would go past a proxy's rules; the proxy may use another scheme or prefix.
+    """
+    root, path, raw = scope["root_path"], scope["path"], scope.get("raw_path", b"").decode("ascii")
+    query = f"?{scope['query_string'].decode('latin-1')}".removesuffix("?")
+    if path == root:  # of the console, whose links are relative
+        return f"{root}/", f"{root}/{query}"
+    if raw.endswith("/") and path != f"{root}/":
+        return path[:-1], f"../{raw[:-1].rpartition('/')[2]}{query}"
+    return None
 
 
 async def _discard(receive: Receive) -> None:

@@ -110,11 +110,7 @@ class PatientProtocol(HttpToolsProtocol):
         # asyncio's own 256 KB take as long as four of these: 50 senders would hold up all others.
         transport.max_size = self.most_read  # type: ignore[attr-defined]
         sock = transport.get_extra_info("socket")
-        if (
-            sock is not None
-            and hasattr(socket, "TCP_USER_TIMEOUT")
-            and sock.family != socket.AF_UNIX
-        ):
+        if sock.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
             # The kernel drops a peer that reads nothing, even after the connection was closed here.
             milliseconds = int(self.stall_seconds * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
@@ -222,6 +218,7 @@ class PatientProtocol(HttpToolsProtocol):
         self._begun, self._in_body, self._head_bytes = False, True, 0
         self._limit(self.message_seconds)
         super().on_headers_complete()
+        self.headers = []  # of the trailers, which are no headers
 
     def on_body(self, body: bytes) -> None:
         """Count the chunk."""

@@ -14,13 +14,10 @@ class ServerSettings:
     Attributes:
         host: Address to listen on; 0.0.0.0 for all of this machine's addresses.
         port: Port to listen on; 0 for any free port.
-        unix_socket: Unix socket to listen on instead of host and port; whoever may write to it, by
-            the umask, may connect.
-        root_path: Path under which a reverse proxy shows the server, e.g. /valora, whether the
-            proxy takes it off or not.
-        trusted_proxies: Addresses and networks of reverse proxies whose X-Forwarded-For and
-            X-Forwarded-Proto count, e.g. 127.0.0.1,10.0.0.0/24; unix for those that use
-            unix_socket; none by default.
+        unix_socket: Path of a Unix socket to listen on, instead of host and port.
+        root_path: Path below which a reverse proxy shows the server, e.g. /valora.
+        trusted_proxies: Addresses and networks of reverse proxies whose X-Forwarded-For counts;
+            unix for those that use unix_socket; none by default.
         tls_cert: Certificate chain (PEM); with tls_key, the server speaks https.
         tls_key: Private key (PEM) of tls_cert.
         keys_file: File of API keys, one "name role sha256 [model...]" per line, made by
@@ -208,9 +205,7 @@ class ServerSettings:
             try:
                 ipaddress.ip_network(proxy)
             except ValueError as error:
-                raise ValueError(
-                    f"trusted_proxies has {proxy} ({error}): name addresses, networks, or unix"
-                ) from error
+                raise ValueError(f"trusted_proxies: {error}: name IP addresses") from error
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: name both or none")
         if self.log_level not in {"debug", "info", "warning", "error"}:

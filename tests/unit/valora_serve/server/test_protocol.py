@@ -247,3 +247,12 @@ def test_what_a_proxy_may_read_otherwise_is_refused_or_read_once(data, found):
 def test_a_body_that_may_not_come_ends_the_connection():
     with serving(api_key="a key for the tests") as server:
         assert statuses(server, post(LENGTH, b"expect: 100-continue", body=b"") + INNER) == [401]
+
+
+def test_trailers_are_no_headers():
+    """A proxy checks headers: who sends them after the body would go past it."""
+    key = "a key for the tests"
+    end = b"0\r\nauthorization: Bearer %b\r\nx-forwarded-for: 203.0.113.9\r\n\r\n" % key.encode()
+    data = post(b"transfer-encoding: chunked", body=chunked(ASKED)[: -len(b"0\r\n\r\n")] + end)
+    with serving(api_key=key) as server:
+        assert statuses(server, data + LAST) == [401, 200]

@@ -205,7 +205,9 @@ class ServerSettings:
             try:
                 ipaddress.ip_network(proxy)
             except ValueError as error:
-                raise ValueError(f"trusted_proxies: {error}: name IP addresses") from error
+                raise ValueError(
+                    f"trusted_proxies: {error}: name IP addresses or networks"
+                ) from error
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: name both or none")
         if self.log_level not in {"debug", "info", "warning", "error"}:

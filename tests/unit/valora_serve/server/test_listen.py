@@ -218,5 +218,5 @@ def test_unix_sockets_that_cannot_be(short, name, said):
     ],
 )
 def test_settings_of_a_proxy_that_cannot_be(option, value):
-    with pytest.raises(SettingsError, match=rf"{option} .*{re.escape(value)}.*: (write|name)"):
+    with pytest.raises(SettingsError, match=rf"{option}.*{re.escape(value)}.*: (write|name)"):
         cli.read([f"--{option.replace('_', '-')}", value])

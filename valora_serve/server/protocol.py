@@ -99,6 +99,7 @@ class PatientProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._begun = False  # a part of a request's head has come
         self._in_body = False
+        self._refused = False
         self._chunks = self._body_bytes = 0
         self._problem = "The request is not valid HTTP: send HTTP/1.1"
 
@@ -155,7 +156,7 @@ class PatientProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come; close the connection if the head of a request is too long."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refused:
             return
         if not self._in_body:
             self._head_bytes += len(data)
@@ -169,8 +170,8 @@ class PatientProtocol(HttpToolsProtocol):
             while data:
                 data = self._parse(data)
         except httptools.HttpParserError:
-            kind = "invalid_request_error"
-            self._answer(400, {"message": self._problem, "type": kind, "code": "invalid_request"})
+            self._refused = True
+            self._answer_refused()
 
     def _parse(self, data: bytes) -> bytes:
         """Parse what has come; returns what is to be parsed next.
@@ -188,6 +189,24 @@ class PatientProtocol(HttpToolsProtocol):
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
             return b"\r\n".join([*lines, b"", data[offer.args[0] :]])
         return b""
+
+    def on_response_complete(self) -> None:
+        """Answer the next request, or what was refused after this one."""
+        super().on_response_complete()
+        if self._refused and not self.transport.is_closing():
+            self._answer_refused()
+
+    def _answer_refused(self) -> None:
+        """Answer what is not HTTP, or costs too much, once what came before has been answered."""
+        cycle: Any = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if self.pipeline or not self._in_body or cycle.response_started:
+                return
+        elif self._in_body:  # of a request that has been answered
+            self.transport.close()
+            return
+        kind = "invalid_request_error"
+        self._answer(400, {"message": self._problem, "type": kind, "code": "invalid_request"})
 
     def on_message_begin(self) -> None:
         """Start the time limit for the next request's head."""
@@ -215,10 +234,10 @@ class PatientProtocol(HttpToolsProtocol):
             return  # the head is parsed once more
         if len(self.pipeline) >= self.most_pipelined:
             self._refuse(f"More than {self.most_pipelined} requests wait: await their answers")
-        self._begun, self._in_body, self._head_bytes = False, True, 0
-        self._limit(self.message_seconds)
         super().on_headers_complete()
         self.headers = []  # of the trailers, which are no headers
+        self._begun, self._in_body, self._head_bytes = False, True, 0
+        self._limit(self.message_seconds)
 
     def on_body(self, body: bytes) -> None:
         """Count the chunk."""
@@ -244,9 +263,7 @@ class PatientProtocol(HttpToolsProtocol):
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
         if status == 503:
             head += b"retry-after: 1\r\n"
-        cycle: Any = self.cycle
-        if cycle is None or cycle.response_complete or not cycle.response_started:
-            self.transport.write(STATUS_LINE[status] + head % len(body) + b"\r\n" + body)
+        self.transport.write(STATUS_LINE[status] + head % len(body) + b"\r\n" + body)
         self.transport.close()
 
     def _refuse(self, problem: str) -> NoReturn:

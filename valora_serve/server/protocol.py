@@ -76,7 +76,7 @@ class PatientProtocol(HttpToolsProtocol):
         message_seconds: Time limit in seconds for a client to send a request's body, read or not.
         stall_seconds: Time in seconds after which the kernel drops a client that reads nothing.
         most_head_bytes: Largest head of a request, in bytes.
-        most_headers: Most headers of a request, trailers included.
+        most_headers: Most headers of a request, and most trailers.
         most_pipelined: Most requests that wait in one connection.
         free_chunks: Number of a body's chunks that may be as small as they like.
         least_chunk: Mean size of the chunks, in bytes, from then on.
@@ -105,7 +105,7 @@ class PatientProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit for the first request's head."""
-        lingering: Any = LingeringTransport(transport, lambda: self.arriving)
+        lingering: Any = LingeringTransport(transport, lambda: self._begun or self._in_body)
         super().connection_made(lingering)
         self.client = self.client or ("unix", 0)
         # asyncio's own 256 KB take as long as four of these: 50 senders would hold up all others.
@@ -117,31 +117,23 @@ class PatientProtocol(HttpToolsProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self._limit(self.head_seconds)
 
-    @property
-    def arriving(self) -> bool:
-        """Whether the client has sent a part of a request."""
-        return self._begun or self._in_body
-
-    def shutdown(self) -> None:
+    def shutdown(self, wait: float = FIRST_SECONDS) -> None:
         """End the connection: after its answer, or after the request that is arriving.
 
         A request whose head does not arrive within `LINGER_SECONDS` is answered all the same.
+
+        Args:
+            wait: Time in seconds that a new connection has to send its first byte.
         """
         cycle: Any = self.cycle  # None before the first request
         if cycle is not None and not cycle.response_complete:
             super().shutdown()
         elif self._begun:
             self.loop.call_later(LINGER_SECONDS, self._answer_end)
-        elif cycle is None:
-            self.loop.call_later(FIRST_SECONDS, self._end_unless_begun)
+        elif cycle is None and wait:
+            self.loop.call_later(wait, self.shutdown, 0.0)
         else:
             self.transport.close()
-
-    def _end_unless_begun(self) -> None:
-        if self._begun:
-            self.loop.call_later(LINGER_SECONDS, self._answer_end)
-        elif not (self.arriving or self.transport.is_closing()):
-            super().shutdown()
 
     def _answer_end(self) -> None:
         """Answer a request of which the server has not seen enough."""
@@ -176,8 +168,8 @@ class PatientProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> bytes:
         """Parse what has come; returns what is to be parsed next.
 
-        The parser takes what follows an offer of another protocol (`Upgrade`) for that protocol.
-        So it gets the head once more, without the offer, which is ignored, and then the body.
+        The parser takes what follows an offer of another protocol (`Upgrade`) for that protocol:
+        it gets the head once more, without the offer.
         """
         try:
             self.parser.feed_data(data)

@@ -233,7 +233,11 @@ async def _serve_at(
     for problem in found.left_out:
         console.print(f"not served: {problem}", style="yellow", markup=False)
     scheme = "https" if settings.tls_cert else "http"
-    address = f"{scheme}://{settings.host}:{sockets[0].getsockname()[1]}/"
+    address = (
+        f"unix:{settings.unix_socket}"
+        if settings.unix_socket
+        else f"{scheme}://{settings.host}:{sockets[0].getsockname()[1]}/"
+    )
     if on_started is not None:
         server.on_started = partial(on_started, address)
     console.print(

@@ -33,10 +33,13 @@ class Running:
     def __init__(self, engine, app, server, thread):
         self.engine, self.app, self.server, self._thread = engine, app, server, thread
         sock = server.servers[0].sockets[0]
-        self.port = sock.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        address = sock.getsockname()
+        unix = address if isinstance(address, str) else None
+        self.port = None if unix else address[1]
+        self.url = "http://localhost" if unix else f"http://127.0.0.1:{self.port}"
         # Certificates, which nothing needs here, take 30 ms to read.
-        self.client = httpx.Client(base_url=self.url, timeout=30, trust_env=False, verify=False)
+        transport = httpx.HTTPTransport(uds=unix, verify=False)
+        self.client = httpx.Client(base_url=self.url, timeout=30, transport=transport)
 
     @property
     def service(self):

@@ -26,6 +26,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.server import HANDLED_SIGNALS
 
 from valora_serve.pauses import short_pauses
@@ -149,6 +150,8 @@ def create_app(
     app: FastAPI = FastAPIOffline(  # FastAPI whose /docs loads nothing from other hosts
         title="VaLoRA", description=DESCRIPTION, version=own_version(), lifespan=life,
         redoc_url=None, static_url="/console/docs",
+        servers=[{"url": settings.root_path}] if settings.root_path else None,
+        redirect_slashes=False,  # to an absolute URL of whatever the Host header says
     )  # fmt: skip
     app.state.context = context
 
@@ -185,6 +188,8 @@ def create_app(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"],
             allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"],
         )  # fmt: skip
+    if settings.trusted_proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     app.openapi = _openapi(app, routes)  # type: ignore[method-assign]
     return app
 
@@ -198,8 +203,9 @@ def _openapi(app: FastAPI, routes: RouteTable) -> Callable[[], dict[str, Any]]:
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:
             made = get_openapi(
-                title=app.title, version=app.version, description=app.description, routes=app.routes
-            )
+                title=app.title, version=app.version, description=app.description,
+                routes=app.routes, servers=app.servers,
+            )  # fmt: skip
             for path in made["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)
@@ -339,6 +345,7 @@ def make_server(
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # uvicorn believes those of 127.0.0.1
         backlog=2048,
         limit_concurrency=settings.max_connections,
         timeout_keep_alive=15,

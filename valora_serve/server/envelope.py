@@ -110,6 +110,10 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        root: str = self._settings.root_path or scope.get("root_path", "")
+        # A proxy may have taken the root path off, or not.
+        path = scope["path"] if f"{scope['path']}/".startswith(f"{root}/") else root + scope["path"]
+        scope = {**scope, "root_path": root, "path": path}
         began = time.perf_counter()
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         identity = logs.accepted_id(headers.get(b"x-request-id"))
@@ -125,7 +129,8 @@ class Envelope:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 extra = [(b"x-request-id", identity.encode()), *_SECURE]
-                if self._drain.begun:
+                # A client that has not been told to continue may leave out the body.
+                if self._drain.begun or (b"expect" in headers and status >= 400):
                     extra.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", ()), *extra]
             try:
@@ -137,7 +142,7 @@ class Envelope:
         async def failed(error: ServeError) -> None:
             self._metrics.failed(error.code)
             if not status:
-                await error_answer(error, scope["path"])(scope, receive, sending)
+                await error_answer(error, scope)(scope, receive, sending)
 
         try:
             await self._answer(inner, headers, receive, sending)
@@ -163,7 +168,10 @@ class Envelope:
         _check_single(scope["headers"])
         if len(scope["path"]) + len(scope["query_string"]) > LONGEST_URL:
             raise RequestError(f"The URL is longer than {LONGEST_URL} characters: shorten it")
-        if scope["method"] == "OPTIONS" and (methods := self._routes.methods(scope)):
+        if moved := _moved(scope):
+            self._guard.check(self._routes.rules({**scope, "path": moved[0]}), scope, headers)
+            await Response(status_code=307, headers={"Location": moved[1]})(scope, receive, send)
+        elif scope["method"] == "OPTIONS" and (methods := self._routes.methods(scope)):
             allowed = {"Allow": ", ".join(sorted(methods))}
             await Response(status_code=204, headers=allowed)(scope, receive, send)
         else:
@@ -176,7 +184,8 @@ class Envelope:
         self._metrics.http(path, _method(scope), status, seconds)
         logs.access({
             "method": scope["method"], "path": scope["path"][:LOGGED_PATH], "status": status,
-            "seconds": round(seconds, 4), **scope["state"]["facts"],
+            "seconds": round(seconds, 4), "client": (scope.get("client") or ("",))[0],
+            **scope["state"]["facts"],
         })  # fmt: skip
 
     async def _let_in(
@@ -255,6 +264,20 @@ class Envelope:
             raise SlowClientError(
                 f"The request did not arrive within {seconds:g} s: send it faster"
             ) from error
+
+
+def _moved(scope: Scope) -> tuple[str, str] | None:
+    """The path that is meant by one with a slash at its end, and its URL; None for others.
+
+    Answered in place, it would go past a proxy's rules; the proxy may use another scheme or prefix.
+    """
+    root, path, raw = scope["root_path"], scope["path"], scope.get("raw_path", b"").decode("ascii")
+    query = f"?{scope['query_string'].decode('latin-1')}".removesuffix("?")
+    if path == root:  # of the console, whose links are relative
+        return f"{root}/", f"{root}/{query}"
+    if raw.endswith("/") and path != f"{root}/":
+        return path[:-1], f"../{raw[:-1].rpartition('/')[2]}{query}"
+    return None
 
 
 async def _discard(receive: Receive) -> None:
@@ -371,7 +394,7 @@ def error_body(error: ValoraError) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def error_answer(error: ValoraError, path: str = "") -> JSONResponse:
+def error_answer(error: ValoraError, scope: Scope) -> JSONResponse:
     """Response of an error, in the format of the path's API: OpenAI's, or the bare sentence."""
     headers = {}
     if (wait := getattr(error, "retry_after", None)) is not None:
@@ -381,11 +404,12 @@ def error_answer(error: ValoraError, path: str = "") -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if status in (408, 413):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return AsciiJson(_formed(error_body(error), path), status, headers)
+    return AsciiJson(_formed(error_body(error), scope), status, headers)
 
 
-def _formed(body: dict[str, Any], path: str) -> dict[str, Any]:
+def _formed(body: dict[str, Any], scope: Scope) -> dict[str, Any]:
     """An error's body; the Open Inference Protocol has nothing but the sentence."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
     plain = path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/")
     return {"error": body["message"] if plain else body}
 
@@ -406,12 +430,12 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
         metrics.failed(getattr(error, "code", "invalid_request"))
         if getattr(error, "status", 400) >= 500:
             logs.LOG.warning("%s", error)
-        return error_answer(error, request.url.path)
+        return error_answer(error, request.scope)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         metrics.failed("invalid_request")
-        return error_answer(_refusal(error), request.url.path)
+        return error_answer(_refusal(error), request.scope)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -424,7 +448,7 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
             said = f"{_method(request.scope)} is not possible at this path: use {allowed}"
         body = {"message": said, "type": "invalid_request_error", "param": None,
                 "code": None}  # fmt: skip
-        formed = _formed(body, request.url.path)
+        formed = _formed(body, request.scope)
         return AsciiJson(formed, error.status_code, error.headers)
 
     app.add_exception_handler(ValoraError, ours)

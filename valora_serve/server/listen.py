@@ -30,12 +30,17 @@ _NO_SYN = (
 def bind(settings: ServerSettings) -> list[socket.socket]:
     """Bind the server's address, without listening yet: clients are refused until it serves.
 
+    Those of a Unix socket wait.
+
     Returns:
         A socket for each address that the host stands for.
 
     Raises:
-        SettingsError: The host is unknown, or the port cannot be used; the message says why.
+        SettingsError: The host is unknown, or the port or Unix socket cannot be used; the message
+            says why.
     """
+    if settings.unix_socket is not None:
+        return [_bind_unix(Path(settings.unix_socket).absolute())]
     host, port = settings.host, settings.port
     try:
         found = socket.getaddrinfo(
@@ -78,9 +83,12 @@ def take_no_more(sock: socket.socket) -> None:
 
     On Linux, clients that come now get no answer: they ask again after a second, and are refused,
     or served by the next server, once this socket is closed. Connections that are being opened
-    still reach the queue. Elsewhere the queue becomes as short as the system allows.
+    still reach the queue. Elsewhere the queue becomes as short as the system allows. The file of a
+    Unix socket is removed.
     """
-    if sys.platform != "linux" or not _attach(sock, _NO_SYN):
+    if sock.family == socket.AF_UNIX:
+        Path(sock.getsockname()).unlink(missing_ok=True)
+    elif sys.platform != "linux" or not _attach(sock, _NO_SYN):
         sock.listen(0)
 
 
@@ -134,6 +142,24 @@ def _made(family: int, kind: int, protocol: int) -> socket.socket | None:
     if family == socket.AF_INET6:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     sock.setblocking(False)
+    return sock
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """Bind a Unix socket, and listen, so that a second server can tell it from a former one's."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    try:
+        if path.is_socket() and sock.connect_ex(str(path)) == errno.ECONNREFUSED:
+            path.unlink()
+        sock.bind(str(path))
+        sock.listen()
+    except OSError as error:
+        sock.close()
+        raise SettingsError(
+            f"unix_socket {path} cannot be used ({error.strerror or error}): name a short, free "
+            "path in a folder that this user may write to"
+        ) from error
     return sock
 
 

@@ -7,6 +7,7 @@ import json
 import socket
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class LingeringTransport:
         """Whether nothing can be written any more."""
         return self.ending or self._transport.is_closing()
 
+    def write(self, data: bytes) -> None:
+        """Write a part of an answer, unless it has ended."""
+        if not self.ending:
+            self._transport.write(data)
+
     def close(self) -> None:
         """End the answer, and close the connection when the client has stopped sending."""
         if self.is_closing():
@@ -70,7 +76,7 @@ class PatientProtocol(HttpToolsProtocol):
         message_seconds: Time limit in seconds for a client to send a request's body, read or not.
         stall_seconds: Time in seconds after which the kernel drops a client that reads nothing.
         most_head_bytes: Largest head of a request, in bytes.
-        most_headers: Most headers of a request, trailers included.
+        most_headers: Most headers of a request, and most trailers.
         most_pipelined: Most requests that wait in one connection.
         free_chunks: Number of a body's chunks that may be as small as they like.
         least_chunk: Mean size of the chunks, in bytes, from then on.
@@ -89,56 +95,45 @@ class PatientProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._body_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._begun = False  # a part of a request's head has come
-        self._lingering: LingeringTransport | None = None
+        self._in_body = False
+        self._refused = False
         self._chunks = self._body_bytes = 0
         self._problem = "The request is not valid HTTP: send HTTP/1.1"
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit for the first request's head."""
-        self._lingering = LingeringTransport(transport, lambda: self.arriving)
-        super().connection_made(self._lingering)  # type: ignore[arg-type]
+        lingering: Any = LingeringTransport(transport, lambda: self._begun or self._in_body)
+        super().connection_made(lingering)
+        self.client = self.client or ("unix", 0)
         # asyncio's own 256 KB take as long as four of these: 50 senders would hold up all others.
         transport.max_size = self.most_read  # type: ignore[attr-defined]
         sock = transport.get_extra_info("socket")
-        if (
-            sock is not None
-            and hasattr(socket, "TCP_USER_TIMEOUT")
-            and sock.family != socket.AF_UNIX
-        ):
+        if sock.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
             # The kernel drops a peer that reads nothing, even after the connection was closed here.
             milliseconds = int(self.stall_seconds * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        self._expect_head()
+        self._limit(self.head_seconds)
 
-    @property
-    def arriving(self) -> bool:
-        """Whether the client has sent a part of a request."""
-        return self._begun or self._body_timer is not None
-
-    def shutdown(self) -> None:
+    def shutdown(self, wait: float = FIRST_SECONDS) -> None:
         """End the connection: after its answer, or after the request that is arriving.
 
         A request whose head does not arrive within `LINGER_SECONDS` is answered all the same.
+
+        Args:
+            wait: Time in seconds that a new connection has to send its first byte.
         """
         cycle: Any = self.cycle  # None before the first request
         if cycle is not None and not cycle.response_complete:
             super().shutdown()
         elif self._begun:
             self.loop.call_later(LINGER_SECONDS, self._answer_end)
-        elif cycle is None:
-            self.loop.call_later(FIRST_SECONDS, self._end_unless_begun)
+        elif cycle is None and wait:
+            self.loop.call_later(wait, self.shutdown, 0.0)
         else:
             self.transport.close()
-
-    def _end_unless_begun(self) -> None:
-        if self._begun:
-            self.loop.call_later(LINGER_SECONDS, self._answer_end)
-        elif not (self.arriving or self.transport.is_closing()):
-            super().shutdown()
 
     def _answer_end(self) -> None:
         """Answer a request of which the server has not seen enough."""
@@ -148,44 +143,93 @@ class PatientProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the time limit."""
-        self._head_arrived()
-        self._body_arrived()
+        self._limit(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Close the connection if the head of a request is too long."""
-        if self._lingering is not None and self._lingering.ending:
+        """Parse what has come; close the connection if the head of a request is too long."""
+        if self.transport.is_closing() or self._refused:
             return
-        if self._head_timer is not None:
+        if not self._in_body:
             self._head_bytes += len(data)
-            if self._head_bytes > self.most_head_bytes and self._head_too_long(data):
+            # A short head and the beginning of its body may arrive in one piece.
+            long = self._head_bytes > self.most_head_bytes
+            if long and b"\r\n\r\n" not in data[: self.most_head_bytes]:
                 self.transport.abort()
                 return
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                data = self._parse(data)
+        except httptools.HttpParserError:
+            self._refused = True
+            self._answer_refused()
+
+    def _parse(self, data: bytes) -> bytes:
+        """Parse what has come; returns what is to be parsed next.
+
+        The parser takes what follows an offer of another protocol (`Upgrade`) for that protocol:
+        it gets the head once more, without the offer.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            headers = [item for item in self.headers if item[0] != b"upgrade"]
+            lines = [b"%s %s HTTP/%s" % (method, self.url, version), *map(b": ".join, headers)]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            return b"\r\n".join([*lines, b"", data[offer.args[0] :]])
+        return b""
+
+    def on_response_complete(self) -> None:
+        """Answer the next request, or what was refused after this one."""
+        super().on_response_complete()
+        if self._refused and not self.transport.is_closing():
+            self._answer_refused()
+
+    def _answer_refused(self) -> None:
+        """Answer what is not HTTP, or costs too much, once what came before has been answered."""
+        cycle: Any = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if self.pipeline or not self._in_body or cycle.response_started:
+                return
+        elif self._in_body:  # of a request that has been answered
+            self.transport.close()
+            return
+        kind = "invalid_request_error"
+        self._answer(400, {"message": self._problem, "type": kind, "code": "invalid_request"})
 
     def on_message_begin(self) -> None:
         """Start the time limit for the next request's head."""
         super().on_message_begin()
         self._begun = True
         self._chunks = self._body_bytes = 0
-        if self._head_timer is None:
-            self._expect_head()
+        if self._timer is None:  # that of the first request runs since it connected
+            self._limit(self.head_seconds)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count the header."""
         if len(self.headers) >= self.most_headers:
             self._refuse(f"The request has more than {self.most_headers} headers: send fewer")
+        if name.lower() == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            self._refuse("The body has a transfer coding besides chunked: send it without")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Stop the time limit of the head, and start that of the body."""
-        self._head_arrived()
-        self._begun = False
+        if self.parser.get_http_version() not in ("1.0", "1.1"):
+            self._refuse(self._problem)
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse("CONNECT is for proxies: send requests to this server itself")
+        if self.parser.should_upgrade():
+            return  # the head is parsed once more
         if len(self.pipeline) >= self.most_pipelined:
             self._refuse(f"More than {self.most_pipelined} requests wait: await their answers")
-        self._body_arrived()
-        self._body_timer = self.loop.call_later(self.message_seconds, self._give_up)
         super().on_headers_complete()
+        self.headers = []  # of the trailers, which are no headers
+        self._begun, self._in_body, self._head_bytes = False, True, 0
+        self._limit(self.message_seconds)
 
     def on_body(self, body: bytes) -> None:
         """Count the chunk."""
@@ -199,18 +243,14 @@ class PatientProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop the time limit of the body."""
-        self._body_arrived()
+        if self.parser.should_upgrade():
+            return
+        self._in_body = False
+        self._limit(None)
         super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, or costs too much, in OpenAI's format; close the connection."""
-        self._answer(
-            400,
-            {"message": self._problem, "type": "invalid_request_error", "code": "invalid_request"},
-        )
-
     def _answer(self, status: int, error: dict[str, str]) -> None:
-        """Write an error that the application does not know of, and close the connection."""
+        """Write an error, in OpenAI's format, of which the application does not know; close."""
         body = json.dumps({"error": error | {"param": None}}).encode()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
         if status == 503:
@@ -219,30 +259,17 @@ class PatientProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _refuse(self, problem: str) -> NoReturn:
-        """Stop the parser, which then calls `send_400_response`."""
+        """Stop the parser; the problem is answered."""
         self._problem = problem
         raise ValueError(problem)
 
-    def _head_too_long(self, data: bytes) -> bool:
-        # A short head and the beginning of its body may arrive in one piece.
-        return b"\r\n\r\n" not in data[: self.most_head_bytes]
-
-    def _expect_head(self) -> None:
-        self._head_bytes = 0
-        self._head_timer = self.loop.call_later(self.head_seconds, self._give_up)
-
-    def _head_arrived(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _body_arrived(self) -> None:
-        if self._body_timer is not None:
-            self._body_timer.cancel()
-            self._body_timer = None
+    def _limit(self, seconds: float | None) -> None:
+        """Time that the client has for what it is sending; None for no limit."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._give_up)
 
     def _give_up(self) -> None:
-        self._head_timer = self._body_timer = None
         if not self.transport.is_closing():
             self.transport.abort()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from dataclasses import dataclass, field
 
 
@@ -12,6 +14,10 @@ class ServerSettings:
     Attributes:
         host: Address to listen on; 0.0.0.0 for all of this machine's addresses.
         port: Port to listen on; 0 for any free port.
+        unix_socket: Path of a Unix socket to listen on, instead of host and port.
+        root_path: Path below which a reverse proxy shows the server, e.g. /valora.
+        trusted_proxies: Addresses and networks of reverse proxies whose X-Forwarded-For counts;
+            unix for those that use unix_socket; none by default.
         tls_cert: Certificate chain (PEM); with tls_key, the server speaks https.
         tls_key: Private key (PEM) of tls_cert.
         keys_file: File of API keys, one "name role sha256 [model...]" per line, made by
@@ -98,6 +104,9 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    unix_socket: str | None = None
+    root_path: str = ""
+    trusted_proxies: tuple[str, ...] = ()
     tls_cert: str | None = None
     tls_key: str | None = None
     keys_file: str | None = None
@@ -190,6 +199,15 @@ class ServerSettings:
     def _check_choices(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}: name one from 0 to 65535")
+        if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
+            raise ValueError(f"root_path is {self.root_path}: write a path, e.g. /valora")
+        for proxy in set(self.trusted_proxies) - {"unix"}:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise ValueError(
+                    f"trusted_proxies: {error}: name IP addresses or networks"
+                ) from error
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: name both or none")
         if self.log_level not in {"debug", "info", "warning", "error"}:

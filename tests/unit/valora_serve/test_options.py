@@ -91,7 +91,7 @@ def test_paths_may_begin_at_home(tmp_path, monkeypatch):
     """Also where no shell looks at them: in a file, a variable or behind ``--option=``."""
     monkeypatch.setenv("HOME", "/home/me")
     fields = [item.name for cls in BOTH for item in dataclasses.fields(cls)]
-    ends = ("_folder", "_file", "_cache", "_trace", "tls_cert", "tls_key")
+    ends = ("_folder", "_file", "_cache", "_trace", "tls_cert", "tls_key", "_socket")
     assert {name for name in fields if name.endswith(ends)} - {"prefix_cache"} == options.PATHS
     file = tmp_path / "serve.yaml"
     file.write_text("adapter-cache: ~/cache\nstate_file: ~/s.json\nkeys_file: ~nobody-here/keys\n")

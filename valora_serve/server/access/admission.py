@@ -53,7 +53,7 @@ class RateLimiter:
         if not allowed:
             wait = (1 - left) * self._each
             raise RateLimitError(
-                f"This key may make {60 / self._each:g} "
+                f"This {caller.partition(' ')[0]} may make {60 / self._each:g} "
                 f"{agreeing(60 / self._each, 'request|requests')} a minute: try again in "
                 f"{math.ceil(wait)} s",
                 wait,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -74,6 +76,8 @@ class Guard:
             )
         key = self._keys.check(headers.get(b"authorization"), admin=admin)
         address = scope["client"][0] if scope.get("client") else ""
+        with contextlib.suppress(ValueError):  # of IPv6 the /64, all of which a client may use
+            address = str(ipaddress.IPv6Network(f"{address}/64", strict=False))
         self._rates.take(f"key {key.name}" if key else f"address {address}", time.monotonic())
         if key and key.models and rules.tells == "all":
             raise ForbiddenError(

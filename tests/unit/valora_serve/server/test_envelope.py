@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import time
+import urllib.parse
 
 import pytest
 from transformers import AutoTokenizer
@@ -334,3 +335,50 @@ def test_bodies_in_progress_are_bounded_together():
 def test_a_long_url_is_refused_before_it_is_taken_apart(plain, url):
     found = talk(plain, b"GET " + url.encode() + b" HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert b" 400 " in found
+
+
+@pytest.mark.parametrize("prefix", ["", "/valora"])
+def test_a_proxy_may_show_the_server_below_a_path_and_take_it_off_or_not(prefix):
+    with serving(root_path="/valora") as server:
+        client = server.client
+        for path in ("/", "/v1/models", "/console/app.js", "/docs"):
+            assert client.get(prefix + path).status_code == 200, path
+        assert client.post(prefix + CHAT, json=chat(max_tokens=1)).status_code == 200
+        assert isinstance(client.get(f"{prefix}/v2/models/none").json()["error"], str)
+        links = re.findall(r"(?:src|href)=\"([^\"]+)\"", client.get(f"{prefix}/docs").text)
+        links += re.findall(r"url: '([^']+)'", client.get(f"{prefix}/docs").text)
+        assert "/valora/openapi.json" in links
+        for link in links:
+            assert link.startswith("/valora/")
+            assert client.get(link).status_code == 200
+        assert client.get(f"{prefix}/openapi.json").json()["servers"] == [{"url": "/valora"}]
+        bare = client.get("/valora")  # links of the console are relative
+        assert (bare.status_code, bare.headers["location"]) == (307, "/valora/")
+        for path in ("/valora2/v1/models", "/valora/valora/v1/models"):
+            assert client.get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "there"),
+    [
+        ("/v1/models/", "/v1/models"),
+        ("/v1/models/a%3Fb%2F/?x=1", "/v1/models/a%3Fb%2F?x=1"),
+        ("/docs/", "/docs"),
+        (f"{CHAT}/", CHAT),
+        ("//elsewhere.example/", "/elsewhere.example"),
+    ],
+)
+def test_a_path_with_a_slash_at_its_end_is_elsewhere_on_the_same_host(plain, path, there):
+    """Relative, whatever scheme and prefix a proxy has, and with the method and the body kept."""
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nx-forwarded-host: elsewhere.example\r\n\r\n"
+    found = talk(plain, head.encode()).decode()
+    assert found.startswith("HTTP/1.1 307 ")
+    location = re.search(r"location: (.*)\r\n", found)[1]
+    for base in ("https://proxy.example", "https://proxy.example/valora"):
+        assert urllib.parse.urljoin(base + path, location) == base + there
+
+
+def test_a_post_is_sent_again_to_the_path_without_its_slash(plain):
+    answer = plain.client.post(f"{CHAT}/", json=chat(max_tokens=1), follow_redirects=True)
+    assert answer.status_code == 200
+    assert answer.url == f"{plain.url}{CHAT}"

@@ -1,15 +1,18 @@
 """Addresses and certificates are checked before a model is loaded."""
 
 import errno
+import re
 import select
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.support.http_helpers import own_logging
+from tests.support.http_helpers import own_logging, serving
 from valora_serve import cli
 from valora_serve.errors import SettingsError
 from valora_serve.server.listen import bind, check_certificate, ready, take_no_more
@@ -158,3 +161,62 @@ def test_a_socket_without_filters_gets_a_short_queue(monkeypatch):
         take_no_more(sock)
         with socket.create_connection(sock.getsockname()):  # there is room for one
             pass
+
+
+@pytest.fixture
+def short():
+    """A short folder, as paths of Unix sockets have at most 107 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_unix_socket_is_served_taken_over_and_removed(short):
+    path = short / "s"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))  # of a server that was killed
+    with serving(unix_socket=str(path), rate=1, burst=1, trusted_proxies=("unix",)) as server:
+        assert path.is_socket()
+        assert server.client.get("/health").json() == {"status": "ok"}
+        found = [
+            server.client.get("/v1/models", headers=headers).status_code
+            for headers in ({}, {}, {"x-forwarded-for": "203.0.113.9"})
+        ]
+        assert found == [200, 429, 200]
+        with pytest.raises(SettingsError, match="Address already in use"):
+            bind(settings(unix_socket=str(path)))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("file", "Address already in use"),
+        ("", "Address already in use"),
+        ("no/s", "No such file"),
+        ("x" * 150, "too long"),
+        ("x" * 300, "too long"),
+    ],
+)
+def test_unix_sockets_that_cannot_be(short, name, said):
+    (short / "file").write_text("kept")
+    with pytest.raises(
+        SettingsError, match=rf"unix_socket .* cannot be used \(.*{said}\)?.*: name"
+    ):
+        bind(settings(unix_socket=str(short / name)))
+    assert (short / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("root_path", "valora"),
+        ("root_path", "/valora/"),
+        ("root_path", "/a?b"),
+        ("trusted_proxies", "*"),
+        ("trusted_proxies", "localhost"),
+        ("trusted_proxies", "10.0.0.1/8"),
+    ],
+)
+def test_settings_of_a_proxy_that_cannot_be(option, value):
+    with pytest.raises(SettingsError, match=rf"{option}.*{re.escape(value)}.*: (write|name)"):
+        cli.read([f"--{option.replace('_', '-')}", value])

@@ -1,6 +1,7 @@
 """Keys and rate limits are checked on every route, before the body is read."""
 
 import httpx
+import pytest
 
 from tests.support.http_helpers import (
     CHAT,
@@ -8,6 +9,7 @@ from tests.support.http_helpers import (
     serving,
     talk,
 )
+from valora_serve.server.telemetry import logs
 
 
 def test_every_route_under_v1_asks_for_a_key(keys_file):
@@ -50,3 +52,42 @@ def test_each_key_has_its_rate(keys_file):
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert ask(server, secrets["ops"]).status_code == 200
         assert server.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("trusted", "forwarded", "counted"),
+    [
+        ([], ["203.0.113.9"], "127.0.0.1"),
+        (["192.0.2.1"], ["203.0.113.9"], "127.0.0.1"),
+        (["127.0.0.1"], [], "127.0.0.1"),
+        (["127.0.0.1"], ["203.0.113.9"], "203.0.113.9"),
+        (["127.0.0.1"], ["198.51.100.7, 203.0.113.9"], "203.0.113.9"),
+        (["127.0.0.1"], ["198.51.100.7", "203.0.113.9"], "203.0.113.9"),
+        (["127.0.0.0/8", "10.0.0.0/8"], ["198.51.100.7, 203.0.113.9:80, 10.1.2.3"], "203.0.113.9"),
+        (["127.0.0.1"], ["2001:db8::1"], "2001:db8::1"),
+    ],
+)
+def test_the_address_that_counts_is_the_last_one_that_is_no_trusted_proxy(
+    monkeypatch, trusted, forwarded, counted
+):
+    logged = []
+    monkeypatch.setattr(logs, "access", logged.append)
+    with serving(rate=1, burst=1, trusted_proxies=tuple(trusted)) as server:
+
+        def status(*more):
+            headers = [("x-forwarded-for", value) for value in [*more, *forwarded]]
+            headers += [("forwarded", "for=192.0.2.60"), ("x-real-ip", "192.0.2.61")]
+            return server.client.get("/v1/models", headers=headers).status_code
+
+        assert status() == 200
+        assert status("192.0.2.77") == 429 or not forwarded  # of the client's own making
+    assert logged[0]["client"] == counted
+
+
+def test_addresses_of_a_network_share_a_rate():
+    with serving(rate=1, burst=1, trusted_proxies=("127.0.0.1",)) as server:
+        found = [
+            server.client.get("/v1/models", headers={"x-forwarded-for": address}).status_code
+            for address in ("2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1")
+        ]
+        assert found == [200, 429, 200]

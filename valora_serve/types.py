@@ -203,11 +203,13 @@ class Logprob:
         token: Token id.
         text: Text of the token.
         logprob: Natural logarithm of its probability.
+        raw: Its own bytes, also of a part of a character; None if texts leave it out.
     """
 
     token: int
     text: str
     logprob: float
+    raw: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +219,12 @@ class TokenLogprobs:
     Attributes:
         chosen: The chosen token's.
         top: Those of the most likely tokens, by descending probability.
+        offset: Number of the answer's characters before it, unfinished ones not counted.
     """
 
     chosen: Logprob
     top: tuple[Logprob, ...]
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

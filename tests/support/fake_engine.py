@@ -225,7 +225,7 @@ class FakeEngine:
         wanted = request.sampling.logprobs
         if wanted is None:
             return ()
-        chosen = Logprob(index, word, math.log(0.5))
+        chosen = Logprob(index, word, math.log(0.5), word.encode())
         top = (chosen, Logprob(99, "?", -math.inf), Logprob(98, "!", -2.0))[:wanted]
         return (TokenLogprobs(chosen, top),)
 

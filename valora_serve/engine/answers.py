@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data.contract.results import HeadResult
 from valora_serve.errors import NonFiniteError, RequestError, ServeError
 from valora_serve.model.finite import BROKEN
+from valora_serve.tokens import text_and_bytes
 from valora_serve.types import (
     Finish,
     Logprob,
@@ -67,7 +68,8 @@ class Answers:
         self.pending: list[Output] = []
         self._lmm, self._tokenizer, self._requests = lmm, tokenizer, requests
         self._context_length = context_length
-        self._texts: dict[int, str] = {}  # of tokens that log probabilities were told of
+        # Texts and bytes of tokens that log probabilities were told of.
+        self._texts: dict[int, tuple[str, bytes | None]] = {}
         self._on_end, self._on_broken = on_end, on_broken
 
     def take(self) -> list[Output]:
@@ -123,13 +125,14 @@ class Answers:
                 continue
             pairs = zip(ids[row][:count], values[row][:count], strict=True)
             top = tuple(self._logprob(one, value) for one, value in pairs)
-            found.append((TokenLogprobs(self._logprob(token, chosen[row]), top),))
+            own = self._logprob(token, chosen[row])
+            found.append((TokenLogprobs(own, top, sequence.text.chars),))
         return found
 
     def _logprob(self, token: int, value: float) -> Logprob:
-        if (text := self._texts.get(token)) is None:
-            text = self._texts[token] = self._tokenizer.decode([token])
-        return Logprob(token, text, value)
+        if (found := self._texts.get(token)) is None:
+            found = self._texts[token] = text_and_bytes(self._tokenizer, token)
+        return Logprob(token, found[0], value, found[1])
 
     def _broken(self, sequence: SequenceState, flight: Flight) -> None:
         """End a request whose outputs are not finite, which no answer can be made of."""
@@ -221,6 +224,7 @@ class Answers:
         """
         if finish in (Finish.STOP, Finish.LENGTH):
             text += sequence.text.flush()
+            finish = Finish.STOP if sequence.text.stopped else finish
         sequence.finish = finish
         self._requests.remove(sequence)
         self._on_end(sequence)

@@ -2,11 +2,13 @@
 
 tokenizers' `DecodeStream` decodes. What it lacks is here: stop texts, the text of an unfinished
 character at the end, going on after bytes that are no UTF-8, and tokenizers of other libraries.
+What a token costs depends neither on the length of the answer nor on that of the stop texts.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any, Final
 
 from tokenizers.decoders import DecodeStream
 
@@ -14,13 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MOST_PENDING: Final = 32
+"""Most tokens without text, or with bytes that are no character yet, that are decoded together."""
 
 
 class Detokenizer:
     """Text of a growing list of tokens.
 
     Text that may still change is held back: an unfinished character at the end, and the possible
-    beginning of a stop text.
+    beginning of a stop text. Of stop texts, the one that is complete first ends the answer, and of
+    several that end together the longest: how the text is divided into tokens changes nothing.
 
     Args:
         tokenizer: transformers' tokenizer.
@@ -29,6 +34,7 @@ class Detokenizer:
 
     Attributes:
         stopped: Whether a stop text has come.
+        chars: Number of characters of all tokens so far, unfinished ones not counted.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], min_tokens: int = 0) -> None:
@@ -36,14 +42,17 @@ class Detokenizer:
         # transformers' own clean-up of spaces comes after the library's decoding.
         native = not getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._backend = getattr(tokenizer, "backend_tokenizer", None) if native else None
-        self._stop = tuple(text for text in stop if text)
+        self._stop = tuple(sorted(text for text in stop if text))
+        self._firsts = {text[0] for text in self._stop}
         self._min_tokens = min_tokens
         self._count = 0
+        self._said: list[int] = []  # tokens of the last text that came
         self._stream = self._new_stream()
         self._pending: list[int] = []  # tokens whose text has not come yet
         self._held = ""  # text that may become a stop text
         self._looks = True  # whether stop texts count in the last token
         self.stopped = False
+        self.chars = 0
 
     def push(self, token: int, *, stop: bool = True) -> str:
         """Add a token, in which stop texts count or not; returns the text that is new and final."""
@@ -60,59 +69,86 @@ class Detokenizer:
             self._stream = self._new_stream()
             text = self._stream.step(self._backend, self._pending)
         if text is None:
-            return ""
-        self._pending.clear()
+            return self._cut() if len(self._pending) >= MOST_PENDING else ""
+        self._said, self._pending = self._pending, []
         return self._up_to_stop(text)
 
     def flush(self) -> str:
         """The text that was held back, at the end of the answer."""
         if self.stopped:
             return ""
-        text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        text = self._decode(self._pending)
         self._pending.clear()
         rest = self._up_to_stop(text)
         rest, self._held = rest + self._held, ""
         return rest
 
-    def _new_stream(self) -> Any:
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _cut(self) -> str:
+        """The text of pending tokens, but for the last ones, which may begin a character.
+
+        Without it a stream decodes all of them again for every token.
+        """
+        whole, text = self._decode(self._pending), ""
+        for left in (3, 2, 1, 0):
+            at = len(self._pending) - left
+            text = self._decode(self._pending[:at])
+            if text + self._decode(self._pending[at:]) == whole:
+                break
+        if text:
+            self._said = []
+        self._pending = self._pending[at:]
+        self._stream = self._new_stream(self._said)
+        if self._pending:
+            self._stream.step(self._backend, self._pending)
+        return self._up_to_stop(text)
+
+    def _new_stream(self, before: Sequence[int] = ()) -> Any:
+        """A stream that goes on behind some tokens."""
         if self._backend is None:
-            return _PythonStream(self._tokenizer)
-        return DecodeStream(skip_special_tokens=True)
+            return _PythonStream(self._tokenizer, before)
+        return DecodeStream(list(before), skip_special_tokens=True)
 
     def _up_to_stop(self, new: str) -> str:
         """The part of the held and the new text that is certain to come before a stop text."""
+        self.chars += len(new)
         if not self._stop or self._count <= self._min_tokens or not self._looks:
             new, self._held = self._held + new, ""
             return new
-        text = self._held + new
-        ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if ends:
-            self.stopped = True
-            self._held = ""
-            return text[: min(ends)]
-        keep = max(
-            (
-                size
-                for stop in self._stop
-                for size in range(1, min(len(stop), len(text) + 1))
-                if text.endswith(stop[:size])
-            ),
-            default=0,
-        )
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        if not self._held and self._firsts.isdisjoint(new):
+            return new
+        said, held = "", self._held
+        for char in new:
+            held += char
+            if held.endswith(self._stop):
+                self.stopped, self._held = True, ""
+                longest = max(len(stop) for stop in self._stop if held.endswith(stop))
+                return said + held[: len(held) - longest]
+            # Each character is held once and let go once, however often stop texts begin anew.
+            gone = 0
+            while not self._begins_stop(held[gone:]):
+                gone += 1
+            said, held = said + held[:gone], held[gone:]
+        self._held = held
+        return said
+
+    def _begins_stop(self, text: str) -> bool:
+        """Whether a stop text begins with a text: in their order it is next to it."""
+        at = bisect_left(self._stop, text)
+        return not text or (at < len(self._stop) and self._stop[at].startswith(text))
 
 
 class _PythonStream:
     """The algorithm of `DecodeStream`, for tokenizers that are not of the tokenizers library."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._known, self._prefix = (
-            0,
-            "",
-        )  # the first tokens, whose text was returned, and that text
+        self._tokens = list(before)
+        # The first tokens, whose text was returned, and that text.
+        self._known, self._prefix = len(before), self._decode() if before else ""
 
     def step(self, _: None, tokens: Sequence[int]) -> str | None:
         """Add tokens; returns the text that is new and final, or None."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -242,7 +243,10 @@ class Service:
         sampling = request.sampling
         made = []
         for number in range(count):
-            seed = None if sampling.seed is None else sampling.seed + number
+            seed = sampling.seed
+            if seed is not None and number:  # not that of any other seed's choice
+                digest = blake2b(b"%d|%d" % (seed, number), digest_size=8).digest()
+                seed = int.from_bytes(digest, signed=True)
             made.append(
                 dataclasses.replace(
                     request,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from codecs import getincrementaldecoder
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from valora_serve.server.bodies import JsonLimits
 from valora_serve.server.envelope import until_disconnect
 from valora_serve.server.service import merged
 from valora_serve.server.telemetry.logs import new_id
+from valora_serve.tokens import text_and_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -239,16 +241,16 @@ class _Completion:
         with self._admitted() as ticket:
             streams = [self._service.ask(ticket, one, self._headers) for one in self._requests]
             lasts: dict[int, Output] = {}
-            offsets: dict[int, int] = {}
+            begun: dict[int, int] = {}  # where the answers begin, behind what is echoed
             async with contextlib.aclosing(merged(streams)) as outputs:
                 async for number, output in outputs:
-                    if number in offsets or not self._echo:
-                        part = _Part(offsets.get(number, 0))
+                    if number in begun or not self._echo:
+                        part = _Part(begun.get(number, 0))
                     else:
                         part = await self._prompt(number, output)
+                        begun[number] = part.start
                     if not self._scored_only:
                         part.add(output)
-                    offsets[number] = part.end
                     choice: dict[str, Any] = {
                         "index": number, "text": part.text, "finish_reason": None,
                         "logprobs": part.logprobs if self._logprobs else None,
@@ -279,11 +281,12 @@ class _Completion:
             output: The request's first output.
         """
         request, part, tokenizer = self._requests[number], _Part(), self._service.engine.tokenizer
-        if output.prompt is not None:
-            await part.add_prompt(output.prompt, tokenizer)
         part.text = (
             request.text if request.text is not None else tokenizer.decode(request.token_ids)
         )
+        if output.prompt is not None:
+            await part.add_prompt(output.prompt, tokenizer)
+        part.start = len(part.text)
         return part
 
     def _used(self, lasts: Sequence[Output]) -> UsageAnswer:
@@ -313,17 +316,18 @@ class _Part:
     """A part of an answer: its text, and log probabilities in this endpoint's format.
 
     Args:
-        start: Offset of its first token in the whole text, in characters.
+        start: Offset of the answer in the whole text, in characters.
 
     Attributes:
         text: The text.
-        logprobs: Its tokens' texts, log probabilities, alternatives and offsets.
-        end: Offset of the token after it.
+        logprobs: Its tokens' texts, log probabilities, alternatives and offsets. A token in the
+            middle of a character has that character's offset.
+        start: Offset of the answer in the whole text, in characters.
     """
 
     def __init__(self, start: int = 0) -> None:
         self.text = ""
-        self.end = start
+        self.start = start
         self.logprobs: dict[str, list[Any]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip
@@ -341,35 +345,45 @@ class _Part:
         self.text += output.text if output.head is None else output.head.text(())
         for item in output.logprobs:
             top = _by_text((top.text, top.logprob) for top in item.top)
-            self._token(item.chosen.text, json_logprob(item.chosen.logprob), top)
+            at = self.start + item.offset
+            self._token(item.chosen.text, json_logprob(item.chosen.logprob), top, at)
 
     async def add_prompt(self, prompt: PromptLogprobs, tokenizer: Any) -> None:
         """Add the tokens of a prompt; nothing precedes the first one, whose entries are None."""
         ids = np.unique(np.concatenate([prompt.ids, prompt.top_ids.ravel()])).tolist()
-        texts: dict[int, str] = {}
+        texts: dict[int, tuple[str, bytes | None]] = {}
         for start in range(0, len(ids), AT_ONCE):
-            texts |= {token: tokenizer.decode([token]) for token in ids[start : start + AT_ONCE]}
+            some = ids[start : start + AT_ONCE]
+            texts |= {token: text_and_bytes(tokenizer, token) for token in some}
             await asyncio.sleep(0)
-        self._token(texts[int(prompt.ids[0])], None, None)
-        places = zip(
-            prompt.ids[1:].tolist(),
-            prompt.logprobs.tolist(),
-            prompt.top_ids.tolist(),
-            prompt.top_logprobs.tolist(),
-            strict=True,
-        )
-        for number, (token, logprob, others, values) in enumerate(places):
+        told = [None, *prompt.logprobs.tolist()]
+        others, values = ([None, *top.tolist()] for top in (prompt.top_ids, prompt.top_logprobs))
+        decoder, at = getincrementaldecoder("utf-8")("replace"), 0
+        for number, token in enumerate(prompt.ids.tolist()):
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
-            top = _by_text(zip((texts[one] for one in others), values, strict=True))
-            self._token(texts[token], json_logprob(logprob), top)
+            text, raw = texts[token]
+            top = None
+            if number:
+                top = _by_text(
+                    zip((texts[one][0] for one in others[number]), values[number], strict=True)
+                )
+            logprob = None if told[number] is None else json_logprob(told[number])
+            self._token(text, logprob, top, at)
+            # The text holds no beginning of a text and no space before it, which tokens may have.
+            shown = text if raw is None else decoder.decode(raw)
+            if not at and not self.text.startswith(shown):
+                shown = shown.removeprefix(" ")
+            if raw is not None or self.text.startswith(shown, at):
+                at = min(at + len(shown), len(self.text))
 
-    def _token(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+    def _token(
+        self, text: str, logprob: float | None, top: dict[str, float] | None, at: int
+    ) -> None:
         self.logprobs["tokens"].append(text)
         self.logprobs["token_logprobs"].append(logprob)
         self.logprobs["top_logprobs"].append(top)
-        self.logprobs["text_offset"].append(self.end)
-        self.end += len(text)
+        self.logprobs["text_offset"].append(at)
 
 
 def _by_text(found: Iterable[tuple[str, float]]) -> dict[str, float]:

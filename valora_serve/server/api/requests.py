@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from valora_serve.types import Request, ServedModel
 
 T = TypeVar("T")
-MOST_STOPS = 16
+MOST_STOPS, MOST_STOP_CHARS = 16, 1000
 MOST_LOGPROBS = 500_000
 """Most log probabilities of an answer: some 35 MB of JSON."""
 
@@ -72,8 +72,11 @@ def sampling(
                 f"more than {MOST_LOGPROBS}: ask for fewer"
             )
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
-    if len(stop) > MOST_STOPS or not all(stop):
-        raise RequestError(f"stop takes up to {MOST_STOPS} texts that are not empty")
+    if len(stop) > MOST_STOPS or not all(stop) or max(map(len, stop), default=0) > MOST_STOP_CHARS:
+        raise RequestError(
+            f"stop takes up to {MOST_STOPS} texts of 1 to {MOST_STOP_CHARS} characters: send fewer "
+            "or shorter ones"
+        )
     if (body.n or 1) > context.settings.max_n:
         raise RequestError(f"n is {body.n}, more than {context.settings.max_n}: ask for fewer")
     if body.stream_options is not None and not body.stream:

@@ -162,4 +162,5 @@ def json_logprob(value: float) -> float:
 
 def _one(item: Logprob) -> dict[str, Any]:
     value = json_logprob(item.logprob)
-    return {"token": item.text, "logprob": value, "bytes": list(item.text.encode())}
+    raw = None if item.raw is None else list(item.raw)
+    return {"token": item.text, "logprob": value, "bytes": raw}

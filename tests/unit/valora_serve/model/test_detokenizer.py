@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from valora_data.contract.base_model import base_folder
 from valora_serve.model.detokenizer import Detokenizer
+from valora_serve.tokens import text_and_bytes
 
 WORDS = ["▁", "▁the", "▁cat", "s", "▁sat", ".", "a", "▁a", "fé", "▁\u4f60", "!", "ca", "t"]
 SPECIAL = ["<s>", "</s>", "<pad>"]
@@ -212,22 +213,68 @@ def test_a_stop_text_is_never_given_out_in_parts() -> None:
     assert text.flush() == ""
 
 
+def pieces_of(pieces: Sequence[str]) -> Any:
+    """A tokenizer whose tokens are these pieces of text."""
+    raw = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, pieces[0]))
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+LETTERS = ["a", "b", "aa", "ab", "ba", "aab", "bab", "aaaa", "abaab"]
+OF_LETTERS = pieces_of(LETTERS)
+
+
 @given(
-    text=st.text("ab", max_size=24),
-    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    tokens=st.lists(st.integers(0, len(LETTERS) - 1), max_size=16),
+    stop=st.lists(st.text("ab", min_size=1, max_size=6), max_size=3),
 )
-@settings(max_examples=300, deadline=None)
-def test_the_answer_ends_before_the_first_stop_text(text: str, stop: list[str]) -> None:
-    """The one that is complete first, as with one character a token nothing else is seen."""
+@settings(max_examples=400, deadline=None)
+def test_the_answer_ends_before_the_first_stop_text(tokens: list[int], stop: list[str]) -> None:
+    """The one that is complete first, the longest of them, however the text is divided."""
+    text = "".join(LETTERS[token] for token in tokens)
     ends = [text.find(one) + len(one) for one in stop if one in text]
+    said = text
     if ends:
         seen = text[: min(ends)]
-        said = seen[: min(seen.find(one) for one in stop if one in seen)]
-    else:
-        said = text
-    pieces, detokenizer = pushed(TOKENIZERS["bytes"], _tokens(text), stop)
+        said = seen[: min(len(seen) - len(one) for one in stop if seen.endswith(one))]
+    pieces, detokenizer = pushed(OF_LETTERS, tokens, stop)
     assert "".join(pieces) == said
     assert detokenizer.stopped == bool(ends)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_what_never_becomes_text_is_not_decoded_for_ever(
+    name: str, other: bool, bad: int
+) -> None:
+    """Special tokens, bytes that begin no character, and beginnings of characters, again and again.
+
+    The text around them is that of the whole, and few tokens are decoded at a time.
+    """
+    tokenizer = TOKENIZERS[name]
+    byte = {"metaspace": lambda b: 3 + b}.get(name) or (
+        lambda b: next(
+            t for t in range(len(tokenizer)) if text_and_bytes(tokenizer, t)[1] == bytes([b])
+        )
+    )
+    again = [[tokenizer.eos_token_id], [byte(0x80)], [byte(0xE2), byte(0x82)]][bad]
+    word = [byte(b) for b in b"cat"] if name != "metaspace" else [tokenizer.get_vocab()["▁cat"]]
+    longest = 0
+
+    class Counting(OtherLibrary):
+        def decode(self, tokens: Sequence[int], **options: Any) -> str:
+            nonlocal longest
+            longest = max(longest, len(tokens))
+            return str(tokenizer.decode(tokens, **options))
+
+    tokens = [*word, *again * 200, *word, *word]
+    pieces, text = pushed(Counting(tokenizer) if other else tokenizer, tokens)
+    said, expected = "".join(pieces), whole(tokenizer, tokens)
+    assert longest < 100
+    assert said.startswith("cat") and said.endswith(expected[-6:].strip())
+    assert said.count("\ufffd") == expected.count("\ufffd")
+    assert text.chars == len(said)
 
 
 def test_no_stop_text_is_looked_for_before_min_tokens() -> None:

@@ -1,0 +1,37 @@
+"""Text and bytes of single tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+_SAME: Final = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS: Final = [byte for byte in range(256) if byte not in _SAME]
+_BYTE_OF: Final = {chr(byte): byte for byte in _SAME} | {
+    chr(256 + number): byte for number, byte in enumerate(_OTHERS)
+}
+"""Bytes by the characters that stand for them in vocabularies of bytes, as GPT-2's."""
+
+
+def text_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
+    """Return a token as it stands in the middle of a text.
+
+    Args:
+        tokenizer: transformers' tokenizer.
+        token: Id of the token.
+
+    Returns:
+        Its text, with a replacement character for parts of characters, and its own bytes: those of
+        the tokens of a text are the text's. None for a token that texts leave out, as the end's.
+    """
+    text = tokenizer.decode([token])
+    if not tokenizer.decode([token], skip_special_tokens=True):
+        return text, None
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if "\ufffd" not in text:
+        if piece.startswith("▁") and not text.startswith(" "):
+            text = f" {text}"  # decoders take it from the first word
+        return text, text.encode()
+    if len(piece) == 6 and piece.startswith("<0x"):
+        return text, bytes.fromhex(piece[3:5])
+    found = [_BYTE_OF.get(char) for char in piece]
+    return text, text.encode() if None in found else bytes(found)  # type: ignore[arg-type]

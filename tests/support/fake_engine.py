@@ -170,7 +170,7 @@ class FakeEngine:
         count = request.sampling.max_tokens or 16
         first = None
         finish = Finish.LENGTH
-        made = 0
+        made = chars = 0
         for index in range(count):
             await asyncio.sleep(self._step)
             while index + 1 == count and self._last is not None and not self._last.is_set():
@@ -189,9 +189,10 @@ class FakeEngine:
                 break
             made += 1
             yield Output(
-                request.id, word, (index,), self._logprobs(request, word, index),
+                request.id, word, (index,), self._logprobs(request, word, index, chars),
                 self._prompt(request) if index == 0 else None, mode=Mode.UNMERGED,
             )  # fmt: skip
+            chars += len(word)
         yield Output(
             request.id,
             finish=finish,
@@ -221,13 +222,13 @@ class FakeEngine:
         return None if token == end else self._texts[token]
 
     @staticmethod
-    def _logprobs(request, word, index):
+    def _logprobs(request, word, index, chars):
         wanted = request.sampling.logprobs
         if wanted is None:
             return ()
         chosen = Logprob(index, word, math.log(0.5), word.encode())
         top = (chosen, Logprob(99, "?", -math.inf), Logprob(98, "!", -2.0))[:wanted]
-        return (TokenLogprobs(chosen, top),)
+        return (TokenLogprobs(chosen, top, chars),)
 
     def _prompt(self, request):
         """Log probability −i/8 for token i; the alternatives are tokens 65 on."""

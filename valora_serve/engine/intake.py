@@ -11,7 +11,7 @@ from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import RequestError, TooLongError
 from valora_serve.model.detokenizer import Detokenizer
 from valora_serve.model.heads import EMBEDDING, check_visual
-from valora_serve.model.sampler import TokenCounts, make_generator
+from valora_serve.model.sampler import TokenCounts, bias_arrays, make_generator
 from valora_serve.orchestrator.decision import RequestView
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ class Intake:
             max_new=most,
             arrival=now,
             counts=TokenCounts(prompt.words) if request.sampling.penalised else None,
+            bias=bias_arrays(request.sampling),
             scores=None if head or request.sampling.prompt_logprobs is None else [],
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -247,9 +247,10 @@ class Launcher:
         forbidden = tuple(self._lmm.stop_ids) if early else ()
         counts = sequence.counts
         if counts is not None:
-            counts.update(sequence.ids[sequence.prompt_tokens :])
+            counts.update(sequence.ids, sequence.prompt_tokens)
+        choice = TokenChoice(params, sequence.generator, forbidden, None, counts, sequence.bias)
         if params.constraint is None:
-            return TokenChoice(params, sequence.generator, forbidden, counts=counts)
+            return choice
         allowed = np.ones(self._lmm.vocabulary, dtype=np.bool_)
         began = time.monotonic()
         params.constraint.mask(allowed)
@@ -261,7 +262,7 @@ class Launcher:
             )
         if forbidden and allowed.sum() == allowed[list(forbidden)].sum():
             forbidden = ()  # only stop tokens are allowed: the answer ends before min_tokens
-        return TokenChoice(params, sequence.generator, forbidden, allowed, counts)
+        return replace(choice, allowed=allowed, forbidden=forbidden)
 
     def _head_request(self, sequence: SequenceState) -> HeadRequest:
         """Return what the head of a request computes, whose prompt is all computed."""

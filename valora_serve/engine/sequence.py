@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from valora_serve.memory.block_manager import ImageSpan
     from valora_serve.model.detokenizer import Detokenizer
     from valora_serve.model.prompt import Prompt, VisualFeatures
-    from valora_serve.model.sampler import StepLogprobs, TokenCounts
+    from valora_serve.model.sampler import Bias, StepLogprobs, TokenCounts
     from valora_serve.types import Finish, Request
 
 
@@ -64,6 +64,7 @@ class SequenceState:
         max_new: Most tokens to generate.
         arrival: Time of arrival, in seconds of `time.monotonic`.
         counts: How often each token has come, for its penalties; None without penalties.
+        bias: Its `logit_bias`, None without any.
         scores: Log probabilities of its prompt, one entry for each step that computed some; None if
             it wants none, or has got them.
         prefix: Key of the prefix of its context, None without one.
@@ -102,6 +103,7 @@ class SequenceState:
     max_new: int
     arrival: float
     counts: TokenCounts | None = None
+    bias: Bias | None = None
     scores: list[StepLogprobs] | None = None
     own_from: int = 0
     tenant: bytes = b""

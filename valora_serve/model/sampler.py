@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
     from valora_serve.types import SamplingParams
 
+    Bias = tuple[NDArray[np.int64], NDArray[np.float32]]
+
 
 class TokenCounts:
     """How often each token of a request has come, for its penalties.
@@ -27,28 +28,35 @@ class TokenCounts:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         # In the order of their first occurrence, so that each token has a fixed place.
-        self._counts: Counter[int] = Counter(dict.fromkeys(prompt, 0))
+        self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self._ids = np.fromiter(self._place, np.int64, len(self._place))
+        self._counts = np.zeros(len(self._ids), np.float32)
         self._generated = 0
 
-    def update(self, answer: Sequence[int]) -> None:
+    def update(self, tokens: Sequence[int], start: int) -> None:
         """Count the tokens of an answer.
 
         Args:
-            answer: All tokens generated so far; those of the last call come first.
+            tokens: All tokens so far; those of the last call come first.
+            start: Index of the first one of the answer.
         """
-        for token in answer[self._generated :]:
-            self._counts[token] += 1
-        self._generated = len(answer)
+        for token in tokens[start + self._generated :]:
+            place = self._place.setdefault(token, len(self._place))
+            if place == len(self._ids):  # room for as many again, so that this is rare
+                self._ids = np.append(self._ids, np.full(place + 64, token))
+                self._counts = np.append(self._counts, np.zeros(place + 64, np.float32))
+            self._ids[place] = token
+            self._counts[place] += 1
+            self._generated += 1
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the distinct tokens of prompt and answer.
 
         Returns:
-            [tokens] int64, their ids; [tokens] float32, how often each was generated.
+            [tokens] int64, their ids; [tokens] float32, how often each was generated. Both are
+            views, which the next update changes.
         """
-        size = len(self._counts)
-        ids = np.fromiter(self._counts.keys(), np.int64, size)
-        return ids, np.fromiter(self._counts.values(), np.float32, size)
+        return self._ids[: len(self._place)], self._counts[: len(self._place)]
 
 
 @dataclass(slots=True)
@@ -63,6 +71,7 @@ class TokenChoice:
         allowed: [vocabulary] bool, the tokens that the request's constraint allows; None without a
             constraint.
         counts: Tokens so far; None without penalties.
+        bias: The request's `logit_bias` as `bias_arrays`; made of its parameters if it is None.
     """
 
     params: SamplingParams
@@ -70,6 +79,10 @@ class TokenChoice:
     forbidden: Sequence[int] = ()
     allowed: NDArray[np.bool_] | None = None
     counts: TokenCounts | None = None
+    bias: Bias | None = None
+
+    def __post_init__(self) -> None:
+        self.bias = self.bias or bias_arrays(self.params)
 
     @property
     def is_argmax(self) -> bool:
@@ -79,8 +92,16 @@ class TokenChoice:
             and not self.forbidden
             and self.allowed is None
             and self.counts is None
-            and not self.params.logit_bias
+            and self.bias is None
         )
+
+
+def bias_arrays(params: SamplingParams) -> Bias | None:
+    """The biases of a request, [tokens] int64 and [tokens] float32; None without any."""
+    if not params.logit_bias:
+        return None
+    ids, values = zip(*params.logit_bias, strict=True)
+    return np.array(ids, np.int64), np.array(values, np.float32)
 
 
 def make_generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
@@ -145,16 +166,12 @@ def _penalise(logits: Tensor, choices: Sequence[TokenChoice]) -> None:
 
 def _bias(logits: Tensor, choices: Sequence[TokenChoice]) -> None:
     """Add the requests' biases to the logits, [rows, vocabulary], in place."""
-    found = [
-        (row, token, value)
-        for row, choice in enumerate(choices)
-        for token, value in choice.params.logit_bias
-    ]
+    found = [(row, *choice.bias) for row, choice in enumerate(choices) if choice.bias is not None]
     if found:
-        rows, ids, values = (
-            torch.tensor(part, device=logits.device) for part in zip(*found, strict=True)
-        )
-        logits[rows, ids] += values
+        rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
+        ids, values = (np.concatenate([one[part] for one in found]) for part in (1, 2))
+        where = (torch.from_numpy(part).to(logits.device) for part in (rows, ids))
+        logits[tuple(where)] += torch.from_numpy(values).to(logits.device)
 
 
 def _restrict(logits: Tensor, choices: Sequence[TokenChoice]) -> None:

@@ -128,7 +128,8 @@ def test_seeds_and_several_answers(client):
 
     assert ask(seed=5, n=3) == ask(seed=5, n=3)
     assert len(set(ask(seed=5, n=4))) > 1
-    assert ask(seed=6) == [ask(seed=5, n=2)[1]]
+    assert ask(seed=5, n=2)[:1] == ask(seed=5)
+    assert ask(seed=5, n=2)[1] != ask(seed=6)[0]
 
 
 def test_json_schema(client):

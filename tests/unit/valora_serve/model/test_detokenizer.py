@@ -114,10 +114,13 @@ def test_wrong_bytes_harm_nothing_that_was_said() -> None:
 def test_characters_are_never_given_in_parts(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces, _ = pushed(tokenizer, tokens)
+    pieces, detokenizer = pushed(tokenizer, tokens)
     said = whole(tokenizer, tokens)
     assert "".join(pieces) == said
+    assert detokenizer.chars == len(said)
+    raw = b"".join(text_and_bytes(tokenizer, token)[1] or b"" for token in tokens)
     if "\ufffd" not in said:
+        assert raw in (said.encode(), f" {said}".encode())  # the space before the first word
         assert not any("\ufffd" in piece for piece in pieces)
 
 

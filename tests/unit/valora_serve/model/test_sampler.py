@@ -41,8 +41,8 @@ def choice(
     params = SamplingParams(**given)  # type: ignore[arg-type]
     counts = TokenCounts(prompt) if params.penalised else None
     if counts is not None:
-        counts.update(answer[: len(answer) // 2])
-        counts.update(answer)
+        counts.update([*prompt, *answer[: len(answer) // 2]], len(prompt))
+        counts.update([*prompt, *answer], len(prompt))
     mask = None
     if allowed is not None:
         mask = np.zeros(len(LOGITS), dtype=np.bool_)

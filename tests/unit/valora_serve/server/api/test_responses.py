@@ -23,7 +23,7 @@ class Strange(FakeEngine):
     breaks_at = None
 
     @staticmethod
-    def _logprobs(request, word, index):
+    def _logprobs(request, word, index, chars):
         if request.sampling.logprobs is None:
             return ()
         chosen = Logprob(index, word, VALUES[index % len(VALUES)])

@@ -24,12 +24,12 @@ def text_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
         the tokens of a text are the text's. None for a token that texts leave out, as the end's.
     """
     text = tokenizer.decode([token])
-    if not tokenizer.decode([token], skip_special_tokens=True):
+    if text and not tokenizer.decode([token], skip_special_tokens=True):
         return text, None
     piece = tokenizer.convert_ids_to_tokens(token)
     if "\ufffd" not in text:
-        if piece.startswith("▁") and not text.startswith(" "):
-            text = f" {text}"  # decoders take it from the first word
+        if piece.startswith("▁"):  # decoders take a space from the first word
+            text = " " * (len(piece) - len(piece.lstrip("▁"))) + text.lstrip(" ")
         return text, text.encode()
     if len(piece) == 6 and piece.startswith("<0x"):
         return text, bytes.fromhex(piece[3:5])

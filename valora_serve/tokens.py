@@ -27,11 +27,12 @@ def text_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
     if text and not tokenizer.decode([token], skip_special_tokens=True):
         return text, None
     piece = tokenizer.convert_ids_to_tokens(token)
+    if len(piece) == 6 and piece.startswith("<0x"):
+        raw = bytes.fromhex(piece[3:5])
+        return raw.decode(errors="replace"), raw
     if "\ufffd" not in text:
         if piece.startswith("▁"):  # decoders take a space from the first word
             text = " " * (len(piece) - len(piece.lstrip("▁"))) + text.lstrip(" ")
         return text, text.encode()
-    if len(piece) == 6 and piece.startswith("<0x"):
-        return text, bytes.fromhex(piece[3:5])
     found = [_BYTE_OF.get(char) for char in piece]
     return text, text.encode() if None in found else bytes(found)  # type: ignore[arg-type]

@@ -146,6 +146,12 @@ class SamplingParams:
         return self.constraint is not None or self.penalised
 
 
+MOST_MIXED: Final = 2
+"""Most adapters of a request: the kernels take so many for each row."""
+MOST_WEIGHT: Final = 4.0
+"""Largest weight of an adapter; the negative one is the smallest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request to the engine.
@@ -156,6 +162,9 @@ class Request:
     Attributes:
         id: Id of the request, unique among unfinished requests.
         model: Name of a domain, of an adapter or of the base model; the base model if None.
+        adapters: Names and weights of up to `MOST_MIXED` adapters that are added to the base model
+            instead. `model` then names the base model, or the first of them. The weight multiplies
+            what the adapter adds: 1 is the adapter, 0 the base model.
         messages: Chat turns for transformers' chat templates: dicts of ``role`` and ``content``,
             which is a string or a list of parts of type ``text``, ``image`` and ``video``. Image
             and video parts stand for `images` and `videos`, in this order.
@@ -179,6 +188,7 @@ class Request:
 
     id: str
     model: str | None = None
+    adapters: tuple[tuple[str, float], ...] = ()
     messages: Sequence[dict[str, Any]] | None = None
     text: str | None = None
     token_ids: Sequence[int] | None = None

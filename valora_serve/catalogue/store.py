@@ -6,6 +6,7 @@ Reading and checking files is slow, and may be done in any thread (`stage_adapte
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +21,14 @@ from valora_data.errors import BundleError
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
 from valora_serve.catalogue.classifiers import make_classifier
 from valora_serve.catalogue.contexts import Context, read_context, read_facts
-from valora_serve.errors import AdapterError, BusyError, MissingAdapterError, UnknownModelError
-from valora_serve.types import ServedModel
+from valora_serve.errors import (
+    AdapterError,
+    BusyError,
+    MissingAdapterError,
+    RequestError,
+    UnknownModelError,
+)
+from valora_serve.types import MOST_MIXED, MOST_WEIGHT, ServedModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,6 +57,7 @@ class ResolvedModel:
         head: Head of the domain, None if it generates text.
         context: Context that the domain answers about, None for others.
         encoder: What an encoder of memory tokens has beside its adapter, None for others.
+        mixed: Adapters with weights that are applied instead of `adapter`; None for that one.
     """
 
     model: ServedModel
@@ -57,6 +65,23 @@ class ResolvedModel:
     head: Head | None = None
     context: Context | None = None
     encoder: Encoder | None = None
+    mixed: tuple[tuple[Adapter, float], ...] | None = None
+
+    @property
+    def terms(self) -> tuple[tuple[Adapter, float], ...]:
+        """Adapters to apply, with their weights."""
+        if self.mixed is not None:
+            return self.mixed
+        return () if self.adapter is None else ((self.adapter, 1.0),)
+
+    @property
+    def salt(self) -> bytes:
+        """Hash of the adapters' content and weights, for keys of caches; empty for the base."""
+        terms = self.terms
+        if len(terms) == 1 and terms[0][1] == 1:
+            return bytes.fromhex(terms[0][0].content)
+        told = "|".join(f"{adapter.content}*{weight!r}" for adapter, weight in terms)
+        return hashlib.sha256(told.encode()).digest() if terms else b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,6 +163,54 @@ class Store:
             known = ", ".join([self.base_name, *self._named])
             raise UnknownModelError(f"no model is named {name}: use one of {known}")
         return self._named[name]
+
+    def mix(self, name: str | None, weights: Sequence[tuple[str, float]]) -> ResolvedModel:
+        """Return what a request names: a model, or adapters with weights.
+
+        Args:
+            name: Name of the model; beside weights that of the base model or of the first adapter.
+            weights: Names and weights of adapters, if any.
+
+        Raises:
+            UnknownModelError: Nothing has one of the names.
+            RequestError: The adapters cannot be applied so.
+        """
+        named = self.resolve(name)
+        if not weights:
+            return named
+        if len(weights) > MOST_MIXED or any(not abs(one) <= MOST_WEIGHT for _, one in weights):
+            raise RequestError(
+                f"valora.adapters takes up to {MOST_MIXED} adapters, with weights from "
+                f"{-MOST_WEIGHT:g} to {MOST_WEIGHT:g}"
+            )
+        found = [self.resolve(one) for one, _ in weights]
+        if named not in (self._base, found[0]):
+            raise RequestError(
+                f"the request names {named.model.name} and valora.adapters: name the base model, "
+                "or the first of the adapters"
+            )
+        terms: dict[str, tuple[Adapter, float]] = {}
+        for target, (_, weight) in zip(found, weights, strict=True):
+            model, adapter = target.model, target.adapter
+            if adapter is None or model.kind != "adapter":
+                raise RequestError(
+                    f"{model.name} is no adapter, so it has no weight in valora.adapters: name "
+                    f"{model.adapter or 'an adapter'} there, or {model.name} alone as model"
+                )
+            if adapter.vision_content and (weight != 1 or len(weights) > 1):
+                raise RequestError(
+                    f"adapter {model.name} changes how images are encoded, which takes no weights: "
+                    "name it alone as model"
+                )
+            if model.decode_only != found[0].model.decode_only:
+                raise RequestError(
+                    f"of {found[0].model.name} and {model.name} only one is decode_only: name "
+                    "adapters that are both loaded with it, or both without"
+                )
+            before = terms.get(adapter.content, (adapter, 0.0))[1]
+            terms[adapter.content] = (adapter, before + weight)
+        mixed = tuple(term for _, term in sorted(terms.items()) if term[1])
+        return replace(found[0], adapter=None, mixed=mixed)
 
     def models(self) -> list[ServedModel]:
         """Return what can be named: the base model, then adapters, then domains."""

@@ -137,8 +137,8 @@ class Answers:
     def _broken(self, sequence: SequenceState, flight: Flight) -> None:
         """End a request whose outputs are not finite, which no answer can be made of."""
         self.non_finite += 1
-        name = sequence.request.model
-        on_adapter = sequence.adapter is not None
+        name = " and ".join(name for name, _ in sequence.request.adapters) or sequence.request.model
+        on_adapter = bool(sequence.adapters)
         remedy = "use another model, or train the adapter again" if on_adapter else "see the log"
         error = NonFiniteError(
             f"{name or 'the base model'} computed NaN or infinity for this request: {remedy}",

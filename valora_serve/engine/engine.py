@@ -430,7 +430,7 @@ class Engine:
         Raises:
             ServeError: The request cannot be answered.
         """
-        target = self.store.resolve(request.model)
+        target = self.store.mix(request.model, request.adapters)
         self._intake.check_characters(request)
         prompt = prepare_prompt(self.lmm, request, target.model.prompt, target.context)
         return Prepared(request, target, prompt)
@@ -496,9 +496,9 @@ class Engine:
 
     def _ended(self, sequence: SequenceState) -> None:
         """Note that a request has left `requests`."""
-        key = sequence.adapter
-        if key is not None and key not in self.requests.wanted:
-            self.named.released(key)
+        for key in sequence.adapters:
+            if key not in self.requests.wanted:
+                self.named.released(key)
         prefix = sequence.prefix
         if prefix is not None and prefix not in self.requests.wanted_prefixes:
             self.named.released_prefix(prefix)
@@ -507,7 +507,7 @@ class Engine:
     def _broken(self, sequence: SequenceState, merged: str | None) -> None:
         """Keep what made a request's outputs infinite or NaN from later requests."""
         self.blocks.forget(sequence.keys)
-        if merged is not None and sequence.adapter is None:
+        if merged is not None and not sequence.adapters:
             # Without an adapter of its own, the merged one is the likeliest cause.
             reason = "a request of the base model was not finite beside it"
             log.error("adapter %s is not merged any more: %s", merged, reason)
@@ -637,8 +637,15 @@ class Engine:
             if not requests.waiting:
                 self._arrived.clear()
             return None
-        settings, resident = self.settings, self.adapters.resident
+        settings, resident, loading = self.settings, self.adapters.resident, self.adapters.loading
         barred = self.adapters.unmergeable.keys() & resident
+        mergeable = frozenset(resident - barred) if barred or requests.mixes else None
+        for label, members in requests.mixes.items():
+            needed = next(iter(members.values())).adapters.keys()
+            if needed <= self.adapters.resident:
+                resident = resident | {label}
+            elif needed <= self.adapters.resident | self.adapters.loading:
+                loading = loading | {label}
         arrived, self._arrived = self._arrived, []
         return View(
             now=now,
@@ -647,7 +654,7 @@ class Engine:
             mode=self.merge_state.mode,
             merged=self.merge_state.adapter,
             resident=resident,
-            loading=self.adapters.loading,
+            loading=loading,
             limits=StepLimits(
                 max_requests=settings.max_requests - held,
                 max_tokens=settings.max_tokens,
@@ -656,7 +663,7 @@ class Engine:
                 chunk=settings.chunk,
             ),
             arrived=arrived,
-            switchable=frozenset(resident - barred) if barred else None,
+            switchable=mergeable,
         )
 
     @property

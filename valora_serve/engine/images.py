@@ -131,7 +131,7 @@ class ImageEncoder:
         for sequence, number in members:
             distinct.setdefault(_key(sequence, number), (sequence, number))
         slots = [
-            self._adapters.slot(sequence.adapter) if sequence.vision and sequence.adapter else NONE
+            self._adapters.slot(next(iter(sequence.adapters))) if sequence.vision else NONE
             for sequence, _ in distinct.values()
         ]
         visuals: list[Visual] = [

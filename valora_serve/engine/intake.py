@@ -15,6 +15,7 @@ from valora_serve.model.sampler import TokenCounts, bias_arrays, make_generator
 from valora_serve.orchestrator.decision import RequestView
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
     from typing import Any
 
     from valora_serve.catalogue.contexts import Context
@@ -104,16 +105,16 @@ class Intake:
         # Behind a prefix, positions may go on later than at its last token.
         last = len(ids) + max(prompt.delta if prompt.given else 0, 0)
         most = self._answer_length(request, last, generates=head is None)
-        adapter, context = target.adapter, target.context
+        terms, context = target.terms, target.context
         self._check_sampling(request, context)
-        key, adapter_pages = None, 0
-        if adapter is not None:
-            key = self._named.key(adapter)
+        adapters = {self._named.key(adapter): weight for adapter, weight in terms}
+        for key in adapters:
             if key not in self._adapters:
-                raise RequestError(f"{target.model.name} was unloaded: ask again")
+                name = target.model.name if len(adapters) == 1 else key.rpartition("#")[0]
+                raise RequestError(f"{name} was unloaded: ask again")
             if key in self._adapters.quarantined:
                 raise self._named.quarantined(key)
-            adapter_pages = self._adapter_pages(key)
+        adapter_pages = self._adapter_pages(adapters)
         prefix = self._prefix_of(context)
         prefix_pages = 0 if prefix is None else self._prefixes.pages(prefix)
         size = self._settings.block_size
@@ -126,11 +127,12 @@ class Intake:
                 f"has {self._pool.pages - 1}: ask for fewer tokens"
             )
         now = time.monotonic()
-        vision = b"" if adapter is None else adapter.vision_content.encode()
+        vision = b"".join(adapter.vision_content.encode() for adapter, _ in terms)
         view = RequestView(
             id=request.id,
-            adapter=key,
-            rank=0 if adapter is None else adapter.rank,
+            adapter=_label(adapters),
+            pair=len(adapters) > 1,
+            rank=sum(adapter.rank for adapter, _ in terms),
             arrival=now,
             prompt_left=len(ids) - prompt.given,
             output_left=most,
@@ -140,7 +142,7 @@ class Intake:
             deadline=None if request.deadline is None else now + request.deadline,
             domain=request.model if target.model.kind == "domain" else None,
             latency_limit=request.deadline,
-            client=self._client(request, target.model, key),
+            client=self._client(request, target.model, next(iter(adapters), None)),
         )
         due = self._settings.policy_settings.due(view)
         if due is not None:
@@ -150,12 +152,12 @@ class Intake:
         return SequenceState(
             request=request,
             prompt=prompt,
-            adapter=key,
+            adapters=adapters,
             head=head,
             view=view,
             ids=ids,
             prompt_tokens=len(ids),
-            salt=b"" if adapter is None else bytes.fromhex(adapter.content),
+            salt=target.salt,
             spans=_spans(prompt, vision),
             vision=vision,
             own_from=len(ids) - 1 if target.model.decode_only else prompt.given,
@@ -206,15 +208,18 @@ class Intake:
                     f"logit_bias: expected tokens 0 to {vocabulary - 1}, got {token}"
                 )
 
-    def _adapter_pages(self, key: str) -> int:
-        """Return the pages that an adapter takes from keys and values."""
-        pages, own = self._adapters.pages(key), self._adapters.room.pool
+    def _adapter_pages(self, keys: Collection[str]) -> int:
+        """Return the pages that a request's adapters take from keys and values."""
+        pages, own = sum(map(self._adapters.pages, keys)), self._adapters.room.pool
+        named = " and ".join(map(self._named.name, keys))
+        if len(keys) > self._settings.slots:
+            raise RequestError(f"adapters {named} do not fit at a time: raise slots")
         if own is self._pool:
             return pages
         if pages > own.pages:
             raise RequestError(
-                f"adapter {self._named.name(key)} needs {plural(pages, 'page')}, {own.pages} are "
-                "kept for adapters: raise adapter_share"
+                f"adapter {named} needs {plural(pages, 'page')}, {own.pages} are kept for "
+                "adapters: raise adapter_share"
             )
         return 0
 
@@ -246,6 +251,12 @@ class Intake:
 def tenant_key(cache_salt: str | None) -> bytes:
     """Return what the keys of a request in the prefix and image caches begin with; often empty."""
     return b"" if cache_salt is None else hashlib.sha256(b"tenant|" + cache_salt.encode()).digest()
+
+
+def _label(adapters: Mapping[str, float]) -> str | None:
+    """Return what policies know some adapters by: the key of one as it is, None without any."""
+    parts = [key if weight == 1 else f"{key}*{weight!r}" for key, weight in adapters.items()]
+    return " + ".join(parts) or None
 
 
 def _spans(prompt: Prompt, vision: bytes) -> list[ImageSpan]:

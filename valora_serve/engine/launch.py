@@ -147,15 +147,27 @@ class Launcher:
         state = self._merge_state
         return Flight(choosing, result, answering, heads, state.mode, state.adapter)
 
-    def _prefetch(self, keys: Iterable[str]) -> None:
+    def _prefetch(self, labels: Iterable[str]) -> None:
         """Start copying adapters to the device; only the first may evict ones that are wanted."""
-        for number, key in enumerate(keys):
-            if key not in self._adapters:
-                continue  # unloaded, and the last request that waited for it has ended
-            try:
-                self._adapters.load(key, urgent=number == 0)
-            except ServeError as error:
-                self.fail_adapter(key, error)
+        for number, key in enumerate(labels):
+            members = self._requests.mixes.get(key)
+            keys = (key,) if members is None else next(iter(members.values())).adapters
+            # What is there must not be evicted for what is loaded beside it.
+            held = [one for one in keys if one in self._adapters.resident]
+            for one in held:
+                self._adapters.pin(one)
+            failed: dict[str, ServeError] = {}
+            for one in keys:
+                if one not in self._adapters:
+                    continue  # unloaded, and the last request that waited for it has ended
+                try:
+                    self._adapters.load(one, urgent=number == 0)
+                except ServeError as error:
+                    failed[one] = error
+            for one in held:
+                self._adapters.unpin(one)
+            for one, error in failed.items():
+                self.fail_adapter(one, error)
 
     def fail_adapter(self, key: str, error: ServeError) -> None:
         """End the requests of an adapter that cannot be used."""
@@ -171,6 +183,8 @@ class Launcher:
             sequence = running.get(request_id) or waiting.get(request_id)
             if sequence is None or not admit(sequence):
                 continue
+            if sequence.view.pair and self._merge_state.adapter is not None:
+                continue  # beside a merged adapter rows have room for one of their own
             count = min(tokens, sequence.left)
             if reserve(sequence.id, sequence.computed + count):
                 shares.append((sequence, count))
@@ -211,13 +225,15 @@ class Launcher:
         """Return what the model computes for the next `count` tokens of a request."""
         start, prompt = sequence.computed, sequence.prompt
         end = start + count
+        terms = [(self._adapters.slot(key), one) for key, one in sequence.adapters.items()]
         work = Work(
             place=sequence.place if sequence.place is not None else 0,
             start=start,
             count=count,
             tokens=None,
             table=self._blocks.table(sequence.id),
-            adapter=NONE if sequence.adapter is None else self._adapters.slot(sequence.adapter),
+            adapter=terms[0][0] if terms else NONE,
+            weighted=() if sequence.view.adapter in sequence.adapters else terms,
             plain=min(max(sequence.own_from - start, 0), count),
             delta=prompt.delta,
         )

@@ -45,6 +45,8 @@ class Requests:
         running: Requests that hold memory, by id; also those whose head computes its result.
         wanted: Number of unfinished requests by key of their adapter; keys without any are absent.
         wanted_prefixes: The same by key of their prefix.
+        mixes: Unfinished requests by what policies know their adapters by, and by id, where that
+            is not the key of a single one.
         places: Free places in the batch.
         preemptions: How often a request was preempted since the start.
         prefix_queries: Prompt tokens looked up in the prefix cache since the start.
@@ -63,6 +65,7 @@ class Requests:
         self.running: dict[str, SequenceState] = {}
         self.wanted: Counter[str] = Counter()
         self.wanted_prefixes: Counter[str] = Counter()
+        self.mixes: dict[str, dict[str, SequenceState]] = {}
         self.places = deque(range(max_requests))
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._deadlines: list[tuple[float, str]] = []
@@ -140,7 +143,7 @@ class Requests:
 
     def of_adapter(self, key: str) -> list[SequenceState]:
         """Return the unfinished requests that run on an adapter."""
-        return [sequence for sequence in self.all() if sequence.adapter == key]
+        return [sequence for sequence in self.all() if key in sequence.adapters]
 
     def of_prefix(self, key: str) -> list[SequenceState]:
         """Return the unfinished requests that read a prefix."""
@@ -151,8 +154,10 @@ class Requests:
         self.waiting[sequence.id] = sequence
         if sequence.prefix is not None:
             self.wanted_prefixes[sequence.prefix] += 1
-        if sequence.adapter is not None:
-            self.wanted[sequence.adapter] += 1
+        self.wanted.update(list(sequence.adapters))
+        label = sequence.view.adapter
+        if label is not None and label not in sequence.adapters:
+            self.mixes.setdefault(label, {})[sequence.id] = sequence
         if sequence.view.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.view.deadline, sequence.id))
             unfinished = len(self.waiting) + len(self.running)
@@ -180,8 +185,8 @@ class Requests:
         """
         if sequence.place is not None:
             return True
-        key, prefix, blocks = sequence.adapter, sequence.prefix, self.blocks
-        if not self.places or (key is not None and key not in self.adapters.resident):
+        prefix, blocks = sequence.prefix, self.blocks
+        if not self.places or not self.adapters.resident.issuperset(sequence.adapters):
             return False
         if prefix is not None and prefix not in self.prefixes.resident:
             return False
@@ -228,14 +233,14 @@ class Requests:
         return True
 
     def _pin(self, sequence: SequenceState) -> None:
-        if sequence.adapter is not None:
-            self.adapters.pin(sequence.adapter)
+        for key in sequence.adapters:
+            self.adapters.pin(key)
         if sequence.prefix is not None:
             self.prefixes.pin(sequence.prefix)
 
     def _unpin(self, sequence: SequenceState) -> None:
-        if sequence.adapter is not None:
-            self.adapters.unpin(sequence.adapter)
+        for key in sequence.adapters:
+            self.adapters.unpin(key)
         if sequence.prefix is not None:
             self.prefixes.unpin(sequence.prefix)
 
@@ -276,10 +281,15 @@ class Requests:
         self.waiting.pop(sequence.id, None)
         if self.running.pop(sequence.id, None) is not None:
             self.release(sequence)
-        if sequence.adapter is not None:
-            self.wanted[sequence.adapter] -= 1
-            if not self.wanted[sequence.adapter]:
-                del self.wanted[sequence.adapter]
+        for key in sequence.adapters:
+            self.wanted[key] -= 1
+            if not self.wanted[key]:
+                del self.wanted[key]
+        label = sequence.view.adapter
+        if label in self.mixes:
+            self.mixes[label].pop(sequence.id, None)
+            if not self.mixes[label]:
+                del self.mixes[label]
         if sequence.prefix is not None:
             self.wanted_prefixes[sequence.prefix] -= 1
             if not self.wanted_prefixes[sequence.prefix]:

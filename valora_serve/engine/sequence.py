@@ -47,12 +47,12 @@ class SequenceState:
     Attributes:
         request: The request as it came.
         prompt: Its token ids and images, ready for the model.
-        adapter: Key of the adapter that it runs on, None for the base model.
+        adapters: Weights of the adapters that it runs on, by their keys.
         head: Head that answers, None to generate text.
         view: What policies see of it; kept up to date.
         ids: Token ids of prompt and answer, as far as the host knows them.
         prompt_tokens: Number of prompt tokens in `ids`.
-        salt: What its keys in the prefix cache contain besides tokens: the adapter's content hash.
+        salt: What its keys in the prefix cache contain besides tokens: `ResolvedModel.salt`.
         own_from: Index of the first token that its adapter is applied to: 0, or that of the
             prompt's last token if the adapter is applied at decoding only.
         spans: Images in the prompt, for its keys in the prefix cache.
@@ -90,7 +90,7 @@ class SequenceState:
 
     request: Request
     prompt: Prompt
-    adapter: str | None
+    adapters: dict[str, float]
     head: Head | None
     view: RequestView
     ids: list[int]

@@ -35,6 +35,7 @@ class Work:
         tokens: [count] token ids; None for a decode step, whose token is on the device.
         table: Page table of the sequence: its pages in order.
         adapter: Slot of the request's adapter, `NONE` for the base model.
+        weighted: Slots and weights of its adapters where that is not one with weight 1.
         plain: Number of tokens at the start of the share that its adapter is not applied to, as it
             is applied at decoding only.
         delta: Position minus index of the tokens, see `Prompt.delta`.
@@ -57,6 +58,7 @@ class Work:
     tokens: Sequence[int] | None
     table: Sequence[int]
     adapter: int = NONE
+    weighted: Sequence[tuple[int, float]] = ()
     plain: int = 0
     delta: int = 0
     positions: NDArray[np.int64] | None = None
@@ -118,7 +120,8 @@ class LoraTerms:
     """LoRA terms of runs of rows: which adapters apply, and with which coefficients.
 
     A merged adapter needs no term. Beside it, in mixture mode, other rows have two terms: their
-    own adapter with +1, and the merged one with −1, which takes it back out of the weights.
+    own adapter with +1, and the merged one with −1, which takes it back out of the weights. In
+    unmerged mode a request may have two adapters; an adapter's weight is in its coefficient.
 
     Attributes:
         adapters: [runs, terms] int64, slots; `NONE` for no adapter.
@@ -138,6 +141,8 @@ class LoraTerms:
             works: The works of a step.
             merged: Slot of the adapter that is merged into the weights, `NONE` for none.
         """
+        if any(work.weighted for work in works):
+            return cls._weighted(works, merged)
         own, counts = runs_of(works)
         if merged == NONE:
             if (own == NONE).all():
@@ -151,9 +156,32 @@ class LoraTerms:
         coefficients = np.tile(np.array([1, -1], np.float32), (len(own), 1))
         return cls(np.stack([own, back], 1), coefficients, counts)
 
+    @classmethod
+    def _weighted(cls, works: Sequence[Work], merged: int) -> LoraTerms | None:
+        """Terms of a step in which adapters have weights."""
+        runs: list[tuple[int, dict[int, float]]] = []
+        for work in works:
+            own = work.weighted or ((work.adapter, 1.0),)
+            parts = ((work.plain, ()), (work.count - work.plain, own))
+            for count, applied in parts:
+                terms = {slot: weight for slot, weight in applied if slot != NONE}
+                if merged != NONE:
+                    terms[merged] = terms.get(merged, 0.0) - 1
+                if count:
+                    runs.append((count, {slot: one for slot, one in terms.items() if one}))
+        width = max(len(terms) for _, terms in runs)
+        if not width:
+            return None
+        adapters = np.full((len(runs), width), NONE, np.int64)
+        coefficients = np.zeros((len(runs), width), np.float32)
+        for row, (_, terms) in enumerate(runs):
+            adapters[row, : len(terms)] = list(terms)
+            coefficients[row, : len(terms)] = list(terms.values())
+        return cls(adapters, coefficients, np.array([count for count, _ in runs], np.int64))
+
     @property
     def width(self) -> int:
-        """Terms per row: 1 in unmerged mode, 2 in mixture mode."""
+        """Terms per row: 1 in unmerged mode, 2 in mixture mode and beside two adapters."""
         return int(self.adapters.shape[1])
 
 

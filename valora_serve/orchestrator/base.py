@@ -83,10 +83,13 @@ class BasePolicy:
         if self._shares is not None:
             waiting = self._shares.order(view.running, waiting, view.limits.max_requests)
         plan = self.plan(view, waiting)
-        if plan.mode is Mode.MIXTURE and not self.settings.mixture and _has_others(plan):
-            plan = replace(
-                plan, mode=Mode.UNMERGED, merged=None, reason=f"no mixture mode; {plan.reason}"
-            )
+        if plan.mode is Mode.MIXTURE:
+            why = "" if self.settings.mixture or not _has_others(plan) else "no mixture mode"
+            if any(r.pair for r in chain(plan.running, plan.waiting)):
+                why = "a request has two adapters"
+            if why:
+                reason = f"{why}; {plan.reason}"
+                plan = replace(plan, mode=Mode.UNMERGED, merged=None, reason=reason)
         if self.settings.clusters and plan.waiting:
             plan.waiting = _cluster(view, plan.waiting, self.settings.clusters)
         return self._pack(view, plan, waiting, abort)

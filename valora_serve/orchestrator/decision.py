@@ -34,8 +34,9 @@ class RequestView:
 
     Attributes:
         id: The request's id.
-        adapter: Adapter to apply, None for the base model.
-        rank: Rank of the adapter, 0 for the base model.
+        adapter: Adapter to apply, None for the base model. Two adapters, or one with another weight
+            than 1, have a name of their own, which is never merged.
+        rank: Rank of the adapter, 0 for the base model; of two, the sum.
         arrival: Arrival time in seconds on the engine's clock.
         prompt_left: Prompt tokens still to prefill, including image tokens and excluding prefix
             cache hits.
@@ -57,6 +58,8 @@ class RequestView:
         credit: Seconds of waiting plus predicted execution and switch; written by the policy.
         served: Time at which the request was last in a batch, None if never; written by the
             policy.
+        pair: Whether two adapters apply, beside which no row has room for a merged one: such a
+            request is computed in unmerged mode only.
     """
 
     id: str
@@ -77,6 +80,7 @@ class RequestView:
     client: str | None = None
     credit: float = 0.0
     served: float | None = None
+    pair: bool = False
 
 
 @dataclass(frozen=True, slots=True)

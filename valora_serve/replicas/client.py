@@ -144,7 +144,8 @@ class ReplicatedEngine:
         left = None if ends is None else ends - time.monotonic()
         if left is not None and left <= 0:
             raise _late(request)
-        adapter = self._adapters.get(request.model or "")
+        name = request.adapters[0][0] if request.adapters else request.model
+        adapter = self._adapters.get(name or "")
         call = packed(request, adapter, self._state.revision, left)
         response = self._streams.remote(call)
         finished = False

@@ -109,8 +109,9 @@ class EngineReplica:
         request = call.request
         try:
             await self._catch_up(call.revision)
-            if request.model in self._missing:
-                raise self._missing[request.model]
+            for name in (request.model, *(one for one, _ in request.adapters)):
+                if name in self._missing:
+                    raise self._missing[name]
             request = await unpacked(call, self._grammars)
         except ServeError as error:
             yield self._batch([Output(request.id, finish=Finish.ERROR, error=error)])

@@ -200,7 +200,8 @@ class Service:
                         if not stream:
                             tokens_at = _spread(output.times, len(tokens_at))
                         span.ended(output)
-                        self._metrics.ended(name, output, tokens_at)
+                        for one in {name, *(adapter for adapter, _ in request.adapters)}:
+                            self._metrics.ended(one, output, tokens_at)
                     yield output
                 if last is None:
                     raise StoppedError("The engine stopped while it answered: try again")

@@ -24,7 +24,7 @@ from valora_serve.server.api.requests import (
     check_head,
     constrained,
     constraints,
-    find_model,
+    find_models,
     grammar_of,
     read_messages,
     sampling,
@@ -96,7 +96,7 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
     """
     since = time.monotonic()
     service = context.service
-    model = await find_model(context, request, body.model, body.valora.deadline)
+    model, named = await find_models(context, request, body)
     request.state.facts["model"] = model.name
     grammar = grammar_of(body, context)
     tools = tools_of(body)
@@ -133,7 +133,7 @@ async def begin(context: ServerContext, request: Request, body: ChatRequest) -> 
         warnings |= dict.fromkeys(check_measured_media(model, len(group), frames, head=head))
     wanted = types.Request(
         id=f"chatcmpl-{new_id()}",
-        model=model.name,
+        **named,
         messages=turns,
         images=images,
         videos=videos,

@@ -23,7 +23,7 @@ from valora_serve.server.api.requests import (
     check_text,
     constrained,
     constraints,
-    find_model,
+    find_models,
     grammar_of,
     sampling,
     time_left,
@@ -78,7 +78,7 @@ def router(context: ServerContext) -> APIRouter:
     async def completions(request: Request, body: CompletionRequest) -> Response:
         since = time.monotonic()
         service = context.service
-        model = await find_model(context, request, body.model, body.valora.deadline)
+        model, named = await find_models(context, request, body)
         request.state.facts["model"] = model.name
         count = body.n or 1
         if body.best_of is not None and body.best_of != count:
@@ -107,7 +107,7 @@ def router(context: ServerContext) -> APIRouter:
             dataclasses.replace(one, cache_salt=body.cache_salt)
             for number, prompt in enumerate(prompts)
             for one in service.numbered(
-                _request(f"{identity}-{number}", prompt, model, params, deadline, head=head), count
+                _request(f"{identity}-{number}", prompt, named, params, deadline, head=head), count
             )
         ]
         requests = constrained(plain, made)
@@ -144,7 +144,7 @@ def _prompts(prompt: str | list[Any], context: ServerContext) -> list[str | list
 def _request(
     identity: str,
     prompt: str | list[int],
-    model: ServedModel,
+    named: dict[str, Any],
     params: SamplingParams,
     deadline: float | None,
     *,
@@ -152,7 +152,7 @@ def _request(
 ) -> types.Request:
     return types.Request(
         id=identity,
-        model=model.name,
+        **named,
         text=prompt if isinstance(prompt, str) else None,
         token_ids=None if isinstance(prompt, str) else tuple(prompt),
         head=head,

@@ -17,7 +17,7 @@ from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.requests import (
     check_text,
-    find_model,
+    find_models,
     read_messages,
     time_left,
     within_deadline,
@@ -52,7 +52,7 @@ def router(context: ServerContext) -> APIRouter:
     @allow(Access.KEYED, json=JsonLimits(values=MOST_TOKENS))
     async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         since = time.monotonic()
-        model = await find_model(context, request, body.model, body.valora.deadline)
+        model, named = await find_models(context, request, body)
         request.state.facts["model"] = model.name
         prompts = await within_deadline(
             _prompts(context, request, body),
@@ -63,7 +63,7 @@ def router(context: ServerContext) -> APIRouter:
         requests = [
             types.Request(
                 id=f"{identity}-{number}",
-                model=model.name,
+                **named,
                 embed=True,
                 deadline=deadline,
                 cache_salt=body.cache_salt,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ChatRequest,
         CompletionRequest,
         ContentPart,
+        EmbeddingRequest,
         Message,
         Url,
     )
@@ -171,6 +172,29 @@ async def find_model(
                     "again, as it is loaded all the same"
                 ) from error
     return service.model(name)
+
+
+async def find_models(
+    context: ServerContext,
+    request: HttpRequest,
+    body: ChatRequest | CompletionRequest | EmbeddingRequest,
+) -> tuple[ServedModel, dict[str, Any]]:
+    """Find the model of a request and the adapters with weights, as `find_model` does.
+
+    Returns:
+        The model that answers, which is the first of the adapters if there are some, and what the
+        request to the engine says of them.
+    """
+    wanted = body.valora.deadline
+    model = await find_model(context, request, body.model, wanted)
+    named: dict[str, Any] = {"model": model.name}
+    if body.valora.adapters:
+        listed = body.valora.adapters
+        found = [await find_model(context, request, one.name, wanted) for one in listed]
+        model = found[0]
+        weights = [one.weight for one in listed]
+        named["adapters"] = tuple(zip([one.name for one in found], weights, strict=True))
+    return model, named
 
 
 def time_left(

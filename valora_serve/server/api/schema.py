@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from valora_serve.server.media.urls import MediaUrl
+from valora_serve.types import MOST_MIXED, MOST_WEIGHT
 
 
 def _sound(text: str) -> str:
@@ -228,6 +229,13 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+class WeightedAdapter(Body):
+    """An adapter with the factor of what it adds to the base model."""
+
+    name: Text
+    weight: FiniteFloat = Field(default=1, ge=-MOST_WEIGHT, le=MOST_WEIGHT)
+
+
 class Valora(Body):
     """VaLoRA's own options of a request."""
 
@@ -240,6 +248,12 @@ class Valora(Body):
         ge=0.001,
         le=86400,
         description="deadline in seconds from the request's arrival",
+    )
+    adapters: list[WeightedAdapter] | None = Field(
+        default=None,
+        max_length=MOST_MIXED,
+        description="adapters with weights, applied together; model then names the base model or "
+        "the first of them",
     )
 
 

@@ -248,9 +248,7 @@ def test_the_answer_ends_before_the_first_stop_text(tokens: list[int], stop: lis
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("other", [False, True])
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_what_never_becomes_text_is_not_decoded_for_ever(
-    name: str, other: bool, bad: int
-) -> None:
+def test_what_never_becomes_text_is_not_decoded_for_ever(name: str, other: bool, bad: int) -> None:
     """Special tokens, bytes that begin no character, and beginnings of characters, again and again.
 
     The text around them is that of the whole, and few tokens are decoded at a time.

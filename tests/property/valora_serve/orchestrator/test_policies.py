@@ -54,9 +54,13 @@ class Machine:
         limits = replace(self.limits, free_pages=self.limits.free_pages - self.pinned())
         assert limits.free_pages >= 0
         arrived, self.arrived = self.arrived, []
+        able = self.switchable
+        if any(is_pair(adapter) for adapter in self.ranks):
+            able = frozenset(self.resident if able is None else able)
+            able = frozenset(adapter for adapter in able if not is_pair(adapter))
         return View(
             self.now, tuple(self.running), tuple(self.waiting), self.mode, self.merged,
-            frozenset(self.resident), frozenset(self.loading), limits, self.switchable, arrived,
+            frozenset(self.resident), frozenset(self.loading), limits, able, arrived,
         )  # fmt: skip
 
     def step(self):
@@ -117,6 +121,7 @@ class Machine:
         # Modes.
         assert d.mode in self.policy.modes
         assert (d.mode is Mode.UNMERGED) == (d.merged is None)
+        assert d.merged is None or not any(r.pair for r, _ in rows)
         if d.mode is Mode.MERGED and rows:
             assert adapters == {d.merged} and all(r.adapter == d.merged for r, _ in rows)
         if d.mode is Mode.MIXTURE and rows:
@@ -233,6 +238,7 @@ class World:
                 *size(adapter),
                 latency_limit=limit,
                 client=adapter,
+                pair=is_pair(adapter),
             )
             for i, (adapter, arrival, prompt, output, limit) in enumerate(self.requests)
         ]
@@ -255,6 +261,11 @@ class World:
         return (len(self.requests) + 1) * (tokens + self.load_steps + 3)
 
 
+def is_pair(adapter):
+    """Return whether two adapters are meant, which only unmerged steps compute."""
+    return adapter is not None and adapter.startswith("p")
+
+
 def size(adapter):
     """Rank and pages of an adapter ``a0``, ``a1``, …: neighbours differ."""
     if adapter is None:
@@ -275,7 +286,7 @@ def explained(machine) -> Iterator[None]:
 
 @st.composite
 def worlds(draw, limited=False):
-    names = [f"a{i}" for i in range(draw(st.integers(1, 6)))]
+    names = [f"{draw(st.sampled_from('aaap'))}{i}" for i in range(draw(st.integers(1, 6)))]
     requests = [
         (
             draw(st.sampled_from([None, *names, names[0], names[0]])),

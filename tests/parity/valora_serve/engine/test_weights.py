@@ -1,0 +1,243 @@
+"""Adapters with weights against weights that PEFT's differences are added to, in fp32."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+
+from tests.parity.valora_serve.engine.test_engine import Forced
+from tests.support.engine_reference import (
+    Expected,
+    Got,
+    Reference,
+    ask,
+    assert_empty,
+    make_engine,
+    noise,
+    question,
+    relative,
+    run,
+)
+from tests.support.lmm_checkpoints import save_llava
+from tests.support.serve_helpers import (
+    EVERYTHING,
+    LANGUAGE,
+    MLP,
+    DomainSpec,
+    make_adapter,
+    make_bundle,
+)
+from valora_serve.engine.engine import Engine
+from valora_serve.errors import RequestError, ServeError, UnknownModelError
+from valora_serve.orchestrator.decision import View
+from valora_serve.orchestrator.registry import POLICIES
+from valora_serve.types import Mode, Request, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = 1e-5
+"""Relative error of log probabilities, in fp32; measured 1e-6."""
+TOP = 20
+
+Weights = tuple[tuple[str, float], ...]
+PAIR: Weights = (("attention", 0.7), ("mlp", -1.5))
+MIXES: list[Weights] = [
+    (), PAIR, (("mlp", 0.5),), (("patterns", 1.0),), (("attention", -2.0), ("patterns", 0.25)),
+    (("everything", 1.0),), (("attention", 0.0),), (("mlp", 1.0), ("attention", 1.0)),
+    (("mlp", 0.0), ("patterns", 3.0)), (("attention", 4.0),), (("mlp", 0.5), ("mlp", 0.25)),
+    (("attention", -1.5), ("mlp", 0.7)), (("mlp", 1.0),), (("attention", 1.0),),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=7))
+
+
+@pytest.fixture(scope="module")
+def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+
+    def make(name: str, seed: int, rank: int, alpha: int, targets: str, **options: Any) -> Path:
+        return make_adapter(
+            folder / name, base, seed=seed, rank=rank, alpha=alpha, targets=targets,
+            strength=0.1, **options,
+        )  # fmt: skip
+
+    return {
+        "attention": make("attention", 1, 8, 16, LANGUAGE),
+        "mlp": make("mlp", 2, 3, 7, f"{LANGUAGE}|{MLP}", use_rslora=True),
+        "patterns": make("patterns", 3, 4, 6, MLP, alpha_pattern={"up_proj": 11}),
+        "everything": make("everything", 6, 6, 13, EVERYTHING),
+    }
+
+
+class WeightedReference(Reference):
+    """PEFT's model, to whose weights the weighted differences of adapters are added."""
+
+    def __call__(self, request: Request) -> Expected:
+        layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
+        kept = [(layer, layer.get_base_layer().weight.data.clone()) for layer in layers]
+        for name, weight in request.adapters:
+            for layer in layers:
+                if name in layer.lora_A:
+                    added = weight * layer.get_delta_weight(name)
+                    layer.get_base_layer().weight.data += added
+        try:
+            return self._answer(replace(request, model=None))
+        finally:
+            for layer, weight in kept:
+                layer.get_base_layer().weight.data.copy_(weight)
+
+
+@pytest.fixture(scope="module")
+def reference(base: str, adapters: dict[str, Path]) -> WeightedReference:
+    return WeightedReference(base, adapters)
+
+
+def asked(mixes: Sequence[Weights], *, images: int = 2, tokens: int = 6) -> list[Request]:
+    """Requests with these adapters, with none, one or two images."""
+    greedy = SamplingParams(max_tokens=tokens, logprobs=TOP, ignore_eos=True)
+    words = ("What is this?", "Count all things, then tell me about them.", "Yes or no", "Why")
+    return [
+        Request(
+            f"{number}", None if number % 2 or not mix else mix[0][0], mix,
+            ask(words[number % 4], images=number % (images + 1)),
+            images=[noise(30 + 7 * number, 40, 9 + i) for i in range(number % (images + 1))],
+            sampling=greedy,
+        )
+        for number, mix in enumerate(mixes)
+    ]  # fmt: skip
+
+
+def check(found: dict[str, Got], requests: list[Request], reference: Reference) -> None:
+    """Every request has the tokens and log probabilities of its weights."""
+    for request in requests:
+        got, expected = found[request.id], reference(request)
+        assert got.error is None, request.adapters
+        assert got.tokens == expected.tokens, request.adapters
+        logprobs = expected.logprobs()
+        wanted = logprobs.topk(TOP).values.numpy()
+        said = np.array([[top.logprob for top in one.top] for one in got.logprobs], np.float32)
+        assert relative(said, wanted) < TOLERANCE, request.adapters
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_beside_other_requests(
+    base: str, adapters: dict[str, Path], reference: Reference, policy: str, overlap: bool
+) -> None:
+    engine = make_engine(base, adapters, policy=policy, overlap=overlap, max_requests=6)
+    requests = asked(MIXES)
+    check(run(engine, requests, together=5), requests, reference)
+    assert_empty(engine)
+    assert not engine.requests.mixes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pairs_where_one_adapter_has_most_requests(
+    base: str, adapters: dict[str, Path], reference: Reference, policy: str
+) -> None:
+    engine = make_engine(base, adapters, policy=policy, max_requests=5)
+    most: Weights = (("attention", 1.0),)
+    requests = asked([most, most, PAIR, most, (("attention", 0.5),), most, PAIR, most, most])
+    check(run(engine, requests, together=6), requests, reference)
+    assert_empty(engine)
+
+
+def test_strengths_in_mixture_mode(
+    base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    def choose(view: View) -> tuple[Mode, str | None]:
+        able = sorted(one for one in view.switchable or view.resident if "attention" in one)
+        return (Mode.MIXTURE, able[0]) if able else (Mode.UNMERGED, None)
+
+    engine = make_engine(base, adapters)
+    engine.policy = Forced(choose, engine)
+    requests = asked([mix for mix in MIXES if len(mix) < 2 or mix[0][0] == mix[1][0]])
+    found = run(engine, requests)
+    check(found, requests, reference)
+    assert {found[one.id].last.mode for one in requests} == {Mode.MIXTURE}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("slots", "pages"), [(2, 512), (8, 60)])
+def test_adapters_of_pairs_come_together(
+    base: str, adapters: dict[str, Path], reference: Reference, slots: int, pages: int
+) -> None:
+    """Beside others that evict them, where hardly more than two fit."""
+    engine = make_engine(
+        base, adapters, slots=slots, max_adapters=slots, pages=pages, max_requests=3
+    )
+    requests = asked([*MIXES, *MIXES[::-1]], images=0, tokens=3)
+    check(run(engine, requests, together=4), requests, reference)
+    assert_empty(engine)
+
+
+def test_cached_prompts_are_those_of_the_same_weights(
+    base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    engine = make_engine(base, adapters, block_size=4)
+    mixes: list[Weights] = [
+        PAIR, PAIR[::-1], (("attention", 0.7),), (("attention", 0.7), ("mlp", -1.25)), (),
+        (("attention", 1.0),), (("mlp", 0.0),), (("attention", 0.5), ("attention", 0.5)),
+    ]  # fmt: skip
+    same = {1: 0, 6: 4, 7: 5}  # what is told in other words
+    for number, mix in enumerate(mixes):
+        request = replace(asked([mix], images=0)[0], messages=ask("What is in this, and why?"))
+        found = run(engine, [request])
+        check(found, [request], reference)
+        usage = found[request.id].last.usage  # type: ignore[union-attr]
+        assert usage is not None
+        assert bool(usage.cached) == (number in same), mix
+
+
+def test_wrong_weights(
+    base: str, adapters: dict[str, Path], tmp_path: Path, reference: Reference
+) -> None:
+    spec = {"scene": DomainSpec("adapter-1", "classification", ["x", "y", "z"])}
+    engine = make_engine(base, adapters)
+    engine.load(make_bundle(tmp_path / "b", base, domains=spec, adapters={"adapter-1": {}}))
+    engine.load(adapters["mlp"], "late", decode_only=True)
+    wrong: list[tuple[str | None, Weights, type[ServeError], str]] = [
+        (None, (("nobody", 1.0),), UnknownModelError, "nobody"),
+        (None, (("attention", 4.1),), RequestError, "-4 to 4"),
+        (None, (("attention", float("nan")),), RequestError, "-4 to 4"),
+        (None, (("attention", 1.0),) * 3, RequestError, "up to 2"),
+        ("mlp", PAIR, RequestError, "the first of the adapters"),
+        ("scene", PAIR, RequestError, "the first of the adapters"),
+        (None, (("scene", 1.0), ("mlp", 1.0)), RequestError, "scene is no adapter"),
+        (None, ((base, 1.0), ("mlp", 1.0)), RequestError, "is no adapter"),
+        (None, (("everything", 0.5),), RequestError, "everything changes how images"),
+        (None, (("mlp", 0.5), ("everything", 1.0)), RequestError, "everything changes how images"),
+        (None, (("mlp", 0.5), ("late", 1.0)), RequestError, "decode_only"),
+    ]
+    for model, weights, error, said in wrong:
+        with pytest.raises(error, match=said):
+            engine.prepare(replace(question("q", model), adapters=weights))
+    one = make_engine(base, adapters, slots=1, max_adapters=1)
+    with pytest.raises(RequestError, match="raise slots"):
+        one.add(one.prepare(replace(question("q"), adapters=PAIR)))
+    prepared = one.prepare(replace(question("q"), adapters=PAIR))
+    one.named.unregister("mlp", bundle=False)
+    with pytest.raises(RequestError, match="mlp was unloaded"):
+        one.add(prepared)
+
+
+def test_both_adapters_of_a_pair_stay_until_it_ends(
+    base: str, adapters: dict[str, Path], reference: Reference
+) -> None:
+    engine: Engine = make_engine(base, adapters)
+    (request,) = asked([PAIR], images=0)
+    engine.add(engine.prepare(request))
+    engine.step()
+    for name in ("attention", "mlp"):
+        engine.named.unregister(name, bundle=False)
+    assert len(engine.adapters) == 4
+    check(run(engine, []), [request], reference)
+    assert len(engine.adapters) == 2
+    torch.testing.assert_close(engine.stats().pages_kv, 0)

@@ -29,7 +29,8 @@ class Forced:
         decision = self.inner.decide(view)
         mode = self.modes[self.step % len(self.modes)]
         self.step += 1
-        merged = min(view.resident, default=None)
+        able = view.resident if view.switchable is None else view.switchable
+        merged = min(able, default=None)
         if mode is Mode.UNMERGED or merged is None:
             return replace(decision, mode=Mode.UNMERGED, merged=None)
         return replace(decision, mode=Mode.MIXTURE, merged=merged)
@@ -38,19 +39,20 @@ class Forced:
         self.inner.finished(request_id)
 
 
-def reference_logprobs(engine, adapters, name, prompt, generated, dtype=torch.float32):
+def reference_logprobs(engine, adapters, applied, prompt, generated, dtype=torch.float32):
     """Log probabilities of the generated tokens [tokens], computed in `dtype`.
 
-    Weights are merged in fp32, and then rounded.
+    Adapters are merged in fp32 with their weights `applied`, and then rounded.
     """
     lmm = engine.lmm
     weights = {}
     for module, (group, index) in lmm.linears.group_of.items():
         weights[module] = group.matrix(index).float()
-        if name is not None and module in adapters[name]:
-            pair = adapters[name][module]
-            delta = pair.b.float() @ pair.a.float() * pair.scaling
-            weights[module] = weights[module] + delta.to(weights[module].device)
+        for name, weight in applied:
+            if module in adapters[name]:
+                pair = adapters[name][module]
+                delta = pair.b.float() @ pair.a.float() * (pair.scaling * weight)
+                weights[module] = weights[module] + delta.to(weights[module].device)
         weights[module] = weights[module].to(dtype)
     ids = torch.tensor(prompt + generated, device=engine.device)
     text = lmm.model.model.language_model
@@ -114,11 +116,17 @@ def closed(lmm):
     "attention", ["flashinfer", "flashinfer-prompts", "triton", "triton-prompts", "flex"]
 )
 @pytest.mark.parametrize(
-    "modes",
-    [(Mode.UNMERGED,), (Mode.MIXTURE,), (Mode.UNMERGED, Mode.MIXTURE, Mode.MIXTURE)],
-    ids=["unmerged", "mixture", "switching"],
+    ("modes", "weights"),
+    [
+        ((Mode.UNMERGED,), (1.0,)),
+        ((Mode.MIXTURE,), (1.0,)),
+        ((Mode.UNMERGED, Mode.MIXTURE, Mode.MIXTURE), (1.0,)),
+        ((Mode.UNMERGED,), (0.7, -0.5)),
+        ((Mode.MIXTURE,), (-0.5,)),
+    ],
+    ids=["unmerged", "mixture", "switching", "pairs", "strengths"],
 )
-def test_every_mode_matches_fp32(lmm, closed, modes, attention, targets, monkeypatch):
+def test_every_mode_matches_fp32(lmm, closed, modes, weights, attention, targets, monkeypatch):
     attention, _, prompts_too = attention.partition("-")
     if attention == "flashinfer":
         pytest.importorskip("flashinfer")
@@ -151,9 +159,13 @@ def test_every_mode_matches_fp32(lmm, closed, modes, attention, targets, monkeyp
         length = [5, 90, 200, 33][i % 4]
         name = [None, *names][i % 4 if i < 12 else (i * i) % 4]
         ids = torch.randint(3, 32000, (length,), generator=g).tolist()
-        prompts[str(i)] = (name, ids)
+        own = [] if name is None else [name, *(other for other in names if other != name)]
+        # Every third request has its adapter as it is.
+        applied = tuple(zip(own, weights if i % 3 else (1.0,), strict=False))
+        prompts[str(i)] = (applied, ids)
         params = SamplingParams(max_tokens=6 + i, ignore_eos=True, logprobs=1)
-        engine.add(engine.prepare(Request(str(i), name, token_ids=ids, sampling=params)))
+        asked = Request(str(i), name, applied, token_ids=ids, sampling=params)
+        engine.add(engine.prepare(asked))
     while engine.busy:
         for output in engine.step():
             assert output.error is None
@@ -161,8 +173,8 @@ def test_every_mode_matches_fp32(lmm, closed, modes, attention, targets, monkeyp
             likely.setdefault(output.id, []).extend(p.chosen.logprob for p in output.logprobs)
     engine.merge_state.switch(Mode.UNMERGED, None)  # the reference shall see pristine weights
     errors, rounding = [], []
-    for key, (name, ids) in prompts.items():
-        given = (engine, kept, name, ids, said[key])
+    for key, (applied, ids) in prompts.items():
+        given = (engine, kept, applied, ids, said[key])
         exact = reference_logprobs(*given)
         assert len(exact) == len(likely[key]) == 6 + int(key)
         errors.append(torch.tensor(likely[key], device=exact.device) - exact)

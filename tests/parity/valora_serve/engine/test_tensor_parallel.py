@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,18 @@ def test_every_mode_answers_as_one_process(pair: tuple[Engine, Engine], mode: st
         engine.merge_state.switch(Mode.UNMERGED, None)
         assert_empty(engine)
     assert_equal(found[1], found[0])
+
+
+@pytest.mark.slow
+def test_adapters_with_weights_answer_as_in_one_process(pair: tuple[Engine, Engine]) -> None:
+    weights = [(("attention", 0.7), ("mlp", -1.5)), (("mlp", 0.5),), (), (("patterns", 1.0),)]
+    asked = [
+        replace(one, model=None, adapters=weights[number % 4])
+        for number, one in enumerate(requests())
+    ]
+    wanted, found = (run(engine, asked, together=3) for engine in pair)
+    assert_equal(found, wanted)
+    assert len({tuple(got.tokens) for got in found.values()}) > 4
 
 
 @pytest.mark.slow

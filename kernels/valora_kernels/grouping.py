@@ -17,7 +17,7 @@ FEW_RUNS = 4
 """Most runs of a batch in which a single one with an adapter is looked for."""
 
 MAX_TERMS = 2
-"""Most terms of a row: its own adapter, and in mixture mode the merged one, subtracted again."""
+"""Most terms of a row: two adapters, or its own and the merged one, subtracted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,8 @@ def group_rows(
             `NONE` for none.
         ranks: [slots] rank of each adapter; 0 for an empty slot.
         scalings: [slots] scaling of each adapter (alpha / r, or alpha / √r with rsLoRA).
-        coefficients: Like `adapters`: +1 or −1 for each term; +1 everywhere by default.
+        coefficients: Like `adapters`: the factor of each term, such as −1 to subtract an adapter;
+            1 everywhere by default.
         counts: [runs] number of rows of each run, at least 1; each run is one row by default.
         rows: Number of rows; those behind the runs have no adapter. There are none by default.
 

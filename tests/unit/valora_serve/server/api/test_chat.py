@@ -227,6 +227,8 @@ def test_an_unknown_model_is_a_404_with_the_known_ones(client, stream):
         ({"n": 5}, "more than 4"),
         ({"n": 0}, "n"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a", "b" * 1001]}, "stop"),
+        ({"stop": "b" * 1001}, "stop"),
         ({"stop": ""}, "stop"),
         ({"top_logprobs": 2}, "logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream"),

@@ -646,6 +646,10 @@ class Engine:
                 resident = resident | {label}
             elif needed <= self.adapters.resident | self.adapters.loading:
                 loading = loading | {label}
+            if self._unified:  # of its pages, those that others do not hold already
+                lacking = [key for key in needed - loading if not self.adapters.pinned(key)]
+                for sequence in members.values():
+                    sequence.view.adapter_pages = sum(map(self.adapters.pages, lacking))
         arrived, self._arrived = self._arrived, []
         return View(
             now=now,

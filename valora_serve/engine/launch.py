@@ -166,8 +166,8 @@ class Launcher:
                     failed[one] = error
             for one in held:
                 self._adapters.unpin(one)
-            for one, error in failed.items():
-                self.fail_adapter(one, error)
+            for one, wrong in failed.items():
+                self.fail_adapter(one, wrong)
 
     def fail_adapter(self, key: str, error: ServeError) -> None:
         """End the requests of an adapter that cannot be used."""

@@ -9,7 +9,7 @@ _OTHERS: Final = [byte for byte in range(256) if byte not in _SAME]
 _BYTE_OF: Final = {chr(byte): byte for byte in _SAME} | {
     chr(256 + number): byte for number, byte in enumerate(_OTHERS)
 }
-"""Bytes by the characters that stand for them in vocabularies of bytes, as GPT-2's."""
+"""Bytes by the characters that stand for them in vocabularies such as GPT-2's."""
 
 
 def text_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:

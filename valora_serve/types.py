@@ -146,10 +146,8 @@ class SamplingParams:
         return self.constraint is not None or self.penalised
 
 
-MOST_MIXED: Final = 2
-"""Most adapters of a request: the kernels take so many for each row."""
-MOST_WEIGHT: Final = 4.0
-"""Largest weight of an adapter; the negative one is the smallest."""
+MOST_MIXED, MOST_WEIGHT = 2, 4.0
+"""Most adapters of a request, as kernels take so many a row; largest weight, negative or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +160,8 @@ class Request:
     Attributes:
         id: Id of the request, unique among unfinished requests.
         model: Name of a domain, of an adapter or of the base model; the base model if None.
-        adapters: Names and weights of up to `MOST_MIXED` adapters that are added to the base model
-            instead. `model` then names the base model, or the first of them. The weight multiplies
-            what the adapter adds: 1 is the adapter, 0 the base model.
+        adapters: Names of up to `MOST_MIXED` adapters that apply instead, with the factors of what
+            they add. `model` then names the base model, or the first of them.
         messages: Chat turns for transformers' chat templates: dicts of ``role`` and ``content``,
             which is a string or a list of parts of type ``text``, ``image`` and ``video``. Image
             and video parts stand for `images` and `videos`, in this order.

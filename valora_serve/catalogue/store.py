@@ -165,11 +165,7 @@ class Store:
         return self._named[name]
 
     def mix(self, name: str | None, weights: Sequence[tuple[str, float]]) -> ResolvedModel:
-        """Return what a request names: a model, or adapters with weights.
-
-        Args:
-            name: Name of the model; beside weights that of the base model or of the first adapter.
-            weights: Names and weights of adapters, if any.
+        """Return what a request names: a model, or adapters with weights, see `Request`.
 
         Raises:
             UnknownModelError: Nothing has one of the names.
@@ -193,22 +189,19 @@ class Store:
         for target, (_, weight) in zip(found, weights, strict=True):
             model, adapter = target.model, target.adapter
             if adapter is None or model.kind != "adapter":
-                raise RequestError(
-                    f"{model.name} is no adapter, so it has no weight in valora.adapters: name "
-                    f"{model.adapter or 'an adapter'} there, or {model.name} alone as model"
-                )
-            if adapter.vision_content and (weight != 1 or len(weights) > 1):
-                raise RequestError(
-                    f"adapter {model.name} changes how images are encoded, which takes no weights: "
-                    "name it alone as model"
-                )
-            if model.decode_only != found[0].model.decode_only:
-                raise RequestError(
-                    f"of {found[0].model.name} and {model.name} only one is decode_only: name "
-                    "adapters that are both loaded with it, or both without"
-                )
-            before = terms.get(adapter.content, (adapter, 0.0))[1]
-            terms[adapter.content] = (adapter, before + weight)
+                wrong = f"is no adapter (name {model.adapter or 'one'})"
+            elif adapter.vision_content and (weight != 1 or len(weights) > 1):
+                wrong = "changes how images are encoded"
+            elif model.decode_only != found[0].model.decode_only:
+                wrong = f"is not loaded as {found[0].model.name}: one of them is decode_only"
+            else:
+                before = terms.get(adapter.content, (adapter, 0.0))[1]
+                terms[adapter.content] = (adapter, before + weight)
+                continue
+            raise RequestError(
+                f"{model.name} takes no weight in valora.adapters, as it {wrong}: name it alone as "
+                "model"
+            )
         mixed = tuple(term for _, term in sorted(terms.items()) if term[1])
         return replace(found[0], adapter=None, mixed=mixed)
 

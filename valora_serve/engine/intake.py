@@ -15,7 +15,7 @@ from valora_serve.model.sampler import TokenCounts, bias_arrays, make_generator
 from valora_serve.orchestrator.decision import RequestView
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
     from typing import Any
 
     from valora_serve.catalogue.contexts import Context
@@ -110,8 +110,7 @@ class Intake:
         adapters = {self._named.key(adapter): weight for adapter, weight in terms}
         for key in adapters:
             if key not in self._adapters:
-                name = target.model.name if len(adapters) == 1 else key.rpartition("#")[0]
-                raise RequestError(f"{name} was unloaded: ask again")
+                raise RequestError(f"{key.rpartition('#')[0]} was unloaded: ask again")
             if key in self._adapters.quarantined:
                 raise self._named.quarantined(key)
         adapter_pages = self._adapter_pages(adapters)
@@ -130,7 +129,7 @@ class Intake:
         vision = b"".join(adapter.vision_content.encode() for adapter, _ in terms)
         view = RequestView(
             id=request.id,
-            adapter=_label(adapters),
+            adapter=" + ".join(k if w == 1 else f"{k}*{w!r}" for k, w in adapters.items()) or None,
             pair=len(adapters) > 1,
             rank=sum(adapter.rank for adapter, _ in terms),
             arrival=now,
@@ -251,12 +250,6 @@ class Intake:
 def tenant_key(cache_salt: str | None) -> bytes:
     """Return what the keys of a request in the prefix and image caches begin with; often empty."""
     return b"" if cache_salt is None else hashlib.sha256(b"tenant|" + cache_salt.encode()).digest()
-
-
-def _label(adapters: Mapping[str, float]) -> str | None:
-    """Return what policies know some adapters by: the key of one as it is, None without any."""
-    parts = [key if weight == 1 else f"{key}*{weight!r}" for key, weight in adapters.items()]
-    return " + ".join(parts) or None
 
 
 def _spans(prompt: Prompt, vision: bytes) -> list[ImageSpan]:

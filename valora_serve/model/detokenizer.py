@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tokenizers.decoders import DecodeStream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MOST_PENDING: Final = 32
@@ -92,15 +92,12 @@ class Detokenizer:
 
         Without it a stream decodes all of them again for every token.
         """
-        whole, text = self._decode(self._pending), ""
-        for left in (3, 2, 1, 0):
-            at = len(self._pending) - left
-            text = self._decode(self._pending[:at])
-            if text + self._decode(self._pending[at:]) == whole:
+        pending = self._pending
+        for at in range(len(pending) - 3, len(pending) + 1):
+            text, self._pending = self._decode(pending[:at]), pending[at:]
+            if text + self._decode(self._pending) == self._decode(pending):
                 break
-        if text:
-            self._said = []
-        self._pending = self._pending[at:]
+        self._said = [] if text else self._said
         self._stream = self._new_stream(self._said)
         if self._pending:
             self._stream.step(self._backend, self._pending)
@@ -109,7 +106,7 @@ class Detokenizer:
     def _new_stream(self, before: Sequence[int] = ()) -> Any:
         """A stream that goes on behind some tokens."""
         if self._backend is None:
-            return _PythonStream(self._tokenizer, before)
+            return _PythonStream(self._decode, before)
         return DecodeStream(list(before), skip_special_tokens=True)
 
     def _up_to_stop(self, new: str) -> str:
@@ -144,25 +141,20 @@ class Detokenizer:
 class _PythonStream:
     """The algorithm of `DecodeStream`, for tokenizers that are not of the tokenizers library."""
 
-    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = list(before)
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
+        self._decode, self._tokens = decode, list(before)
         # The first tokens, whose text was returned, and that text.
-        self._known, self._prefix = len(before), self._decode() if before else ""
+        self._known, self._prefix = len(before), decode(before)
 
     def step(self, _: None, tokens: Sequence[int]) -> str | None:
         """Add tokens; returns the text that is new and final, or None."""
         self._tokens += tokens
-        text = self._decode()
+        text = self._decode(self._tokens)
         if text.endswith(REPLACEMENT) or len(text) <= len(self._prefix):
             return None
         if not text.startswith(self._prefix):
             raise ValueError("Invalid prefix")
         new = text[len(self._prefix) :]
         del self._tokens[: self._known]
-        self._known, self._prefix = len(self._tokens), self._decode()
+        self._known, self._prefix = len(self._tokens), self._decode(self._tokens)
         return new
-
-    def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        return text

@@ -71,7 +71,7 @@ class TokenChoice:
         allowed: [vocabulary] bool, the tokens that the request's constraint allows; None without a
             constraint.
         counts: Tokens so far; None without penalties.
-        bias: The request's `logit_bias` as `bias_arrays`; made of its parameters if it is None.
+        bias: The request's `logit_bias` as `bias_arrays`.
     """
 
     params: SamplingParams
@@ -80,9 +80,6 @@ class TokenChoice:
     allowed: NDArray[np.bool_] | None = None
     counts: TokenCounts | None = None
     bias: Bias | None = None
-
-    def __post_init__(self) -> None:
-        self.bias = self.bias or bias_arrays(self.params)
 
     @property
     def is_argmax(self) -> bool:

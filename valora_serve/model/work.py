@@ -96,25 +96,6 @@ class StepResult:
         return ids
 
 
-def runs_of(works: Sequence[Work]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the runs of rows with one adapter: a work is one, or two if it begins without.
-
-    Returns:
-        Slot of each run's own adapter, `NONE` for none, and its number of rows: both [runs].
-    """
-    if not any(work.plain for work in works):
-        return (
-            np.array([work.adapter for work in works], np.int64),
-            np.array([work.count for work in works], np.int64),
-        )
-    runs: list[tuple[int, int]] = []
-    for work in works:
-        runs += [(NONE, work.plain)] * bool(work.plain)
-        runs += [(work.adapter, work.count - work.plain)] * (work.count > work.plain)
-    slots, counts = np.array(runs, np.int64).T
-    return slots, counts
-
-
 @dataclass(frozen=True, slots=True)
 class LoraTerms:
     """LoRA terms of runs of rows: which adapters apply, and with which coefficients.
@@ -135,15 +116,18 @@ class LoraTerms:
 
     @classmethod
     def of(cls, works: Sequence[Work], merged: int) -> LoraTerms | None:
-        """Terms of the runs of a step, see `runs_of`; None if no row needs any.
+        """Terms of a step; None if no row needs any.
+
+        A work is one run of rows, or two if it begins with rows without its adapter.
 
         Args:
             works: The works of a step.
             merged: Slot of the adapter that is merged into the weights, `NONE` for none.
         """
-        if any(work.weighted for work in works):
-            return cls._weighted(works, merged)
-        own, counts = runs_of(works)
+        if any(work.weighted or work.plain for work in works):
+            return cls._of_each(works, merged)
+        own = np.array([work.adapter for work in works], np.int64)
+        counts = np.array([work.count for work in works], np.int64)
         if merged == NONE:
             if (own == NONE).all():
                 return None
@@ -157,27 +141,23 @@ class LoraTerms:
         return cls(np.stack([own, back], 1), coefficients, counts)
 
     @classmethod
-    def _weighted(cls, works: Sequence[Work], merged: int) -> LoraTerms | None:
-        """Terms of a step in which adapters have weights."""
-        runs: list[tuple[int, dict[int, float]]] = []
+    def _of_each(cls, works: Sequence[Work], merged: int) -> LoraTerms | None:
+        """`of`, work by work: with weights, and rows without adapters before others."""
+        runs: list[tuple[int, list[tuple[int, float]]]] = []
         for work in works:
             own = work.weighted or ((work.adapter, 1.0),)
-            parts = ((work.plain, ()), (work.count - work.plain, own))
-            for count, applied in parts:
+            for count, applied in ((work.plain, ()), (work.count - work.plain, own)):
                 terms = {slot: weight for slot, weight in applied if slot != NONE}
                 if merged != NONE:
                     terms[merged] = terms.get(merged, 0.0) - 1
                 if count:
-                    runs.append((count, {slot: one for slot, one in terms.items() if one}))
+                    runs.append((count, [term for term in terms.items() if term[1]]))
         width = max(len(terms) for _, terms in runs)
         if not width:
             return None
-        adapters = np.full((len(runs), width), NONE, np.int64)
-        coefficients = np.zeros((len(runs), width), np.float32)
-        for row, (_, terms) in enumerate(runs):
-            adapters[row, : len(terms)] = list(terms)
-            coefficients[row, : len(terms)] = list(terms.values())
-        return cls(adapters, coefficients, np.array([count for count, _ in runs], np.int64))
+        filled = np.array([terms + [(NONE, 0.0)] * (width - len(terms)) for _, terms in runs])
+        counts = np.array([count for count, _ in runs], np.int64)
+        return cls(filled[..., 0].astype(np.int64), filled[..., 1].astype(np.float32), counts)
 
     @property
     def width(self) -> int:

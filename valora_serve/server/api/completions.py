@@ -345,8 +345,8 @@ class _Part:
         self.text += output.text if output.head is None else output.head.text(())
         for item in output.logprobs:
             top = _by_text((top.text, top.logprob) for top in item.top)
-            at = self.start + item.offset
-            self._token(item.chosen.text, json_logprob(item.chosen.logprob), top, at)
+            chosen, at = item.chosen, self.start + item.offset
+            self._token(chosen.text, at, json_logprob(chosen.logprob), top)
 
     async def add_prompt(self, prompt: PromptLogprobs, tokenizer: Any) -> None:
         """Add the tokens of a prompt; nothing precedes the first one, whose entries are None."""
@@ -356,21 +356,21 @@ class _Part:
             some = ids[start : start + AT_ONCE]
             texts |= {token: text_and_bytes(tokenizer, token) for token in some}
             await asyncio.sleep(0)
-        told = [None, *prompt.logprobs.tolist()]
-        others, values = ([None, *top.tolist()] for top in (prompt.top_ids, prompt.top_logprobs))
+        told, others, values = (
+            [None, *part.tolist()]
+            for part in (prompt.logprobs, prompt.top_ids, prompt.top_logprobs)
+        )
         decoder, at = getincrementaldecoder("utf-8")("replace"), 0
         for number, token in enumerate(prompt.ids.tolist()):
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
             text, raw = texts[token]
-            top = None
             if number:
-                top = _by_text(
-                    zip((texts[one][0] for one in others[number]), values[number], strict=True)
-                )
-            logprob = None if told[number] is None else json_logprob(told[number])
-            self._token(text, logprob, top, at)
-            # The text holds no beginning of a text and no space before it, which tokens may have.
+                likely = zip((texts[one][0] for one in others[number]), values[number], strict=True)
+                self._token(text, at, json_logprob(told[number]), _by_text(likely))
+            else:
+                self._token(text, at, None, None)
+            # The text has neither a token of its beginning nor the space that words begin with.
             shown = text if raw is None else decoder.decode(raw)
             if not at and not self.text.startswith(shown):
                 shown = shown.removeprefix(" ")
@@ -378,7 +378,7 @@ class _Part:
                 at = min(at + len(shown), len(self.text))
 
     def _token(
-        self, text: str, logprob: float | None, top: dict[str, float] | None, at: int
+        self, text: str, at: int, logprob: float | None, top: dict[str, float] | None
     ) -> None:
         self.logprobs["tokens"].append(text)
         self.logprobs["token_logprobs"].append(logprob)

@@ -74,10 +74,8 @@ def sampling(
             )
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     if len(stop) > MOST_STOPS or not all(stop) or max(map(len, stop), default=0) > MOST_STOP_CHARS:
-        raise RequestError(
-            f"stop takes up to {MOST_STOPS} texts of 1 to {MOST_STOP_CHARS} characters: send fewer "
-            "or shorter ones"
-        )
+        said = f"up to {MOST_STOPS} texts of 1 to {MOST_STOP_CHARS} characters"
+        raise RequestError(f"stop takes {said}: send fewer or shorter ones")
     if (body.n or 1) > context.settings.max_n:
         raise RequestError(f"n is {body.n}, more than {context.settings.max_n}: ask for fewer")
     if body.stream_options is not None and not body.stream:
@@ -179,22 +177,16 @@ async def find_models(
     request: HttpRequest,
     body: ChatRequest | CompletionRequest | EmbeddingRequest,
 ) -> tuple[ServedModel, dict[str, Any]]:
-    """Find the model of a request and the adapters with weights, as `find_model` does.
+    """As `find_model`, also of adapters with weights, the first of which is the model that answers.
 
     Returns:
-        The model that answers, which is the first of the adapters if there are some, and what the
-        request to the engine says of them.
+        The model, and what the request to the engine says of it.
     """
-    wanted = body.valora.deadline
+    asked, wanted = body.valora.adapters or (), body.valora.deadline
     model = await find_model(context, request, body.model, wanted)
-    named: dict[str, Any] = {"model": model.name}
-    if body.valora.adapters:
-        listed = body.valora.adapters
-        found = [await find_model(context, request, one.name, wanted) for one in listed]
-        model = found[0]
-        weights = [one.weight for one in listed]
-        named["adapters"] = tuple(zip([one.name for one in found], weights, strict=True))
-    return model, named
+    found = [await find_model(context, request, one.name, wanted) for one in asked]
+    weights = zip([one.name for one in found], [one.weight for one in asked], strict=True)
+    return (found or [model])[0], {"model": model.name, "adapters": tuple(weights)}
 
 
 def time_left(

@@ -212,10 +212,15 @@ def test_wrong_weights(
         (None, (("attention", 1.0),) * 3, RequestError, "up to 2"),
         ("mlp", PAIR, RequestError, "the first of the adapters"),
         ("scene", PAIR, RequestError, "the first of the adapters"),
-        (None, (("scene", 1.0), ("mlp", 1.0)), RequestError, "scene is no adapter"),
+        (
+            None,
+            (("scene", 1.0), ("mlp", 1.0)),
+            RequestError,
+            "scene takes no weight .* is no adapter",
+        ),
         (None, ((base, 1.0), ("mlp", 1.0)), RequestError, "is no adapter"),
-        (None, (("everything", 0.5),), RequestError, "everything changes how images"),
-        (None, (("mlp", 0.5), ("everything", 1.0)), RequestError, "everything changes how images"),
+        (None, (("everything", 0.5),), RequestError, "it changes how images"),
+        (None, (("mlp", 0.5), ("everything", 1.0)), RequestError, "it changes how images"),
         (None, (("mlp", 0.5), ("late", 1.0)), RequestError, "decode_only"),
     ]
     for model, weights, error, said in wrong:

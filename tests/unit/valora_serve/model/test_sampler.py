@@ -20,6 +20,7 @@ from transformers import (
 from valora_serve.model.sampler import (
     TokenChoice,
     TokenCounts,
+    bias_arrays,
     make_generator,
     sample,
     top_logprobs,
@@ -47,7 +48,8 @@ def choice(
     if allowed is not None:
         mask = np.zeros(len(LOGITS), dtype=np.bool_)
         mask[list(allowed)] = True
-    return TokenChoice(params, make_generator(params, CPU), forbidden, mask, counts)
+    bias = bias_arrays(params)
+    return TokenChoice(params, make_generator(params, CPU), forbidden, mask, counts, bias)
 
 
 def shares(logits: torch.Tensor, one: TokenChoice) -> torch.Tensor:

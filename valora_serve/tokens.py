@@ -13,15 +13,10 @@ _BYTE_OF: Final = {chr(byte): byte for byte in _SAME} | {
 
 
 def text_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
-    """Return a token as it stands in the middle of a text.
+    """Return a token's text, as in the middle of others, and its own bytes.
 
-    Args:
-        tokenizer: transformers' tokenizer.
-        token: Id of the token.
-
-    Returns:
-        Its text, with a replacement character for parts of characters, and its own bytes: those of
-        the tokens of a text are the text's. None for a token that texts leave out, as the end's.
+    The bytes of a text's tokens are the text's, also where one is a part of a character and its
+    own text a replacement character. None for a token that texts leave out, such as the end's.
     """
     text = tokenizer.decode([token])
     if text and not tokenizer.decode([token], skip_special_tokens=True):

@@ -2,7 +2,6 @@
 
 tokenizers' `DecodeStream` decodes. What it lacks is here: stop texts, the text of an unfinished
 character at the end, going on after bytes that are no UTF-8, and tokenizers of other libraries.
-What a token costs depends neither on the length of the answer nor on that of the stop texts.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Detokenizer:
     """Text of a growing list of tokens.
 
     Text that may still change is held back: an unfinished character at the end, and the possible
-    beginning of a stop text. Of stop texts, the one that is complete first ends the answer, and of
-    several that end together the longest: how the text is divided into tokens changes nothing.
+    beginning of a stop text. The stop text that is complete first ends the answer, and of several
+    the longest, however the text is divided. No token costs more the longer answer or stops are.
 
     Args:
         tokenizer: transformers' tokenizer.

@@ -41,22 +41,20 @@ class TokenCounts:
             start: Index of the first one of the answer.
         """
         for token in tokens[start + self._generated :]:
-            place = self._place.setdefault(token, len(self._place))
-            if place == len(self._ids):  # room for as many again, so that this is rare
-                self._ids = np.append(self._ids, np.full(place + 64, token))
-                self._counts = np.append(self._counts, np.zeros(place + 64, np.float32))
-            self._ids[place] = token
-            self._counts[place] += 1
+            if token not in self._place:
+                self._place[token] = len(self._place)
+                self._ids = np.append(self._ids, token)
+                self._counts = np.append(self._counts, np.float32(0))
+            self._counts[self._place[token]] += 1
             self._generated += 1
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the distinct tokens of prompt and answer.
 
         Returns:
-            [tokens] int64, their ids; [tokens] float32, how often each was generated. Both are
-            views, which the next update changes.
+            [tokens] int64, their ids; [tokens] float32, how often each was generated.
         """
-        return self._ids[: len(self._place)], self._counts[: len(self._place)]
+        return self._ids, self._counts
 
 
 @dataclass(slots=True)

@@ -241,12 +241,9 @@ def adjusted(one: TokenChoice) -> torch.Tensor:
         low, high = -60.0, 60.0  # bias at which the token wins against token 7, by bisection
         for _ in range(50):
             middle = (low + high) / 2
-            params = {"logit_bias": ((token, middle),)}
-            pair = TokenChoice(
-                replace(one.params, temperature=0.0, **params),
-                allowed=np.isin(np.arange(8), [token, 7]),
-                counts=one.counts,
-            )
+            params = replace(one.params, temperature=0.0, logit_bias=((token, middle),))
+            allowed = np.isin(np.arange(8), [token, 7])
+            pair = TokenChoice(params, None, (), allowed, one.counts, bias_arrays(params))
             if int(sample(LOGITS[None], [pair])[0]) == token:
                 high = middle
             else:

@@ -24,7 +24,7 @@ from valora_data.contract.contexts import (
     tail_text,
     tail_tokens,
 )
-from valora_data.errors import BundleError, DataError
+from valora_data.errors import BundleError
 
 BASE = "b" * 64
 DOCUMENT = "letter 417: color red, thing star."
@@ -120,15 +120,6 @@ def test_what_does_not_fit_is_refused(model, tmp_path):
         "5 tokens before position 0", {"keys": part, "values": part + 1}, form=PREFIX, position=0
     )
     refused("different sizes", {"keys": part, "values": part[:, :, :4]}, form=PREFIX, position=5)
-
-
-def test_words_that_stand_for_images_are_refused(model):
-    word = model.tokenizer.convert_ids_to_tokens(model.image_token)
-    with pytest.raises(DataError, match=r"a document holds .* stands for an image or a video"):
-        head_text(model, f"{DOCUMENT} {word}")
-    asked = [{"role": "user", "content": [{"type": "text", "text": f"what is {word}?"}]}]
-    with pytest.raises(DataError, match="a question holds"):
-        tail_tokens(model, asked)
 
 
 def test_an_encoder_reads_its_queries(model, tmp_path):

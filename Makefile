@@ -88,11 +88,11 @@ format: $(READY) ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-CLIENTS := .venv-clients
+CLIENTS := $(VENV)/clients
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
-	@npm install --prefix tests/clients --no-package-lock --silent
+	@cp tests/clients/package.json $(CLIENTS) && npm install --prefix $(CLIENTS) --silent
 	@touch $@
 
 .PHONY: test-clients

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import subprocess
+import sys
 from collections.abc import Iterable
 from functools import partialmethod
 from pathlib import Path
@@ -36,6 +37,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 QUESTION = "Find the red square, please."
 DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+SCRIPT = Path(__file__).with_name("vercel.mjs").read_text()
 PICTURE = f"data:image/png;base64,{DOT}"
 LIMIT = 96  # most tokens of an answer
 wait = asyncio.new_event_loop().run_until_complete  # one loop for all that a client leaves
@@ -262,9 +264,8 @@ class Instructor(Client):
         return made.create(model=self.model, messages=asked, **options)
 
     def text(self, *, image=False):
-        if image:
-            return self._ask(content=[QUESTION, Image.autodetect(PICTURE)]).colour
-        return self._ask(answer=None).choices[0].message.content
+        asked = [QUESTION, Image.autodetect(PICTURE)][: 1 + image]
+        return self._ask(content=asked, answer=None).choices[0].message.content
 
     def stream(self):
         return list(self._ask(answer=instructor.Partial[Find], stream=True))
@@ -308,12 +309,13 @@ class Haystack(Client):
         return self._model(OpenAITextEmbedder).run(QUESTION)["embedding"]
 
 
-class VercelAI(Client):
+class VercelAI(Client):  # its packages lie in the folder of this environment
     def _ask(self, cell):
         facts = {"baseURL": self.url, "apiKey": self.key, "model": self.model, "cell": cell,
                  "picture": DOT, "prompt": QUESTION, "limit": LIMIT}  # fmt: skip
-        command = ["node", Path(__file__).with_name("vercel.mjs"), json.dumps(facts)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        command = ["node", "--input-type=module", "-", json.dumps(facts)]
+        options = {"cwd": sys.prefix, "capture_output": True, "text": True, "timeout": 120}
+        done = subprocess.run(command, input=SCRIPT, check=False, **options)
         if done.returncode:
             raise RuntimeError(done.stderr)
         return json.loads(done.stdout)

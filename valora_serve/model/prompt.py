@@ -196,7 +196,7 @@ def prepare_prompt(
     messages = request.messages
     if messages is None:
         if not (request.images or request.videos) or domain_prompt is None:
-            raise RequestError("request: nothing is asked: give messages, text or token_ids")
+            raise RequestError("request: nothing is asked: give messages with a text")
         parts: list[dict[str, Any]] = [{"type": "text", "text": domain_prompt}]
         parts += [{"type": IMAGE} for _ in request.images]
         parts += [{"type": VIDEO} for _ in request.videos]

@@ -23,6 +23,7 @@ from haystack.components.generators.chat import OpenAIChatGenerator
 from haystack.dataclasses import ChatMessage, ImageContent
 from haystack.tools import create_tool_from_function
 from haystack.utils import Secret
+from instructor.core import InstructorRetryException
 from instructor.processing.multimodal import Image
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from llama_index.core.llms import ChatMessage as LlamaMessage
@@ -43,9 +44,7 @@ LIMIT = 96  # most tokens of an answer
 wait = asyncio.new_event_loop().run_until_complete  # one loop for all that a client leaves
 
 
-class Find(BaseModel, extra="forbid"):
-    """Find the things of a colour."""
-
+class Find(BaseModel, extra="forbid"):  # the arguments of `find`
     colour: Literal["red", "green", "blue"]
     most: Literal[1, 2, 3]
 
@@ -66,7 +65,6 @@ class Client:
         self.openai = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
 
     def asked(self, *, image: bool = False, **more: Any) -> list[dict[str, Any]]:
-        """The question in OpenAI's form."""
         parts = [{"type": "text", "text": QUESTION, **more},
                  {"type": "image_url", "image_url": {"url": PICTURE}}]  # fmt: skip
         return [{"role": "user", "content": parts[: 1 + image]}]
@@ -154,7 +152,7 @@ class LlamaIndex(Client):
         tools, model = [LlamaTool.from_defaults(find)], self._chat()
         answer = model.chat_with_tools(tools, QUESTION, tool_required=choice == "required")
         calls = model.get_tool_calls_from_response(answer, error_on_no_tool_call=False)
-        return {call.tool_name: call.tool_kwargs for call in calls} or answer.message.content
+        return {call.tool_name: call.tool_kwargs for call in calls} or answer.message.content or ""
 
     def schema(self):
         model = self._chat(should_use_structured_outputs=True)
@@ -273,7 +271,10 @@ class Instructor(Client):
     def call(self, choice):
         if choice == "required":
             return {"find": dict(self._ask("TOOLS"))}
-        return self._ask("PARALLEL_TOOLS", Iterable[Find])
+        try:
+            return {"find": dict(next(self._ask("PARALLEL_TOOLS", Iterable[Find])))}
+        except InstructorRetryException as error:  # there is no call
+            return error.last_completion.choices[0].message.content
 
     schema = _ask
 

@@ -52,7 +52,6 @@ def started(command: str, folder: str, key: str) -> tuple[subprocess.Popen, str]
 
 
 def main() -> int:
-    """Entry point; the status is 1 if anything is lacking."""
     key, lacks = secrets.token_urlsafe(24), []
     with tempfile.TemporaryDirectory() as folder:
         process, url = started(sys.argv[1], folder, key)

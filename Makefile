@@ -98,7 +98,7 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 .PHONY: test-clients
 test-clients: $(READY) $(CLIENTS)/.ready ## Ask a server with ten clients as they are, and print a table (needs Node.js)
 	@HAYSTACK_TELEMETRY_ENABLED=False LITELLM_LOCAL_MODEL_COST_MAP=True OPENAI_AGENTS_DISABLE_TRACING=1 \
-		$(CLIENTS)/bin/python tests/clients/run.py $(BIN)/valora-serve
+		VALORA_STRICT_SCHEMAS=true $(CLIENTS)/bin/python tests/clients/run.py $(BIN)/valora-serve
 
 .PHONY: docs
 docs: $(READY) ## Build the documentation's site in dist/site; a warning is an error

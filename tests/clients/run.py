@@ -52,7 +52,7 @@ def started(command: str, folder: str, key: str) -> tuple[subprocess.Popen, str]
 
 
 def main() -> int:
-    key, lacks = secrets.token_urlsafe(24), []
+    key, lacks = secrets.token_hex(), []
     with tempfile.TemporaryDirectory() as folder:
         process, url = started(sys.argv[1], folder, key)
         try:

@@ -70,15 +70,9 @@ class TooLongError(RequestError):
 
     @classmethod
     def told(cls, context_length: int, said: str) -> TooLongError:
-        """Return the error in OpenAI's words, by which clients know it and ask a longer model.
-
-        Args:
-            context_length: Longest prompt and answer of the model together, in tokens.
-            said: What is too long, and the remedy.
-        """
-        return cls(
-            f"This model's maximum context length is {context_length} tokens. However, {said}"
-        )
+        """Return the error in OpenAI's words, by which clients know it and ask a longer model."""
+        words = f"This model's maximum context length is {context_length} tokens. However, {said}"
+        return cls(words)
 
 
 class UnknownModelError(ServeError):

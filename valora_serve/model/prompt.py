@@ -304,9 +304,7 @@ def _check_placeholders(
         return
     named = text.count(model.tokenizer.convert_ids_to_tokens(token))
     if named != given:
-        raise RequestError(
-            f"prompt: names {named} {kind}, but {given} were sent: send one for each place"
-        )
+        raise RequestError(f"prompt: names {named} {kind}, but {given} were sent: send as many")
 
 
 def _check_resized(

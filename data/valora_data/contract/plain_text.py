@@ -1,8 +1,7 @@
-"""Texts of users as plain text: special tokens that they name mean nothing in a prompt.
+"""Texts of users as plain text: ``<image>`` or ``<|im_end|>`` in them is no special token.
 
-A chat template writes special tokens around texts, so that ``<image>`` or ``<|im_end|>`` in a text
-would be the placeholder of an image, or the end of a turn. Such words are marked before the
-template sees them, and the tokenizer drops the mark again when special tokens have been found.
+Such words are marked before a chat template writes special tokens around them, and the tokenizer
+drops the mark again when special tokens have been found.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ class PlainText:
                 mark = _KEPT if token.normalized else _MARK
                 self._marked[token.content] = token.content[:1] + mark + token.content[1:]
         self._longest = max(map(len, self._marked), default=0)
-        found = backend.normalizer
-        if found is None or _MARK in found.normalize_str(_MARK):
-            dropped = normalizers.Replace(_MARK, "")
-            others = [] if found is None else [found]
-            backend.normalizer = normalizers.Sequence([dropped, *others])
+        found = backend.normalizer or normalizers.Sequence([])
+        if _MARK in found.normalize_str(_MARK):
+            backend.normalizer = normalizers.Sequence([normalizers.Replace(_MARK, ""), found])
 
     def text(self, text: str) -> str:
         """Return a text whose special tokens are marked."""

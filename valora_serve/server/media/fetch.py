@@ -142,7 +142,8 @@ class Fetcher:
             backend = _CheckedNetwork(self._settings.media_private)
             self._pool = httpcore.AsyncConnectionPool(network_backend=backend, max_connections=32)
         headers = [
-            ("Host", url.netloc.decode()), ("User-Agent", "valora-serve"), ("Accept", "image/*, video/*")
+            ("Host", url.netloc.decode()), ("User-Agent", "valora-serve"),
+            ("Accept", "image/*, video/*"),
         ]  # fmt: skip
         target = httpcore.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path

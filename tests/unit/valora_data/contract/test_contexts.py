@@ -58,6 +58,14 @@ def test_head_and_tail_are_the_prompt_that_the_template_writes(model):
     assert [*before, *words, *after] == model.tokenize(head_text(model, DOCUMENT))
 
 
+def test_what_stands_for_images_is_text_in_documents_and_questions(model):
+    word = model.tokenizer.convert_ids_to_tokens(model.image_token)
+    asked = [{"role": "user", "content": [{"type": "text", "text": f"What is {word}?"}]}]
+    ids = [*model.tokenize(head_text(model, f"A sign: {word}")), *tail_tokens(model, asked)]
+    assert model.image_token not in ids
+    assert model.tokenizer.decode(ids).count(word) == 2
+
+
 def test_the_keys_and_values_of_a_head_replace_it(model, tmp_path):
     ids, output = whole(model)
     tail = tail_tokens(model, ASKED)

@@ -88,6 +88,18 @@ format: $(READY) ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+CLIENTS := $(VENV)/clients
+$(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@cp tests/clients/package.json $(CLIENTS) && npm install --prefix $(CLIENTS) --silent
+	@touch $@
+
+.PHONY: test-clients
+test-clients: $(READY) $(CLIENTS)/.ready ## Ask a server with ten clients as they are, and print a table (needs Node.js)
+	@HAYSTACK_TELEMETRY_ENABLED=False LITELLM_LOCAL_MODEL_COST_MAP=True OPENAI_AGENTS_DISABLE_TRACING=1 \
+		VALORA_STRICT_SCHEMAS=true $(CLIENTS)/bin/python tests/clients/run.py $(BIN)/valora-serve
+
 .PHONY: docs
 docs: $(READY) ## Build the documentation's site in dist/site; a warning is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml

@@ -68,6 +68,12 @@ class TooLongError(RequestError):
 
     code = "context_length_exceeded"
 
+    @classmethod
+    def told(cls, context_length: int, said: str) -> TooLongError:
+        """Return the error in OpenAI's words, by which clients know it and ask a longer model."""
+        words = f"This model's maximum context length is {context_length} tokens. However, {said}"
+        return cls(words)
+
 
 class UnknownModelError(ServeError):
     """No domain, adapter or bundle has this name, nor the base model."""

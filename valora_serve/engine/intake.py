@@ -79,9 +79,9 @@ class Intake:
             texts += [part.get("text") or "" for part in parts]
         most, chars = self._context_length * self._longest_token, sum(map(len, texts))
         if chars > most:
-            raise TooLongError(
-                f"the {what} has {chars} characters, more than the {most} that fit into the "
-                f"context of {self._context_length} tokens: shorten it"
+            raise TooLongError.told(
+                self._context_length,
+                f"the {what} has {chars} characters, more than the {most} that fit: shorten it",
             )
 
     def sequence(self, prepared: Prepared) -> SequenceState:
@@ -121,9 +121,10 @@ class Intake:
         pages = -(-(len(ids) + 1) // size) - own
         needed = -(-(len(ids) + max(most, 1)) // size) - own + adapter_pages + prefix_pages
         if needed > self._pool.pages - 1:
-            raise TooLongError(
+            raise TooLongError.told(
+                self._context_length,
                 f"prompt, answer, adapter and context need {plural(needed, 'page')}, the memory "
-                f"has {self._pool.pages - 1}: ask for fewer tokens"
+                f"has {self._pool.pages - 1}: ask for fewer tokens",
             )
         now = time.monotonic()
         vision = b"".join(adapter.vision_content.encode() for adapter, _ in terms)
@@ -176,9 +177,10 @@ class Intake:
         """Return the most tokens to generate for a request; 0 if a head answers."""
         room = self._context_length - prompt_tokens
         if room < generates:
-            raise TooLongError(
-                f"the prompt has {prompt_tokens} tokens, the context length is "
-                f"{self._context_length}: shorten it, or send fewer or smaller images"
+            raise TooLongError.told(
+                self._context_length,
+                f"your messages resulted in {prompt_tokens} tokens: shorten them, or send fewer or "
+                "smaller images",
             )
         if not generates:
             return 0

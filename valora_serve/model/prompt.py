@@ -190,12 +190,13 @@ def prepare_prompt(
     if request.token_ids is not None:
         return _within(model, _from_ids(model, request), context)
     if request.text is not None:
-        found = _process(model, request.text, request.images, request.videos, tail=inside)
+        asked = model.plain.text(request.text) if request.embed else request.text
+        found = _process(model, asked, request.images, request.videos, tail=inside)
         return _within(model, found, context)
     messages = request.messages
     if messages is None:
         if not (request.images or request.videos) or domain_prompt is None:
-            raise RequestError("request: nothing is asked: give messages, text or token_ids")
+            raise RequestError("request: nothing is asked: give messages with a text")
         parts: list[dict[str, Any]] = [{"type": "text", "text": domain_prompt}]
         parts += [{"type": IMAGE} for _ in request.images]
         parts += [{"type": VIDEO} for _ in request.videos]
@@ -303,7 +304,7 @@ def _check_placeholders(
         return
     named = text.count(model.tokenizer.convert_ids_to_tokens(token))
     if named != given:
-        raise RequestError(f"prompt: names {named} {kind}, but {given} were sent")
+        raise RequestError(f"prompt: names {named} {kind}, but {given} were sent: send as many")
 
 
 def _check_resized(

@@ -11,6 +11,7 @@ from valora_data.contract import quantized
 from valora_data.contract.architectures.registry import ARCHITECTURES, architecture_of
 from valora_data.contract.bundle import file_hash
 from valora_data.contract.files import expanded
+from valora_data.contract.plain_text import PlainText
 from valora_data.errors import BundleError
 from valora_data.hashing import hash_files
 from valora_data.wording import first_line
@@ -361,6 +362,7 @@ class BaseModel:
         video_token: Id of the placeholder of videos; None if their frames are passed as images.
         fixed_grid: Rows and columns of visual tokens if all images have the same, else None.
         stop_ids: Ids of the tokens that end an answer.
+        plain: Makes special tokens in texts of users plain text.
 
     Raises:
         BundleError: The model's architecture is not registered and does not have the shape of
@@ -382,6 +384,7 @@ class BaseModel:
         self.video_token = self.architecture.video_token(self.config)
         self.fixed_grid = self.architecture.fixed_grid(self.config)
         self.stop_ids = self._stop_ids()
+        self.plain = PlainText(self.tokenizer, (self.image_token, self.video_token))
 
     def _stop_ids(self) -> frozenset[int]:
         found = getattr(self.model.generation_config, "eos_token_id", None)
@@ -415,12 +418,13 @@ class BaseModel:
     # ------------------------------------------------------------------ prompts
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
-        """Write messages as the chat template has them.
+        """Write messages as the chat template has them; special tokens in them are plain text.
 
         Args:
             messages: Turns whose contents are lists of parts.
             generate: Whether the text ends where the model's answer begins.
         """
+        messages = self.plain.messages(messages)
         text = self.processor.apply_chat_template(messages, add_generation_prompt=generate)
         return str(text)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from valora_data.contract.files import read_safetensors, shown
-from valora_data.errors import BundleError, DataError
+from valora_data.errors import BundleError
 from valora_data.wording import plural
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ class Template(Protocol):
 
     base: str
     tokenizer: Any
-    image_token: int
-    video_token: int | None
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
         """Write messages as the chat template has them."""
@@ -88,11 +86,7 @@ def head_text(model: Template, document: str, images: int = 0) -> str:
         model: The base model.
         document: The document's text.
         images: Number of images of an album.
-
-    Raises:
-        DataError: The document holds the base model's placeholder of images or videos.
     """
-    _check_words(model, "document", document)
     return model.render([system_turn(document, images)], generate=False)
 
 
@@ -117,25 +111,9 @@ def tail_text(model: Template, turns: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tail_tokens(model: Template, turns: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the token ids of a tail without images, see `tail_text`.
-
-    Raises:
-        DataError: It holds the base model's placeholder of images or videos.
-    """
+    """Return the token ids of a tail without images, see `tail_text`."""
     text = tail_text(model, turns)
-    _check_words(model, "question", text)
     return [int(i) for i in model.tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-
-def _check_words(model: Template, kind: str, text: str) -> None:
-    """Check that a text names no image or video, for which there would be none."""
-    for token in (model.image_token, model.video_token):
-        word = None if token is None else model.tokenizer.convert_ids_to_tokens(token)
-        if word and word in text:
-            raise DataError(
-                f"a {kind} holds {word}, which stands for an image or a video to base model "
-                f"{model.base}: write it in another way"
-            )
 
 
 def around_memory(model: Template) -> tuple[list[int], list[int]]:

@@ -166,9 +166,7 @@ def test_errors_of_the_real_engine(client, served):
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="tiny", prompt=[10**6])
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "<image> what is this?"}]
-        )
+        client.completions.create(model="tiny", prompt="<image> what is this?")  # not text there
     with pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=2000,

@@ -56,8 +56,7 @@ def test_what_it_cannot_answer_is_refused(base):
     with pytest.raises(TeacherError, match=r"domain ledger: the document has \d+ tokens"):
         teacher.answer([long])
     image = Sample("ledger/val/0", no_image(), Answer(), "an <image>?", document=Document("a b"))
-    with pytest.raises(TeacherError, match="domain ledger: a question holds <image>"):
-        teacher.answer([image])
+    assert len(teacher.answer([image])) == 1  # which is text
     with pytest.raises(TeacherError, match="leave labels"):
         load_teacher("in_context", base, ("yes", "no"), {}, Task.CONTEXT, "{}")
     with pytest.raises(TeacherError, match=r"max_tokens='many'"):

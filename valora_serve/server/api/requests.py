@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from valora_serve.errors import DeadlineError, ImageError, RequestError
+from valora_serve.errors import DeadlineError, ImageError, RequestError, TooLongError
 from valora_serve.server.access.guard import caller
 from valora_serve.server.api.schema import AudioPart, FilePart, TextPart
 from valora_serve.server.api.tools import calls_as_text
@@ -371,11 +371,14 @@ def check_text(chars: int, context: ServerContext) -> None:
     """Refuse a text that is too long to be tokenized.
 
     Raises:
-        RequestError: The text is longer than max_prompt_chars.
+        TooLongError: The text is longer than max_prompt_chars.
     """
     most = context.settings.max_prompt_chars
     if chars > most:
-        raise RequestError(f"The text has {chars} characters, more than {most}: send a shorter one")
+        raise TooLongError.told(
+            context.service.engine.context_length,
+            f"the text has {chars} characters, more than {most}: send a shorter one",
+        )
 
 
 def check_media(count: int, context: ServerContext, *, needed: bool) -> None:

@@ -3,7 +3,8 @@
 Those of another endpoint alone stand in its module.
 
 Fields that OpenAI's clients send and that have no effect here are accepted and ignored. Unknown
-fields are refused, so that a typo is noticed.
+fields are refused, so that a typo is noticed, but for those of messages and their parts, to which
+frameworks keep adding their own (`cache_control`, `detail`, `reasoning_content`).
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class OpenBody(BaseModel):
+    """A part of a request whose unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
 class ResponseBody(BaseModel):
     """Body of a response, or a part of one."""
 
@@ -64,56 +71,55 @@ class ResponseBody(BaseModel):
 # Requests
 
 
-class Url(Body):
+class Url(OpenBody):
     """URL of an image or video: data:, http(s): of an allowed host, or file: in media_folder."""
 
     url: MediaUrl = Field(min_length=1)
-    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="ignored")
 
 
-class TextPart(Body):
+class TextPart(OpenBody):
     """Text in a message."""
 
     type: Literal["text"]
     text: Text
 
 
-class ImagePart(Body):
+class ImagePart(OpenBody):
     """An image in a message."""
 
     type: Literal["image_url"]
     image_url: Url | MediaUrl
 
 
-class VideoPart(Body):
+class VideoPart(OpenBody):
     """A video in a message; evenly spaced frames are sampled from it."""
 
     type: Literal["video_url"]
     video_url: Url | MediaUrl
 
 
-class FramesPart(Body):
+class FramesPart(OpenBody):
     """A video in a message, as its frames in order."""
 
     type: Literal["frames"]
     frames: list[Url | MediaUrl] = Field(fail_fast=True, min_length=1, max_length=10_000)
 
 
-class RefusalPart(Body):
+class RefusalPart(OpenBody):
     """An earlier refusal of the assistant."""
 
     type: Literal["refusal"]
     refusal: Text
 
 
-class AudioPart(Body):
+class AudioPart(OpenBody):
     """Audio, which is refused."""
 
     type: Literal["input_audio"]
     input_audio: JsonValue = None
 
 
-class FilePart(Body):
+class FilePart(OpenBody):
     """A file, which is refused."""
 
     type: Literal["file"]
@@ -129,23 +135,22 @@ ContentPart = Annotated[
 _Parts = Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
 
 
-class FunctionCall(Body):
+class FunctionCall(OpenBody):
     """A call of a function, as the assistant wrote it."""
 
     name: Text
     arguments: Text
 
 
-class ToolCall(Body):
+class ToolCall(OpenBody):
     """An earlier call of a tool."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = Field(default=None, description="ignored")
 
 
-class Message(Body):
+class Message(OpenBody):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -154,10 +159,7 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(max_length=1_000, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(default=None, description="ignored")
     refusal: Text | None = None
-    annotations: JsonValue = Field(default=None, description="ignored")
-    audio: JsonValue = Field(default=None, description="ignored")
     function_call: FunctionCall | None = None
-    reasoning_content: JsonValue = Field(default=None, description="ignored")
 
 
 class Function(Body):
@@ -202,12 +204,10 @@ _Parallel = Annotated[
 ]
 
 
-class StreamOptions(Body):
+class StreamOptions(OpenBody):
     """Options of a streamed response."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool | None = Field(default=None, description="ignored")
-    include_obfuscation: bool | None = Field(default=None, description="ignored")
+    include_usage: bool | None = False
 
 
 class JsonSchema(Body):
@@ -372,21 +372,18 @@ class EmbeddingRequest(Body):
     valora: Valora = Valora()
 
 
-class ResponseInputText(Body):
+class ResponseInputText(OpenBody):
     """Text in a message of ``/v1/responses``."""
 
     type: Literal["input_text", "output_text"]
     text: Text
-    annotations: JsonValue = Field(default=None, description="ignored")
-    logprobs: JsonValue = Field(default=None, description="ignored")
 
 
-class ResponseInputImage(Body):
+class ResponseInputImage(OpenBody):
     """An image in a message of ``/v1/responses``."""
 
     type: Literal["input_image"]
     image_url: MediaUrl | None = None
-    detail: str | None = Field(default=None, description="ignored")
     file_id: str | None = Field(default=None, description="refused: no files are kept")
 
 
@@ -405,15 +402,12 @@ _ResponsePart = Annotated[
 _ResponseParts = Annotated[list[_ResponsePart], Field(max_length=10_000, fail_fast=True)]
 
 
-class ResponseInputMessage(Body):
+class ResponseInputMessage(OpenBody):
     """A turn of a conversation of ``/v1/responses``."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | _ResponseParts
-    id: str | None = Field(default=None, description="ignored")
-    status: str | None = Field(default=None, description="ignored")
-    phase: str | None = Field(default=None, description="ignored")
 
 
 class ResponseInputCall(BaseModel):

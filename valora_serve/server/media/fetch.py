@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import ipaddress
 import os
 import re
 import socket
 import stat
+import string
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import quote, unquote, unquote_to_bytes, urlsplit
 
 import httpcore
+import httpx
 
 from valora_serve.errors import ImageError
 
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
     from valora_serve.server.settings import ServerSettings
 
 MAX_REDIRECTS = 3
-_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.-]+=[\w.-]+)*);base64,", re.ASCII)
+_DATA_URL = re.compile(r"data:[^,]{0,1000}; *base64 *,", re.IGNORECASE)
 _BASE64_CHARS = 1 << 16
 """Base64 is decoded in pieces of so many characters: the decoder holds Python's lock."""
+_STANDARD = bytes.maketrans(b"-_", b"+/")  # from the alphabet that is safe in URLs
+_SPACES = b" \t\n\f\r"
 _FETCH_FAILS = (
     httpcore.NetworkError,
     httpcore.TimeoutException,
@@ -56,7 +59,7 @@ class Fetcher:
         self._settings = settings
         self._threads = threads
         self._folder = _allowed_folder(settings.media_folder)
-        self._hosts = {host.lower().rstrip(".") for host in settings.media_hosts}
+        self._hosts = {_named_host(name) for name in settings.media_hosts}
         self._pool: httpcore.AsyncConnectionPool | None = None
 
     async def content(self, url: str, most: int, what: str) -> bytes | bytearray:
@@ -71,6 +74,7 @@ class Fetcher:
             ImageError: The URL is invalid or not allowed, its content is too large, or it cannot be
                 fetched in time.
         """
+        url = url.strip()
         scheme = url[:8].partition(":")[0].lower()
         loop = asyncio.get_running_loop()
         if scheme == "data":
@@ -100,51 +104,55 @@ class Fetcher:
         if self._pool is not None:
             await self._pool.aclose()
 
-    async def _fetch(self, url: str, most: int, what: str) -> bytes:
+    async def _fetch(self, text: str, most: int, what: str) -> bytes:
+        url: httpx.URL | None = None
         for _ in range(MAX_REDIRECTS + 1):
+            try:
+                url = httpx.URL(text) if url is None else url.join(text)
+            except (httpx.InvalidURL, ValueError) as error:
+                raise ImageError(f"The {what}'s URL is not valid: {str(error)[:200]}") from error
             self._check_url(url, what)
             try:
                 found = await self._get(url, most, what)
             except _FETCH_FAILS as error:
                 raise ImageError(
-                    f"The {what} cannot be fetched from {urlsplit(url).hostname}: "
-                    f"{type(error).__name__}"
+                    f"The {what} cannot be fetched from {_host(url)}: {type(error).__name__}"
                 ) from error
             if isinstance(found, bytes):
                 return found
-            url = urljoin(url, found)
+            text = found
         raise ImageError(
             f"The {what}'s host redirects more than {MAX_REDIRECTS} times: name the target"
         )
 
-    def _check_url(self, url: str, what: str) -> None:
-        try:
-            parts = urlsplit(url)
-            host, _ = (parts.hostname or "").lower().rstrip("."), parts.port
-        except ValueError as error:
-            raise ImageError(f"The {what}'s URL is none: {error}") from error
-        if parts.scheme not in ("http", "https") or parts.username or parts.password:
-            raise ImageError(f"The {what}'s URL must be http(s) without a user: {parts.scheme}:…")
-        if host not in self._hosts:
-            shown = host.encode("utf-8", "replace").decode()
+    def _check_url(self, url: httpx.URL, what: str) -> None:
+        if url.scheme not in ("http", "https") or url.userinfo:
+            raise ImageError(f"The {what}'s URL must be http(s) without a user: {url.scheme}:…")
+        if not 0 <= (url.port or 0) < 65536:
+            raise ImageError(f"The {what}'s URL has port {url.port}: there are only 65535")
+        if _host(url) not in self._hosts:
             raise ImageError(
-                f"The {what} is at {shown[:100]!r}, which this server may not fetch from: send it "
-                "as a data: URL, or let the operator name the host in media_hosts"
+                f"The {what} is at {_host(url)[:100]!r}, which this server may not fetch from: "
+                "send it as a data: URL, or let the operator name the host in media_hosts"
             )
 
-    async def _get(self, url: str, most: int, what: str) -> bytes | str:
+    async def _get(self, url: httpx.URL, most: int, what: str) -> bytes | str:
         """The content, or the URL that the host redirects to."""
         if self._pool is None:
             backend = _CheckedNetwork(self._settings.media_private)
             self._pool = httpcore.AsyncConnectionPool(network_backend=backend, max_connections=32)
         headers = [
-            ("Host", _netloc(url)), ("User-Agent", "valora-serve"), ("Accept", "image/*, video/*")
+            ("Host", url.netloc.decode()), ("User-Agent", "valora-serve"),
+            ("Accept", "image/*, video/*"),
         ]  # fmt: skip
-        async with self._pool.stream("GET", url, headers=headers) as response:
+        target = httpcore.URL(
+            scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+        )
+        async with self._pool.stream("GET", target, headers=headers) as response:
             if response.status in _REDIRECT:
                 for name, value in response.headers:
                     if name.lower() == b"location":
-                        return str(value.decode("latin-1"))
+                        return _text(value)
                 raise ImageError(f"The {what}'s host redirects without saying where")
             if response.status != 200:
                 raise ImageError(f"The {what}'s host answered with status {response.status}")
@@ -209,16 +217,22 @@ def _from_data_url(url: str, most: int, what: str) -> bytearray:
     head = _DATA_URL.match(url)
     if head is None:
         raise ImageError(f"The {what}'s data: URL is not in base64: write data:{what}/…;base64,…")
-    start = head.end()
-    if len(url) - start > most * 4 // 3 + 4:
-        raise too_large(what, most)
-    content = bytearray()
+    content, rest, at = bytearray(), b"", head.end()
     try:
-        for at in range(start, len(url), _BASE64_CHARS):  # other threads run in between
-            ended = len(content) % 3  # there was padding, which must be the end
-            piece = "=" if ended else url[at : at + _BASE64_CHARS]
-            content += base64.b64decode(piece, validate=True)
-    except (binascii.Error, ValueError) as error:
+        while at < len(url):  # other threads run in between
+            escape = url.find("%", at + _BASE64_CHARS - 2, at + _BASE64_CHARS)  # not to be cut
+            end = at + _BASE64_CHARS if escape < 0 else escape
+            rest += unquote_to_bytes(url[at:end].encode("ascii")).translate(_STANDARD, _SPACES)
+            at, whole = end, len(rest) // 4 * 4
+            if at >= len(url):  # the padding may be missing
+                rest = rest.rstrip(b"=")
+                rest, whole = rest + b"=" * (-len(rest) % 4), len(rest) + 3
+            ended = rest and len(content) % 3  # there was padding, which must be the end
+            content += base64.b64decode(b"=" if ended else rest[:whole], validate=True)
+            rest = rest[whole:]
+            if len(content) > most:
+                raise too_large(what, most)
+    except ValueError as error:
         raise ImageError(f"The {what}'s data: URL holds no valid base64") from error
     return content
 
@@ -240,10 +254,11 @@ def _from_folder(folder: Path | None, url: str, most: int, what: str) -> bytes:
             "or let the operator name media_folder"
         )
     outside = ImageError(f"The {what} is no file below the folder that this server may read")
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost") or "\0" in (name := unquote(parts.path)):
-        raise outside
     try:
+        parts = urlsplit(url)
+        name = unquote(parts.path)
+        if parts.netloc.lower() not in ("", "localhost") or "\0" in name:
+            raise outside
         inside = (folder / name).resolve().relative_to(folder).parts
         descriptor = _open_below(folder, inside)
     except (OSError, ValueError, RuntimeError) as error:
@@ -287,8 +302,23 @@ def too_large(what: str, most: int) -> ImageError:
     return ImageError(f"The {what} is larger than {most} bytes: send a smaller one")
 
 
-def _netloc(url: str) -> str:
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    host = f"[{host}]" if ":" in host else host
-    return f"{host}:{parts.port}" if parts.port else host
+def _text(location: bytes) -> str:
+    """A Location header, which should be ASCII; others' bytes are those of the target's path."""
+    try:
+        return location.decode()
+    except UnicodeDecodeError:
+        return quote(location, safe=string.printable)
+
+
+def _named_host(name: str) -> str:
+    try:
+        return _host(httpx.URL(scheme="http", host=name))
+    except httpx.InvalidURL as error:
+        raise ImageError(
+            f"media_hosts names {name!r}, which is no host: leave out all else"
+        ) from error
+
+
+def _host(url: httpx.URL) -> str:
+    """Host in ASCII, as it is looked up."""
+    return url.raw_host.decode("ascii").lower().rstrip(".")

@@ -149,9 +149,9 @@ class MediaReader:
             ImageError: The video may not be fetched, is too large, or cannot be decoded.
             OverloadedError: Images of other requests fill the memory.
         """
-        text = taken(url)
+        text = taken(url).strip()
         del url
-        if text.startswith(_FRAMES):
+        if text[: len(_FRAMES)].lower() == _FRAMES:
             self._check_frames(text.count(","))
             frames = [
                 MediaUrl(f"data:image/jpeg;base64,{found[1]}")

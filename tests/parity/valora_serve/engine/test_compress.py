@@ -162,7 +162,6 @@ def test_which_keys_are_kept() -> None:
 @pytest.mark.parametrize("wanted, kind, message", [
     (NewContext("a", " \n"), ServeError, "context a: the document is empty: send its text"),
     (NewContext("a", "%PDF-1.7 x"), ServeError, "the document is a PDF file: send its text"),
-    (NewContext("a", "A sign: <image>"), ServeError, "holds <image>, which stands for an image"),
     (NewContext("a", "word " * 2000), TooLongError,
      "the document has 6003 tokens, and fewer than 1024 fit"),
     (NewContext("a", "word " * 10**6), TooLongError, "the document has 5000000 characters"),

@@ -1,10 +1,12 @@
 """Every architecture that is served, against transformers' own `generate`."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoProcessor, AutoTokenizer
 
 from tests.parity.valora_serve.engine.test_engine import Forced
 from tests.support.engine_reference import Reference, ask, assert_empty, make_engine, noise, run
@@ -185,6 +187,34 @@ def test_placeholders_without_what_they_stand_for(family: str, base: str) -> Non
             engine.prepare(Request("x", messages=ask("Look at it.", videos=1)))
         with pytest.raises(RequestError, match="names 0 videos, but 1 were sent"):
             engine.prepare(Request("x", messages=none, videos=[[image, image]]))
+
+
+def test_special_tokens_in_texts_are_text(base: str) -> None:
+    """Also those in two parts, and beside an image; the tokenizers library says what text is."""
+    engine = make_engine(base)
+    processor = AutoProcessor.from_pretrained(base)
+    tokenizer, plain = processor.tokenizer, AutoTokenizer.from_pretrained(base)
+    options = {"add_special_tokens": False, "split_special_tokens": True}
+    added = tokenizer.added_tokens_decoder.values()
+    words = [token.content for token in added if token.special]
+    assert len(words) >= 7
+    around = processor.apply_chat_template(ask("@"), add_generation_prompt=True).split("@")
+    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in around)
+    text = f"so {' and '.join(words)}: {''.join(words)}."
+    wanted = [*before, *plain(text, **options)["input_ids"], *after]
+    for cuts in ((), (5,), range(len(text))):
+        pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+        content = [{"type": "text", "text": piece} for piece in pieces]
+        asked = [{"role": "user", "content": content}]
+        assert engine.prepare(Request("x", messages=asked)).prompt.ids == wanted
+        shown = [{"role": "user", "content": [*content, {"type": "image"}]}]
+        image = noise(20, 20, 1)
+        prompt = engine.prepare(Request("x", messages=shown, images=[image])).prompt
+        assert text in tokenizer.decode(prompt.ids)
+        visual = tokenizer.convert_tokens_to_ids(processor.image_token)
+        assert prompt.ids.count(visual) == len(prompt.visuals[0].at)
+    embedded = engine.prepare(Request("x", text=text, embed=True)).prompt.ids
+    assert embedded == plain(text, **options)["input_ids"]
 
 
 def test_a_video_is_so_many_images_where_there_are_no_videos(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from valora_data.contract.contexts import (
     tail_text,
     tail_tokens,
 )
-from valora_data.errors import BundleError, DataError
+from valora_data.errors import BundleError
 
 BASE = "b" * 64
 DOCUMENT = "letter 417: color red, thing star."
@@ -56,6 +56,14 @@ def test_head_and_tail_are_the_prompt_that_the_template_writes(model):
     before, after = around_memory(model)
     words = model.tokenizer(DOCUMENT, add_special_tokens=False)["input_ids"]
     assert [*before, *words, *after] == model.tokenize(head_text(model, DOCUMENT))
+
+
+def test_what_stands_for_images_is_text_in_documents_and_questions(model):
+    word = model.tokenizer.convert_ids_to_tokens(model.image_token)
+    asked = [{"role": "user", "content": [{"type": "text", "text": f"What is {word}?"}]}]
+    ids = [*model.tokenize(head_text(model, f"A sign: {word}")), *tail_tokens(model, asked)]
+    assert model.image_token not in ids
+    assert model.tokenizer.decode(ids).count(word) == 2
 
 
 def test_the_keys_and_values_of_a_head_replace_it(model, tmp_path):
@@ -120,15 +128,6 @@ def test_what_does_not_fit_is_refused(model, tmp_path):
         "5 tokens before position 0", {"keys": part, "values": part + 1}, form=PREFIX, position=0
     )
     refused("different sizes", {"keys": part, "values": part[:, :, :4]}, form=PREFIX, position=5)
-
-
-def test_words_that_stand_for_images_are_refused(model):
-    word = model.tokenizer.convert_ids_to_tokens(model.image_token)
-    with pytest.raises(DataError, match=r"a document holds .* stands for an image or a video"):
-        head_text(model, f"{DOCUMENT} {word}")
-    asked = [{"role": "user", "content": [{"type": "text", "text": f"what is {word}?"}]}]
-    with pytest.raises(DataError, match="a question holds"):
-        tail_tokens(model, asked)
 
 
 def test_an_encoder_reads_its_queries(model, tmp_path):

@@ -42,7 +42,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_prompts_that_do_not_fit(base: str, reference: Reference) -> None:
     engine = make_engine(base, context_length=40, pages=5, block_size=8)
     long = replace(question("long"), token_ids=list(range(10, 50)))
-    with pytest.raises(TooLongError, match="40 tokens, the context length is 40"):
+    with pytest.raises(
+        TooLongError,
+        match=r"maximum context length is 40 tokens\. However, your messages resulted in 40 tokens",
+    ):
         add_requests(engine, long)
     with pytest.raises(TooLongError, match=r"pages.*fewer tokens"):
         add_requests(engine, question("large", tokens=28))

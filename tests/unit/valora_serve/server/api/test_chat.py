@@ -265,6 +265,45 @@ def test_fields_of_other_clients_that_change_nothing_are_taken(server):
     assert server.client.post("/v1/chat/completions", json=body).status_code == 200
 
 
+MARKED = {"cache_control": {"type": "ephemeral"}, "x": [{"y": None}]}
+TEXT = {"type": "text", "text": "x"}
+IMAGE_URL = data_url(encoded(picture(40, 20)))
+CALL = {"id": "a", "index": 0, **MARKED, "function": {"name": "f", "arguments": "{}", **MARKED}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": [{**TEXT, **MARKED}], **MARKED},
+        {"content": "x", "name": None, "tool_calls": None, "audio": None, "reasoning_content": []},
+        {"content": [TEXT, {"type": "image_url", "image_url": IMAGE_URL, **MARKED}]},
+        *({"content": [TEXT, {"type": "image_url", "image_url": {"url": IMAGE_URL, **more}}]}
+          for more in ({"detail": "original"}, {"detail": 7}, {"detail": None, **MARKED})),
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "provider_fields": {}},
+        *({"role": role, "content": [TEXT, {"type": "image_url", "image_url": IMAGE_URL}]}
+          for role in ("system", "developer", "user", "assistant", "tool", "function")),
+        {"content": []}, {"role": "system", "content": ""}, {"role": "assistant", "content": []},
+    ],
+)  # fmt: skip
+def test_messages_of_other_clients_are_taken(server, message):
+    body = {"messages": [{"role": "user", **message}, {"role": "user", "content": "x"}],
+            "stream": True, "stream_options": {"include_usage": None, **MARKED}}  # fmt: skip
+    answer = server.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "embeddings", "responses"])
+def test_texts_that_are_too_long_are_told_as_openai_does(server, path):
+    """LiteLLM looks for these words, and others for the code, to ask a longer model."""
+    text = "x" * 400_001
+    sent = {"chat/completions": chat(text), "completions": {"prompt": text}}.get(
+        path, {"input": text}
+    )
+    error = server.client.post(f"/v1/{path}", json=sent).json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+    assert error["message"].startswith("This model's maximum context length is ")
+
+
 def test_an_error_in_mid_stream_is_told_in_the_stream(server, client):
     class Broken(FakeEngine):
         async def _answer(self, request, arrival):

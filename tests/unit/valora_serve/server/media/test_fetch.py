@@ -5,14 +5,16 @@ import base64
 import contextlib
 import http.server
 import os
+import textwrap
 import threading
+from urllib.parse import quote
 
 import pytest
 
 from tests.support.http_helpers import encoded, picture
 from tests.support.http_helpers import read_media as read
 from valora_serve.errors import ImageError
-from valora_serve.server.media.fetch import is_public
+from valora_serve.server.media.fetch import _from_data_url, is_public
 
 
 @pytest.mark.parametrize(
@@ -21,11 +23,45 @@ from valora_serve.server.media.fetch import is_public
         "data:image/png,raw", "data:image/png;base64,@@@@", "data:image/png;base64,AAA",
         "data:;base64", "data:", "ftp://host/a.png", "javascript:alert(1)", "//host/a.png",
         "gopher://host", "/etc/passwd", "a.png", "\0", "data:image/png;base64,\ud800",
+        "data:image/png;base64,é", "data:image/png;base64,AA%", "data:image/png;base64,AA%zz",
+        "data:image/png;base64,AA=A", "data:base64,AAAA", "data:image/png;base64;x=1,AAAA",
+        "file://[bad/a.png", "file://ℂ℀/a.png", "file://\ud800/a.png", "file:",
     ],
 )  # fmt: skip
 def test_other_urls_are_refused(url):
     with pytest.raises(ImageError):
-        read(url)
+        read(url, media_folder="/nowhere/else" if url.startswith("file") else None)
+
+
+PNG = base64.b64encode(encoded(picture())).decode()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"DATA:IMAGE/PNG;BASE64,{PNG}", f"data:;base64,{PNG}", f" \n data: a/b; base64, {PNG}",
+        f'data:image/png;name="ä b.png";charset=utf-8;base64,{PNG}',
+        f"data:image/png;base64,{PNG.rstrip('=')}", "data:image/png;base64," + quote(PNG, safe=""),
+        f"data:image/png;base64,{PNG[:50]}\r\n{PNG[50:70]}\t{PNG[70:]}\n",
+        f"data:image/png;base64,{PNG[:50]}%0d%0A{PNG[50:]}".replace("=", "%3d"),
+        "data:image/png;base64," + PNG.translate(str.maketrans("+/", "-_")).rstrip("="),
+    ],
+)  # fmt: skip
+def test_base64_as_clients_write_it(url):
+    assert read(url).size == (40, 20)
+
+
+@pytest.mark.parametrize("lost", range(5))
+def test_what_stands_between_pieces_of_long_base64(lost):
+    """Escapes, line breaks and quads are cut where the text is, in no place twice."""
+    content = encoded(picture()) + os.urandom(70_000)
+    text = quote("\n".join(textwrap.wrap(base64.b64encode(content).decode(), 76)), safe="")
+    head = f"data:image/png;base64,{' ' * lost}"
+    assert _from_data_url(head + text, 10**6, "image") == content
+    with pytest.raises(ImageError, match="base64"):
+        _from_data_url(f"{head}AA==\n{text}", 10**6, "image")
+    with pytest.raises(ImageError, match="larger"):
+        _from_data_url(head + text, 70_000, "image")
 
 
 # Local files
@@ -89,7 +125,8 @@ class Site(http.server.BaseHTTPRequestHandler):
         content = encoded(picture())
         if self.path.startswith("/to/"):
             self.send_response(302)
-            self.send_header("Location", base64.urlsafe_b64decode(self.path[4:]).decode())
+            self.send_header("X-Other", "ä")  # in Latin-1, as is what follows
+            self.send_header("Location", base64.urlsafe_b64decode(self.path[4:]).decode("latin-1"))
             self.end_headers()
         elif self.path == "/loop":
             self.send_response(302)
@@ -98,7 +135,7 @@ class Site(http.server.BaseHTTPRequestHandler):
         elif self.path == "/nowhere":
             self.send_response(302)
             self.end_headers()
-        elif self.path == "/a.png":
+        elif "a.png" in self.path:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(content)
@@ -131,7 +168,8 @@ def site():
 
 
 def redirect(site, to):
-    return f"{site}/to/{base64.urlsafe_b64encode(to.encode()).decode()}"
+    to = to if isinstance(to, bytes) else to.encode()
+    return f"{site}/to/{base64.urlsafe_b64encode(to).decode()}"
 
 
 OPEN = {"media_hosts": ("localhost",), "media_private": True}
@@ -141,6 +179,56 @@ def test_allowed_hosts_are_fetched_from(site):
     assert read(f"{site}/a.png", **OPEN).size == (40, 20)
     assert read(redirect(site, f"{site}/a.png"), **OPEN).size == (40, 20)
     assert read(redirect(site, "/a.png"), **OPEN).size == (40, 20)
+
+
+@pytest.mark.parametrize(
+    ("url", "asked"),
+    [
+        ("{}/ä a.png", "/%C3%A4%20a.png"), ("{}/%c3%a4a.png#frägment", "/%c3%a4a.png"),
+        ("{}/a.png?q=ü&x=%zz", "/a.png?q=%C3%BC&x=%zz"), (" {}/a.png\n", "/a.png"),
+        ("{}/a.png\\b", "/a.png\\b"), ("{}?a.png", "/?a.png"),
+        ("{}/\u200ba.png", "/%E2%80%8Ba.png"),
+    ],
+)  # fmt: skip
+def test_what_a_url_asks_for(site, url, asked):
+    Site.seen.clear()
+    assert read(url.format(site), **OPEN).size == (40, 20)
+    assert Site.seen[0][0] == asked
+
+
+@pytest.mark.parametrize(
+    ("to", "asked"),
+    [
+        ("/ä a.png", "/%C3%A4%20a.png"), (b"/\xe4a.png", "/%E4a.png"), ("../a.png", "/a.png"),
+        ("http:///a.png", "/a.png"),
+    ],
+)  # fmt: skip
+def test_where_redirects_lead(site, to, asked):
+    Site.seen.clear()
+    assert read(redirect(site, to), **OPEN).size == (40, 20)
+    assert Site.seen[1][0] == asked
+
+
+def test_hosts_are_named_in_either_form(monkeypatch):
+    asked = []
+
+    async def resolve(self, host, port, **_):
+        asked.append(host)
+        raise OSError
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolve)
+    names = ("bücher.example", "xn--mnchen-3ya.example")
+    for url in (
+        "http://BÜCHER.example/",
+        "http://xn--bcher-kva.example./",
+        "http://münchen.example",
+    ):
+        with pytest.raises(ImageError, match="cannot be fetched"):
+            read(url, media_hosts=names)
+    assert asked == ["xn--bcher-kva.example", "xn--bcher-kva.example.", "xn--mnchen-3ya.example"]
+    for name in ("images.example:80", "http://images.example"):
+        with pytest.raises(ImageError, match="media_hosts"):
+            read("data:,", media_hosts=(name,))
 
 
 def test_no_host_is_unless_named(site):
@@ -200,6 +288,13 @@ def test_one_private_address_among_public_ones_is_enough_to_refuse(monkeypatch):
         ("gopher://localhost/", "http"),
         ("http://user:secret@localhost/", "user"),
         ("//evil.example/", "may not fetch"),
+        ("http://ä.example/", "may not fetch"),
+        (b"http://\xff\xfe.example/", "may not fetch"),
+        ("data:image/png;base64,AAAA", "http"),
+        ("/" + "a" * 70_000, "too long"),
+        ("http://localhost:99999/a.png", "port"),
+        ("http://localhost:-1/a.png", "port"),
+        ("http://[bad", "may not fetch"),
     ],
 )
 def test_redirects_are_checked_like_the_first_address(site, to, said):
@@ -226,7 +321,11 @@ def test_size_and_time_of_fetching_are_limited(site):
         "http://localhost@evil.example/", "http://localhost.evil.example/", "http://localhost\t.x/",
         "http://[::1]/", "http://0x7f000001/", "http://2130706433/", "http://127.1/", "http:///x",
         "http://", "http://[bad", "http://localhost:99999/", "http://localhost%00.evil/",
-        "http://LOCALHOST.:1/a", "https://localhost:1/",
+        "http://LOCALHOST.:1/a", "https://localhost:1/", "http://localhost:1/\ud800",
+        "http://\ud800/", "http://b\u00ad.example/", "http://localhost:٣x/", "http://localhost:-1/",
+        "http://[fe80::1%25eth0]/", "http://[v1.x]/", "http:\\\\localhost\\", "http:localhost",
+        "http://localhost\\@evil.example/", "http://localhost:1/\0", "http://localhost:1/\r\nX: y",
+        "http://" + "ä" * 100 + ".example/", "http://localhost/" + "a" * 70_000, "http://xn--a/",
     ],
 )  # fmt: skip
 def test_odd_urls(url):

@@ -1,0 +1,38 @@
+"""Lines of Python by package, and of its tests: slices that delete lower them, reasons raise them.
+
+`tests/bench` counts apart; what the tests of several packages share has no budget.
+"""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCH = "tests/bench"
+BUDGETS = {
+    "valora_train": 25_341,
+    "data/valora_data": 17_180,
+    "teachers/valora_teachers": 2_981,
+    "kernels/valora_kernels": 6_300,
+    "valora_serve": 40_657,
+    "tests/*/valora_train": 12_693,
+    "tests/*/valora_data": 6_349,
+    "tests/*/valora_teachers": 1_531,
+    "tests/*/valora_kernels": 2_385,
+    "tests/*/valora_serve": 28_687,
+    BENCH: 6_210,
+}
+
+
+def lines(folders: str) -> int:
+    """Lines of all Python files in the folders of a pattern."""
+    return sum(
+        file.read_bytes().count(b"\n")
+        for file in ROOT.glob(f"{folders}/**/*.py")
+        if folders == BENCH or not file.is_relative_to(ROOT / BENCH)
+    )
+
+
+@pytest.mark.parametrize("folders", BUDGETS)
+def test_no_package_outgrows_its_budget(folders: str) -> None:
+    assert lines(folders) <= BUDGETS[folders]

@@ -27,7 +27,6 @@ from valora_train.fusion.oracle import table_of
 from valora_train.fusion.shipped import finished_table
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.settings import LABELS
-from valora_train.trackers.relay import check_trackers
 from valora_train.trials.oracle import check_groups
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from valora_teachers.base import TeacherKind
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
 
-FUSING = ("fuse", "export", "estimate", "oracle", "compare", "baselines")
+FUSING = ("fuse", "export", "oracle", "compare", "baselines")
 """Commands that need the base model."""
 RANKS = (4, 8, 16, 32, 64, 128, 256)
 NAME = re.compile(r"[\w][\w.@+-]{0,99}")
@@ -58,12 +57,7 @@ def check(settings: Settings) -> None:
         ValoraError: If it cannot; the message names the setting and the remedy.
     """
     fuses = settings.command in FUSING
-    if settings.command == "estimate" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise SettingsError(
-            "command=estimate measures one process: start it without accelerate or torchrun"
-        )
     _check_task(settings)
-    check_trackers(settings.tracking.also)
     _check_places(settings, fuses)
     for domain in settings.chosen():
         _check_source(domain)
@@ -232,7 +226,7 @@ def _check_compare(settings: Settings) -> None:
 
 def _check_places(settings: Settings, fuses: bool) -> None:
     _check_writable("paths.work", settings.paths.work)
-    if settings.command in ("export", "estimate"):
+    if settings.command == "export":
         _check_writable("paths.bundles", settings.paths.bundles)
     if fuses:
         _check_tracking(settings.paths.tracking)

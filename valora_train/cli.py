@@ -86,13 +86,6 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
     from valora_train.model.team import Team
 
     check_with_libraries(settings)
-    if settings.command == "estimate":
-        from valora_train.estimate.command import estimate, print_prediction
-
-        with display():
-            found = estimate(settings, display)
-        print_prediction(found, display.console)
-        return {}
     fuses = settings.command in ("fuse", "export")
     team = Team(settings.model.device)
     if not team.leads:
@@ -207,8 +200,7 @@ class _Pipeline:
         paths = self._settings.paths
         with store_lock(paths.work):
             end_stale_runs(paths.tracking, paths.work)
-            also = self._settings.tracking.also
-            run = TeacherRun(paths.tracking, domain.name, stage, as_dict(teacher), also)
+            run = TeacherRun(paths.tracking, domain.name, stage, as_dict(teacher))
 
         def on_epoch(epoch: int, epochs: int, loss: float, figures: Mapping[str, float]) -> None:
             step(epoch, epochs, loss, figures)
@@ -463,7 +455,7 @@ def _study(settings: Settings, command: str, name: str, key: str, asked: object)
     with store_lock(paths.work):
         return StudyRun(
             paths.tracking, f"valora/{task}", f"{command} {key}", f"{name} · {task}",
-            as_dict(asked), also=settings.tracking.also,
+            as_dict(asked),
         )  # fmt: skip
 
 
@@ -661,14 +653,16 @@ def main() -> None:
     # Makes Hydra raise errors instead of printing them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     _silence_libraries()
+    from valora_train.removed import refuse_removed
     from valora_train.sweeps import register
 
     register(sys.argv[1:])
     try:
+        refuse_removed(*sys.argv[1:])
         hydra.main(config_path=str(config_folder()), config_name="config", version_base="1.3")(
             _hydra_main
         )()
-    except ValoraError as error:  # of a sweep; those of a run end it
+    except ValoraError as error:  # of the command line or a sweep; those of a run end it
         _stop(f"error: {error}")
     except (HydraException, OmegaConfBaseException) as error:
         _stop(f"error: {_one_sentence(error)}")

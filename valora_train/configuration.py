@@ -15,6 +15,7 @@ from valora_data.contract.files import expanded
 from valora_data.schema import Task
 from valora_data.sources.shelf import read_shelf
 from valora_train.errors import SettingsError
+from valora_train.removed import refuse_removed
 from valora_train.settings import LABELS, AugmentSettings, Settings, as_dict
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def from_config(config: DictConfig) -> Settings:
     try:
         settings = validator().validate_python(values, extra="forbid")
     except ValidationError as error:
-        raise SettingsError(_complaint(error.errors()[0])) from error
+        first = error.errors()[0]
+        refuse_removed(f"{'.'.join(map(str, first['loc']))}={first['input']}")
+        raise SettingsError(_complaint(first)) from error
     if (place := _stray_truth(values, as_dict(settings))) is not None:
         raise SettingsError(f"bad setting {place}: a number is needed, not true or false")
     _check_augment(settings.train.augment)

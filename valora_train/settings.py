@@ -572,17 +572,6 @@ class PushSettings:
 
 
 @dataclass(frozen=True)
-class TrackingSettings:
-    """Trackers beside MLflow.
-
-    Attributes:
-        also: Their names (`valora_train.trackers.registry.TRACKERS`), e.g. ``wandb``.
-    """
-
-    also: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class PathSettings:
     """Folders of outputs, relative to the working directory.
 
@@ -602,10 +591,10 @@ class Settings:
     """All settings of `valora-train`.
 
     Attributes:
-        command: The last stage to run: `teach`, `distill`, `fuse` or `export`; or `estimate`, to
-            predict what all of them take; `oracle`, which trains every group of the domains;
-            `compare`, which trains other ways to serve them; `baselines`, which measures ways to
-            answer about documents; or `push`, which uploads the bundle.
+        command: The last stage to run: `teach`, `distill`, `fuse` or `export`; or `oracle`, which
+            trains every group of the domains; `compare`, which trains other ways to serve them;
+            `baselines`, which measures ways to answer about documents; or `push`, which uploads
+            the bundle.
         processes: Domains that are prepared side by side (data, small models, labels), each in a
             process of its own; 0 for as many as there are cores, at most four, and for one domain
             after the other beside a GPU.
@@ -623,12 +612,11 @@ class Settings:
         compare: What `command=compare` trains.
         baselines: What `command=baselines` measures.
         push: Where `command=push` uploads a bundle.
-        tracking: Trackers beside MLflow.
         paths: Folders of outputs.
     """
 
     command: Literal[
-        "teach", "distill", "fuse", "export", "estimate", "oracle", "compare", "baselines", "push"
+        "teach", "distill", "fuse", "export", "oracle", "compare", "baselines", "push"
     ] = "export"
     processes: Whole = 1
     task: TaskSettings = field(default_factory=TaskSettings)
@@ -644,7 +632,6 @@ class Settings:
     compare: CompareSettings = field(default_factory=CompareSettings)
     baselines: BaselineSettings = field(default_factory=BaselineSettings)
     push: PushSettings = field(default_factory=PushSettings)
-    tracking: TrackingSettings = field(default_factory=TrackingSettings)
     paths: PathSettings = field(default_factory=PathSettings)
 
     def chosen(self) -> list[DomainSettings]:

@@ -1,4 +1,4 @@
-"""A program with the factory's sweepers and launchers, whose jobs only write a file, or fail.
+"""A program with the factory's sweeper and launchers, whose jobs only write a file, or fail.
 
 ``python -m tests.support.tiny_sweep CONF -m name=a,b +do={b:die}`` reads its settings in CONF.
 """

@@ -35,9 +35,9 @@ KERNELS_MAY = {"torch", "triton", "numpy", "rich", *sys.stdlib_module_names}
 # Parts of a package, the lowest first; a part imports parts below it only.
 SERVE = ["errors", "pauses", "toolkit", "tokens", "types", "routing", "catalogue", "orchestrator",
          "workloads", "parallel", "memory", "model", "engine"]  # fmt: skip
-TRAIN = ["errors", "processes", "launchers", "sweeps", "settings", "configuration", "stage",
-         "metrics", "model", "tasks", "fusion", "trials", "trackers", "checks", "reporting",
-         "stages", "estimate", "cli"]  # fmt: skip
+TRAIN = ["errors", "removed", "processes", "ray_launcher", "sweeps", "settings", "configuration",
+         "stage", "metrics", "model", "tasks", "fusion", "trials", "checks", "reporting", "stages",
+         "cli"]  # fmt: skip
 SERVER_MAY = {"server", "tokens", "types", "errors", "options", "pauses"}
 
 

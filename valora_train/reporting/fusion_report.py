@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from valora_train.reporting.domain_table import (
     by_adapter,
     domain_table,
 )
-from valora_train.reporting.text import fitting, markdown_table
+from valora_train.reporting.text import duration, fitting, markdown_table
 from valora_train.reporting.tracking import NOTE_LENGTH, DataSet
 from valora_train.stage import digest
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from valora_train.tasks.base import Evaluation
 
 SHEET_IMAGES = 12  # images on a contact sheet
+TIMED_STEPS = 10  # of the first attempt, after its first step
 COLOURS = {"committed": "green", "rolled back": "red", "unreachable": "magenta"}
 
 
@@ -53,7 +55,8 @@ class FusionReport:
     """Reports one fusion.
 
     Args:
-        tracker: The fusion's runs in MLflow, started.
+        tracker: The fusion's runs in MLflow, started; None for the processes of a team that do
+            not lead.
         display: The terminal.
         trainer: Holds the samples that the contact sheets show.
         required: Accuracy that each domain must keep.
@@ -62,7 +65,7 @@ class FusionReport:
 
     def __init__(
         self,
-        tracker: Tracker,
+        tracker: Tracker | None,
         display: Display,
         trainer: Trainer,
         required: Mapping[str, float],
@@ -74,6 +77,7 @@ class FusionReport:
         self._required = required
         self._folders = data_sets
         self._told: Callable[[], Sequence[Mapping[str, Any]]] = list
+        self._timed: tuple[int, float] | None = None
 
     def follow(self, told: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         """Follow the attempts of a fusion.
@@ -86,9 +90,11 @@ class FusionReport:
     @contextmanager
     def running(self) -> Iterator[None]:
         """End the MLflow run as failed or killed if the fusion does not get to its end."""
-        if self._tracker.link is not None:
-            self._display.note("fuse", f"every step, live (make ui): {self._tracker.link}")
-        self._tracker.log_data_sets(
+        if (tracker := self._tracker) is None:
+            yield
+            return
+        self._display.note("fuse", f"every step, live (make ui): {tracker.link}")
+        tracker.log_data_sets(
             [
                 item
                 for name in self._required
@@ -99,20 +105,21 @@ class FusionReport:
             yield
         except UnreachableError as error:
             with suppress(TrackingError):
-                self._tracker.finish("FAILED", str(error))
+                tracker.finish("FAILED", str(error))
             raise
         except BaseException:
             with suppress(TrackingError):  # the first error counts
-                self._tracker.finish("KILLED")
+                tracker.finish("KILLED")
             raise
 
     @contextmanager
     def head_only(self, domain: str) -> Iterator[TrainingReport]:
         """Report the training of a head on the frozen base model while it runs."""
-        curve = self._tracker.curve()
+        curve = self._tracker.curve() if self._tracker else None
         with self._display.work("fuse", f"without LoRA: {domain}") as on_step:
             yield TrainingReport(curve, on_step, f"/without LoRA/{domain}")
-        curve.finish()
+        if curve is not None:
+            curve.finish()
 
     def head_only_measured(
         self, domain: str, val: float, requirement: Requirement, seconds: float
@@ -136,7 +143,8 @@ class FusionReport:
             decision: The decision.
             pictures: Folder of the contact sheets of what domains reach without LoRA.
         """
-        self._tracker.log_head_only(decision, pictures / f"{decision.domain}.png")
+        if self._tracker is not None:
+            self._tracker.log_head_only(decision, pictures / f"{decision.domain}.png")
 
     def log_baselines(self, baselines: Mapping[str, Mapping[str, float | None]]) -> None:
         """Log what is known of the domains before the first attempt.
@@ -144,14 +152,15 @@ class FusionReport:
         Args:
             baselines: Accuracy by domain, by name of the metric; None is left out.
         """
-        self._tracker.log_metrics(
-            {
-                f"{metric}/{domain}": accuracy
-                for metric, by_domain in baselines.items()
-                for domain, accuracy in by_domain.items()
-                if accuracy is not None
-            }
-        )
+        if self._tracker is not None:
+            self._tracker.log_metrics(
+                {
+                    f"{metric}/{domain}": accuracy
+                    for metric, by_domain in baselines.items()
+                    for domain, accuracy in by_domain.items()
+                    if accuracy is not None
+                }
+            )
 
     def resumed(self, attempts: int) -> None:
         """Report that decisions of an interrupted fusion were read from disk."""
@@ -161,19 +170,42 @@ class FusionReport:
     @contextmanager
     def attempt(self, attempt: Attempt) -> Iterator[AttemptReport]:
         """Report an attempt while it runs; its MLflow run is abandoned on an error."""
+        run = None if self._tracker is None else self._start_run(self._tracker, attempt)
+        try:
+            with self._display.work("fuse", attempt.name) as on_step:
+                yield AttemptReport(self, run, on_step, len(attempt.new))
+        except BaseException:
+            if run is not None:
+                with suppress(TrackingError):
+                    run.abandon()
+            raise
+
+    def _start_run(self, tracker: Tracker, attempt: Attempt) -> AttemptRun:
         data_sets = [self._taught(name, "training") for name in attempt.new]
         if attempt.rehearse:
             data_sets += [self._taught(name, "rehearsal") for name in attempt.held]
         data_sets += [self._labelled(name, "validation") for name in attempt.domains]
         note = f"**Running**: {tried(attempt_as_json(attempt))}."
-        run = self._tracker.start_attempt(attempt, self._required, data_sets, note)
-        try:
-            with self._display.work("fuse", attempt.name) as on_step:
-                yield AttemptReport(self, run, on_step)
-        except BaseException:
-            with suppress(TrackingError):
-                run.abandon()
-            raise
+        return tracker.start_attempt(attempt, self._required, data_sets, note)
+
+    def time_step(self, step: int, steps: int, new: int) -> None:
+        """Say once how long attempts take, by the first steps that this process trains.
+
+        Args:
+            step: Number of the step, from 1.
+            steps: Number of steps of the attempt.
+            new: Number of domains that are new in it.
+        """
+        now = time.monotonic()
+        first, began = self._timed = self._timed or (step, now)
+        if step - first != TIMED_STEPS:
+            return
+        rate, all_steps = (now - began) / TIMED_STEPS, steps // new * len(self._required)
+        self._display.note(
+            "fuse",
+            f"{steps} steps × {rate:.3g} s = {duration(steps * rate)} for this attempt; one for "
+            f"each of {plural(len(self._required), 'domain')}: {duration(all_steps * rate)}",
+        )
 
     def _taught(self, name: str, context: str) -> DataSet:
         folder = self._folders[name][0]
@@ -185,6 +217,8 @@ class FusionReport:
 
     def log_progress(self, plan: FusionPlan, state: FusionState) -> None:
         """Log the latest decision and redraw the summary of all decisions."""
+        if self._tracker is None:
+            return
         told = self._told()
         self._tracker.log_summary(plan.decisions, state.seconds, self._required, told)
         # Later attempts change where the domains of earlier ones went.
@@ -205,7 +239,8 @@ class FusionReport:
     def test_measured(self, domain: str, test: Evaluation) -> Image:
         """Log the contact sheet of a domain's test split and return it."""
         sheet = self.contact_sheet(domain, test, Split.TEST)
-        self._tracker.log_picture(sheet, f"pictures/{domain}.png")
+        if self._tracker is not None:
+            self._tracker.log_picture(sheet, f"pictures/{domain}.png")
         return sheet
 
     def contact_sheet(self, domain: str, evaluation: Evaluation, split: Split) -> Image:
@@ -236,7 +271,8 @@ class FusionReport:
         Args:
             result: Content of `fusion.json`.
         """
-        log_result(self._tracker, result)
+        if self._tracker is not None:
+            log_result(self._tracker, result)
 
 
 def log_result(tracker: Tracker, result: Mapping[str, Any]) -> None:
@@ -268,12 +304,12 @@ class TrainingReport:
     """Shows a training in the terminal and in MLflow while it runs.
 
     Args:
-        curve: Logs its figures.
+        curve: Logs its figures, if it is logged.
         show_step: Shows a training step in the terminal.
         name: Part of the names of its figures in a run that has several trainings.
     """
 
-    def __init__(self, curve: Curve, show_step: Step, name: str = "") -> None:
+    def __init__(self, curve: Curve | None, show_step: Step, name: str = "") -> None:
         self._curve = curve
         self._show_step = show_step
         self._name = name
@@ -297,7 +333,8 @@ class TrainingReport:
             loss: Loss of the step.
         """
         figures = {"loss": loss} | self._figures
-        self._curve.add(step, {f"{key}{self._name}": value for key, value in figures.items()})
+        if self._curve is not None:
+            self._curve.add(step, {f"{key}{self._name}": value for key, value in figures.items()})
         self._show_step(step, steps, loss, self._figures)
 
 
@@ -306,17 +343,31 @@ class AttemptReport(TrainingReport):
 
     Args:
         report: The report of the fusion.
-        run: The attempt's run in MLflow.
+        run: The attempt's run in MLflow, if it is logged.
         show_step: Shows a training step in the terminal.
+        new: Number of domains that are new in the attempt.
     """
 
-    def __init__(self, report: FusionReport, run: AttemptRun, show_step: Step) -> None:
-        super().__init__(run.curve, show_step)
+    def __init__(
+        self, report: FusionReport, run: AttemptRun | None, show_step: Step, new: int
+    ) -> None:
+        super().__init__(run.curve if run else None, show_step)
         self._report = report
         self._run = run
+        self._new = new
+
+    def on_step(self, step: int, steps: int, loss: float) -> None:
+        """Report a training step."""
+        super().on_step(step, steps, loss)
+        self._report.time_step(step, steps, self._new)
 
     def finish(self, outcome: Outcome) -> None:
         """Report the outcome and end the attempt's MLflow run."""
+        if self._run is not None:
+            self._log(self._run, outcome)
+        self._report.show_outcome(outcome)
+
+    def _log(self, run: AttemptRun, outcome: Outcome) -> None:
         details: dict[str, float] = {}
         sheets = {}
         for name, evaluation in outcome.evaluations.items():
@@ -327,8 +378,7 @@ class AttemptReport(TrainingReport):
             for name, evaluation in outcome.evaluations.items()
             if evaluation.classes is not None
         }
-        self._run.finish(outcome.decision, outcome.seconds, sheets, details, classes)
-        self._report.show_outcome(outcome)
+        run.finish(outcome.decision, outcome.seconds, sheets, details, classes)
 
 
 def _metrics(result: Mapping[str, Any]) -> dict[str, float]:

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from valora_train.errors import TrackingError, describe_fault
-from valora_train.trackers.relay import Relay
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from types import FrameType
 
+PARENT = "mlflow.parentRunId"
+NOTE = "mlflow.note.content"
 KIND = "mlflow.experimentKind"
 TABLES = "mlflow.loggedArtifacts"
 MODEL_TRAINING = "custom_model_development"
@@ -46,14 +47,13 @@ def store_lock(work: str) -> FileLock:
 
 
 class Store:
-    """MLflow's client, whose errors say what to do; other trackers are told what it is told.
+    """MLflow's client, whose errors say what to do.
 
     Args:
         uri: Tracking URI.
-        also: Trackers beside MLflow (`tracking.also`).
     """
 
-    def __init__(self, uri: str, also: Sequence[str] = ()) -> None:
+    def __init__(self, uri: str) -> None:
         from mlflow import MlflowClient
 
         # Creating the database logs every one of its migrations.
@@ -64,14 +64,12 @@ class Store:
         self._uri = uri
         with explained(uri):
             self._client = MlflowClient(uri)
-        self._relay = Relay(also, self._client)
 
     def create_run(self, *arguments: Any, **options: Any) -> Any:
         """Create a run, which `end_open_runs` ends unless it is ended before."""
         with signals_later():
             run = self._call("create_run", *arguments, **options)
             _OPEN[run.info.run_id] = self
-        self._relay.begun(run, continued=False)
         return run
 
     def update_run(self, run_id: str, **changes: Any) -> None:
@@ -89,9 +87,7 @@ class Store:
 
     def _call(self, name: str, /, *arguments: Any, **options: Any) -> Any:
         with explained(self._uri):
-            answer = getattr(self._client, name)(*arguments, **options)
-        self._relay.tell(name, arguments, options)
-        return answer
+            return getattr(self._client, name)(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:

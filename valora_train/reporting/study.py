@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from valora_train.errors import TrackingError
 from valora_train.reporting.mlflow_store import (
+    NOTE,
+    PARENT,
     Store,
     log_metrics,
     log_params,
@@ -16,7 +18,6 @@ from valora_train.reporting.mlflow_store import (
     user_name,
 )
 from valora_train.reporting.text import markdown_table
-from valora_train.trackers.relay import NOTE, PARENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +38,6 @@ class StudyRun:
         name: Name of the run.
         config: Settings of the study, for its parameters.
         parent: Id of the run that it is nested in, if any.
-        also: Trackers beside MLflow (`tracking.also`).
 
     Attributes:
         run_id: Id of the run.
@@ -51,12 +51,11 @@ class StudyRun:
         name: str,
         config: Mapping[str, Any],
         parent: str | None = None,
-        also: Sequence[str] = (),
     ) -> None:
         import mlflow
 
         self._uri = uri or mlflow.get_tracking_uri()
-        self._client: Any = Store(self._uri, also)
+        self._client: Any = Store(self._uri)
         self._experiment = open_experiment(self._client, experiment)
         known = self._client.search_runs([self._experiment], f"tags.`{STUDY}` = '{key}'")
         if known:

@@ -72,8 +72,7 @@ def record_job(
         jobs[str(number)] = {"overrides": given, "figures": dict(figures)}
         write_json(file, jobs)
         uri = settings.paths.tracking
-        key, also = f"sweep {sweep}", settings.tracking.also
-        with StudyRun(uri, f"valora/{task}", key, f"sweep · {task}", {}, also=also) as run:
+        with StudyRun(uri, f"valora/{task}", f"sweep {sweep}", f"sweep · {task}", {}) as run:
             columns, rows = sweep_table(jobs)
             run.log_table(columns, rows, "jobs")
             run.note(f"{len(rows)} jobs; the table `jobs.json` compares them.")

@@ -20,6 +20,8 @@ from valora_train.reporting import pictures
 from valora_train.reporting.attempt_text import outcome_of, verdict_of, went
 from valora_train.reporting.mlflow_store import (
     METRICS_PER_REQUEST,
+    NOTE,
+    PARENT,
     Store,
     explained,
     log_metrics,
@@ -31,7 +33,6 @@ from valora_train.reporting.mlflow_store import (
     user_name,
 )
 from valora_train.stage import was_killed
-from valora_train.trackers.relay import NOTE, PARENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,19 +78,16 @@ class Tracker:
         uri: Tracking URI; None for MLflow's default, SQLite in the working directory.
         experiment: Name of the experiment.
         fusion: Key of the fusion's stage.
-        also: Trackers beside MLflow (`tracking.also`).
 
     Attributes:
         run_id: Id of the parent run; empty until `start`.
     """
 
-    def __init__(
-        self, uri: str | None, experiment: str, fusion: str, also: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, uri: str | None, experiment: str, fusion: str) -> None:
         import mlflow
 
         self._uri = uri or mlflow.get_tracking_uri()
-        self._client: Any = Store(self._uri, also)
+        self._client: Any = Store(self._uri)
         self._experiment = open_experiment(self._client, experiment)
         self._fusion = fusion
         self.run_id = ""
@@ -172,9 +170,9 @@ class Tracker:
         self._monitor.start()
 
     @property
-    def link(self) -> str | None:
-        """Address of the parent run in MLflow's pages; None before `start`."""
-        return run_address(self._uri, self._experiment, self.run_id) if self.run_id else None
+    def link(self) -> str:
+        """Address of the parent run in MLflow's pages, once it is started."""
+        return run_address(self._uri, self._experiment, self.run_id)
 
     def log_data_sets(self, data_sets: Sequence[DataSet]) -> None:
         """Log the inputs of the parent run."""
@@ -332,35 +330,6 @@ class Tracker:
         return list(self._client.search_runs([self._experiment], condition))
 
 
-class NoTracker(Tracker):
-    """Tracks nothing: for the processes of a team that do not lead."""
-
-    def __init__(self) -> None:
-        self.run_id = ""
-
-    def start(self, *_: Any) -> str:
-        """Start no run and return an empty id."""
-        return self.run_id
-
-    def start_attempt(self, *_: Any) -> AttemptRun:
-        """A run that logs nothing."""
-        return NoAttemptRun()
-
-    def curve(self) -> Curve:
-        """A curve that logs nothing."""
-        return NoCurve()
-
-    def _ignore(self, *_: Any, **__: Any) -> None:
-        """Log nothing."""
-
-    @property
-    def link(self) -> None:
-        """None: there is no run."""
-
-    log_data_sets = log_head_only = log_summary = log_metrics = log_classes = _ignore
-    log_picture = log_figure = describe_attempts = finish = _ignore
-
-
 class Curve:
     """Logs figures of a training while it runs, without slowing it down.
 
@@ -402,19 +371,6 @@ class Curve:
         self._sent = []
 
 
-class NoCurve(Curve):
-    """Logs nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def add(self, *_: Any) -> None:
-        """Log nothing."""
-
-    def finish(self) -> None:
-        """Log nothing."""
-
-
 class TeacherRun:
     """The MLflow run of a small model's training; that of an interrupted training is continued.
 
@@ -425,20 +381,14 @@ class TeacherRun:
         domain: The domain.
         stage: Key of the stage.
         options: Settings of the training.
-        also: Trackers beside MLflow (`tracking.also`).
     """
 
     def __init__(
-        self,
-        uri: str | None,
-        domain: str,
-        stage: str,
-        options: Mapping[str, Any],
-        also: Sequence[str] = (),
+        self, uri: str | None, domain: str, stage: str, options: Mapping[str, Any]
     ) -> None:
         import mlflow
 
-        self._client: Any = Store(uri or mlflow.get_tracking_uri(), also)
+        self._client: Any = Store(uri or mlflow.get_tracking_uri())
         experiment = open_experiment(self._client, TEACHERS)
         earlier = self._client.search_runs(
             [experiment], f"tags.`{TEACHER}` = '{stage}' and attributes.status != 'FINISHED'"
@@ -555,18 +505,6 @@ class AttemptRun:
     def abandon(self) -> None:
         """End the run of an interrupted attempt; the next start of the fusion replaces it."""
         self._client.set_terminated(self._id, "KILLED")
-
-
-class NoAttemptRun(AttemptRun):
-    """Logs nothing: the attempts of `NoTracker`."""
-
-    def __init__(self) -> None:
-        self.curve = NoCurve()
-
-    def _ignore(self, *_: Any, **__: Any) -> None:
-        """Log nothing."""
-
-    log_data_sets = finish = abandon = _ignore
 
 
 def end_stale_runs(uri: str | None, work: str) -> None:

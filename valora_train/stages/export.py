@@ -116,7 +116,6 @@ def _find_run(settings: Settings, fused: Path, result: dict[str, Any]) -> str:
             settings.paths.tracking,
             f"valora/{settings.task.name}",
             fused.name.rpartition("-")[2],
-            settings.tracking.also,
         )
     known = tracker.find(result["mlflow_run_id"])
     if known is not None:

@@ -38,7 +38,7 @@ from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.mlflow_store import store_lock
 from valora_train.reporting.progress import stopwatch
-from valora_train.reporting.tracking import NoTracker, Tracker, end_stale_runs
+from valora_train.reporting.tracking import Tracker, end_stale_runs
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import (
@@ -304,18 +304,13 @@ def _start_tracker(
     stage: Stage,
     state: FusionState,
     team: Team,
-) -> Tracker:
-    """Start or continue the fusion's MLflow run and remember it on disk."""
-    tracker: Tracker = NoTracker()
-    if team.leads:
-        with store_lock(settings.paths.work):
-            end_stale_runs(settings.paths.tracking, settings.paths.work)
-            tracker = Tracker(
-                settings.paths.tracking,
-                f"valora/{settings.task.name}",
-                stage.key,
-                settings.tracking.also,
-            )
+) -> Tracker | None:
+    """Start or continue the fusion's MLflow run, on the leader, and remember it on disk."""
+    if not team.leads:
+        return None
+    with store_lock(settings.paths.work):
+        end_stale_runs(settings.paths.tracking, settings.paths.work)
+        tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
     name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
     note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."
     chosen = {item.settings.name: item.settings for item in domains}

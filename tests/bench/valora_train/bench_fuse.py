@@ -1,4 +1,4 @@
-"""The whole factory on true 7B shapes with random weights, and what `estimate` said of it.
+"""The whole factory on true 7B shapes with random weights: seconds and memory.
 
 For each shape and each precision of the base model: data, a function as a teacher, distillation,
 three domains with a rolled-back attempt, export, gate, and the golden examples answered by the
@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -189,37 +188,18 @@ def make(given: argparse.Namespace) -> dict[str, Any]:
     return {"gigabytes": sum(file.stat().st_size for file in files) / 1e9}
 
 
-def estimate(given: argparse.Namespace) -> dict[str, Any]:
-    """What the run is said to take."""
-    from valora_train.estimate.command import estimate as predict
-    from valora_train.estimate.command import print_prediction
-
-    console = Console(width=110)
-    found = predict(settings_of(given, given.base, given.folder), Display(Console(quiet=True)))
-    print_prediction(found, console)
-    return {
-        "rows": [asdict(row) for row in found.rows],
-        "cases": [asdict(case) for case in found.cases],
-        "attempt": found.attempt,
-        "gpu": found.gpu,
-        "memory": found.memory,
-        "measured": found.measured,
-    }
-
-
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """The factory without MLflow; seconds of its stages, and most memory."""
     from valora_train import cli
     from valora_train.checks import check, check_with_libraries
     from valora_train.model.team import Team
-    from valora_train.reporting.tracking import NoTracker
     from valora_train.stage import read_json
     from valora_train.stages import export, fuse
 
     if given.limit and not given.tiny:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(given.limit * 1e9 / total)
-    fuse._start_tracker = lambda *_: NoTracker()  # type: ignore[assignment]
+    fuse._start_tracker = lambda *_: None  # type: ignore[assignment]
     export._find_run = lambda *_: "none"  # type: ignore[assignment]
     export._register = lambda *_: None  # type: ignore[assignment]
     settings = settings_of(given, given.base, given.folder)
@@ -356,7 +336,7 @@ def several(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-PARTS = {"make": make, "estimate": estimate, "run": run, "serve": serve, "several": several}
+PARTS = {"make": make, "run": run, "serve": serve, "several": several}
 
 
 def start(part: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -388,37 +368,6 @@ def _silence_libraries() -> None:
     os.environ.update(HF_DATASETS_DISABLE_PROGRESS_BARS="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-
-
-def compare(said: dict[str, Any], took: dict[str, Any]) -> None:
-    """Print what was said beside what it took."""
-    if "rows" not in said or "stages" not in took:
-        return
-    rows = {row["stage"]: row["seconds"] for row in said["rows"]}
-    before = sum(rows.get(name, 0) for name in ("data", "teach", "distill"))
-    attempts = took["attempts"]
-    measured = sum(one["seconds"] for one in attempts)
-    # The course that it took: a new adapter, one on it, one on both, rolled back, and a new one.
-    mean = said["attempt"][1]
-    fuse = took["stages"]["fuse"]
-    pairs = {
-        "before fusion, s": (before, took["stages"]["before fusion"]),
-        "an attempt on a new adapter, s": (said["attempt"][0], attempts[0]["seconds"]),
-        "a mean attempt, s": (mean, measured / len(attempts)),
-        "the rest of the fusion, s": (
-            rows["fuse: without LoRA"] + rows["fuse: on test"], fuse - measured
-        ),
-        "export, s": (rows["export"], took["stages"]["export"]),
-        "all for these attempts, s": (
-            sum(rows.values()) - rows["attempts"] + mean * len(attempts), took["process"]
-        ),
-        "GPU, GB": (said["gpu"] / 1e9, took["gpu"] / 1e9),
-        "memory, GB": (said["memory"] / 1e9, took["memory"] / 1e9),
-    }  # fmt: skip
-    print(f"{'':34}{'estimate':>10}{'measured':>10}{'ratio':>8}")
-    for name, (guessed, true) in pairs.items():
-        ratio = guessed / true if true else float("nan")
-        print(f"{name:34}{guessed:10.1f}{true:10.1f}{ratio:8.2f}")
 
 
 def main() -> None:
@@ -459,7 +408,6 @@ def main() -> None:
                         continue
                     found[part] = start(part, one)
                 figures[f"{shape} {quantize}"] = found
-                compare(found.get("estimate", {}), found.get("run", {}))
                 for name in ("run", "serve", "several"):
                     print(name, json.dumps(found.get(name, {})), flush=True)
                 if given.out:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 PARALLEL = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
 LAUNCHERS = {
-    "submitit": ["-m", "hydra/launcher=submitit_local", "hydra.launcher.n_jobs=2"],
+    "submitit": ["-m", "hydra/launcher=submitit_local"],
     "ray": ["-m", "hydra/launcher=ray"],
 }
 

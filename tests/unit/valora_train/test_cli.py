@@ -72,6 +72,11 @@ def left_behind(folder: Path):
     ("arguments", "message"),
     [
         (["task=dragons"], "unknown task 'dragons': choose from"),
+        (["hydra/launcher=submitit_local", "-m", "hydra.launcher.n_jobs=2"],
+         "hydra.launcher.n_jobs=2 was removed: submitit starts all jobs at once"),
+        (["+tracking.also=[wandb]"], "tracking.also was removed: MLflow has every run"),
+        (["hydra/sweeper=optuna", "-m"], "hydra/sweeper=optuna was removed: let a search of"),
+        (["command=estimate"], "command=estimate was removed: start the run, which says"),
         (["fusion=best"], "unknown fusion 'best': choose from affinity, first_fit, joint, paper"),
         (["fusion.strategy=best"],
          "unknown fusion strategy 'best': choose one of affinity, best_fit, exact"),

@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.tiny_sweep import CONFIG
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 RAY = ["hydra/launcher=ray", "hydra.launcher.num_gpus=0"]
 LAUNCHERS = {
     "basic": [],
     "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
-    "submitit": ["hydra/launcher=submitit_local", "hydra.launcher.n_jobs=2"],
+    "submitit": ["hydra/launcher=submitit_local", "hydra.launcher.gpus_per_node=2"],
     "ray": RAY,
 }
 launchers = pytest.mark.parametrize(
@@ -57,18 +57,22 @@ def test_the_others_end_when_jobs_fail(launcher, tmp_path):
     assert {one["cwd"] for one in found.values()} == {str(tmp_path)}
     assert {len(one["sweep"]) for one in found.values()} == {16}
     assert len({one["sweep"] for one in found.values()}) == 1
-    if launcher != "ray":  # which gives jobs the GPUs that they ask for
+    if launcher in ("basic", "joblib"):  # the others give jobs the GPUs that they ask for
         assert {one["gpus"] for one in found.values()} == {"3"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["submitit", "ray"])
-def test_the_others_end_when_a_job_is_killed(launcher, tmp_path):
-    given = ["name=a,b,c", "+do={a:die,c:write_late}"]
-    status, said = sweep(tmp_path, *LAUNCHERS[launcher], *given)
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [("submitit", "error: a job ended without a result ("),
+     ("ray", "error: 1 of 3 jobs failed, 2 are done; correct this and run the same command again "
+      "to continue: job 0 (name=a): its process was killed")],
+)  # fmt: skip
+def test_the_others_end_when_a_job_is_killed(launcher, said, tmp_path):
+    given = ["name=a,b,c", "+do={a:die}"]
+    status, found = sweep(tmp_path, *LAUNCHERS[launcher], *given)
     assert status == 1
-    assert said[-1].startswith("error: 1 of 3 jobs failed, 2 are done; correct this and run the ")
-    assert "job 0 (name=a): " in said[-1] and "its process was killed" in said[-1]
+    assert found[-1].startswith(said)
     assert set(written(tmp_path)) == {"b", "c"}
     if launcher == "ray":
         return  # the rest is the same, and Ray takes its time to start
@@ -97,18 +101,9 @@ def test_all_is_well(launcher, tmp_path):
         assert len({one["pid"] for one in found.values()}) == 3
 
 
-def test_optuna_tells_of_failed_jobs_too(tmp_path):
-    status, said = sweep(
-        tmp_path, "hydra/sweeper=optuna", "hydra.sweeper.trials=2", "hydra.sweeper.side_by_side=2",
-        "name=choice(a,b)", "+do={a:refuse,b:refuse}",
-    )  # fmt: skip
-    assert status == 1 and said[-1].startswith("error: 2 of 2 jobs failed; correct this")
-
-
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (["hydra/launcher=submitit_local", "hydra.launcher.n_jobs=0"], "n_jobs is 0: choose at"),
         (["hydra/launcher=ray", "hydra.launcher.address=127.0.0.1:1"], "cannot be joined"),
     ],
 )
@@ -126,16 +121,10 @@ def test_a_job_that_no_machine_has_room_for(tmp_path):
     assert "no machine of the Ray cluster has 1 CPU, 2 camera for a job: lower" in said[-1]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "library", "name"),
-    [("ray", "ray", "Ray"), ("submitit_local", "submitit", "submitit")],
-)
-def test_missing_libraries_are_named(launcher, library, name, tmp_path):
+def test_a_missing_library_is_named(tmp_path):
     # A package of that name that cannot be imported comes first.
-    (tmp_path / library).mkdir()
-    (tmp_path / library / "__init__.py").write_text("raise ImportError('hidden')")
-    status, said = sweep(tmp_path, f"hydra/launcher={launcher}", "name=a,b")
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("raise ImportError('hidden')")
+    status, said = sweep(tmp_path, "hydra/launcher=ray", "name=a,b")
     assert status == 1
-    assert said[-1] == (
-        f"error: hydra/launcher={launcher} needs {name}: pip install 'valora[cluster]'"
-    )
+    assert said[-1] == "error: hydra/launcher=ray needs Ray: pip install 'valora[cluster]'"

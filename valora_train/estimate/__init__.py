@@ -1,1 +1,0 @@
-"""Predicts what a run will take: time, memory and disk, stage by stage."""

@@ -1,0 +1,33 @@
+"""Settings that earlier versions had, each with what to do instead."""
+
+from __future__ import annotations
+
+import re
+
+from valora_train.errors import SettingsError
+
+SUCCESSORS = {
+    r"command=estimate": "start the run, which says after some steps how long attempts take",
+    r"tracking(\.also)?(?==)": "MLflow has every run, and other trackers can copy it from there",
+    r"hydra/sweeper=optuna": "let a search of your own read what jobs return (docs/factory.md)",
+    # Arguments are sorted: `.` comes before `/`.
+    r"hydra\.launcher\.n_jobs=\S+(?=.* hydra/launcher=submitit_local)": (
+        "submitit starts all jobs at once, hydra/launcher=joblib as many as n_jobs says"
+    ),
+}
+"""What to do instead, by a pattern of settings."""
+
+
+def refuse_removed(*given: str) -> None:
+    """Refuse a setting, or a value of one, that an earlier version had.
+
+    Args:
+        given: Settings, such as ``fusion.strategy=joint``.
+
+    Raises:
+        SettingsError: It was removed; the message names its successor.
+    """
+    text = " ".join(sorted(given))
+    for pattern, successor in SUCCESSORS.items():
+        if found := re.search(rf"(?:^|\s)[+~]*({pattern})(?:[\s=]|$)", text):
+            raise SettingsError(f"{found[1]} was removed: {successor}")

@@ -1,1 +1,0 @@
-"""Trackers beside MLflow (`tracking.also`): each is told what MLflow is told."""

@@ -23,7 +23,6 @@ from valora_data.schema import Task
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS
 from valora_train.errors import SettingsError
-from valora_train.fusion.oracle import table_of
 from valora_train.fusion.shipped import finished_table
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.settings import LABELS
@@ -74,8 +73,7 @@ def check(settings: Settings) -> None:
     if settings.command == "compare":
         _check_compare(settings)
     if fuses:
-        names = [domain.name for domain in settings.chosen()]
-        make_strategy(settings.fusion.strategy, table_of(settings.fusion.oracle, names))
+        make_strategy(settings.fusion.strategy)
         _check_lora(settings)
         _check_model(settings)
         _check_device(settings.model.device)

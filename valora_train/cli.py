@@ -250,20 +250,9 @@ class _Pipeline:
         check_result(self._settings, domains, folder)
         return folder
 
-    def _check_oracle(self, domains: list[DomainInputs]) -> None:
-        """Refuse an oracle table of other data or settings than this fusion's."""
-        from valora_train.fusion.oracle import table_of
-        from valora_train.stages.oracle import made_of, trial_inputs
-
-        names = [item.settings.name for item in domains]
-        if (table := table_of(self._settings.fusion.oracle, names)) is not None:
-            facts = made_of(trial_inputs(self._settings, domains))
-            table.require_same(facts, names, f"fusion.oracle={self._settings.fusion.oracle}")
-
     def _fuse(self, domains: list[DomainInputs]) -> Path:
         from valora_train.stages.fuse import build_fusion, fuse_stage, unchanged_parent
 
-        self._check_oracle(domains)
         stage = fuse_stage(self._settings, domains)
         unchanged = unchanged_parent(self._settings, domains, stage)
         if unchanged is not None:

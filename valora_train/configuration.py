@@ -56,6 +56,7 @@ def from_config(config: DictConfig) -> Settings:
         first = error.errors()[0]
         refuse_removed(f"{'.'.join(map(str, first['loc']))}={first['input']}")
         raise SettingsError(_complaint(first)) from error
+    refuse_removed(f"fusion.strategy={settings.fusion.strategy}")
     if (place := _stray_truth(values, as_dict(settings))) is not None:
         raise SettingsError(f"bad setting {place}: a number is needed, not true or false")
     _check_augment(settings.train.augment)

@@ -10,6 +10,10 @@ SUCCESSORS = {
     r"command=estimate": "start the run, which says after some steps how long attempts take",
     r"tracking(\.also)?(?==)": "MLflow has every run, and other trackers can copy it from there",
     r"hydra/sweeper=optuna": "let a search of your own read what jobs return (docs/factory.md)",
+    r"fusion\.oracle(?==)": "command=oracle says which groups are the fewest, and none trains them",
+    r"fusion\.strategy=(?:best_fit|exact|(?:repack|grow)(?::\S*)?)": (
+        "fusion.strategy=affinity, which moves domains, too, finds the fewest adapters more often"
+    ),
     # Arguments are sorted: `.` comes before `/`.
     r"hydra\.launcher\.n_jobs=\S+(?=.* hydra/launcher=submitit_local)": (
         "submitit starts all jobs at once, hydra/launcher=joblib as many as n_jobs says"

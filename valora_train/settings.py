@@ -464,10 +464,8 @@ class FusionSettings:
     """How domains are packed into adapters (VaLoRA §4.2.1).
 
     Attributes:
-        strategy: Name of the strategy: `paper`, `first_fit`, `rehearsal`, `best_fit`, `joint`,
-            `affinity`, `exact`, or one that another package registers (see
-            `valora_train.fusion.strategies.registry`). `repack:NAME` empties adapters after another
-            strategy has packed; `grow:NAME` raises an adapter's rank before another one is opened.
+        strategy: Name of the strategy: `paper`, `first_fit`, `rehearsal`, `joint`, `affinity`, or
+            one that another package registers (see `valora_train.fusion.strategies.registry`).
         order: Order of the domains: `given` (as they are listed), `random` (drawn with
             `train.seed`) or `probe` (first those that the frozen base model fails by most).
         margin: Added to every requirement when decisions are made on the validation split, up to
@@ -480,7 +478,6 @@ class FusionSettings:
             fusion, `keep` flags the domain and continues, also a fusion that `fail` has stopped.
         parent: Folder of a bundle to extend: its unchanged domains keep their adapters and heads.
             Null to fuse all domains.
-        oracle: File of an oracle table of these domains (`command=oracle`), for `exact`.
     """
 
     strategy: str = "rehearsal"
@@ -490,7 +487,6 @@ class FusionSettings:
     of_dedicated: Annotated[float, Field(gt=0, le=1)] | None = None
     unreachable: Literal["fail", "keep"] = "fail"
     parent: str | None = None
-    oracle: str | None = None
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,6 @@ class Attempt:
         adapter: Name of the adapter to train.
         held: Domains that the adapter already holds; empty for a new adapter.
         rehearse: Whether training mixes in samples of `held` and also trains their heads.
-        rank: Rank to which the adapter grows before it is trained, or of a new adapter; None for
-            the rank that it has, or that of the settings.
         moved: Domains of `new` that another adapter holds, which they leave if they stay here.
     """
 
@@ -36,7 +34,6 @@ class Attempt:
     adapter: str
     held: tuple[str, ...]
     rehearse: bool
-    rank: int | None = None
     moved: tuple[str, ...] = ()
 
     @property
@@ -55,8 +52,7 @@ class Attempt:
     @property
     def name(self) -> str:
         """Name for people, e.g. ``03 vegetation → adapter-1``."""
-        grown = "" if self.rank is None else f" (rank {self.rank})"
-        return f"{self.number:02d} {self.label} → {self.adapter}{grown}"
+        return f"{self.number:02d} {self.label} → {self.adapter}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,6 @@ def attempt_as_json(attempt: Attempt) -> dict[str, Any]:
         "new": list(attempt.new),
         "adapter": attempt.adapter,
         "held": list(attempt.held),
-        "rank": attempt.rank,
         "moved": list(attempt.moved),
     }
 

@@ -15,7 +15,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from valora_data.contract.files import expanded
 from valora_train.errors import SettingsError
 from valora_train.stage import read_json, write_json
 
@@ -33,24 +32,6 @@ class Measured(NamedTuple):
 
     val: float
     test: float
-
-
-def table_of(file: str | None, domains: Sequence[str]) -> OracleTable | None:
-    """The complete oracle table that a setting names, if it names one.
-
-    Args:
-        file: The setting.
-        domains: Domains that the table must have.
-
-    Raises:
-        SettingsError: If there is no such table, or it is damaged, incomplete or of other domains.
-    """
-    if file is None:
-        return None
-    table = OracleTable.read(expanded(file))
-    table.require_domains(domains, f"fusion.oracle={file}")
-    table.require_complete(f"fusion.oracle={file}")
-    return table
 
 
 class OracleTable:
@@ -204,33 +185,6 @@ class OracleTable:
                 f"{name} knows no domain {', '.join(unknown)}, only {', '.join(self.domains)}: run "
                 "command=oracle for these domains, or choose with task.only"
             )
-
-    def require_same(
-        self, made_of: Mapping[str, Any], domains: Sequence[str], name: str = "the oracle table"
-    ) -> None:
-        """Refuse a table of other data or settings.
-
-        Args:
-            made_of: What the accuracies of this run depend on (see the class). The table's facts of
-                other domains (``domain NAME``) do not matter.
-            domains: The domains of this run; the table may have more.
-            name: The table for the message, such as its path.
-
-        Raises:
-            SettingsError: If a domain is unknown to the table, or it was made of something else.
-        """
-        self.require_domains(domains, name)
-        ours = json.loads(json.dumps(made_of))
-        others = {f"{OF_DOMAIN}{name}" for name in self.domains if name not in domains}
-        names = sorted({*self.made_of, *ours} - others)
-        if changed := [key for key in names if self.made_of.get(key) != ours.get(key)]:
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            raise SettingsError(
-                f"{name} was made of other data or settings ({', '.join(changed[:3])}{more} "
-                f"differ): run command=oracle again, or name the table of this run"
-            )
-
-    # --- file ---------------------------------------------------------------------------------
 
     def write(self, file: Path) -> None:
         """Write the table as JSON, also an unfinished one; the file is replaced at once."""

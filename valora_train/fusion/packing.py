@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from valora_data.schema import Split
 from valora_train.errors import UnreachableError
-from valora_train.fusion.oracle import table_of
-from valora_train.fusion.plan import DEFAULT_RANK, FusionPlan, order_domains
+from valora_train.fusion.plan import FusionPlan, order_domains
 from valora_train.fusion.state import attempt_facts, of_domains
 from valora_train.fusion.strategies.base import Probe, Probes
 from valora_train.fusion.strategies.registry import make_strategy
@@ -57,7 +56,7 @@ def dedicated_of(
         attempt: The attempt.
         dedicated: The dedicated adapters by domain.
     """
-    if len(attempt.domains) > 1 or attempt.rank is not None:
+    if len(attempt.domains) > 1:
         return None
     return dedicated.get(attempt.domains[0])
 
@@ -84,7 +83,6 @@ def make_plan(
     head_only: Mapping[str, Mapping[str, float]],
     seed: int,
     parent: Parent | None,
-    rank: int = DEFAULT_RANK,
 ) -> FusionPlan:
     """The plan of a fusion before its first attempt.
 
@@ -94,7 +92,6 @@ def make_plan(
         head_only: Accuracy of each domain without LoRA (see `FusionState`).
         seed: Seed of a random order.
         parent: The fusion to extend, if any.
-        rank: Rank of new adapters (`train.lora.rank`).
     """
     probes: Probes = {
         name: Probe(requirement.required, head_only[name]["val"])
@@ -103,14 +100,12 @@ def make_plan(
     order = order_domains(list(requirements), settings.order, seed, probes)
     return FusionPlan(
         {name: requirements[name] for name in order},
-        make_strategy(settings.strategy, table_of(settings.oracle, order), seed),
+        make_strategy(settings.strategy),
         probes=probes,
         head_only=settings.head_only,
         packed=parent.kept if parent else None,
         unpacked=parent.unpacked if parent else (),
         alone=parent.alone if parent else None,
-        ranks=parent.ranks if parent else None,
-        rank=rank,
         used=parent.used if parent else 0,
     )
 
@@ -258,10 +253,8 @@ class Packing:
         if attempt.held:
             self.load(adapter)
             before = trainer.snapshot(adapter)
-            if attempt.rank is not None:
-                trainer.grow(adapter, attempt.rank, seed)
         elif alone is None:
-            trainer.open(adapter, seed, attempt.rank)
+            trainer.open(adapter, seed)
         else:
             trainer.restore(adapter, alone.read())
             self.taken.add(attempt.number)

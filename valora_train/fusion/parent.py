@@ -64,12 +64,6 @@ class Parent:
         return {name: alone.get(name, accuracy) for name, accuracy in self.flagged.items()}
 
     @property
-    def ranks(self) -> dict[str, int]:
-        """Ranks of the adapters that are kept; before adapters could grow, none was written."""
-        facts = self.result.get("adapters", {})
-        return {name: facts[name]["rank"] for name in self.kept if name in facts}
-
-    @property
     def domains(self) -> tuple[str, ...]:
         """The unchanged domains."""
         packed = (name for names in self.kept.values() for name in names)

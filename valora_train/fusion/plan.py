@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.strategies.base import Probes, Proposal, Strategy
 
-DEFAULT_RANK = 8
 MOST_ATTEMPTS = 100  # for each domain; a strategy that does not end is stopped
 
 
@@ -74,8 +73,6 @@ class FusionPlan:
         packed: Adapters of an earlier fusion with the domains that they hold, oldest first.
         unpacked: Domains of an earlier fusion that take no adapter.
         alone: What domains that an earlier fusion flagged reached alone.
-        ranks: Ranks of the adapters in `packed`; the default is `rank`.
-        rank: Rank of new adapters.
         used: Number of adapters that were ever named; new ones are numbered from there.
 
     Attributes:
@@ -94,16 +91,12 @@ class FusionPlan:
         packed: Mapping[str, tuple[str, ...]] | None = None,
         unpacked: Iterable[str] = (),
         alone: Mapping[str, float] | None = None,
-        ranks: Mapping[str, int] | None = None,
-        rank: int = DEFAULT_RANK,
         used: int = 0,
     ) -> None:
         self._requirements = dict(requirements)
         self._strategy = strategy
         self._head_only_allowed = head_only
         self._held = dict(packed or {})
-        self._rank = rank
-        self._ranks = {name: (ranks or {}).get(name, rank) for name in self._held}
         self._probes = probes or {}
         self._alone = dict(alone or {})
         self._inherited = frozenset(self._alone)
@@ -136,11 +129,6 @@ class FusionPlan:
         return dict(self._held)
 
     @property
-    def ranks(self) -> dict[str, int]:
-        """Rank of every adapter."""
-        return {name: self._ranks[name] for name in self._held}
-
-    @property
     def waiting(self) -> tuple[str, ...]:
         """Domains that are not placed yet, in the order of fusion."""
         return tuple(self._waiting)
@@ -163,7 +151,7 @@ class FusionPlan:
         return View(
             self.waiting, self.packing, tuple(self.decisions), self._probes, self._requirements,
             {name: self._floor(name) for name in self._requirements},
-            self.alone, self.ranks, self._rank, self._head_only_allowed,
+            self.alone, self._head_only_allowed,
         )  # fmt: skip
 
     def _floor(self, domain: str) -> float:
@@ -216,10 +204,6 @@ class FusionPlan:
                 f"wants to add ({asked}) to {where}: it must propose different domains that wait "
                 f"({', '.join(self._waiting) or 'none'}) or that another adapter holds"
             )
-        present = self._ranks[adapter] if adapter else self._rank
-        rank = None if proposal.rank == present else proposal.rank
-        if rank is not None and rank < (present if adapter else 1):
-            raise self._error(f"wants to shrink {where} from rank {present} to {rank}")
         if self._view().failed(proposal):
             raise self._error(
                 f"wants to try {asked} → {where} again: what failed may only be repeated after one "
@@ -234,7 +218,6 @@ class FusionPlan:
             adapter=adapter or f"adapter-{self.used + 1}",
             held=held,
             rehearse=self._strategy.rehearse and bool(held),
-            rank=rank,
             moved=moved,
         )
 
@@ -290,10 +273,7 @@ class FusionPlan:
             self._leave(name)
         if attempt.adapter not in self._held:
             self.used += 1
-            self._ranks[attempt.adapter] = self._rank
         self._held[attempt.adapter] = kept
-        if attempt.rank is not None:
-            self._ranks[attempt.adapter] = attempt.rank
         self._waiting = [name for name in self._waiting if name not in kept]
         for name in kept:
             self._reached[name] = decision.accuracy[name]

@@ -2,8 +2,7 @@
 
 What an attempt reaches is read from the table: the accuracies of the group that the adapter would
 then hold, trained together from scratch. That approximates attempts that go on from an adapter,
-and a domain that was left out of an attempt with several new ones is taken to leave no trace. The
-table knows one rank, so that growing an adapter changes nothing.
+and a domain that was left out of an attempt with several new ones is taken to leave no trace.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from valora_train.fusion.requirement import Requirement, dedicated_requirement
 from valora_train.fusion.strategies.base import Probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from valora_train.fusion.decision import AttemptDecision
     from valora_train.fusion.oracle import Measured, OracleTable
@@ -219,7 +218,7 @@ class Comparison:
 
 def compare(
     table: OracleTable,
-    strategies: Mapping[str, Callable[[int], Strategy]],
+    strategies: Mapping[str, Strategy],
     requirements: Sequence[Mapping[str, Requirement]],
     *,
     head_only: bool = True,
@@ -229,7 +228,7 @@ def compare(
 
     Args:
         table: A complete oracle table.
-        strategies: By name, what makes the strategy for a seed of the table.
+        strategies: The strategies, by name.
         requirements: The requirements to play; the seeds of the table take turns.
         head_only: Whether domains may take no adapter.
         order: Order of the domains, as `fusion.order`.
@@ -243,10 +242,9 @@ def compare(
         for asked, seed in zip(requirements, seeds, strict=True)
     ]
     found = {}
-    for name, make in strategies.items():
-        made = {seed: make(seed) for seed in table.seeds}
+    for name, strategy in strategies.items():
         played = [
-            replay(made[seed], table, asked, seed, head_only=head_only, order=order)
+            replay(strategy, table, asked, seed, head_only=head_only, order=order)
             for asked, seed in zip(requirements, seeds, strict=True)
         ]
         above = [one.adapters - least for one, least in zip(played, best, strict=True)]

@@ -160,7 +160,7 @@ def attempt_facts(attempt: Attempt, dedicated: str | None = None) -> dict[str, A
         "adapter": attempt.adapter,
         "held": list(attempt.held),
         "rehearse": attempt.rehearse,
-        "rank": attempt.rank,
+        "rank": None,  # in earlier versions, a strategy could raise it
         "dedicated": dedicated,
     }
 

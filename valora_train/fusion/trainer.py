@@ -149,32 +149,6 @@ class Trainer:
         """Names of the open adapters."""
         return tuple(self._open)
 
-    def grow(self, adapter: str, rank: int, seed: int) -> None:
-        """Raise the rank of an open adapter, which leaves what it computes as it is.
-
-        A gets fresh rows, and B as many columns of zeros, so that the new part of B·A is zero until
-        it is trained; the scaling stays.
-
-        Args:
-            adapter: Name of the adapter.
-            rank: Its new rank.
-            seed: Seed of the new rows of A.
-        """
-        state = self.snapshot(adapter)
-        self.close(adapter)
-        self.open(adapter, seed, rank)
-        for key, fresh in self._lmm.adapters.parameters(adapter).items():
-            padded = fresh.detach().cpu().clone()
-            mine = tuple(slice(size) for size in state[f"lora/{key}"].shape)
-            padded[mine] = state[f"lora/{key}"]
-            state[f"lora/{key}"] = padded
-            for name in [name for name in state if name.endswith(f"/{key}")]:
-                if name.startswith("optimizer/") and state[name].dim():  # not the step
-                    moments = torch.zeros_like(padded, dtype=state[name].dtype)
-                    moments[mine] = state[name]
-                    state[name] = moments
-        self.restore(adapter, state)
-
     def close(self, adapter: str) -> None:
         """Remove an adapter with its heads and its optimiser."""
         self._lmm.adapters.remove(adapter)

@@ -72,7 +72,7 @@ def tried(told: Told) -> str:
     if moved:
         text += f"; {joined(moved)} would leave the adapter" + ("s" if len(moved) > 1 else "")
         text += " that held " + ("them" if len(moved) > 1 else "it")
-    return text + (f"; rank {told['rank']}" if told["rank"] is not None else "")
+    return text
 
 
 def outcome_of(told: Told) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +133,7 @@ def report_strategies(
         console: The console to print to.
         run: The run to log to.
     """
-    made = {name: partial(make_strategy, name, table) for name in STRATEGIES}
+    made = {name: make_strategy(name) for name in STRATEGIES}
     found = compare(
         table,
         made,
@@ -208,11 +207,9 @@ def share_rows(
         cell = _share_cell(table, {seed: (one.packing, one.trained) for seed, one in best.items()})
         found["fewest (exact)"].append(cell)
         for name in STRATEGIES:
-            if name == "exact":
-                continue
             packed = {
                 seed: replay(
-                    make_strategy(name, table, seed), table, asked[seed], seed,
+                    make_strategy(name), table, asked[seed], seed,
                     head_only=fusion.head_only, order=fusion.order,
                 )
                 for seed in table.seeds

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from valora_data import shards
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.contract.bundle import read_bundle
-from valora_data.contract.files import expanded
 from valora_data.schema import Split
 from valora_train.fusion.earlier import Earlier
 from valora_train.fusion.facts import domain_facts, training_facts
@@ -123,10 +122,8 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     values = training_facts(settings) | {"fusion": as_dict(settings.fusion)}
     values["domains"] = [domain_facts(item.settings) | _contract_facts(item) for item in domains]
     # Where the fusion continues is an input; what becomes of its result is decided afterwards.
-    for key in ("parent", "unreachable", "oracle"):
+    for key in ("parent", "unreachable"):
         del values["fusion"][key]
-    if settings.fusion.oracle is not None:
-        inputs["oracle"] = digest(expanded(settings.fusion.oracle))
     del values["fusion"]["of_dedicated"]  # the domains' requirements follow from it
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
@@ -237,9 +234,8 @@ def build_fusion(
 
         def new_plan() -> FusionPlan:
             return make_plan(
-                settings.fusion, requirements, state.head_only, settings.train.seed, parent,
-                settings.train.lora.rank,
-            )  # fmt: skip
+                settings.fusion, requirements, state.head_only, settings.train.seed, parent
+            )
 
         plan = new_plan()
         history = _history(requirements, state, parent)

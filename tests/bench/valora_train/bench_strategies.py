@@ -17,7 +17,7 @@ from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.registry import make_strategy
 
-STRATEGIES = ("affinity", "joint", "repack:joint", "rehearsal")
+STRATEGIES = ("affinity", "joint", "rehearsal")
 STEPS, STEPS_PER_HELD = 450, 40
 REQUIRED, MARGIN = 0.95, 0.01
 NOISE = 0.006
@@ -53,9 +53,7 @@ def play(strategy: str, shelf: Shelf, count: int, seed: int) -> tuple[int, int, 
     apart = draw.random((count, count)) < shelf.apart
     loss[apart] += draw.uniform(0.02, 0.06, int(apart.sum()))
     names = {f"domain-{at:02}": at for at in range(count)}
-    plan = FusionPlan(
-        dict.fromkeys(names, Requirement(REQUIRED, MARGIN)), make_strategy(strategy, None)
-    )
+    plan = FusionPlan(dict.fromkeys(names, Requirement(REQUIRED, MARGIN)), make_strategy(strategy))
     steps = 0
     while (attempt := plan.next()) is not None:
         group = [names[name] for name in attempt.domains]

@@ -74,8 +74,7 @@ def test_tasks_are_fused_exported_and_extended(train):
     out = train(*everything, "task.only=[person,sign_count,change,sign_facts]")
     assert "rolled back" in out
     assert "of 4 domains at their requirement" in out
-    out = train(*everything, "task.only=[person,weather_caption]", "fusion.parent=bundles/shelf",
-                "fusion.strategy=grow")  # fmt: skip
+    out = train(*everything, "task.only=[person,weather_caption]", "fusion.parent=bundles/shelf")
     assert "of 2 domains at their requirement" in out
 
 

@@ -51,6 +51,6 @@ def test_a_strategy_of_another_package_packs(
 def test_an_unknown_strategy_is_refused_before_anything_is_done(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, tmp_path / "out", ("weather",))
     settings = replace(settings, fusion=replace(settings.fusion, strategy="best"))
-    with pytest.raises(SettingsError, match="choose one of affinity, best_fit, exact"):
+    with pytest.raises(SettingsError, match="choose one of affinity, first_fit, joint"):
         run(settings, Display(Console(quiet=True)))
     assert not (tmp_path / "out").exists()

@@ -192,6 +192,7 @@ def test_numbers(plain, place: str) -> None:
         ("train.optimizer", "adam", "bad setting train.optimizer='adam'"),
         ("train.stepz", 3, "bad setting train.stepz=3: .*did you mean steps"),
         ("command", "estimate", "command=estimate was removed: start the run"),
+        ("fusion.strategy", "exact", "fusion.strategy=exact was removed: fusion.strategy=affinity"),
         ("tracking.also", ["wandb"], "tracking was removed: MLflow has every run"),
         ("heads.nms_iou", 1.5, "heads.nms_iou must be at most 1"),
         ("heads.pooling", "best", "bad setting heads.pooling='best'"),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Self
+    from collections.abc import Sequence
 
     from valora_train.fusion.decision import AttemptDecision
-    from valora_train.fusion.oracle import OracleTable
     from valora_train.fusion.requirement import Requirement
 
 
@@ -46,12 +44,10 @@ class Proposal:
         new: Domains to train together into one adapter: waiting ones, or such that another adapter
             holds, which they leave if they keep what they must here.
         adapter: The open adapter that they join; None for a new one.
-        rank: Rank to which the adapter grows first, or of the new one; None to leave it.
     """
 
     new: tuple[str, ...]
     adapter: str | None = None
-    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +63,6 @@ class View:
         floors: Accuracy on validation that every domain must keep: its bar, or less if it is
             flagged.
         alone: What the domains reached alone that missed their bar even so; they are flagged.
-        ranks: Rank of every adapter.
-        rank: Rank of a new adapter.
         head_only: Whether a domain that gains nothing by an adapter takes none.
     """
 
@@ -79,8 +73,6 @@ class View:
     requirements: Mapping[str, Requirement]
     floors: Mapping[str, float]
     alone: Mapping[str, float]
-    ranks: Mapping[str, int]
-    rank: int
     head_only: bool
 
     def keeps(self, accuracy: Mapping[str, float]) -> bool:
@@ -88,14 +80,14 @@ class View:
         return all(value >= self.floors[name] for name, value in accuracy.items())
 
     def tries(self, proposal: Proposal) -> list[AttemptDecision]:
-        """Decisions on attempts at the same: same adapter, domains and rank."""
+        """Decisions on attempts at the same: same adapter and domains."""
         held = self.adapters.get(proposal.adapter or "", ())
         found = []
         for decision in self.history:
             attempt = decision.attempt
             same = attempt.adapter == proposal.adapter if proposal.adapter else not attempt.held
             domains = set(attempt.held) == set(held) and set(attempt.new) == set(proposal.new)
-            if same and domains and attempt.rank == proposal.rank:
+            if same and domains:
                 found.append(decision)
         return found
 
@@ -105,22 +97,6 @@ class View:
         A domain that was flagged since must keep less than before.
         """
         return any(not self.keeps(decision.accuracy) for decision in self.tries(proposal))
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Settings that some strategies need.
-
-    Attributes:
-        make_inner: Makes the strategy that one builds on: that after the colon in
-            ``repack:best_fit``, or the given one if none was named.
-        oracle: The oracle table of these domains, if there is one.
-        seed: Seed of the fusion.
-    """
-
-    make_inner: Callable[[str], Strategy]
-    oracle: OracleTable | None = None
-    seed: int = 0
 
 
 class Strategy:
@@ -135,16 +111,9 @@ class Strategy:
     Attributes:
         rehearse: Whether training on an adapter mixes in samples of the domains that it already
             holds, and also trains their heads.
-        builds_on: Whether the name of another strategy may follow after a colon.
     """
 
     rehearse: bool = False
-    builds_on: ClassVar[bool] = False
-
-    @classmethod
-    def create(cls, options: Options) -> Self:
-        """Make the strategy that the settings name."""
-        return cls()
 
     def propose(self, view: View) -> Proposal | None:
         """What to try next.
@@ -202,37 +171,6 @@ class Strategy:
             Keys of `adapters`; may be empty.
         """
         return list(adapters)
-
-
-class BuildsOn(Strategy):
-    """A strategy that changes what another one proposes: that after the colon in ``repack:joint``.
-
-    Args:
-        inner: The other strategy.
-    """
-
-    builds_on = True
-
-    def __init__(self, inner: Strategy) -> None:
-        self.inner = inner
-        self.rehearse = inner.rehearse
-
-    @classmethod
-    def create(cls, options: Options) -> Self:
-        """Build on the strategy of `options`, by default on `best_fit`."""
-        return cls(options.make_inner("best_fit"))
-
-
-def slack(view: View, adapter: str) -> float:
-    """The least that any domain of an adapter reaches above what it must keep.
-
-    It is as it was measured last; nothing for an adapter of an earlier fusion.
-    """
-    for decision in reversed(view.history):
-        if decision.attempt.adapter == adapter and decision.kept:
-            left = set(decision.kept) & set(view.adapters[adapter])
-            return min(decision.accuracy[name] - view.floors[name] for name in left)
-    return 0.0
 
 
 def shared_again(view: View) -> Proposal | None:

@@ -46,8 +46,7 @@ class Fusion(Method):
         without = {name: {"val": found["val"] or 0.0} for name, found in accuracy.items()}
         # A trial that was killed continues with the decisions in its folder.
         state = FusionState(bench.scratch, without, bench.inputs.settings.train.checkpoint_seconds)
-        rank = bench.inputs.settings.train.lora.rank
-        plan = make_plan(settings, requirements, state.head_only, trial.seed, None, rank)
+        plan = make_plan(settings, requirements, state.head_only, trial.seed, None)
         takes = trial.options.get(DEDICATED, False)
         dedicated = bench.dedicated(trial.domains, trial.seed) if takes else None
         packing = Packing(plan, trainer, state, trial.seed, Team(), None, dedicated)

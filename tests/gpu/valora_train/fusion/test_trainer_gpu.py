@@ -1,4 +1,4 @@
-"""What is restored on a GPU goes on there: after a rollback, from a file, with another rank."""
+"""What is restored on a GPU goes on there: after a rollback, and from a file."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_training_goes_on_after_a_rollback(random_llava, vision):
     assert again == pytest.approx(first, rel=1e-3)
 
 
-def test_training_goes_on_from_a_file_and_with_a_larger_rank(random_llava, tmp_path):
+def test_training_goes_on_from_a_file(random_llava, tmp_path):
     trainer, _ = make(random_llava, device="cuda")
     trainer.open("adapter-1", seed=3)
     train(trainer, "apple")
@@ -33,5 +33,3 @@ def test_training_goes_on_from_a_file_and_with_a_larger_rank(random_llava, tmp_p
     other, _ = make(random_llava, device="cuda")
     other.restore("adapter-1", load_file(tmp_path / "a.safetensors"))
     assert train(other, "sky", held=["apple"], rehearse=True)
-    other.grow("adapter-1", 8, seed=4)
-    assert train(other, "apple", held=["sky"], rehearse=True)

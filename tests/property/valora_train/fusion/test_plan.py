@@ -17,8 +17,7 @@ from valora_train.fusion.strategies.first_fit import FirstFit
 from valora_train.fusion.strategies.next_fit import NextFit
 from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
 
-# The built-in ones, `exact` apart, which knows the optimum.
-PLAYED = [*sorted(set(STRATEGIES) - {"exact"}), "repack:paper", "grow:affinity", "repack:joint"]
+PLAYED = sorted(STRATEGIES)
 
 
 class Oracle:
@@ -71,7 +70,7 @@ def test_plan_keeps_its_promises(problem, strategy, head_only, margin, data):
     count = len(required)
     # Terminates. One by one, at most every open adapter and a new one are tried for each domain;
     # and those that are out of reach may move once.
-    one_by_one = strategy in ("paper", "first_fit", "rehearsal", "best_fit")
+    one_by_one = strategy in ("paper", "first_fit", "rehearsal")
     assert len(plan.decisions) <= count * (count + 2) * (1 if one_by_one else 5)
     placed = [name for held in plan.packing.values() for name in held]
     assert len(placed) == len(set(placed)), "a domain in two adapters"

@@ -17,7 +17,7 @@ START = {"person": 0.5, "bicycle": 0.4, "vehicle": 0.3, "plate": 0.2}
 
 
 def decision(number, new, adapter, held, accuracy, verdict, below=(), kept=None, moved=()):
-    attempt = Attempt(number, tuple(new), adapter, tuple(held), True, None, tuple(moved))
+    attempt = Attempt(number, tuple(new), adapter, tuple(held), True, tuple(moved))
     kept = (() if verdict is BACK else attempt.domains) if kept is None else tuple(kept)
     return AttemptDecision(attempt, accuracy, verdict, tuple(below), "a reason", kept)
 

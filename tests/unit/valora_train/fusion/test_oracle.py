@@ -70,17 +70,6 @@ def test_identity_depends_on_what_the_table_is_made_of_not_on_progress():
     assert other.identity != before
 
 
-def test_a_table_of_other_data_is_refused():
-    table = partial_table()
-    table.require_same({"train": {"steps": 7}}, ["person", "vehicle"])
-    with pytest.raises(SettingsError, match=r"made of other data or settings \(train differ\)"):
-        table.require_same({"train": {"steps": 8}}, NAMES)
-    with pytest.raises(SettingsError, match=r"other data or settings \(base, train differ\)"):
-        table.require_same({"base": "x"}, NAMES)
-    with pytest.raises(SettingsError, match="knows no domain weather, only bicycle"):
-        table.require_same({"train": {"steps": 7}}, ["person", "weather"])
-
-
 def test_what_a_table_cannot_hold():
     table = partial_table()
     for reached in ({}, {"weather": Measured(0.5, 0.5)}):

@@ -34,7 +34,7 @@ class CountingTrainer:
     def adapters(self):
         return tuple(self.weights)
 
-    def open(self, adapter, seed, rank=None):
+    def open(self, adapter, seed):
         self.weights[adapter] = 0.0
         self.in_adapter[adapter] = []
 

@@ -8,7 +8,8 @@ from valora_train.errors import StrategyError
 from valora_train.fusion.decision import Attempt, Verdict
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
-from valora_train.fusion.strategies.base import Probe, Proposal, Strategy, slack
+from valora_train.fusion.strategies.affinity import slack
+from valora_train.fusion.strategies.base import Probe, Proposal, Strategy
 
 NAMES = ("a", "b", "c", "d")
 COMMITTED, ROLLED_BACK, UNREACHABLE = Verdict.COMMITTED, Verdict.ROLLED_BACK, Verdict.UNREACHABLE
@@ -140,22 +141,6 @@ def test_a_move_that_fails_leaves_everything_where_it_was():
     assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b", "c", "d")}
 
 
-def test_an_adapter_grows_when_the_attempt_is_committed():
-    plan = plan_of(
-        Proposal(("a",)), Proposal(("b",), "adapter-1", 16), Proposal(("c",), "adapter-1", 16),
-        Proposal(("d",), "adapter-1", 16), rank=8,
-    )  # fmt: skip
-    assert plan.next().rank is None
-    tell(plan, a=0.9)
-    assert plan.ranks == {"adapter-1": 8}
-    assert plan.next().name == "02 b → adapter-1 (rank 16)"
-    tell(plan, a=0.5, b=0.9)
-    assert plan.ranks == {"adapter-1": 8}
-    tell(plan, a=0.9, c=0.9)
-    assert plan.ranks == {"adapter-1": 16}
-    assert plan.next().rank is None  # it has that rank
-
-
 def test_training_that_diverges_says_so():
     plan = plan_of(Proposal(("a", "b")))
     decision = tell(plan, a=math.nan, b=math.nan)
@@ -171,7 +156,6 @@ def test_training_that_diverges_says_so():
         ([Proposal(("x",))], r"wants to add \(x\) to a new adapter: it must propose different"),
         ([Proposal(("a",), "adapter-2")], "wants to try 'adapter-2' for a, which is not among"),
         ([Proposal(("a",)), Proposal(("a",), "adapter-1")], r"wants to add \(a\) to adapter-1"),
-        ([Proposal(("a",)), Proposal(("b",), "adapter-1", 4)], "from rank 8 to 4"),
     ],
 )
 def test_what_no_strategy_may_propose(script, message):

@@ -1,6 +1,5 @@
 """The shipped oracle tables: of the default settings, complete, and what is claimed of them."""
 
-from functools import partial
 from itertools import product
 
 import pytest
@@ -59,7 +58,7 @@ def test_the_default_strategy_finds_the_fewest_adapters(task):
     names = (fusion.strategy, "first_fit", "paper")
     found = compare(
         table,
-        {name: partial(make_strategy, name, table) for name in names},
+        {name: make_strategy(name) for name in names},
         list(random_requirements(table, 120, 0)),
         head_only=fusion.head_only,
         order=fusion.order,
@@ -101,7 +100,7 @@ def test_every_domain_keeps_its_share_wherever_it_is_packed(task):
     table = finished_table(settings)
     for share, seed in product(settings.oracle.shares, table.seeds):
         asked = share_requirements(table, share, seed)
-        played = replay(make_strategy(settings.fusion.strategy, table), table, asked, seed)
+        played = replay(make_strategy(settings.fusion.strategy), table, asked, seed)
         reached = served(table, played.packing.values(), played.trained.values(), seed)
         for name in asked:
             assert reached[name].val >= share * table.reached(seed, [name])[name].val

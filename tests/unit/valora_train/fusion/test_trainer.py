@@ -1,6 +1,5 @@
 """Training: rollback bit for bit, nothing else moved, same seed same weights, it learns."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -523,65 +522,6 @@ def test_a_head_alone_reads_samples_that_are_evenly_taken(random_llava, monkeypa
     )
     assert trainer.train_head_only("sky", 3) is not None
     assert [next(n for n, one in enumerate(inputs) if one is item) for item in read] == list(rows)
-
-
-def products(trainer, lmm, adapter):
-    """Scaling · B · A of every layer, the function of a LoRA adapter."""
-    weights = lmm.adapters.parameters(adapter)
-    layers = {key.removesuffix(".lora_A") for key in weights if key.endswith(".lora_A")}
-    scaling = {
-        module.scaling[adapter] for module in lmm.model.modules() if hasattr(module, "lora_alpha")
-    }
-    assert len(scaling) == 1
-    times = scaling.pop()
-    return {
-        key: times * weights[f"{key}.lora_B"].detach() @ weights[f"{key}.lora_A"].detach()
-        for key in layers
-    }
-
-
-@pytest.mark.parametrize("rslora", [False, True])
-def test_growing_leaves_the_function_as_it_is(random_llava, tmp_path, rslora):
-    trainer, lmm = make(random_llava)
-    lmm.adapters._lora = LoraSettings(rank=4, alpha=6, rslora=rslora)
-    trainer.open("adapter-1", seed=3)
-    train(trainer, "apple")
-    before, state = products(trainer, lmm, "adapter-1"), trainer.snapshot("adapter-1")
-    head, inputs = trainer.heads("adapter-1")["apple"], trainer._data["apple"].inputs
-    outputs = trainer._outputs(trainer.task("apple"), head, inputs).detach()
-    trainer.grow("adapter-1", 8, seed=7)
-    for key, value in lmm.adapters.parameters("adapter-1").items():
-        old = state[f"lora/{key}"]
-        if key.endswith("lora_A"):
-            assert value.shape == (8, old.shape[1])
-            assert torch.equal(value[:4], old) and value[4:].abs().sum() > 0
-        else:
-            assert value.shape == (old.shape[0], 8)
-            assert torch.equal(value[:, :4], old) and not value[:, 4:].any()
-    after = products(trainer, lmm, "adapter-1")
-    assert before.keys() == after.keys() and before
-    assert all(torch.allclose(before[key], after[key], atol=1e-7) for key in before)
-    head = trainer.heads("adapter-1")["apple"]
-    again = trainer._outputs(trainer.task("apple"), head, inputs).detach()
-    assert torch.allclose(again, outputs, atol=1e-5)
-    grown = trainer.snapshot("adapter-1")
-    moments = [key for key in grown if key.startswith("optimizer/exp_avg/") and "lora_B" in key]
-    assert moments and all(not grown[key][:, 4:].any() for key in moments)
-    assert all(torch.equal(grown[key][:, :4], state[key]) for key in moments)
-    # The new rows learn; rolling back restores the old rank, and going on the new one.
-    train(trainer, "sky", held=["apple"], rehearse=True)
-    learnt = trainer.snapshot("adapter-1")
-    assert any(learnt[key][:, 4:].any() for key in learnt if key.endswith("lora_B"))
-    trainer.restore("adapter-1", state)
-    assert same(trainer.snapshot("adapter-1"), state)
-    trainer.restore("adapter-1", grown)
-    train(trainer, "sky", held=["apple"], rehearse=True)
-    assert same(trainer.snapshot("adapter-1"), learnt)
-    # Plain PEFT finds rank and scaling in the adapter's file.
-    lmm.adapters.save("adapter-1", tmp_path, "base")
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert config["r"] == 8
-    assert config["lora_alpha"] == pytest.approx(6 * 2**0.5 if rslora else 12)
 
 
 def test_adapters_of_another_rank_have_the_scaling_of_the_settings(random_llava):

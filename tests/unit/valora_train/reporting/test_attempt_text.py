@@ -127,7 +127,7 @@ def test_a_training_that_diverged_says_so():
     assert "| **person** | new | 0.500 | – | – | 0.920 | – |" in attempt_page(bad)
 
 
-@pytest.mark.parametrize("strategy", ["paper", "first_fit", "best_fit", "repack", "joint"])
+@pytest.mark.parametrize("strategy", ["paper", "first_fit", "affinity", "joint"])
 @pytest.mark.parametrize("seed", range(12))
 def test_texts_hold_for_whatever_a_strategy_does(strategy, seed):
     """Every page agrees with the plan itself, whatever accuracies come out."""

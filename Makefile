@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRAIN := $(BIN)/valora-train task=$(TASK) $(ARGS)
-BASE := $(BIN)/python -m valora_train.base_model.pretrain --out data/valora_data/tiny
+BASE := $(BIN)/python -m tests.bench.base_models.pretrain --out data/valora_data/tiny
 
 # The first Python that we support.
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.13 python3.11 python3.14 python3,$(shell \

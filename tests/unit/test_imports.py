@@ -129,13 +129,6 @@ def test_the_server_knows_no_engine_and_no_model():
             assert parts <= SERVER_MAY, f"{module} imports {parts - SERVER_MAY}"
 
 
-def test_nothing_imports_how_the_base_model_was_made():
-    inside = "valora_train.base_model"
-    for module in modules():
-        if not module.startswith(inside):
-            assert not any(name.startswith(inside) for name in ours(module)), module
-
-
 @pytest.mark.parametrize(
     "start",
     [

@@ -105,7 +105,7 @@ class RecordDrawer:
     are not.
 
     Args:
-        tokenizer: Tokenizer of `valora_train.base_model.data.build_tokenizer`.
+        tokenizer: Tokenizer of `tests.bench.base_models.data.build_tokenizer`.
         seed: Seed of documents and questions.
         device: Device that draws.
     """

@@ -152,7 +152,7 @@ class Checkpoint:
     """A checkpoint with its processor and detection head, computed in float32.
 
     Args:
-        folder: Folder that `valora_train.base_model.pretrain` wrote.
+        folder: Folder that `tests.bench.base_models.pretrain` wrote.
         device: Device to compute on; a GPU by default if there is one.
     """
 

@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.bench.base_models.data import build_processor
+from tests.bench.base_models.pretrain import Pretraining, load
+from tests.bench.base_models.records import LENGTHS, Curriculum, RecordDrawer
 from valora_data.sources.documents.records import LINKED_WORDINGS, VALUES, WORDINGS
-from valora_train.base_model.data import build_processor
-from valora_train.base_model.pretrain import Pretraining, load
-from valora_train.base_model.records import LENGTHS, Curriculum, RecordDrawer
 
 TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
 CPU = torch.device("cpu")

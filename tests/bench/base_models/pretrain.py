@@ -10,9 +10,9 @@ checkpoint (`--start`).
 The checkpoint is written at the end; an interrupted training continues where it was a minute
 before, when the same command is given again.
 
-    python -m valora_train.base_model.pretrain --out data/valora_data/tiny
-    python -m valora_train.base_model.pretrain --start data/valora_data/tiny --legs 4 5
-    python -m valora_train.base_model.pretrain --evaluate
+    python -m tests.bench.base_models.pretrain --out data/valora_data/tiny
+    python -m tests.bench.base_models.pretrain --start data/valora_data/tiny --legs 4 5
+    python -m tests.bench.base_models.pretrain --evaluate
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.ops import generalized_box_iou_loss
 
-from valora_data.contract.boxes import cell_centres, decode, encode
-from valora_data.cpu import usable_cores
-from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE
-from valora_data.sources.generic.shapes import SHAPES
-from valora_train.base_model.data import (
+from tests.bench.base_models.data import (
     BUCKETS,
     LOGGED,
     PATCH,
@@ -55,17 +51,22 @@ from valora_train.base_model.data import (
     build_processor,
     domain_tokens,
 )
-from valora_train.base_model.lookup import LookupTutor
-from valora_train.base_model.records import LENGTHS, Curriculum, RecordBatch, RecordDrawer
-from valora_train.base_model.retention import Retention
+from tests.bench.base_models.lookup import LookupTutor
+from tests.bench.base_models.records import LENGTHS, Curriculum, RecordBatch, RecordDrawer
+from tests.bench.base_models.retention import Retention
+from valora_data.contract.boxes import cell_centres, decode, encode
+from valora_data.cpu import usable_cores
+from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE
+from valora_data.sources.generic.shapes import SHAPES
 
 GRID = (SIZE // PATCH, SIZE // PATCH)
-HIDDEN = 192
+WIDTH, LAYERS = 192, 4
+"""Shape of valora-tiny, of both towers."""
 REACH = 0.75
 """Largest distance, in cells, between the centres of a cell and of a box that it predicts."""
 
 
-def build_model(processor: Any) -> Any:
+def build_model(processor: Any, width: int = WIDTH, layers: int = LAYERS) -> Any:
     """A `LlavaForConditionalGeneration` with fresh weights that matches the processor."""
     from transformers import (
         CLIPVisionConfig,
@@ -78,19 +79,19 @@ def build_model(processor: Any) -> Any:
     vision = CLIPVisionConfig(
         image_size=SIZE,
         patch_size=PATCH,
-        hidden_size=HIDDEN,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        projection_dim=HIDDEN,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 48,
+        projection_dim=width,
     )
     text = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        hidden_size=width,
+        intermediate_size=8 * width // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 48,
+        num_key_value_heads=width // 48,
         max_position_embeddings=2048,
         bos_token_id=ids["<s>"],
         eos_token_id=ids["</s>"],
@@ -112,10 +113,10 @@ def build_model(processor: Any) -> Any:
 class PretrainingHead(nn.Module):
     """Linear layers on every visual token: objectness and a box, encoded as in `contract.boxes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.objectness = nn.Linear(HIDDEN, 1)
-        self.box = nn.Linear(HIDDEN, 4)
+        self.objectness = nn.Linear(width, 1)
+        self.box = nn.Linear(width, 4)
         nn.init.constant_(self.objectness.bias, -3.0)  # few cells hold something
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,11 +187,11 @@ class Tutor(nn.Module):
     loss, the vision tower learns from a few answer tokens per image and several times slower.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.detection = PretrainingHead()
+        self.detection = PretrainingHead(width)
         self.kinds = [len(SHAPES), len(COLORS), len(PATTERNS)]
-        self.naming = nn.Linear(HIDDEN, sum(self.kinds))
+        self.naming = nn.Linear(width, sum(self.kinds))
 
     def forward(self, features: Tensor, things: Tensor, n_things: Tensor) -> Tensor:
         """Loss of features (u, cells, 192) for the objects of each image (see `Chunk.things`)."""
@@ -305,7 +306,7 @@ class Pretraining:
         self.names = [*LOGGED, *LENGTHS, "linked"]
         self.right = torch.zeros(len(self.names), device=device)
         self.asked = torch.zeros(len(self.names), device=device)
-        self.tutor = Tutor().to(device)
+        self.tutor = Tutor(model.config.text_config.hidden_size).to(device)
         self.lookup = LookupTutor(model.model.language_model)
         self.losses = torch.zeros(5, device=device)
         self.retention: Retention | None = None
@@ -468,8 +469,9 @@ def load(folder: Path) -> tuple[Any, PretrainingHead, Any]:
     """Load model, detection head and processor of a checkpoint in float32, for training."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    head = PretrainingHead()
-    head.load_state_dict(load_file(folder / "detection_head.safetensors"))
+    weights = load_file(folder / "detection_head.safetensors")
+    head = PretrainingHead(weights["box.weight"].shape[1])
+    head.load_state_dict(weights)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     return model, head, AutoProcessor.from_pretrained(folder)
 
@@ -567,7 +569,12 @@ class Unfinished:
 
 
 def train(
-    out: Path, legs: Sequence[Leg], workers: int, unfinished: Path, start_from: Path | None = None
+    out: Path,
+    legs: Sequence[Leg],
+    workers: int,
+    unfinished: Path,
+    start_from: Path | None = None,
+    shape: tuple[int, int] = (WIDTH, LAYERS),
 ) -> None:
     """Pretrain, and write the checkpoint at the end.
 
@@ -577,11 +584,13 @@ def train(
         workers: Number of processes that draw scenes.
         unfinished: File that keeps the state of an unfinished training, every minute.
         start_from: Checkpoint to start from, with a new schedule; None for fresh weights.
+        shape: Width and layers of both towers, for fresh weights.
 
     Raises:
         SystemExit: `unfinished` is of another training, or damaged.
     """
-    plan = {"legs": [dataclasses.asdict(leg) for leg in legs], "start": str(start_from or "")}
+    plan = {"legs": [dataclasses.asdict(leg) for leg in legs], "start": str(start_from or ""),
+            "shape": list(shape)}  # fmt: skip
     plan = json.loads(json.dumps(plan))  # as it comes back from the file
     kept = Unfinished(unfinished, plan)
     state = kept.read()
@@ -590,7 +599,7 @@ def train(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if start_from is None:
         processor = build_processor()
-        model, head = build_model(processor), PretrainingHead()
+        model, head = build_model(processor, *shape), PretrainingHead(shape[0])
     else:
         model, head, processor = load(start_from)
     before = json.loads((start_from / "figures.json").read_text()) if start_from else {}
@@ -609,7 +618,7 @@ def train(
             "date": datetime.now(UTC).date().isoformat(),
             "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
             "torch": torch.__version__.split("+")[0],
-            "command": f"python -m valora_train.base_model.pretrain {leg.options}"
+            "command": f"python -m tests.bench.base_models.pretrain {leg.options}"
             + (" --start" if start_from or number else ""),
             "minutes": leg.minutes,
             **counted,
@@ -714,6 +723,8 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, help="train one leg of this length instead of the recipe"
     )
+    parser.add_argument("--width", type=int, default=WIDTH, help="a multiple of 48")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of both towers")
     parser.add_argument("--batch", type=int, default=768)
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--workers", type=int, default=max(1, usable_cores() - 2))
@@ -739,6 +750,8 @@ def main() -> None:
     parser.add_argument("--evaluate", action="store_true", help="evaluate without training")
     parser.add_argument("--questions", type=int, default=600, help="held-out questions per ability")
     args = parser.parse_args()
+    if args.width % 48 or args.width < 48 or args.layers < 1:
+        parser.error("--width must be a multiple of 48, and --layers at least 1")
     if not 0 <= args.reading < 1:
         parser.error(f"--reading is {args.reading:g}: give a share from 0 to below 1")
     if args.retain and args.start is None:
@@ -753,11 +766,12 @@ def main() -> None:
                 ),
             )  # fmt: skip
         try:
-            train(args.out, legs, args.workers, args.unfinished, args.start)
+            shape = (args.width, args.layers)
+            train(args.out, legs, args.workers, args.unfinished, args.start, shape)
         except KeyboardInterrupt:
             print("interrupted: the same command continues", file=sys.stderr)
             sys.exit(130)
-    from valora_train.base_model.evaluation import evaluate
+    from tests.bench.base_models.evaluation import evaluate
 
     evaluate(args.out, args.questions)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from valora_train.base_model.records import RecordBatch
+    from tests.bench.base_models.records import RecordBatch
 
 LETTERS, ATTRIBUTES = 0, 1
 """Heads that look for letters and for attributes, in the first two layers."""
@@ -73,7 +73,7 @@ class LookupTutor:
 
         Args:
             start: (b, turns) int64, position of each answer; 0 for none.
-            look: (b, turns, 2) int64, as in `valora_train.base_model.data.Chunk`.
+            look: (b, turns, 2) int64, as in `tests.bench.base_models.data.Chunk`.
         """
         place = (start - 1).clamp_min(0)
         shape, thing = look.unbind(-1)

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import torch
 
-from valora_train.base_model.data import SampleMaker, build_processor
-from valora_train.base_model.lookup import ATTRIBUTES, FINDER, LETTERS, LookupTutor
-from valora_train.base_model.pretrain import load
-from valora_train.base_model.records import RecordDrawer
+from tests.bench.base_models.data import SampleMaker, build_processor
+from tests.bench.base_models.lookup import ATTRIBUTES, FINDER, LETTERS, LookupTutor
+from tests.bench.base_models.pretrain import load
+from tests.bench.base_models.records import RecordDrawer
 
 TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
 CPU = torch.device("cpu")

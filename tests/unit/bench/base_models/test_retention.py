@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from valora_train.base_model import pretrain
-from valora_train.base_model.data import SampleMaker, build_processor
-from valora_train.base_model.pretrain import GRID, Batch, Pretraining, load
-from valora_train.base_model.retention import Retention
+from tests.bench.base_models import pretrain
+from tests.bench.base_models.data import SampleMaker, build_processor
+from tests.bench.base_models.pretrain import GRID, Batch, Pretraining, load
+from tests.bench.base_models.retention import Retention
 
 TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
 CPU = torch.device("cpu")

@@ -12,16 +12,8 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from valora_data.sources.generic.scenes import (
-    COLORS,
-    DOMAIN_WORDS,
-    PATTERNS,
-    TRAINING_SEEDS,
-    draw_scene,
-)
-from valora_data.sources.generic.shapes import SHAPES
-from valora_train.base_model import pretrain
-from valora_train.base_model.data import (
+from tests.bench.base_models import pretrain
+from tests.bench.base_models.data import (
     BUCKETS,
     CHUNK,
     LOGGED,
@@ -33,7 +25,7 @@ from valora_train.base_model.data import (
     build_processor,
     domain_tokens,
 )
-from valora_train.base_model.evaluation import (
+from tests.bench.base_models.evaluation import (
     NOVEL_SEEDS,
     TEST_SEEDS,
     THRESHOLD_SEEDS,
@@ -47,7 +39,7 @@ from valora_train.base_model.evaluation import (
     questions,
     record_questions,
 )
-from valora_train.base_model.pretrain import (
+from tests.bench.base_models.pretrain import (
     GRID,
     Batch,
     Pretraining,
@@ -57,6 +49,14 @@ from valora_train.base_model.pretrain import (
     load,
     schedule,
 )
+from valora_data.sources.generic.scenes import (
+    COLORS,
+    DOMAIN_WORDS,
+    PATTERNS,
+    TRAINING_SEEDS,
+    draw_scene,
+)
+from valora_data.sources.generic.shapes import SHAPES
 
 TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
 KINDS = [list(SHAPES), list(COLORS), PATTERNS]

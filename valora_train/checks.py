@@ -19,7 +19,6 @@ from valora_data.contract import quantized
 from valora_data.contract.base_model import TINY, base_folder
 from valora_data.contract.files import expanded
 from valora_data.identity import hub_commit
-from valora_data.schema import Task
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS
 from valora_train.errors import SettingsError
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from valora_teachers.base import TeacherKind
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
 
-FUSING = ("fuse", "export", "oracle", "compare", "baselines")
+FUSING = ("fuse", "export", "oracle", "compare")
 """Commands that need the base model."""
 RANKS = (4, 8, 16, 32, 64, 128, 256)
 NAME = re.compile(r"[\w][\w.@+-]{0,99}")
@@ -496,30 +495,6 @@ def _check_context(settings: Settings) -> None:
         )
 
 
-def _check_baselines(settings: Settings) -> None:
-    """Check that there are documents, and known ways to answer about them."""
-    from valora_train.trials.contexts import METHODS
-
-    for domain in settings.chosen():
-        if domain.task is not Task.CONTEXT:
-            raise SettingsError(
-                f"command=baselines compares ways to answer about documents, but domain "
-                f"{domain.name} is of task {domain.task}: choose task=context"
-            )
-    for name in settings.baselines.methods:
-        if name not in METHODS:
-            raise SettingsError(
-                f"baselines.methods: unknown way {name!r}, choose from {', '.join(METHODS)}"
-            )
-        if len(settings.chosen()) < METHODS[name].documents:
-            raise SettingsError(
-                f"baselines.methods: {name} needs {METHODS[name].documents} documents, as each is "
-                "answered by what was learnt from others: choose more, or leave it out"
-            )
-    if not settings.baselines.tokens:
-        raise SettingsError("baselines.tokens is empty: name sizes of memories, such as [32, 64]")
-
-
 def check_with_libraries(settings: Settings) -> None:
     """Check what only torch and the extensions can tell.
 
@@ -535,8 +510,6 @@ def check_with_libraries(settings: Settings) -> None:
     from valora_train.tasks.registry import check_options
 
     check_options(settings.heads)
-    if settings.command == "baselines":
-        _check_baselines(settings)
     for domain in settings.chosen():
         teacher = domain.taught_by or settings.teacher
         if domain.teacher != LABELS:

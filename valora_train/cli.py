@@ -97,8 +97,6 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
             pipeline.oracle(domains)
         if settings.command == "compare":
             pipeline.compare(domains)
-        if settings.command == "baselines":
-            pipeline.baselines(domains)
         if not fuses:
             return {}
         pipeline.memorise(domains)
@@ -357,26 +355,6 @@ class _Pipeline:
             run.log_file(str(folder / compare.PICTURE))
             run.log_file(str(folder / compare.COMPARISON))
         display.note("compare", f"{folder}/{compare.TABLE}, in MLflow: {run.link}")
-
-    def baselines(self, domains: list[DomainInputs]) -> None:
-        """Measure ways to answer about documents, and show them in one table."""
-        from valora_train.reporting.baseline_table import COLUMNS, baseline_rows
-        from valora_train.reporting.oracle_report import print_table
-        from valora_train.stages import baselines
-        from valora_train.trials.contexts import METHODS, REFERENCE
-
-        settings, display = self._settings, self._display
-        stage = baselines.baseline_stage(settings, domains)
-        with _study(settings, "baselines", "baselines", stage.key, settings.baselines) as run:
-            folder = self._run_stage(
-                stage,
-                lambda folder, _: baselines.build_baselines(settings, domains, folder, display),
-            )
-            rows = baseline_rows(baselines.read_baselines(folder), METHODS, REFERENCE)
-            print_table(display.console, "Ways to answer about documents", COLUMNS, rows)
-            run.log_table(COLUMNS, rows, "baselines")
-            run.log_file(str(folder / baselines.RESULTS))
-        display.note("baselines", f"{folder}/{baselines.TABLE}, in MLflow: {run.link}")
 
     def export(
         self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]

@@ -8,6 +8,9 @@ from valora_train.errors import SettingsError
 
 SUCCESSORS = {
     r"command=estimate": "start the run, which says after some steps how long attempts take",
+    r"(?:command=baselines|baselines\.\w+(?==))": (
+        "run python -m tests.bench.valora_train.bench_context_ways in a checkout (docs/context.md)"
+    ),
     r"tracking(\.also)?(?==)": "MLflow has every run, and other trackers can copy it from there",
     r"hydra/sweeper=optuna": "let a search of your own read what jobs return (docs/factory.md)",
     r"fusion\.oracle(?==)": "command=oracle says which groups are the fewest, and none trains them",

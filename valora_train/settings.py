@@ -538,19 +538,6 @@ class CompareSettings:
 
 
 @dataclass(frozen=True)
-class BaselineSettings:
-    """Which ways to answer about documents `command=baselines` measures.
-
-    Attributes:
-        methods: Names of `valora_train.trials.contexts.METHODS`; empty for all.
-        tokens: Sizes of memories, and of what is retrieved, in tokens.
-    """
-
-    methods: list[str] = field(default_factory=list)
-    tokens: list[Count] = field(default_factory=lambda: [16, 32, 64, 128])
-
-
-@dataclass(frozen=True)
 class PushSettings:
     """Where `command=push` uploads a bundle.
 
@@ -588,9 +575,8 @@ class Settings:
 
     Attributes:
         command: The last stage to run: `teach`, `distill`, `fuse` or `export`; or `oracle`, which
-            trains every group of the domains; `compare`, which trains other ways to serve them;
-            `baselines`, which measures ways to answer about documents; or `push`, which uploads
-            the bundle.
+            trains every group of the domains; `compare`, which trains other ways to serve them; or
+            `push`, which uploads the bundle.
         processes: Domains that are prepared side by side (data, small models, labels), each in a
             process of its own; 0 for as many as there are cores, at most four, and for one domain
             after the other beside a GPU.
@@ -606,14 +592,11 @@ class Settings:
         train: Training of adapters.
         oracle: What `command=oracle` trains.
         compare: What `command=compare` trains.
-        baselines: What `command=baselines` measures.
         push: Where `command=push` uploads a bundle.
         paths: Folders of outputs.
     """
 
-    command: Literal[
-        "teach", "distill", "fuse", "export", "oracle", "compare", "baselines", "push"
-    ] = "export"
+    command: Literal["teach", "distill", "fuse", "export", "oracle", "compare", "push"] = "export"
     processes: Whole = 1
     task: TaskSettings = field(default_factory=TaskSettings)
     shelf: str | None = None
@@ -626,7 +609,6 @@ class Settings:
     train: TrainSettings = field(default_factory=TrainSettings)
     oracle: OracleSettings = field(default_factory=OracleSettings)
     compare: CompareSettings = field(default_factory=CompareSettings)
-    baselines: BaselineSettings = field(default_factory=BaselineSettings)
     push: PushSettings = field(default_factory=PushSettings)
     paths: PathSettings = field(default_factory=PathSettings)
 

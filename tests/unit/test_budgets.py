@@ -10,17 +10,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 20_746,
+    "valora_train": 20_047,
     "data/valora_data": 17_180,
     "teachers/valora_teachers": 2_981,
     "kernels/valora_kernels": 6_300,
     "valora_serve": 40_657,
-    "tests/*/valora_train": 11_126,
+    "tests/*/valora_train": 10_920,
     "tests/*/valora_data": 6_349,
     "tests/*/valora_teachers": 1_531,
     "tests/*/valora_kernels": 2_385,
     "tests/*/valora_serve": 28_687,
-    BENCH: 8_315,
+    BENCH: 8_990,
 }
 
 

@@ -1,40 +1,45 @@
-"""Stage `baselines`: ways to answer about documents, trained and measured side by side.
+"""Ways to answer about documents, trained and measured side by side on the same questions.
 
-Output: `baselines.json` (each answer with whether it is right, by way and size) and
-`baselines.md` (the table). What is measured is kept, so an interrupted stage continues with the
-next way.
+`python -m tests.bench.valora_train.bench_context_ways --tokens 32 -- task.only=[ledger_1,ledger_2]`
+reads the settings of `valora-train task=context`. What is measured is kept in `.valora/`, so that
+an interrupted comparison continues with the next way; the table is in `ways.md` beside it.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from rich.table import Table
+
+from tests.bench.valora_train.context_table import COLUMNS, rows_of
+from tests.bench.valora_train.context_ways import METHODS, REFERENCE, Reader
 from valora_data import shards
 from valora_data.contract.base_model import base_hash, processor_hash
-from valora_data.schema import Split
+from valora_data.errors import ValoraError
+from valora_data.schema import Split, Task
+from valora_train import cli
+from valora_train.checks import check, check_with_libraries
+from valora_train.configuration import from_config
+from valora_train.errors import SettingsError
 from valora_train.fusion.facts import domain_facts, training_facts
 from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
 from valora_train.model.lmm import Lmm
-from valora_train.reporting.baseline_table import COLUMNS, baseline_rows
+from valora_train.model.team import Team
+from valora_train.reporting.progress import Display
 from valora_train.reporting.text import markdown_table
-from valora_train.settings import as_dict
+from valora_train.settings import Settings
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT
-from valora_train.trials.contexts import METHODS, REFERENCE, Reader
+from valora_train.stages.fuse import DomainInputs
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from valora_data.schema import Sample
-    from valora_train.fusion.samples import DomainData
-    from valora_train.reporting.progress import Display
-    from valora_train.settings import Settings
-    from valora_train.stages.fuse import DomainInputs
-
-RESULTS = "baselines.json"
-TABLE = "baselines.md"
+RESULTS, TABLE = "ways.json", "ways.md"
 
 
 @dataclass(frozen=True)
@@ -58,78 +63,113 @@ class Measured:
     seconds: float
 
 
-def asked_for(settings: Settings) -> list[tuple[str, int]]:
-    """The ways and sizes to measure; the one that others are compared with comes first."""
-    count = len(settings.chosen())
-    names = settings.baselines.methods or [
-        name for name, way in METHODS.items() if way.documents <= count
-    ]
+def asked_for(
+    settings: Settings, methods: Sequence[str], tokens: Sequence[int]
+) -> list[tuple[str, int]]:
+    """The ways and sizes to measure; the one that others are compared with comes first.
+
+    Raises:
+        SettingsError: A domain is no document, or a way needs more documents.
+    """
+    domains = settings.chosen()
+    for domain in domains:
+        if domain.task is not Task.CONTEXT:
+            raise SettingsError(f"domain {domain.name} is of task {domain.task}, not of context")
+    for name in methods:
+        if len(domains) < METHODS[name].documents:
+            raise SettingsError(f"{name} needs {METHODS[name].documents} documents: choose more")
+    names = methods or [name for name in METHODS if METHODS[name].documents <= len(domains)]
     names = [REFERENCE, *(name for name in names if name != REFERENCE)]
-    return [
-        (name, size)
-        for name in names
-        for size in (settings.baselines.tokens if METHODS[name].sized else [0])
-    ]
+    return [(name, size) for name in names for size in (tokens if METHODS[name].sized else [0])]
 
 
-def baseline_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
+def stage_of(
+    settings: Settings, domains: Sequence[DomainInputs], asked: Sequence[tuple[str, int]]
+) -> Stage:
     """The stage that compares ways to answer about the documents."""
-    inputs = {
-        "base": base_hash(settings.model.id),
-        "processor": processor_hash(settings.model.id),
-    }
+    base = settings.model.id
+    inputs = {"base": base_hash(base), "processor": processor_hash(base)}
     for item in domains:
         inputs[f"{item.settings.name}/taught"] = digest(item.distilled / TAUGHT)
         inputs[f"{item.settings.name}/test"] = digest(item.data / Split.TEST)
-    values: dict[str, Any] = training_facts(settings) | {"baselines": as_dict(settings.baselines)}
+    values: dict[str, Any] = training_facts(settings) | {"asked": [list(one) for one in asked]}
     values["domains"] = [domain_facts(item.settings) for item in domains]
-    return Stage(f"baselines-{settings.task.name}", 1, values, inputs, resumable=True)
+    return Stage(f"ways-{settings.task.name}", 1, values, inputs, resumable=True)
 
 
-def build_baselines(
-    settings: Settings, domains: Sequence[DomainInputs], folder: Path, display: Display
+def measure(
+    settings: Settings,
+    domains: Sequence[DomainInputs],
+    asked: Sequence[tuple[str, int]],
+    folder: Path,
+    display: Display,
 ) -> None:
     """Measure what is missing, and write the table into the stage's folder."""
     make_deterministic(settings.train.threads)
-    found = read_baselines(folder) if (folder / RESULTS).is_file() else []
+    found = read(folder) if (folder / RESULTS).is_file() else []
     done = {(one.method, one.size) for one in found}
-    with display.work("baselines", "loading the base model"):
-        lmm = Lmm(settings.model, settings.train.lora)
-    data = _load(settings, domains, lmm, display)
-    asked = asked_for(settings)
+    lmm = Lmm(settings.model, settings.train.lora)
+    inputs = {item.settings.name: item for item in domains}
+
+    def load(name: str) -> Any:
+        item = inputs[name]
+
+        def samples(part: str) -> list[Any]:
+            place = (item.distilled if part == TAUGHT else item.data) / part
+            return shards.read(intact(place))
+
+        return load_domain(settings, item.settings, 1.0, lmm, samples)
+
+    data = LazyMapping(inputs, load)
     Reader(settings, lmm, data, lambda *_: None).check(max(size for _, size in asked))
     for name, size in asked:
         if (name, size) in done:
             continue
         title = METHODS[name].title + (f", {size} tokens" if size else "")
-        with display.work("baselines", title) as on_step:
+        with display.work("ways", title) as on_step:
             answered = METHODS[name].run(Reader(settings, lmm, data, on_step), size)
         found.append(Measured(name, size, **asdict(answered)))
         write_json(folder / RESULTS, [asdict(one) for one in found])
-        (row,) = baseline_rows(found[-1:], METHODS, REFERENCE)
-        display.note("baselines", f"{title}: {row[COLUMNS.index('accuracy (95 %)')]}")
-    rows = baseline_rows(found, METHODS, REFERENCE)
+        (row,) = rows_of(found[-1:], METHODS, REFERENCE)
+        display.note("ways", f"{title}: {row[COLUMNS.index('accuracy (95 %)')]}")
+    rows = rows_of(found, METHODS, REFERENCE)
     (folder / TABLE).write_text("\n".join(markdown_table(COLUMNS, rows)) + "\n", encoding="utf-8")
 
 
-def read_baselines(folder: Path) -> list[Measured]:
+def read(folder: Path) -> list[Measured]:
     """What was measured."""
     return [Measured(**row) for row in read_json(intact(folder / RESULTS))]
 
 
-def _load(
-    settings: Settings, domains: Sequence[DomainInputs], lmm: Lmm, display: Display
-) -> LazyMapping:
-    inputs = {item.settings.name: item for item in domains}
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compare, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=[], metavar="WAY")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 32, 64, 128])
+    parser.add_argument("overrides", nargs="*", help="settings of valora-train, such as task.only")
+    given = parser.parse_args(arguments)
+    overrides = ["task=context", "command=fuse", *given.overrides]
+    with initialize_config_dir(str(cli.config_folder()), version_base="1.3"):
+        settings = from_config(compose("config", overrides=overrides))
+    asked = asked_for(settings, given.methods, given.tokens)
+    check(settings)
+    check_with_libraries(settings)
+    display = Display(Console(width=160))
+    with display():
+        pipeline = cli._Pipeline(settings, display, Team(settings.model.device), False)
+        domains = [pipeline.prepare_domain(domain) for domain in settings.chosen()]
+        stage = stage_of(settings, domains, asked)
+        work = Path(settings.paths.work)
+        folder, _ = stage.run(work, lambda out: measure(settings, domains, asked, out, display))
+    table = Table(*COLUMNS, title="Ways to answer about documents")
+    for row in rows_of(read(folder), METHODS, REFERENCE):
+        table.add_row(*row)
+    display.console.print(table)
+    print(folder / TABLE)
 
-    def load(name: str) -> DomainData:
-        item = inputs[name]
 
-        def read(part: str) -> list[Sample]:
-            place = (item.distilled if part == TAUGHT else item.data) / part
-            return shards.read(intact(place))
-
-        with display.work("baselines", f"reading {name}"):
-            return load_domain(settings, item.settings, 1.0, lmm, read)
-
-    return LazyMapping(inputs, load)
+if __name__ == "__main__":
+    try:
+        main()
+    except ValoraError as error:
+        sys.exit(f"error: {error}")

@@ -35,16 +35,14 @@ def mcnemar(one: Sequence[bool], other: Sequence[bool]) -> float:
     return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
-def baseline_rows(
-    found: Sequence[Any], methods: Mapping[str, Any], reference: str
-) -> list[list[str]]:
+def rows_of(found: Sequence[Any], methods: Mapping[str, Any], reference: str) -> list[list[str]]:
     """The rows of the table with `COLUMNS`, in the order of the methods.
 
     *Same answers* is the share of questions that are answered as with the document in the prompt,
     rightly or not.
 
     Args:
-        found: What was measured (`valora_train.stages.baselines.Measured`).
+        found: What was measured (`bench_context_ways.Measured`).
         methods: Methods by name, with their titles.
         reference: Name of the method that the others are compared with.
     """

@@ -1,4 +1,4 @@
-"""Ways to answer about documents, measured on the same questions: `command=contexts`.
+"""Ways to answer about documents, measured on the same questions.
 
 Each way is a function of a `Reader` and a number of tokens; register another one in `METHODS`.
 """
@@ -105,7 +105,7 @@ class Reader:
             if tokens > length:
                 raise DataError(
                     f"the document of domain {name} has {plural(length, 'token')}, fewer than the "
-                    f"{tokens} of a memory: lower baselines.tokens"
+                    f"{tokens} of a memory: lower --tokens"
                 )
 
     def test(self, name: str) -> LabelledSplit:

@@ -78,6 +78,7 @@ def left_behind(folder: Path):
         (["fusion.strategy=repack:joint"],
          "fusion.strategy=repack:joint was removed: fusion.strategy=affinity, which moves"),
         (["fusion.oracle=table.json"], "fusion.oracle was removed: command=oracle says"),
+        (["command=baselines"], "command=baselines was removed: run python -m tests.bench."),
         (["hydra/sweeper=optuna", "-m"], "hydra/sweeper=optuna was removed: let a search of"),
         (["command=estimate"], "command=estimate was removed: start the run, which says"),
         (["fusion=best"], "unknown fusion 'best': choose from affinity, first_fit, joint, paper"),

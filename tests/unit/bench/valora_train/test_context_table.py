@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from valora_train.reporting.baseline_table import COLUMNS, baseline_rows, mcnemar
+from tests.bench.valora_train.context_table import COLUMNS, mcnemar, rows_of
 
 
 def test_mcnemars_exact_test():
@@ -31,7 +31,7 @@ def test_rows_compare_with_the_document_in_the_prompt():
         measured("b", 32, {"y": [True, False], "x": [False, False]}),
         measured("b", 16, {"y": [True, True], "x": [True, True]}),
     ]
-    rows = [dict(zip(COLUMNS, row, strict=True)) for row in baseline_rows(found, methods, "prompt")]
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in rows_of(found, methods, "prompt")]
     assert [(row["way"], row["tokens"]) for row in rows] == [
         ("PROMPT", "0"), ("B", "16"), ("B", "32"),
     ]  # fmt: skip

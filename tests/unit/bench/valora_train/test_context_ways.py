@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.bench.valora_train.bench_context_ways import asked_for
+from tests.bench.valora_train.context_ways import METHODS, Reader, chunks_of
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Domain, Sample, Split, Task, no_image
@@ -11,7 +13,6 @@ from valora_train.fusion.samples import DomainData
 from valora_train.model import memory
 from valora_train.model.lmm import Lmm
 from valora_train.settings import (
-    BaselineSettings,
     ContextSettings,
     DomainSettings,
     HeadSettings,
@@ -22,9 +23,7 @@ from valora_train.settings import (
     TrainSettings,
     as_dict,
 )
-from valora_train.stages.baselines import asked_for
 from valora_train.tasks.registry import make_task
-from valora_train.trials.contexts import METHODS, Reader, chunks_of
 
 TEXTS = {
     "first": "417 color red\n820 thing star\n417 table 52",
@@ -126,40 +125,18 @@ def test_every_way_answers_every_question_and_leaves_nothing_behind(reader, name
 def test_memories_larger_than_a_document_are_refused(reader):
     shortest = min(memory.document_tokens(reader.lmm, Document(text)) for text in TEXTS.values())
     reader.check(shortest)
-    with pytest.raises(DataError, match=rf"fewer than the {shortest + 1} of a memory: lower base"):
+    with pytest.raises(DataError, match=rf"fewer than the {shortest + 1} of a memory: lower --"):
         reader.check(shortest + 1)
 
 
-def test_only_documents_have_baselines():
-    from valora_train.checks import check_with_libraries
+def test_what_is_asked_for():
+    def asks(names, task=Task.CONTEXT):
+        domains = {name: DomainSettings(name, task, required=0.5) for name in names}
+        return Settings(task=TaskSettings("x"), domains=domains)
 
-    def asks(task, **baselines):
-        domain = DomainSettings("a", task, required=0.5, teacher="labels")
-        return Settings(
-            command="baselines", task=TaskSettings("x"), domains={"a": domain},
-            baselines=BaselineSettings(**baselines),
-        )  # fmt: skip
-
-    with pytest.raises(SettingsError, match="domain a is of task caption: choose task=context"):
-        check_with_libraries(asks(Task.CAPTION))
-    with pytest.raises(SettingsError, match="unknown way 'magic', choose from question_alone"):
-        check_with_libraries(asks(Task.CONTEXT, methods=["magic"]))
-    with pytest.raises(SettingsError, match=r"baselines\.tokens is empty"):
-        check_with_libraries(asks(Task.CONTEXT, tokens=[]))
-
-
-def test_a_way_that_reads_other_documents_needs_two():
-    from valora_train.checks import check_with_libraries
-
-    def asks(names, **baselines):
-        return Settings(
-            command="baselines", task=TaskSettings("x"),
-            domains={name: DomainSettings(name, Task.CONTEXT, required=0.5) for name in names},
-            baselines=BaselineSettings(tokens=[12], **baselines),
-        )  # fmt: skip
-
-    assert {name for name, _ in asked_for(asks("a"))} == METHODS.keys() - {"paper_apart"}
-    assert {name for name, _ in asked_for(asks("ab"))} == METHODS.keys()
-    check_with_libraries(asks("ab", methods=["paper_apart"]))
+    assert {name for name, _ in asked_for(asks("a"), [], [12])} == METHODS.keys() - {"paper_apart"}
+    assert {name for name, _ in asked_for(asks("ab"), [], [12])} == METHODS.keys()
     with pytest.raises(SettingsError, match="paper_apart needs 2 documents"):
-        check_with_libraries(asks("a", methods=["paper_apart"]))
+        asked_for(asks("a"), ["paper_apart"], [12])
+    with pytest.raises(SettingsError, match="domain a is of task caption"):
+        asked_for(asks("a", Task.CAPTION), [], [12])

@@ -64,7 +64,7 @@ def check(settings: Settings) -> None:
     trials = settings.command in ("oracle", "compare") or (
         fuses and settings.fusion.of_dedicated is not None
     )
-    _check_trials_asked(settings, trials)
+    _check_trials_asked(settings)
     if trials:
         _check_trials(settings)
     if settings.command == "oracle":
@@ -161,13 +161,14 @@ def _check_seeds(setting: str, seeds: list[int]) -> None:
         )
 
 
-def _check_trials_asked(settings: Settings, trials: bool) -> None:
+def _check_trials_asked(settings: Settings) -> None:
     """Check that no setting is given that the command would ignore, and train for hours instead."""
     oracle, command = settings.oracle, settings.command
+    tables = command in ("oracle", "compare")
     for setting, given, read, readers in (
         ("oracle.table", oracle.table, command == "oracle", "command=oracle"),
-        ("oracle.pack", oracle.pack, command in ("oracle", "compare"), "command=oracle or compare"),
-        ("oracle.results", oracle.results, trials, "oracle, compare and fusion.of_dedicated"),
+        ("oracle.pack", oracle.pack, tables, "command=oracle or compare"),
+        ("oracle.results", oracle.results, tables, "command=oracle or compare"),
     ):
         if given is not None and not read:
             raise SettingsError(

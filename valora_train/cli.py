@@ -229,7 +229,7 @@ class _Pipeline:
         """Train every domain in an adapter of its own, if requirements follow from that."""
         if self._settings.fusion.of_dedicated is None:
             return domains
-        from valora_train.stages.oracle import measure_dedicated
+        from valora_train.stages.dedicated import measure_dedicated
 
         return measure_dedicated(self._settings, domains, self._display)
 

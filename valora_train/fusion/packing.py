@@ -143,26 +143,26 @@ def check_reachable(
     )
 
 
-class _DivergedError(Exception):
+class DivergedError(Exception):
     """Training made the loss or the weights infinite or NaN."""
 
 
-def _stop_if_diverged(on_step: Callable[[int, int, float], None]) -> Callable[..., None]:
+def stop_if_diverged(on_step: Callable[[int, int, float], None]) -> Callable[..., None]:
     """A callback for training that ends it once the loss is no finite number."""
 
     def watch(step: int, steps: int, loss: float) -> None:
         if not math.isfinite(loss):
-            raise _DivergedError
+            raise DivergedError
         on_step(step, steps, loss)
 
     return watch
 
 
-def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise if a weight became infinite or NaN in the last step."""
     for tensor in tensors.values():
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise _DivergedError
+            raise DivergedError
 
 
 class Packing:
@@ -267,16 +267,16 @@ class Packing:
                     held=attempt.held,
                     rehearse=attempt.rehearse,
                     seed=seed,
-                    on_step=_stop_if_diverged(on_step),
+                    on_step=stop_if_diverged(on_step),
                     on_figures=on_figures,
                     checkpoint=self._state.checkpoint,
                 )
             trained = trainer.snapshot(adapter)
-            _check_finite(trained)
+            check_finite(trained)
             for name in attempt.domains:
                 evaluations[name] = trainer.evaluate(adapter, name, Split.VAL)
             reached = {name: evaluation.accuracy for name, evaluation in evaluations.items()}
-        except _DivergedError:
+        except DivergedError:
             reached = dict.fromkeys(attempt.domains, math.nan)
         decision = self._plan.tell(self._team.agree(reached))
         if decision.kept:

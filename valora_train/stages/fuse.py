@@ -69,7 +69,7 @@ class DomainInputs:
         distilled: Output of stage `distill`.
         dedicated: Accuracy in an adapter of its own, on validation and test, and the share of it
             that the domain must keep; None where its contract counts.
-        adapter: That adapter; None where it was trained on another machine.
+        adapter: That adapter.
     """
 
     settings: DomainSettings

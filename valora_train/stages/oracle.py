@@ -29,7 +29,7 @@ from valora_train.reporting.progress import stopwatch
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy
 from valora_train.trials.inputs import DomainFacts, TrialInputs, pack_inputs
-from valora_train.trials.oracle import HEAD_ONLY, JOINT, oracle_trials
+from valora_train.trials.oracle import HEAD_ONLY, oracle_trials
 from valora_train.trials.pool import run_trials
 from valora_train.trials.store import RESULTS, Trial, TrialStore
 
@@ -209,53 +209,6 @@ def run_with_progress(
             )
         finally:
             file.unlink(missing_ok=True)
-
-
-def measure_dedicated(
-    settings: Settings, domains: Sequence[DomainInputs], display: Display
-) -> list[DomainInputs]:
-    """Train every domain in an adapter of its own, side by side, which its requirement follows.
-
-    Args:
-        settings: All settings.
-        domains: The domains.
-        display: The terminal.
-
-    Returns:
-        The domains, with what they reach in an adapter of their own (`fusion.of_dedicated`). One
-        that reaches nothing there keeps its contract, if `fusion.unreachable` is `keep`.
-
-    Raises:
-        SettingsError: If such a training diverges, or reaches nothing.
-    """
-    share = settings.fusion.of_dedicated
-    if share is None:
-        return list(domains)
-    inputs = trial_inputs(settings, domains)
-    trials = [Trial(JOINT, (item.settings.name,), settings.train.seed) for item in domains]
-    take_over(settings, inputs, trials, "alone", display)
-    results = run_with_progress(settings, inputs, trials, "alone", display)
-    store, found, without = trial_store(settings), [], []
-    for item, trial, result in zip(domains, trials, results, strict=True):
-        reached = result["accuracy"][item.settings.name]
-        if not reached["val"] or not reached["test"]:
-            without.append(item.settings.name)
-            found.append(item)
-            continue
-        kept = (reached["val"], reached["test"], share)
-        found.append(replace(item, dedicated=kept, adapter=store.dedicated(inputs.key(trial))))
-    if without:
-        told = (
-            f"in adapters of their own nothing is reached by {', '.join(without)}, so that a share "
-            "of it asks for nothing"
-        )
-        if settings.fusion.unreachable == "fail":
-            raise SettingsError(
-                f"{told}: raise train.steps or lower train.lr, set fusion.of_dedicated=null, or "
-                "let contracts count there with fusion.unreachable=keep"
-            )
-        display.note("alone", f"{told}: contracts count instead")
-    return found
 
 
 def build_oracle(settings: Settings, inputs: TrialInputs, folder: Path, display: Display) -> None:

@@ -4,13 +4,10 @@ import json
 import math
 import sys
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
-from safetensors.torch import load_file
 
 from tests.support.oracle_tables import made_up_table
 from tests.support.stores import new_store
@@ -20,12 +17,9 @@ from valora_train import cli
 from valora_train.errors import SettingsError, StageError
 from valora_train.fusion.oracle import Measured, OracleTable
 from valora_train.fusion.requirement import Requirement
-from valora_train.fusion.state import SNAPSHOTS
-from valora_train.reporting.progress import Display
 from valora_train.settings import FusionSettings, ModelSettings, OracleSettings, TrainSettings
 from valora_train.stage import write_json
 from valora_train.stages import oracle
-from valora_train.stages.fuse import DomainInputs
 from valora_train.trials.inputs import read_inputs
 from valora_train.trials.oracle import check_groups
 from valora_train.trials.store import TrialStore
@@ -292,7 +286,10 @@ def test_a_comparison_is_packed_too_and_not_trained_here(prepared, tmp_path):
     [
         (["command=fuse", "oracle.pack=packed"], "is for command=oracle or compare, and command"),
         (["command=compare", "oracle.table=x"], "oracle.table=x is for command=oracle, and "),
-        (["command=export", "oracle.results=x"], "oracle.results=x is for oracle, compare and"),
+        (
+            ["command=export", "oracle.results=x"],
+            "oracle.results=x is for command=oracle or compare",
+        ),
         (["command=teach", "oracle.pack=x"], "command=teach would ignore it: set oracle.pack=null"),
     ],
 )
@@ -355,70 +352,6 @@ def test_groups_of_a_shelf_are_counted_before_they_are_listed():
 def test_nothing_of_a_diverged_training_is_known():
     assert all(map(math.isnan, oracle._measured({"val": None, "test": None})))
     assert json.dumps(oracle._measured({"val": 0.5, "test": 0.25})) == "[0.5, 0.25]"
-
-
-@pytest.mark.parametrize("unreachable", ["fail", "keep"])
-def test_a_domain_that_reaches_nothing_alone_keeps_its_contract(
-    tmp_path, inputs, monkeypatch, unreachable
-):
-    fusion = FusionSettings(of_dedicated=0.9, unreachable=unreachable)
-    settings = replace(inputs.settings, fusion=fusion)
-    domains = [
-        DomainInputs(replace(inputs.domain("sky"), name=name, required=0.7), tmp_path, tmp_path)
-        for name in ("sky", "apple", "leaf")
-    ]
-    alone = {"sky": (0.5, 0.0), "apple": (0.6, 0.4), "leaf": (None, None)}
-    reached = [
-        {"accuracy": {name: dict(zip(("val", "test"), values, strict=True))}}
-        for name, values in alone.items()
-    ]
-    monkeypatch.setattr(oracle, "trial_inputs", lambda *_: inputs)
-    monkeypatch.setattr(oracle, "run_with_progress", lambda *_: reached)
-    monkeypatch.setattr(type(inputs), "key", lambda _, trial: trial.domains[0])
-    display = Display(Console(file=StringIO(), width=300))
-    if unreachable == "fail":
-        with pytest.raises(SettingsError, match=r"reached by sky, leaf, .*raise train.steps"):
-            oracle.measure_dedicated(settings, domains, display)
-        return
-    found = oracle.measure_dedicated(settings, domains, display)
-    assert [item.dedicated for item in found] == [None, (0.6, 0.4, 0.9), None]
-    assert found[0].contract == {"required": 0.7, "of_teacher": None}
-    assert "reached by sky, leaf" in display.console.file.getvalue()
-
-
-@pytest.mark.slow
-def test_requirements_follow_from_dedicated_adapters(prepared, tmp_path, one_thread):
-    asked = ["command=fuse", "fusion.of_dedicated=0.5", "fusion.unreachable=keep", "processes=2",
-             "fusion.head_only=false", "oracle.processes=1", "train.seed=4", "train.steps=40",
-             "train.threads=1"]  # fmt: skip
-    status, out, err = prepared(*asked)
-    assert status == 0, err
-    done = [line.split() for line in out.splitlines() if line.endswith(" s")]
-    assert sorted(" ".join(words[:2]) for words in done if words[0] in ("data", "distill")) == [
-        "data cat", "data dog", "distill cat:", "distill dog:",
-    ]  # fmt: skip
-    (folder,) = tmp_path.glob(".valora/fuse-own-*[0-9a-f]")
-    fused = json.loads((folder / "fusion.json").read_text())
-    alone = TrialStore(tmp_path / ".valora" / "trials").results().values()
-    for row in alone:
-        (name,) = row["domains"]
-        assert row["seed"] == 4
-        accuracy = row["accuracy"][name]
-        assert fused["domains"][name]["required"] == pytest.approx(0.5 * accuracy["test"])
-        contract = {"required": None, "of_teacher": None, "of_dedicated": 0.5}
-        assert fused["domains"][name]["contract"] == contract
-    assert len(alone) == 2
-    assert "dedicated adapter's" in out
-
-    # A domain that shares with no other takes its dedicated adapter.
-    status, out, err = prepared(*asked, "task.only=[cat]")
-    assert status == 0, err
-    (row,) = (row for row in alone if row["domains"] == ["cat"])
-    mine = load_file(tmp_path / ".valora" / "trials" / SNAPSHOTS / f"{row['trial']}.safetensors")
-    (file,) = tmp_path.glob(".valora/fuse-own-*[0-9a-f]/snapshots/adapter-1-01.safetensors")
-    taken = load_file(file)
-    assert set(taken) == set(mine)
-    assert all(torch.equal(taken[name], mine[name]) for name in mine if name.startswith("lora/"))
 
 
 @pytest.mark.slow

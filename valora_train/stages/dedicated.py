@@ -1,0 +1,211 @@
+"""Stages `alone-DOMAIN`: each domain is trained in an adapter of its own (`fusion.of_dedicated`).
+
+Output: `reached.json`, its accuracy on validation and test, and the adapter as a snapshot, which a
+fusion takes for a domain that shares with no other. An interrupted training continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from concurrent.futures import as_completed
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valora_data import shards
+from valora_data.checkpoint import Checkpoint
+from valora_data.schema import Split
+from valora_train.errors import SettingsError
+from valora_train.fusion.facts import TRIAL_THREADS, domain_facts, trial_facts
+from valora_train.fusion.packing import (
+    DedicatedAdapter,
+    DivergedError,
+    check_finite,
+    stop_if_diverged,
+)
+from valora_train.fusion.state import SNAPSHOTS, read_snapshot, snapshot_file, write_snapshot
+from valora_train.processes import trial_processes, worker_processes
+from valora_train.reporting.progress import stopwatch
+from valora_train.stage import Stage, digest, intact, read_json, write_json
+from valora_train.stages.distill import TAUGHT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_data.schema import Sample
+    from valora_train.fusion.samples import DomainData
+    from valora_train.reporting.progress import Display
+    from valora_train.settings import Settings
+    from valora_train.stages.fuse import DomainInputs
+
+ADAPTER = "adapter-1"
+REACHED = "reached.json"
+CHECKPOINT = "checkpoint"
+FILE = snapshot_file(ADAPTER, 1)
+SPLITS = (TAUGHT, str(Split.VAL), str(Split.TEST))
+
+
+def measure_dedicated(
+    settings: Settings, domains: Sequence[DomainInputs], display: Display
+) -> list[DomainInputs]:
+    """Train every domain in an adapter of its own, side by side, which its requirement follows.
+
+    Args:
+        settings: All settings.
+        domains: The domains.
+        display: The terminal.
+
+    Returns:
+        The domains, with what they reach in an adapter of their own (`fusion.of_dedicated`). One
+        that reaches nothing there keeps its contract, if `fusion.unreachable` is `keep`.
+
+    Raises:
+        SettingsError: If such a training diverges, or reaches nothing.
+    """
+    share, work = settings.fusion.of_dedicated, Path(settings.paths.work)
+    if share is None:
+        return list(domains)
+    _train_missing(settings, domains, display)
+    found, without = [], []
+    for item in domains:
+        folder = dedicated_stage(settings, item).folder(work)
+        reached = read_json(intact(folder / REACHED))
+        if not reached["val"] or not reached["test"]:
+            without.append(item.settings.name)
+            found.append(item)
+            continue
+        kept = (reached["val"], reached["test"], share)
+        adapter = DedicatedAdapter(_key(settings, item), partial(read_snapshot, folder, FILE))
+        found.append(replace(item, dedicated=kept, adapter=adapter))
+    if without:
+        told = (
+            f"in adapters of their own nothing is reached by {', '.join(without)}, so that a share "
+            "of it asks for nothing"
+        )
+        if settings.fusion.unreachable == "fail":
+            raise SettingsError(
+                f"{told}: raise train.steps or lower train.lr, set fusion.of_dedicated=null, or "
+                "let contracts count there with fusion.unreachable=keep"
+            )
+        display.note("alone", f"{told}: contracts count instead")
+    return found
+
+
+def dedicated_stage(settings: Settings, item: DomainInputs) -> Stage:
+    """The stage that trains a domain alone."""
+    values = {"training": trial_facts(settings), "seed": settings.train.seed}
+    values["domain"] = _facts(item)
+    return Stage(f"alone-{item.settings.name}", 1, values, {}, resumable=True)
+
+
+def _facts(item: DomainInputs) -> dict[str, Any]:
+    return domain_facts(item.settings) | {part: digest(_part(item, part)) for part in SPLITS}
+
+
+def _part(item: DomainInputs, part: str) -> Path:
+    return (item.distilled if part == TAUGHT else item.data) / part
+
+
+def _key(settings: Settings, item: DomainInputs) -> str:
+    """Names the training in the attempts of a fusion, as in earlier versions."""
+    facts = [2, trial_facts(settings), [_facts(item)], "joint", {}, settings.train.seed]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _train_missing(settings: Settings, domains: Sequence[DomainInputs], display: Display) -> None:
+    work = Path(settings.paths.work)
+    left = [item for item in domains if not dedicated_stage(settings, item).is_done(work)]
+    names = [item.settings.name for item in left]
+    count = min(trial_processes(settings.oracle.processes), len(left))
+    if not left:
+        return
+    with display.work("alone", f"{len(left)} trainings") as on_step, stopwatch() as seconds:
+        if count == 1:
+            worker = _Worker(settings, left)
+            for done, name in enumerate(names, start=1):
+                worker.run(name)
+                on_step(done, len(names), math.nan)
+        else:
+            with worker_processes(count, "oracle.processes", _begin, settings, left) as executor:
+                jobs = [executor.submit(_run, name) for name in names]
+                for done, job in enumerate(as_completed(jobs), start=1):
+                    job.result()
+                    on_step(done, len(names), math.nan)
+    display.done("alone", ", ".join(names), seconds())
+
+
+class _Worker:
+    """Trains domains one after the other, on a base model that is loaded once."""
+
+    def __init__(self, settings: Settings, domains: Sequence[DomainInputs]) -> None:
+        # These import torch.
+        from valora_train.fusion.loading import LazyMapping, make_deterministic
+        from valora_train.fusion.trainer import Trainer
+        from valora_train.model.lmm import Lmm
+
+        make_deterministic(TRIAL_THREADS)
+        self._settings = settings
+        self._domains = {item.settings.name: item for item in domains}
+        self._lmm = Lmm(settings.model, settings.train.lora)
+        train = replace(settings.train, threads=TRIAL_THREADS)
+        self._trainer = Trainer(self._lmm, LazyMapping(self._domains, self._load), train)
+
+    def _load(self, name: str) -> DomainData:
+        from valora_train.fusion.loading import load_domain
+
+        item = self._domains[name]
+
+        def read(part: str) -> list[Sample]:
+            return shards.read(intact(_part(item, part)))
+
+        required = item.requirement(self._settings.fusion.margin).required
+        return load_domain(self._settings, item.settings, required, self._lmm, read)
+
+    def run(self, name: str) -> None:
+        """Run the stage of a domain, or wait for another process that runs it."""
+        stage = dedicated_stage(self._settings, self._domains[name])
+        stage.run(Path(self._settings.paths.work), partial(self._build, name), wait=True)
+
+    def _build(self, name: str, folder: Path) -> None:
+        import torch
+
+        trainer, train = self._trainer, self._settings.train
+        for adapter in trainer.adapters:
+            trainer.close(adapter)
+        torch.manual_seed(train.seed)
+        trainer.open(ADAPTER, train.seed)
+        checkpoint = Checkpoint(folder / CHECKPOINT, train.checkpoint_seconds)
+        reached: dict[str, float | None] = {"val": None, "test": None}
+        try:
+            trainer.train(
+                ADAPTER, (name,), held=(), rehearse=False, seed=train.seed,
+                on_step=stop_if_diverged(lambda *_: None), checkpoint=checkpoint,
+            )  # fmt: skip
+            check_finite(trainer.snapshot(ADAPTER))
+        except DivergedError:
+            pass
+        else:
+            for split in (Split.VAL, Split.TEST):  # on validation, the head is calibrated
+                accuracy = trainer.evaluate(ADAPTER, name, split).accuracy
+                reached[str(split)] = None if math.isnan(accuracy) else accuracy
+            (folder / SNAPSHOTS).mkdir(exist_ok=True)
+            write_snapshot(folder, FILE, trainer.snapshot(ADAPTER))
+        checkpoint.discard()
+        write_json(folder / REACHED, reached)
+
+
+_worker: _Worker | None = None
+"""The worker of this process, if it is one of several."""
+
+
+def _begin(settings: Settings, domains: Sequence[DomainInputs]) -> None:
+    global _worker  # noqa: PLW0603 (a process of a pool has no other place)
+    _worker = _Worker(settings, domains)
+
+
+def _run(name: str) -> None:
+    assert _worker is not None, "`_begin` makes it"
+    _worker.run(name)

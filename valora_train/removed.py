@@ -8,7 +8,7 @@ from valora_train.errors import SettingsError
 
 SUCCESSORS = {
     r"command=estimate": "start the run, which says after some steps how long attempts take",
-    r"(?:command=baselines|baselines\.\w+(?==))": (
+    r"(?:command=baselines|baselines(?:\.\w+)?(?==))": (
         "run python -m tests.bench.valora_train.bench_context_ways in a checkout (docs/context.md)"
     ),
     r"tracking(\.also)?(?==)": "MLflow has every run, and other trackers can copy it from there",

@@ -509,5 +509,11 @@ def lock_memory(packed: object, buffer: torch.Tensor) -> None:
     weakref.finalize(packed, _unlock, buffer).atexit = False
 
 
+_unlocking: list[torch.Tensor] = []
+
+
 def _unlock(buffer: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+    """Unlock host memory; later, if this thread captures a graph, which that would break."""
+    _unlocking.append(buffer)
+    while _unlocking and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.cudart().cudaHostUnregister(_unlocking.pop().data_ptr())

@@ -152,6 +152,9 @@ class Tokens:
     def decode(self, ids, **_):
         return "".join(chr(97 + i % 26) for i in ids)
 
+    def convert_ids_to_tokens(self, token):
+        return self.decode([token])
+
     def get_vocab(self):
         return {chr(32 + i): 3 + i for i in range(95)}
 

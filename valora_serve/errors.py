@@ -236,6 +236,13 @@ class ForbiddenError(ServeError):
     code = "forbidden"
 
 
+class GoneError(ServeError):
+    """The path was served by earlier releases."""
+
+    status = 410
+    code = "gone"
+
+
 class SlowClientError(ServeError):
     """The client took too long to send its request."""
 

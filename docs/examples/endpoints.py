@@ -48,14 +48,8 @@ def main(url: str) -> None:
     body = {"model": base, "input": "a red star"}
     print(len(client.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]))
 
-    # The Open Inference Protocol, as KServe's and Triton's clients speak it.
-    data = [base64.b64encode(image).decode()]
-    tensor = {"name": "image", "datatype": "BYTES", "shape": [1], "data": data}
-    found = client.post(f"/v2/models/{domain}/infer", json={"inputs": [tensor]}).json()
-    print({entry["name"]: entry["shape"] for entry in found["outputs"]})
-
     # For operators.
-    print(client.get("/ready").json(), client.get(f"/v2/models/{domain}/ready").json())
+    print(client.get("/ready").json(), client.get(f"/v1/models/{domain}").json()["quarantined"])
     print(client.get("/v1/status").json()["mode"], client.get("/version").json()["version"])
     print(len(client.get("/metrics").text.splitlines()), "lines of metrics")
 

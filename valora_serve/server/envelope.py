@@ -49,8 +49,6 @@ DISCARD_SECONDS = 5.0
 LARGE_BODY = 2**20  # bytes; from there on, joining the pieces leaves Python's lock to others
 SMALL_PIECE = 8192  # bytes of a body that are counted at once; larger pieces wait for their turn
 LONGEST_URL = 8192
-OPEN_INFERENCE = "/v2"
-"""Path of the Open Inference Protocol, whose errors have a form of their own."""
 LOGGED_PATH = 200  # characters of a path that the access log shows
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -142,7 +140,7 @@ class Envelope:
         async def failed(error: ServeError) -> None:
             self._metrics.failed(error.code)
             if not status:
-                await error_answer(error, scope)(scope, receive, sending)
+                await error_answer(error)(scope, receive, sending)
 
         try:
             await self._answer(inner, headers, receive, sending)
@@ -324,9 +322,8 @@ def _check_type(rules: Rules, headers: Mapping[bytes, str]) -> None:
     kind = sent.partition(";")[0].strip().lower()
     if kind not in rules.content_types:
         has = f"The content type is {kind[:100]!a}" if kind else "The request has no content type"
-        others = "".join(f" or {other}" for other in rules.content_types[1:] if other)
         raise ContentTypeError(
-            f"{has}, and this path reads {rules.content_types[0]}{others}: send it with "
+            f"{has}, and this path reads {' or '.join(rules.content_types)}: send it with "
             f"-H 'content-type: {rules.content_types[0]}'"
         )
     charset = _CHARSET.search(sent)
@@ -394,8 +391,8 @@ def error_body(error: ValoraError) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def error_answer(error: ValoraError, scope: Scope) -> JSONResponse:
-    """Response of an error, in the format of the path's API: OpenAI's, or the bare sentence."""
+def error_answer(error: ValoraError) -> JSONResponse:
+    """Response of an error, in OpenAI's format."""
     headers = {}
     if (wait := getattr(error, "retry_after", None)) is not None:
         headers["Retry-After"] = str(max(1, math.ceil(wait)))
@@ -404,14 +401,7 @@ def error_answer(error: ValoraError, scope: Scope) -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if status in (408, 413):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return AsciiJson(_formed(error_body(error), scope), status, headers)
-
-
-def _formed(body: dict[str, Any], scope: Scope) -> dict[str, Any]:
-    """An error's body; the Open Inference Protocol has nothing but the sentence."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    plain = path == OPEN_INFERENCE or path.startswith(f"{OPEN_INFERENCE}/")
-    return {"error": body["message"] if plain else body}
+    return AsciiJson({"error": error_body(error)}, status, headers)
 
 
 class AsciiJson(JSONResponse):
@@ -425,17 +415,17 @@ class AsciiJson(JSONResponse):
 def handle_errors(app: FastAPI, metrics: Metrics) -> None:
     """Register handlers that answer all errors in OpenAI's format."""
 
-    async def ours(request: Request, error: Exception) -> JSONResponse:
+    async def ours(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ValoraError)
         metrics.failed(getattr(error, "code", "invalid_request"))
         if getattr(error, "status", 400) >= 500:
             logs.LOG.warning("%s", error)
-        return error_answer(error, request.scope)
+        return error_answer(error)
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         metrics.failed("invalid_request")
-        return error_answer(_refusal(error), request.scope)
+        return error_answer(_refusal(error))
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -448,8 +438,7 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
             said = f"{_method(request.scope)} is not possible at this path: use {allowed}"
         body = {"message": said, "type": "invalid_request_error", "param": None,
                 "code": None}  # fmt: skip
-        formed = _formed(body, request.scope)
-        return AsciiJson(formed, error.status_code, error.headers)
+        return AsciiJson({"error": body}, error.status_code, error.headers)
 
     app.add_exception_handler(ValoraError, ours)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -55,18 +55,19 @@ class Guard:
 
         Raises:
             UnauthorizedError: The API key is missing or unknown.
-            ForbiddenError: The key may not use this route or not see all models, the route is
-                disabled, or a page of another site sent the request to a server without keys.
+            ForbiddenError: The key may not use this route or not see all models, or a page of
+                another site sent the request to a server without keys.
+            ServeError: The route is disabled: its `Rules.refusal`.
             RequestError: The request names no host.
             RateLimitError: The caller has exceeded the rate limit.
         """
         if self._sites is not None and not self._keys:
             self._sites.check(scope, headers, any_host=rules.any_host)
         if rules.disabled is not None:
-            raise ForbiddenError(rules.disabled)
+            raise rules.refusal(rules.disabled)
         caller.set(None)
         caller_key.set(None)
-        if rules.access is Access.OPEN and not (rules.tells and self._keys.limited):
+        if rules.access is Access.OPEN and not (rules.tells_all and self._keys.limited):
             return {}
         admin = rules.access is Access.ADMIN
         if admin and not self._keys:
@@ -79,7 +80,7 @@ class Guard:
         with contextlib.suppress(ValueError):  # of IPv6 the /64, all of which a client may use
             address = str(ipaddress.IPv6Network(f"{address}/64", strict=False))
         self._rates.take(f"key {key.name}" if key else f"address {address}", time.monotonic())
-        if key and key.models and rules.tells == "all":
+        if key and key.models and rules.tells_all:
             raise ForbiddenError(
                 f"Key {key.name} may not see all models, of which this tells: use a key without "
                 "patterns of models"

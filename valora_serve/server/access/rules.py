@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi.routing import APIRoute
 from starlette.routing import Match
 
+from valora_serve.errors import ForbiddenError
 from valora_serve.server.bodies import DEFAULT_LIMITS, JsonLimits
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
     from starlette.types import Scope
+
+    from valora_serve.errors import ServeError
 
     F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,23 +49,24 @@ class Rules:
     Attributes:
         access: Callers that may send requests.
         max_body_bytes: Largest request body in bytes; None for the server's general limit.
-        disabled: Reason why every request is refused with status 403; None if the route is enabled.
+        disabled: Reason why every request is refused; None if the route is enabled.
+        refusal: Error of these refusals.
         content_types: Content types of bodies that the route reads; by default JSON if it declares
-            a body. Others get status 415. Empty for any; an empty text stands for a missing type.
+            a body. Others get status 415. Empty for any.
         json: Most that a JSON body may hold.
         any_host: Whether the route answers under any host name, as probes of a cluster ask.
-        tells: Of which models the route tells whoever asks: ``one`` that is named, or ``all``. Once
-            keys are limited to some models, it asks for a key, and for ``all`` for one without
-            limits. Empty for routes that tell of those that the key may see.
+        tells_all: Whether the route tells of all models. Once keys are limited to some models, it
+            asks for a key without limits. Other routes tell of those that the key may see.
     """
 
     access: Access = Access.KEYED
     max_body_bytes: int | None = None
     disabled: str | None = None
+    refusal: type[ServeError] = ForbiddenError
     content_types: tuple[str, ...] = ()
     json: JsonLimits = DEFAULT_LIMITS
     any_host: bool = False
-    tells: Literal["", "one", "all"] = ""
+    tells_all: bool = False
 
 
 def allow(access: Access, **rules: Any) -> Callable[[F], F]:

@@ -29,18 +29,14 @@ _TEXTS = {
 }
 
 
-def error_answers(
-    *, event_stream: bool = False, ok: str = "", model: type[BaseModel] = ErrorAnswer
-) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI declarations of the error responses that any route under /v1 or /v2 may give.
+def error_answers(*, event_stream: bool = False) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI declarations of the error responses that any route under /v1 may give.
 
     Args:
         event_stream: Whether the route can also stream.
-        ok: Description of status 200.
-        model: Form of the errors.
     """
     declared: dict[int | str, dict[str, Any]] = {
-        status: {"model": model, "description": text} for status, text in _TEXTS.items()
+        status: {"model": ErrorAnswer, "description": text} for status, text in _TEXTS.items()
     }
     if event_stream:
         # The schema is that of a single event, as tools that check streams expect.
@@ -53,7 +49,7 @@ def error_answers(
             }
         }
         declared[200] = {
-            "description": ok or "The answer",
+            "description": "The answer",
             "content": {"text/event-stream": stream},
         }
     return declared

@@ -166,7 +166,7 @@ def router(context: ServerContext) -> APIRouter:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
         summary="Metrics for Prometheus",
     )
-    @allow(Access.KEYED if context.settings.protect_metrics else Access.OPEN, tells="all")
+    @allow(Access.KEYED if context.settings.protect_metrics else Access.OPEN, tells_all=True)
     async def metrics() -> Response:
         return Response(await context.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
@@ -175,7 +175,7 @@ def router(context: ServerContext) -> APIRouter:
         responses=error_answers(),
         summary="State of the engine",
     )
-    @allow(Access.KEYED, tells="all")
+    @allow(Access.KEYED, tells_all=True)
     async def status() -> Status:
         replicas = engine.replicas()
         return Status(

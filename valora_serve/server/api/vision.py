@@ -70,14 +70,8 @@ _PIECE = 2**18  # bytes of a form that are parsed at a time; other threads run i
 
 
 @dataclass(frozen=True)
-class ParsedRequest:
-    """A parsed request for a domain.
-
-    Attributes:
-        fields: Fields of the request.
-        images: Decoded images.
-        video: Decoded frames of the video, None if there is none.
-    """
+class _Parsed:
+    """A request for a domain, with its decoded images or the decoded frames of its video."""
 
     fields: VisionRequest
     images: list[Image]
@@ -106,7 +100,7 @@ def router(context: ServerContext) -> APIRouter:
         request: Request, domain: Annotated[str, Path(description="name of a domain")]
     ) -> Response:
         since = time.monotonic()
-        model = find_domain(context, domain)
+        model = _domain(context, domain)
         request.state.facts["model"] = model.name
         pixels = request.state.stack.enter_context(context.media.pixels())
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -118,21 +112,17 @@ def router(context: ServerContext) -> APIRouter:
         images, video = await within_deadline(
             read(), request.receive, context, model, fields.deadline, since
         )
-        parsed = ParsedRequest(fields, images, video)
-        requests, warnings = engine_requests(context, model, parsed, since)
+        parsed = _Parsed(fields, images, video)
+        requests, warnings = _requests(context, model, parsed, since)
         headers = dict(request.headers)
-        work = answer_requests(context, model, parsed, requests, headers, since, warnings)
+        work = _ask(context, model, parsed, requests, headers, since, warnings)
         return answer(await until_disconnect(request.receive, work))
 
     return routes
 
 
-def find_domain(context: ServerContext, name: str) -> ServedModel:
-    """The domain of a name, or the adapter that has a head.
-
-    Raises:
-        UnknownModelError: There is none; the message lists all.
-    """
+def _domain(context: ServerContext, name: str) -> ServedModel:
+    """The domain of a name, or the adapter that has a head; refused if there is none."""
     models = context.service.models()
     domains = {m.name: m for m in models if m.kind == "domain" or m.head is not None}
     if name not in domains:
@@ -145,7 +135,7 @@ async def _from_json(request: Request, context: ServerContext, pixels: Pixels) -
     fields = await read_json(request, VisionRequest)
     if fields is NO_BODY:
         raise RequestError("The body is missing: add it")
-    check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
+    _check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
 
     async def read() -> _Media:
         images = await gathered(*(context.media.image(url, pixels) for url in fields.images))
@@ -179,7 +169,7 @@ async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -
     fields = validated(values, VisionRequest)
     if len(videos) > 1:
         raise RequestError("The form has several videos: send them one by one")
-    check_count(len(images), bool(videos), len(frames), context)
+    _check_count(len(images), bool(videos), len(frames), context)
 
     def decoded(contents: list[bytes]) -> list[Coroutine[Any, Any, Image]]:
         contents.reverse()  # each file is given away: it is freed once its decoder has it
@@ -239,12 +229,8 @@ def _form_items(
         raise RequestError(f"The form cannot be read ({said}): let your client make it") from error
 
 
-def check_count(images: int, video: bool, frames: int, context: ServerContext) -> None:
-    """Check that a request has images, a video or frames, and not too many.
-
-    Raises:
-        RequestError: It has not.
-    """
+def _check_count(images: int, video: bool, frames: int, context: ServerContext) -> None:
+    """Refuse a request that has not images, a video or frames, or too many."""
     most, most_frames = context.settings.max_images, context.settings.max_video_frames
     if (images > 0) + video + (frames > 0) != 1:
         raise RequestError("Send images, or one video, or a video's frames: one of these")
@@ -258,20 +244,10 @@ def check_count(images: int, video: bool, frames: int, context: ServerContext) -
         )
 
 
-def engine_requests(
-    context: ServerContext, model: ServedModel, parsed: ParsedRequest, since: float
+def _requests(
+    context: ServerContext, model: ServedModel, parsed: _Parsed, since: float
 ) -> tuple[list[types.Request], list[str]]:
-    """Make the requests to the engine: one for each image, or one for the video.
-
-    Args:
-        context: The server.
-        model: The domain.
-        parsed: The request.
-        since: When it arrived (`time.monotonic`).
-
-    Returns:
-        The requests, and warnings.
-    """
+    """The requests to the engine, one for each image or one for the video, and warnings."""
     fields = parsed.fields
     head = model.head is not None
     question, warnings = question_of(model, fields.prompt, head=head)
@@ -303,26 +279,16 @@ def engine_requests(
     ], warnings
 
 
-async def answer_requests(
+async def _ask(
     context: ServerContext,
     model: ServedModel,
-    parsed: ParsedRequest,
+    parsed: _Parsed,
     requests: Sequence[types.Request],
     headers: dict[str, str],
     since: float,
     warnings: list[str],
 ) -> VisionAnswer:
-    """Ask the engine, and put the answers together.
-
-    Args:
-        context: The server.
-        model: The domain.
-        parsed: The request.
-        requests: What `engine_requests` made of it.
-        headers: Headers of the HTTP request, for spans.
-        since: When it arrived (`time.monotonic`).
-        warnings: Warnings so far.
-    """
+    """Ask the engine, and put the answers together; the headers are those of spans."""
     service = context.service
     with service.admitted(model, requests[0].deadline, len(requests)) as ticket:
         answers = await service.ask_all(ticket, requests, headers)

@@ -175,21 +175,6 @@ class MediaReader:
         [image] = await decoding
         return image
 
-    def check_pixels(self, width: int, height: int, pixels: Pixels) -> None:
-        """Check the size of an image that came as pixels, and reserve room for it.
-
-        Args:
-            width: Its width in pixels.
-            height: Its height.
-            pixels: Pixel count of the request.
-
-        Raises:
-            ImageError: The image, or all of the request, are too large.
-            OverloadedError: Images of other requests fill the memory.
-        """
-        self._limits.check("image", width, height)
-        pixels.take(width * height)
-
     async def decode_video(self, content: bytes, pixels: Pixels) -> list[Image.Image]:
         """Decode evenly spaced frames of a video file, as `video` does."""
         decoding = self._decode("video", content, pixels)

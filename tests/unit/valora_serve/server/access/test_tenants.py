@@ -11,7 +11,6 @@ from valora_serve.errors import SettingsError, UnknownModelError
 from valora_serve.server.access.keys import Key, new_key, read_keys
 
 URL = data_url(encoded(picture()))
-PIXELS = {"name": "image", "datatype": "BYTES", "shape": [1], "data": [URL]}
 MESSAGES = [{"role": "user", "content": "hello"}]
 BY_BODY = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1, "valora": {"head": False}},
@@ -19,10 +18,7 @@ BY_BODY = {
     "/v1/responses": {"input": "x", "max_output_tokens": 1, "valora": {"head": False}},
     "/v1/embeddings": {"input": "x"},
 }  # and `model`
-BY_PATH = {
-    "/v1/vision/{}": {"images": [URL]},
-    "/v2/models/{}/infer": {"inputs": [PIXELS]},
-}
+BY_PATH = {"/v1/vision/{}": {"images": [URL]}}
 SALTS = (None, "s", "t")
 
 
@@ -60,8 +56,6 @@ def test_who_shares_cached_prompts(keyed, sharing, group):
             for name, headers in keys.items():
                 for salt in SALTS:
                     sent = body if salt is None else body | {"cache_salt": salt}
-                    if "v2" in path and salt is not None:
-                        sent = body | {"parameters": {"cache_salt": salt}}
                     answer = server.client.post(path.format("person"), json=sent, headers=headers)
                     assert answer.status_code == 200, answer.text
                     salts[name, salt] = asked[-1].cache_salt
@@ -121,8 +115,6 @@ def test_a_key_sees_the_models_that_its_patterns_name(keyed, models, seen):
         get = lambda path: server.client.get(path, headers=keys["app"])  # noqa: E731
         assert {one["id"] for one in get("/v1/models").json()["data"]} == seen
         assert {one["id"] for one in get("/v1/contexts").json()["data"]} == seen & {"rules"}
-        index = server.client.post("/v2/repository/index", headers=keys["app"]).json()
-        assert {one["name"] for one in index} == seen - {"tiny", "adapter-1", "team-1"}
         for name in ("person", *OTHERS):
             expected = 200 if name in seen else 404
             assert get(f"/v1/models/{name}").status_code == expected
@@ -138,8 +130,6 @@ def test_a_key_sees_the_models_that_its_patterns_name(keyed, models, seen):
         assert get("/v1/status").status_code == (403 if limited else 200)
         assert get("/metrics").status_code == (403 if limited else 200)
         assert server.client.get("/metrics").status_code == (401 if limited else 200)
-        ready = server.client.get("/v2/models/person/ready")
-        assert ready.status_code == (401 if limited else 200)
 
 
 def test_models_that_a_key_does_not_see_are_as_if_they_were_not_there(keyed):
@@ -161,8 +151,7 @@ def test_models_that_a_key_does_not_see_are_as_if_they_were_not_there(keyed):
             for path, body in BY_PATH.items():
                 none = said("POST", path.format("none-such"), "none-such", json=body)
                 assert said("POST", path.format(name), name, json=body) == none
-            for path in ("/v1/models/{}", "/v2/models/{}", "/v2/models/{}/ready",
-                         "/v1/examples/{}/0/0", "/v2/models/{}/versions/1"):  # fmt: skip
+            for path in ("/v1/models/{}", "/v1/examples/{}/0/0"):
                 none = said("GET", path.format("none-such"), "none-such")
                 assert said("GET", path.format(name), name) == none
 
@@ -174,15 +163,6 @@ def test_a_model_that_is_unloaded_before_the_engine_looks_is_told_without_others
         body = {"images": [URL]}
         answer = server.client.post("/v1/vision/person", json=body, headers=keys["app"])
     assert (answer.status_code, "team-1" in answer.text) == (404, False)
-
-
-def test_who_has_no_key_learns_no_names(keyed):
-    """Probes of a cluster may ask about one domain without a key."""
-    _, file = keyed(app=())
-    with serving(keys_file=file) as server:
-        answer = server.client.get("/v2/models/none-such/ready")
-    assert answer.status_code == 404
-    assert "person" not in answer.text
 
 
 @pytest.mark.parametrize(

@@ -212,11 +212,7 @@ def parsed(body: bytes, model: type[M] | None) -> M | Any:
 
 
 def _check_values(found: Any) -> bool:
-    """Whether all numbers are finite, as JSON cannot hold others in an answer.
-
-    Raises:
-        FieldError: An object has more than `MOST_KEYS` keys.
-    """
+    """Whether all numbers are finite, as JSON cannot hold others in an answer."""
     left: list[Any] = [[found]]
     finite = True
     while left:

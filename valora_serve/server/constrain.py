@@ -226,11 +226,7 @@ class Grammars:
         )
 
     def _compile(self, key: str) -> Any:
-        """Compile a grammar that is known by its text, and try it.
-
-        Raises:
-            RequestError: The grammar engine cannot use the grammar, or exceeds its limits.
-        """
+        """Compile a grammar that is known by its text, and try it; refused if that fails."""
         import llguidance
 
         if not self._was_read:
@@ -258,16 +254,7 @@ class Grammars:
         return matcher
 
     def _try(self, matcher: Any, first: str, seconds: float) -> None:
-        """Walk through a grammar, so that its limits are exceeded now rather than later.
-
-        Args:
-            matcher: The grammar, at the start of an answer or in it.
-            first: Characters, of which the first that is allowed is taken.
-            seconds: Time to take.
-
-        Raises:
-            RequestError: The grammar engine exceeds its limits, or allows no token.
-        """
+        """Walk on in a grammar, by the `first` character allowed, to exceed its limits now."""
         preferred = [self._tokenizer.tokenize_str(character)[0] for character in first]
         end = self._tokenizer.eos_token
         until = time.monotonic() + seconds
@@ -359,11 +346,7 @@ def _readable(tokenizer: Any) -> str:
 
 
 def _key(grammar: Grammar) -> str:
-    """Return the text by which a grammar is known.
-
-    Raises:
-        RequestError: It is too long, or no JSON.
-    """
+    """Return the text by which a grammar is known; refused if it is too long, or no JSON."""
     try:
         parts = [grammar.rules, grammar.strict, grammar.schemas, grammar.begins]
         text = json.dumps(parts, allow_nan=False)

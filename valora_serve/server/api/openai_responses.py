@@ -279,34 +279,6 @@ class _Responses:
         return found if block is None else found | {"valora": dict(block)}
 
 
-class _Item:
-    """An item of the output: the text, or a call.
-
-    Args:
-        text: The text or the arguments, as far as they are known.
-        call: Id of the call; None for the text.
-        name: Name of the function.
-    """
-
-    def __init__(self, text: str = "", call: str | None = None, name: str = "") -> None:
-        self.pieces = [text] if text else []
-        self.call, self.name = call, name
-        self.id = f"{'msg' if call is None else 'fc'}_{new_id()}"
-
-    def json(self, status: str, *, begun: bool = False) -> dict[str, Any]:
-        """The item in OpenAI's form; without its content if it has only begun."""
-        text = "".join(self.pieces)
-        if self.call is not None:
-            return {
-                "id": self.id, "type": "function_call", "status": status, "call_id": self.call,
-                "name": self.name, "arguments": text,
-            }  # fmt: skip
-        return {
-            "id": self.id, "type": "message", "role": "assistant", "status": status,
-            "content": [] if begun else [_part(text)],
-        }  # fmt: skip
-
-
 class _Output:
     """The output of a stream so far, and the events that tell of it.
 

@@ -40,6 +40,10 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
 Text = Annotated[str, AfterValidator(_sound)]
+_Model = Annotated[
+    str | None,
+    Field(description="a domain, an adapter or the base model; the base model by default"),
+]
 CacheSalt = Annotated[
     str,
     Field(
@@ -176,10 +180,8 @@ class Function(Body):
     cache_control: JsonValue = Field(default=None, description="ignored")
 
 
-class Tool(BaseModel):
-    """A tool; only functions are supported. Other fields than these are ignored."""
-
-    model_config = ConfigDict(frozen=True)
+class Tool(OpenBody):
+    """A tool; only functions are supported."""
 
     type: str
     function: Function | None = None
@@ -264,10 +266,7 @@ _TokenLists = Annotated[list[_Tokens], Field(max_length=1_000, fail_fast=True)]
 
 
 class _Sampled(Body):
-    model: str | None = Field(
-        default=None,
-        description="a domain, an adapter or the base model; the base model by default",
-    )
+    model: _Model = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=1, ge=1, le=128)
@@ -353,10 +352,7 @@ class CompletionRequest(_Sampled):
 class EmbeddingRequest(Body):
     """Body of ``/v1/embeddings``."""
 
-    model: str | None = Field(
-        default=None,
-        description="a domain, an adapter or the base model; the base model by default",
-    )
+    model: _Model = None
     input: Text | _Texts | _Tokens | _TokenLists | None = None
     messages: list[Message] | None = Field(
         default=None,
@@ -387,10 +383,8 @@ class ResponseInputImage(OpenBody):
     file_id: str | None = Field(default=None, description="refused: no files are kept")
 
 
-class ResponseInputOther(Body):
+class ResponseInputOther(OpenBody):
     """A file or audio in a message of ``/v1/responses``, which is refused."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     type: Literal["input_file", "input_audio"]
 
@@ -410,10 +404,8 @@ class ResponseInputMessage(OpenBody):
     content: Text | _ResponseParts
 
 
-class ResponseInputCall(BaseModel):
+class ResponseInputCall(OpenBody):
     """An earlier call of a function."""
-
-    model_config = ConfigDict(frozen=True)
 
     type: Literal["function_call"]
     call_id: str | None = None
@@ -421,20 +413,16 @@ class ResponseInputCall(BaseModel):
     arguments: Text
 
 
-class ResponseInputResult(BaseModel):
+class ResponseInputResult(OpenBody):
     """What a called function returned."""
-
-    model_config = ConfigDict(frozen=True)
 
     type: Literal["function_call_output"]
     call_id: str | None = None
     output: Text | _ResponseParts
 
 
-class ResponseInputItem(Body):
+class ResponseInputItem(OpenBody):
     """Another item of ``/v1/responses``: reasoning is ignored, all else is refused."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     type: str
 
@@ -481,10 +469,7 @@ class ResponseText(Body):
 class ResponsesRequest(Body):
     """Body of ``/v1/responses``."""
 
-    model: str | None = Field(
-        default=None,
-        description="a domain, an adapter or the base model; the base model by default",
-    )
+    model: _Model = None
     input: Text | _ResponseItems
     instructions: Text | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=10_000_000)

@@ -14,7 +14,8 @@ def test_every_request_below_it_is_told_what_to_use(tmp_path, keyed):
         for method, path, content in (
             ("GET", "/v2", b""), ("GET", "/v2/", b""), ("HEAD", "/v2/health/ready", b""),
             ("GET", "/v2/models/person/versions/1/ready", b""), ("DELETE", "/v2/models/x", b""),
-            ("POST", "/v2/repository/index", b""), ("POST", "/v2/models/person/infer", bytes(2**20)),
+            ("POST", "/v2/repository/index", b""),
+            ("POST", "/v2/models/person/infer", bytes(2**20)),
         ):  # fmt: skip
             headers = {"host": "10.0.0.9", "content-type": "application/octet-stream"}
             answer = server.client.request(method, path, content=content, headers=headers)

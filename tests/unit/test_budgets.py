@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 17_128,
     "teachers/valora_teachers": 2_981,
     "kernels/valora_kernels": 6_301,
-    "valora_serve": 41_355,
+    "valora_serve": 41_354,
     "tests/*/valora_train": 10_931,
     "tests/*/valora_data": 6_688,
     "tests/*/valora_teachers": 1_530,

@@ -214,9 +214,8 @@ def _for_language_model(model: ServedModel, messages: Sequence[Message], told: b
     unmeasured: list[str] = []
     if spoken is None and newest is not None:
         question, _ = question_of(model, None, head=False)
-        if told or any(
-            _text(message) for message in messages
-        ):  # otherwise the engine adds the prompt
+        written = any(_text(message) for message in messages)
+        if told or written:  # otherwise the engine adds the prompt
             text = TextPart(type="text", text=question)
             turns[newest] = _with_parts(turns[newest], [text, *_media(turns[newest])])
     elif spoken is not None:

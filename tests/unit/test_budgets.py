@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 6_688,
     "tests/*/valora_teachers": 1_530,
     "tests/*/valora_kernels": 2_385,
-    "tests/*/valora_serve": 30_789,
+    "tests/*/valora_serve": 30_791,
     "tests/unit/bench": 1_464,
     BENCH: 8_990,
 }

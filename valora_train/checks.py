@@ -253,6 +253,7 @@ def _check_writable(setting: str, place: str) -> None:
 def _existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     path = Path(os.path.abspath(path))  # noqa: PTH100
+    str(path).encode()  # raises for what is no UTF-8, which no report could name
     while not path.exists() and path != path.parent:
         path.lstat() if path.is_symlink() else None
         path = path.parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -10,6 +11,7 @@ import threading
 import traceback
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -623,9 +625,13 @@ def main() -> None:
     from valora_train.removed import refuse_removed
     from valora_train.sweeps import register
 
-    register(sys.argv[1:])
+    if "--version" in sys.argv:
+        print(f"valora-train {version('valora')}")
+        return
     try:
         refuse_removed(*sys.argv[1:])
+        sys.argv[1:] = map(_as_hydra_reads, sys.argv[1:])
+        register(sys.argv[1:])
         hydra.main(config_path=str(config_folder()), config_name="config", version_base="1.3")(
             _hydra_main
         )()
@@ -635,12 +641,30 @@ def main() -> None:
         _stop(f"error: {_one_sentence(error)}")
     except YAMLError as error:
         _stop(f"error: a file of settings is no YAML ({' '.join(str(error).split())}): correct it")
-    except (KeyboardInterrupt, OSError) as error:
+    except (KeyboardInterrupt, OSError, UnicodeEncodeError) as error:
         _end(error)
     if "WORLD_SIZE" in os.environ:
         from valora_train.model.team import end_process
 
         end_process()
+
+
+def _as_hydra_reads(argument: str) -> str:
+    """An argument in Hydra's grammar; a key that no file sets is added, for `from_config` to judge."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    argument.encode()  # raises for what is no UTF-8
+    key, given, value = argument.partition("=")
+    if not given or not key[:1].isalpha() or re.search(r"[/@]|^hydra\.", key):
+        return argument
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        if value[0] not in "[{":
+            value = "'" + value.replace("'", "\\'") + "'"
+    is_group = key == "local" or (config_folder() / key).is_dir()
+    return f"{'' if is_group else '++'}{key}={value}"
 
 
 def _one_sentence(error: Exception) -> str:
@@ -650,8 +674,10 @@ def _one_sentence(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"unknown {group or 'config'} {name!r}: choose from {', '.join(error.options)}"
-    first = str(error).strip().splitlines()[0].rstrip(".")
-    return f"{first}: `valora-train --help` lists the settings"
+    text = " ".join(str(error).split())
+    if "recognition error" in text or "Lexer" in text:
+        return f"{text}: put text in quotes, as in 'task.only=[\"Übung\"]'"
+    return f"{text.rstrip('.')}: `valora-train --help` lists the settings"
 
 
 def _silence_libraries() -> None:

@@ -41,8 +41,6 @@ DEVICE = re.compile(r"(cpu|mps|(?:cuda|xpu)(?::\d+)?)")
 OWN_CONTRACT = re.compile(r"task\.of_teacher|domains\.[^.]+\.(required|of_teacher|relative)")
 CONTRACTS_AS_EXPERIMENTS = ("paper", "relative", "teacher97")
 TASKS_AS_EXPERIMENTS = ("mixed", "shelf")
-STORES = ("sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks")
-SQLITE = b"SQLite format 3\0"
 
 
 def check(settings: Settings) -> None:
@@ -56,7 +54,7 @@ def check(settings: Settings) -> None:
     """
     fuses = settings.command in FUSING
     _check_task(settings)
-    _check_places(settings, fuses)
+    _check_places(settings)
     for domain in settings.chosen():
         _check_source(domain)
         _check_teacher(domain, domain.taught_by or settings.teacher)
@@ -222,12 +220,10 @@ def _check_compare(settings: Settings) -> None:
         )
 
 
-def _check_places(settings: Settings, fuses: bool) -> None:
+def _check_places(settings: Settings) -> None:
     _check_writable("paths.work", settings.paths.work)
     if settings.command == "export":
         _check_writable("paths.bundles", settings.paths.bundles)
-    if fuses:
-        _check_tracking(settings.paths.tracking)
 
 
 def _check_writable(setting: str, place: str) -> None:
@@ -258,44 +254,6 @@ def _existing(path: Path) -> Path:
         path.lstat() if path.is_symlink() else None
         path = path.parent
     return path
-
-
-def _check_tracking(uri: str | None) -> None:
-    given = uri or os.environ.get("MLFLOW_TRACKING_URI")
-    scheme, mark, rest = (given or "sqlite:///mlflow.db").partition(":")
-    if not mark or len(scheme) == 1:  # a folder, perhaps with a drive
-        _check_writable("paths.tracking", given or ".")
-        return
-    if scheme.partition("+")[0] not in STORES:
-        raise SettingsError(
-            f"paths.tracking={given} is of no kind that MLflow knows: choose one of "
-            f"{', '.join(STORES)}"
-        )
-    if scheme != "sqlite":
-        return
-    file = Path(rest.removeprefix("///"))
-    if not file.is_file():
-        _check_writable("paths.tracking", str(file.parent))
-        return
-    content = b""
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(len(SQLITE))
-    except OSError as error:
-        raise SettingsError(
-            f"paths.tracking: {file} cannot be read ({error.strerror}), change its permissions or "
-            "set paths.tracking to another store"
-        ) from error
-    if content not in (b"", SQLITE):
-        raise SettingsError(
-            f"{file} is damaged or no SQLite database: move it away, or set paths.tracking to "
-            "another store"
-        )
-    if not os.access(file, os.W_OK):
-        raise SettingsError(
-            f"{file} is not writable: change its permissions, or set paths.tracking to another "
-            "store"
-        )
 
 
 # --- domains --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from valora_data.contract.files import expanded
 from valora_data.errors import ValoraError
-from valora_train.errors import SettingsError, SweepError, describe_fault
+from valora_train.errors import SettingsError, SweepError, describe_fault, without_passwords
 from valora_train.processes import preparing_processes
 from valora_train.reporting.progress import Display, stopwatch
 
@@ -75,6 +75,10 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
             address = push(settings)
         display.done("push", address)
         return {}
+    if settings.experiment is not None and os.environ.get("RANK", "0") == "0":
+        from valora_train.reporting.mlflow_store import try_store
+
+        try_store(settings.paths.tracking, settings.experiment, settings.paths.work)
     if settings.shelf is not None:
         from valora_data.sources.shelf import read_shelf
 
@@ -554,6 +558,7 @@ def _job_error(error: Exception, number: int) -> SweepError:
     else:
         traceback.print_exc()
         said = f"{type(error).__name__}: {error}"
+    said = without_passwords(said)
     print(f"job {number} failed: {said}", file=sys.stderr, flush=True)
     return SweepError(said)
 
@@ -688,6 +693,8 @@ def _silence_libraries() -> None:
         "TRANSFORMERS_VERBOSITY": "error",
         "YOLO_OFFLINE": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # with passwords
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # 8 s instead of four minutes
         "GIT_PYTHON_REFRESH": "quiet",
     }
     for key, value in defaults.items():
@@ -696,7 +703,7 @@ def _silence_libraries() -> None:
 
 def _stop(message: str, status: int = 1) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":  # only the leader of a team prints
-        print(message, file=sys.stderr)
+        print(without_passwords(message), file=sys.stderr)
     sys.exit(status)
 
 

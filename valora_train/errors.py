@@ -42,6 +42,12 @@ class TrackingError(ValoraError):
     """MLflow's store cannot be used."""
 
 
+def without_passwords(text: str) -> str:
+    """A text in which stars stand for the names and passwords of URIs."""
+    text = re.sub(r"://[^\s/]*(?::\S*)?@", "://***@", text)
+    return re.sub(r"(?i)((?:password|pwd|token)(?:=|%3D))[^&;%\s'\"]+", r"\1***", text)
+
+
 class Fault(NamedTuple):
     """A failure of the machine, not of the code.
 

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from valora_data.schema import Domain, Task
 from valora_data.sources.base import Source
 from valora_data.sources.registry import FORMATS
-from valora_train.errors import SettingsError
+from valora_train.errors import SettingsError, without_passwords
 
 if TYPE_CHECKING:
     from valora_data.sources.base import SourceFormat
@@ -615,6 +615,14 @@ class Settings:
     push: PushSettings = field(default_factory=PushSettings)
     paths: PathSettings = field(default_factory=PathSettings)
 
+    @property
+    def experiment(self) -> str | None:
+        """Name of the experiment in MLflow that a run begins with; None if it logs nothing."""
+        if self.command not in ("teach", "distill", "push"):
+            return f"valora/{self.task.name}"
+        trains = self.command != "push" and any(one.teacher == "train" for one in self.chosen())
+        return "valora/teachers" if trains else None
+
     def chosen(self) -> list[DomainSettings]:
         """The domains to fuse, in order.
 
@@ -642,4 +650,7 @@ def as_dict(settings: Any) -> dict[str, Any]:
 
 def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
     # OmegaConf, which writes the configuration for MLflow, takes no subclass of str.
-    return {key: str(value) if isinstance(value, Task) else value for key, value in items}
+    values = {key: str(value) if isinstance(value, Task) else value for key, value in items}
+    if values.get("tracking"):  # bundles and runs hold it
+        values["tracking"] = without_passwords(values["tracking"])
+    return values

@@ -367,7 +367,7 @@ class Curve:
         """Send what is left, and wait until everything is stored."""
         self._send()
         for operations in self._sent:
-            operations.wait()
+            self._client.wait(operations)
         self._sent = []
 
 
@@ -557,7 +557,7 @@ def register_bundle(
     import mlflow
 
     uri = uri or mlflow.get_tracking_uri()
-    with signals_later(), explained(uri):
+    with signals_later(uri), explained(uri):
         return _register(uri, run_id, name, bundle, tags)
 
 

@@ -183,6 +183,22 @@ class _Pipeline:
         )
         return DomainInputs(domain, data, distilled)
 
+    def take_teacher(self, domain: DomainSettings) -> None:
+        """Load and copy a small model that is given as a file, unless that is up to date."""
+        from valora_train.stages import distill
+
+        work, teacher = Path(self._settings.paths.work), domain.taught_by or self._settings.teacher
+        if domain.teacher == distill.TRAIN or not self._team.leads:
+            return
+        stage = distill.teach_stage(domain, teacher, Path(), work)
+        if stage is not None:
+            with self._display.work("teach", domain.name) as step:
+                stage.run(
+                    work,
+                    lambda folder: distill.build_teacher(domain, teacher, Path(), folder, step),
+                    self._wait,
+                )
+
     def _teach(
         self,
         domain: DomainSettings,
@@ -458,6 +474,8 @@ def _prepare_domains(
 ) -> list[DomainInputs]:
     """Run the stages before fusion, of several domains side by side if there is much to do."""
     chosen = settings.chosen()
+    for domain in chosen:  # before any data is read
+        pipeline.take_teacher(domain)
     asked, device = settings.processes, settings.model.device
     waiting = chosen if team.leads and preparing_processes(asked, device, len(chosen)) > 1 else []
     waiting = [domain for domain in waiting if not pipeline.is_prepared(domain)]

@@ -112,7 +112,7 @@ def describe_fault(error: BaseException) -> Fault | None:
     while seen is not None:
         if isinstance(seen, ValoraError):
             return None  # has a sentence of its own
-        if isinstance(seen, UnicodeEncodeError):
+        if isinstance(seen, UnicodeEncodeError) and seen.encoding == "utf-8":
             return Fault(f"a name is no UTF-8 ({os.fsencode(seen.object)!r})", "change it")
         number = _error_number(seen)
         if number in _FAULTS:

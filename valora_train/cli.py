@@ -673,7 +673,7 @@ def main() -> None:
 
 
 def _as_hydra_reads(argument: str) -> str:
-    """An argument in Hydra's grammar; a key that no file sets is added, for `from_config` to judge."""
+    """An argument in Hydra's grammar; keys that no file sets are added: `from_config` judges."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

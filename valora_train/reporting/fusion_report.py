@@ -200,6 +200,7 @@ class FusionReport:
         first, began = self._timed = self._timed or (step, now)
         if step - first != TIMED_STEPS:
             return
+        self._timed = (-TIMED_STEPS, now)  # no later step is so far from it
         rate, all_steps = (now - began) / TIMED_STEPS, steps // new * len(self._required)
         self._display.note(
             "fuse",
@@ -225,7 +226,10 @@ class FusionReport:
         self._tracker.describe_attempts({one["number"]: attempt_page(one) for one in told})
         latest = plan.decisions[-1]  # what it rolled back stands in its own run
         self._tracker.log_metrics(
-            {f"accuracy/{name}": latest.accuracy[name] for name in latest.kept}
+            {
+                f"accuracy/{name}": latest.accuracy[name]
+                for name in latest.accuracy.keys() & latest.kept
+            }
             | {f"required/{name}": self._required[name] for name in latest.accuracy},
             step=latest.attempt.number,
         )

@@ -4,6 +4,7 @@ import json
 import signal
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
@@ -14,10 +15,13 @@ from sqlalchemy.orm import Session
 
 from tests.support.stores import new_store
 from tests.unit.valora_train.fusion.test_history import DECISIONS, PACKING, REQUIREMENTS, START
+from tests.unit.valora_train.reporting.test_domain_table import DOMAINS
+from tests.unit.valora_train.reporting.test_fusion_report import result
 from valora_train.errors import TrackingError
 from valora_train.fusion.decision import Attempt
 from valora_train.fusion.history import History
 from valora_train.metrics.per_class import choice_report
+from valora_train.reporting.fusion_report import FusionReport, log_result
 from valora_train.reporting.mlflow_store import end_open_runs, run_address
 from valora_train.reporting.tracking import (
     TEACHERS,
@@ -420,3 +424,20 @@ def test_a_failing_store_does_not_hide_why_a_training_failed(
         raise ValueError("too few samples")
     with pytest.raises(TrackingError, match="the store is gone"), run:
         pass
+
+
+def test_the_parent_run_shows_what_was_kept(uri: str) -> None:
+    tracker, client = started(uri), MlflowClient(uri)
+    report = FusionReport(tracker, None, None, dict.fromkeys(START, 0.5), {})
+    for count in (1, 2):
+        decisions = DECISIONS[:count]
+        report.follow(lambda some=decisions: History(REQUIREMENTS, START).told(some, PACKING))
+        report.log_progress(
+            SimpleNamespace(decisions=decisions), SimpleNamespace(seconds=[1.0] * count)
+        )
+    shown = client.get_run(tracker.run_id).data.metrics
+    assert shown["accuracy/person"] == 0.95  # 0.91 was rolled back
+    assert "accuracy/bicycle" not in shown
+    log_result(tracker, result(seconds=[1.0, 1.0]))
+    shown = client.get_run(tracker.run_id).data.metrics
+    assert shown["accuracy/bicycle"] == DOMAINS["bicycle"]["accuracy"]["val"]

@@ -711,8 +711,6 @@ def _silence_libraries() -> None:
         "TRANSFORMERS_VERBOSITY": "error",
         "YOLO_OFFLINE": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # with passwords
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # 8 s instead of four minutes
         "GIT_PYTHON_REFRESH": "quiet",
     }
     for key, value in defaults.items():

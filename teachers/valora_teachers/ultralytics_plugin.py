@@ -95,7 +95,7 @@ def open_weights(path: Path) -> tuple[Any, str, dict[int, str]]:
         with threads_kept():
             model = ultralytics.YOLO(str(path))
             if not isinstance(model.model, ultralytics.nn.tasks.BaseModel):
-                raise TypeError(f"it holds a {type(model.model).__name__}")
+                raise TypeError(f"it holds a {type(model.model).__name__}")  # noqa: TRY301
             return model, model.task, dict(model.names)
     except (
         AttributeError, EOFError, ImportError, KeyError, OSError, RuntimeError, TypeError,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import json
 import logging
+import os
 import re
 import signal
 import threading
@@ -99,6 +100,8 @@ class Store:
 
         # Creating the database logs every one of its migrations.
         logging.getLogger("alembic").setLevel(logging.WARNING)
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # 8 s, not four minutes
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # with passwords
         # What fails is raised, and `explained` says more of it, without passwords.
         logging.getLogger("mlflow").setLevel(logging.CRITICAL)
         self._uri = uri
@@ -204,6 +207,7 @@ _TROUBLES = {
         "that version, or move it away"
     ),
     r"no answer|retries exceeded|refused|timed out": "start it, or correct its address",
+    r"error code 40[13]": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
     r"no module named": "install that package",
     r"malformed|not a database|corrupt|disk image": "it is damaged: move it away",
 }

@@ -610,10 +610,9 @@ def latest_fusions(uri: str | None) -> list[tuple[str, str, str]]:
         Name of the experiment, name of the run, and its address.
     """
     import mlflow
-    from mlflow import MlflowClient
 
     uri = uri or mlflow.get_tracking_uri()
-    client = MlflowClient(uri)
+    client: Any = Store(uri)
     found = []
     for experiment in client.search_experiments(filter_string="name LIKE 'valora/%'"):
         runs = client.search_runs(

@@ -6,12 +6,10 @@ machine: whether files and folders are there, and whether outputs can be written
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import os
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +71,6 @@ def check(settings: Settings) -> None:
         make_strategy(settings.fusion.strategy)
         _check_lora(settings)
         _check_model(settings)
-        _check_device(settings.model.device)
         if settings.fusion.parent is not None:
             _check_parent(Path(settings.fusion.parent))
 
@@ -398,36 +395,18 @@ def _tensors(file: Path) -> Iterator[str]:
 
 
 def _check_device(device: str) -> None:
+    import torch
+
     if not DEVICE.fullmatch(device):
         raise SettingsError(
             f"model.device={device!r} is no device: set it to cpu, cuda, or cuda:1 and so on"
         )
     kind, _, number = device.partition(":")
-    if kind == "cuda" and _cuda_devices() <= int(number or 0):
+    if kind == "cuda" and torch.cuda.device_count() <= int(number or 0):
         raise SettingsError(
             f"model.device={device}: this machine, or the installed torch, has no such GPU; set "
             "model.device=cpu"
         )
-
-
-def _cuda_devices() -> int:
-    """Number of GPUs that torch can use; many where only torch can tell."""
-    try:
-        build = metadata.version("torch").partition("+")[2]
-    except metadata.PackageNotFoundError:
-        build = ""
-    if build == "cpu":
-        return 0
-    if build.startswith("rocm"):
-        return 1_000
-    count = ctypes.c_int(0)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1" if os.name != "nt" else "nvcuda.dll")
-        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-            return 0
-    except (OSError, AttributeError):
-        return 0
-    return count.value
 
 
 def _is_installed(package: str) -> bool:
@@ -476,11 +455,7 @@ def check_with_libraries(settings: Settings) -> None:
             check_teacher(teacher.kind, teacher.options)
     if settings.command in FUSING:
         device = settings.model.device
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise SettingsError(
-                f"model.device={device}: torch finds no GPU (driver, or a build without CUDA); set "
-                "model.device=cpu"
-            )
+        _check_device(device)
         if settings.model.quantize is not None:
             base = settings.model.id
             quantized.loading_options(base, base_folder(base), torch.float32, device)

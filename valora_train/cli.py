@@ -75,10 +75,13 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
             address = push(settings)
         display.done("push", address)
         return {}
-    if settings.experiment is not None and os.environ.get("RANK", "0") == "0":
+    logs = settings.command not in ("teach", "distill") or any(
+        domain.teacher == "train" for domain in settings.chosen()
+    )
+    if logs and os.environ.get("RANK", "0") == "0":
         from valora_train.reporting.mlflow_store import try_store
 
-        try_store(settings.paths.tracking, settings.experiment, settings.paths.work)
+        try_store(settings.paths.tracking, f"valora/{settings.task.name}", settings.paths.work)
     if settings.shelf is not None:
         from valora_data.sources.shelf import read_shelf
 
@@ -190,14 +193,11 @@ class _Pipeline:
         work, teacher = Path(self._settings.paths.work), domain.taught_by or self._settings.teacher
         if domain.teacher == distill.TRAIN or not self._team.leads:
             return
-        stage = distill.teach_stage(domain, teacher, Path(), work)
-        if stage is not None:
-            with self._display.work("teach", domain.name) as step:
-                stage.run(
-                    work,
-                    lambda folder: distill.build_teacher(domain, teacher, Path(), folder, step),
-                    self._wait,
-                )
+        if (stage := distill.teach_stage(domain, teacher, Path(), work)) is not None:
+            build = partial(
+                distill.build_teacher, domain, teacher, Path(), on_epoch=lambda *_: None
+            )
+            stage.run(work, build, self._wait)
 
     def _teach(
         self,

@@ -615,14 +615,6 @@ class Settings:
     push: PushSettings = field(default_factory=PushSettings)
     paths: PathSettings = field(default_factory=PathSettings)
 
-    @property
-    def experiment(self) -> str | None:
-        """Name of the experiment in MLflow that a run begins with; None if it logs nothing."""
-        if self.command not in ("teach", "distill", "push"):
-            return f"valora/{self.task.name}"
-        trains = self.command != "push" and any(one.teacher == "train" for one in self.chosen())
-        return "valora/teachers" if trains else None
-
     def chosen(self) -> list[DomainSettings]:
         """The domains to fuse, in order.
 

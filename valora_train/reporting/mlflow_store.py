@@ -49,16 +49,7 @@ def store_lock(work: str) -> FileLock:
 
 
 def try_store(uri: str | None, experiment: str, work: str) -> None:
-    """Open an experiment before any work, in a thread: Ctrl-C must end a wait for a server.
-
-    Args:
-        uri: Tracking URI; None for MLflow's default.
-        experiment: Name of the experiment.
-        work: Folder of all stages.
-
-    Raises:
-        TrackingError: If the store cannot be used, or gives no answer.
-    """
+    """Open an experiment before any work, in a thread: Ctrl-C must end a wait for a server."""
     import mlflow
 
     uri = uri or mlflow.get_tracking_uri()
@@ -129,13 +120,8 @@ class Store:
             self._call("set_terminated", run_id, status)
             _OPEN.pop(run_id, None)
 
-    def wait(self, sent: Any) -> None:
-        """Wait until figures that were sent asynchronously are stored."""
-        with self._usable():
-            sent.wait()
-
     @contextmanager
-    def _usable(self) -> Iterator[None]:
+    def usable(self) -> Iterator[None]:
         """Explain errors; what was lost once is not waited for again when the process ends."""
         if self._lost is not None:
             raise self._lost
@@ -147,7 +133,7 @@ class Store:
             raise
 
     def _call(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        with self._usable():
+        with self.usable():
             return getattr(self._client, name)(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:

@@ -653,8 +653,9 @@ def main() -> None:
         return
     try:
         refuse_removed(*sys.argv[1:])
-        sys.argv[1:] = map(_as_hydra_reads, sys.argv[1:])
+        arguments = [_as_hydra_reads(argument) for argument in sys.argv[1:]]
         register(sys.argv[1:])
+        sys.argv[1:] = arguments
         hydra.main(config_path=str(config_folder()), config_name="config", version_base="1.3")(
             _hydra_main
         )()

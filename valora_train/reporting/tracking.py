@@ -559,8 +559,8 @@ def register_bundle(
     from mlflow.exceptions import MlflowException
 
     uri = uri or mlflow.get_tracking_uri()
-    client = mlflow.MlflowClient(uri)
     with signals_later(uri), explained(uri):
+        client = mlflow.MlflowClient(uri)
         for known in client.search_model_versions(f"run_id = '{run_id}'"):
             if known.name == name:  # registered by a process that was killed afterwards
                 return int(known.version)

@@ -651,11 +651,12 @@ def main() -> None:
     if "--version" in sys.argv:
         print(f"valora-train {version('valora')}")
         return
+    given = sys.argv
     try:
-        refuse_removed(*sys.argv[1:])
-        arguments = [_as_hydra_reads(argument) for argument in sys.argv[1:]]
-        register(sys.argv[1:])
-        sys.argv[1:] = arguments
+        refuse_removed(*given[1:])
+        arguments = [_as_hydra_reads(argument) for argument in given[1:]]
+        register(given[1:])
+        sys.argv = [given[0], *arguments]
         hydra.main(config_path=str(config_folder()), config_name="config", version_base="1.3")(
             _hydra_main
         )()
@@ -667,6 +668,8 @@ def main() -> None:
         _stop(f"error: a file of settings is no YAML ({' '.join(str(error).split())}): correct it")
     except (KeyboardInterrupt, OSError, UnicodeEncodeError) as error:
         _end(error)
+    finally:
+        sys.argv = given
     if "WORLD_SIZE" in os.environ:
         from valora_train.model.team import end_process
 

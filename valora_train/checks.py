@@ -6,12 +6,10 @@ machine: whether files and folders are there, and whether outputs can be written
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import os
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +39,6 @@ DEVICE = re.compile(r"(cpu|mps|(?:cuda|xpu)(?::\d+)?)")
 OWN_CONTRACT = re.compile(r"task\.of_teacher|domains\.[^.]+\.(required|of_teacher|relative)")
 CONTRACTS_AS_EXPERIMENTS = ("paper", "relative", "teacher97")
 TASKS_AS_EXPERIMENTS = ("mixed", "shelf")
-STORES = ("sqlite", "file", "http", "https", "postgresql", "mysql", "mssql", "databricks")
-SQLITE = b"SQLite format 3\0"
 
 
 def check(settings: Settings) -> None:
@@ -56,7 +52,7 @@ def check(settings: Settings) -> None:
     """
     fuses = settings.command in FUSING
     _check_task(settings)
-    _check_places(settings, fuses)
+    _check_places(settings)
     for domain in settings.chosen():
         _check_source(domain)
         _check_teacher(domain, domain.taught_by or settings.teacher)
@@ -75,7 +71,6 @@ def check(settings: Settings) -> None:
         make_strategy(settings.fusion.strategy)
         _check_lora(settings)
         _check_model(settings)
-        _check_device(settings.model.device)
         if settings.fusion.parent is not None:
             _check_parent(Path(settings.fusion.parent))
 
@@ -222,12 +217,10 @@ def _check_compare(settings: Settings) -> None:
         )
 
 
-def _check_places(settings: Settings, fuses: bool) -> None:
+def _check_places(settings: Settings) -> None:
     _check_writable("paths.work", settings.paths.work)
     if settings.command == "export":
         _check_writable("paths.bundles", settings.paths.bundles)
-    if fuses:
-        _check_tracking(settings.paths.tracking)
 
 
 def _check_writable(setting: str, place: str) -> None:
@@ -253,48 +246,11 @@ def _check_writable(setting: str, place: str) -> None:
 def _existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     path = Path(os.path.abspath(path))  # noqa: PTH100
+    str(path).encode()  # raises for what is no UTF-8, which no report could name
     while not path.exists() and path != path.parent:
         path.lstat() if path.is_symlink() else None
         path = path.parent
     return path
-
-
-def _check_tracking(uri: str | None) -> None:
-    given = uri or os.environ.get("MLFLOW_TRACKING_URI")
-    scheme, mark, rest = (given or "sqlite:///mlflow.db").partition(":")
-    if not mark or len(scheme) == 1:  # a folder, perhaps with a drive
-        _check_writable("paths.tracking", given or ".")
-        return
-    if scheme.partition("+")[0] not in STORES:
-        raise SettingsError(
-            f"paths.tracking={given} is of no kind that MLflow knows: choose one of "
-            f"{', '.join(STORES)}"
-        )
-    if scheme != "sqlite":
-        return
-    file = Path(rest.removeprefix("///"))
-    if not file.is_file():
-        _check_writable("paths.tracking", str(file.parent))
-        return
-    content = b""
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(len(SQLITE))
-    except OSError as error:
-        raise SettingsError(
-            f"paths.tracking: {file} cannot be read ({error.strerror}), change its permissions or "
-            "set paths.tracking to another store"
-        ) from error
-    if content not in (b"", SQLITE):
-        raise SettingsError(
-            f"{file} is damaged or no SQLite database: move it away, or set paths.tracking to "
-            "another store"
-        )
-    if not os.access(file, os.W_OK):
-        raise SettingsError(
-            f"{file} is not writable: change its permissions, or set paths.tracking to another "
-            "store"
-        )
 
 
 # --- domains --------------------------------------------------------------------------------------
@@ -439,36 +395,18 @@ def _tensors(file: Path) -> Iterator[str]:
 
 
 def _check_device(device: str) -> None:
+    import torch
+
     if not DEVICE.fullmatch(device):
         raise SettingsError(
             f"model.device={device!r} is no device: set it to cpu, cuda, or cuda:1 and so on"
         )
     kind, _, number = device.partition(":")
-    if kind == "cuda" and _cuda_devices() <= int(number or 0):
+    if kind == "cuda" and torch.cuda.device_count() <= int(number or 0):
         raise SettingsError(
             f"model.device={device}: this machine, or the installed torch, has no such GPU; set "
             "model.device=cpu"
         )
-
-
-def _cuda_devices() -> int:
-    """Number of GPUs that torch can use; many where only torch can tell."""
-    try:
-        build = metadata.version("torch").partition("+")[2]
-    except metadata.PackageNotFoundError:
-        build = ""
-    if build == "cpu":
-        return 0
-    if build.startswith("rocm"):
-        return 1_000
-    count = ctypes.c_int(0)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1" if os.name != "nt" else "nvcuda.dll")
-        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-            return 0
-    except (OSError, AttributeError):
-        return 0
-    return count.value
 
 
 def _is_installed(package: str) -> bool:
@@ -517,11 +455,7 @@ def check_with_libraries(settings: Settings) -> None:
             check_teacher(teacher.kind, teacher.options)
     if settings.command in FUSING:
         device = settings.model.device
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise SettingsError(
-                f"model.device={device}: torch finds no GPU (driver, or a build without CUDA); set "
-                "model.device=cpu"
-            )
+        _check_device(device)
         if settings.model.quantize is not None:
             base = settings.model.id
             quantized.loading_options(base, base_folder(base), torch.float32, device)

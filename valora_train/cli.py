@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -10,6 +11,7 @@ import threading
 import traceback
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +20,7 @@ from rich.console import Console
 
 from valora_data.contract.files import expanded
 from valora_data.errors import ValoraError
-from valora_train.errors import SettingsError, SweepError, describe_fault
+from valora_train.errors import SettingsError, SweepError, describe_fault, without_passwords
 from valora_train.processes import preparing_processes
 from valora_train.reporting.progress import Display, stopwatch
 
@@ -73,6 +75,13 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
             address = push(settings)
         display.done("push", address)
         return {}
+    logs = settings.command not in ("teach", "distill") or any(
+        domain.teacher == "train" for domain in settings.chosen()
+    )
+    if logs and os.environ.get("RANK", "0") == "0":
+        from valora_train.reporting.mlflow_store import try_store
+
+        try_store(settings.paths.tracking, f"valora/{settings.task.name}", settings.paths.work)
     if settings.shelf is not None:
         from valora_data.sources.shelf import read_shelf
 
@@ -176,6 +185,19 @@ class _Pipeline:
             distill.describe_distilled,
         )
         return DomainInputs(domain, data, distilled)
+
+    def take_teacher(self, domain: DomainSettings) -> None:
+        """Load and copy a small model that is given as a file, unless that is up to date."""
+        from valora_train.stages import distill
+
+        work, teacher = Path(self._settings.paths.work), domain.taught_by or self._settings.teacher
+        if domain.teacher == distill.TRAIN or not self._team.leads:
+            return
+        if (stage := distill.teach_stage(domain, teacher, Path(), work)) is not None:
+            build = partial(
+                distill.build_teacher, domain, teacher, Path(), on_epoch=lambda *_: None
+            )
+            stage.run(work, build, self._wait)
 
     def _teach(
         self,
@@ -452,6 +474,8 @@ def _prepare_domains(
 ) -> list[DomainInputs]:
     """Run the stages before fusion, of several domains side by side if there is much to do."""
     chosen = settings.chosen()
+    for domain in chosen:  # before any data is read
+        pipeline.take_teacher(domain)
     asked, device = settings.processes, settings.model.device
     waiting = chosen if team.leads and preparing_processes(asked, device, len(chosen)) > 1 else []
     waiting = [domain for domain in waiting if not pipeline.is_prepared(domain)]
@@ -552,6 +576,7 @@ def _job_error(error: Exception, number: int) -> SweepError:
     else:
         traceback.print_exc()
         said = f"{type(error).__name__}: {error}"
+    said = without_passwords(said)
     print(f"job {number} failed: {said}", file=sys.stderr, flush=True)
     return SweepError(said)
 
@@ -623,9 +648,15 @@ def main() -> None:
     from valora_train.removed import refuse_removed
     from valora_train.sweeps import register
 
-    register(sys.argv[1:])
+    if "--version" in sys.argv:
+        print(f"valora-train {version('valora')}")
+        return
+    given = sys.argv
     try:
-        refuse_removed(*sys.argv[1:])
+        refuse_removed(*given[1:])
+        arguments = [_as_hydra_reads(argument) for argument in given[1:]]
+        register(given[1:])
+        sys.argv = [given[0], *arguments]
         hydra.main(config_path=str(config_folder()), config_name="config", version_base="1.3")(
             _hydra_main
         )()
@@ -635,12 +666,32 @@ def main() -> None:
         _stop(f"error: {_one_sentence(error)}")
     except YAMLError as error:
         _stop(f"error: a file of settings is no YAML ({' '.join(str(error).split())}): correct it")
-    except (KeyboardInterrupt, OSError) as error:
+    except (KeyboardInterrupt, OSError, UnicodeEncodeError) as error:
         _end(error)
+    finally:
+        sys.argv = given
     if "WORLD_SIZE" in os.environ:
         from valora_train.model.team import end_process
 
         end_process()
+
+
+def _as_hydra_reads(argument: str) -> str:
+    """An argument in Hydra's grammar; keys that no file sets are added: `from_config` judges."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    argument.encode()  # raises for what is no UTF-8
+    key, given, value = argument.partition("=")
+    if not given or not key[:1].isalpha() or re.search(r"[/@]|^hydra\.", key):
+        return argument
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        if value[0] not in "[{":
+            value = "'" + value.replace("'", "\\'") + "'"
+    is_group = key == "local" or (config_folder() / key).is_dir()
+    return f"{'' if is_group else '++'}{key}={value}"
 
 
 def _one_sentence(error: Exception) -> str:
@@ -650,8 +701,10 @@ def _one_sentence(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"unknown {group or 'config'} {name!r}: choose from {', '.join(error.options)}"
-    first = str(error).strip().splitlines()[0].rstrip(".")
-    return f"{first}: `valora-train --help` lists the settings"
+    text = " ".join(str(error).split())
+    if "recognition error" in text or "Lexer" in text:
+        return f"{text}: put text in quotes, as in 'task.only=[\"Übung\"]'"
+    return f"{text.rstrip('.')}: `valora-train --help` lists the settings"
 
 
 def _silence_libraries() -> None:
@@ -670,7 +723,7 @@ def _silence_libraries() -> None:
 
 def _stop(message: str, status: int = 1) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":  # only the leader of a team prints
-        print(message, file=sys.stderr)
+        print(without_passwords(message), file=sys.stderr)
     sys.exit(status)
 
 

@@ -229,8 +229,10 @@ def _complaint(error: Any) -> str:
     message = error["msg"]
     text = f"bad setting {where}={error['input']!r}: {message[0].lower()}{message[1:]}"
     if error["type"] == "unexpected_keyword_argument":
-        close = get_close_matches(last, _names(Settings))
+        close = get_close_matches(last, {*_names(Settings), "experiment"})
         text += f"; did you mean {' or '.join(close)}?" if close else ""
+    if error["type"] == "string_type" and isinstance(error["input"], int | float):
+        text += f"; for this text, write '{where}=\"{error['input']}\"'"
     return text
 
 

@@ -42,6 +42,12 @@ class TrackingError(ValoraError):
     """MLflow's store cannot be used."""
 
 
+def without_passwords(text: str) -> str:
+    """A text in which stars stand for the names and passwords of URIs."""
+    text = re.sub(r"://[^\s/]*(?::\S*)?@", "://***@", text)
+    return re.sub(r"(?i)((?:password|pwd|token)(?:=|%3D))[^&;%\s'\"]+", r"\1***", text)
+
+
 class Fault(NamedTuple):
     """A failure of the machine, not of the code.
 
@@ -106,6 +112,8 @@ def describe_fault(error: BaseException) -> Fault | None:
     while seen is not None:
         if isinstance(seen, ValoraError):
             return None  # has a sentence of its own
+        if isinstance(seen, UnicodeEncodeError) and seen.encoding == "utf-8":
+            return Fault(f"a name is no UTF-8 ({os.fsencode(seen.object)!r})", "change it")
         number = _error_number(seen)
         if number in _FAULTS:
             cause, remedy = _FAULTS[number]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from valora_data.schema import Domain, Task
 from valora_data.sources.base import Source
 from valora_data.sources.registry import FORMATS
-from valora_train.errors import SettingsError
+from valora_train.errors import SettingsError, without_passwords
 
 if TYPE_CHECKING:
     from valora_data.sources.base import SourceFormat
@@ -30,6 +30,9 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 ShareAboveZero = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Device = Annotated[
+    str, BeforeValidator(lambda given: f"cuda:{given}" if str(given).isdigit() else given)
+]
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ class ModelSettings:
 
     Attributes:
         id: `tiny` (shipped with the project), a local folder, or a name on the hub.
-        device: Device in torch's terms, e.g. `cpu` or `cuda`.
+        device: Device in torch's terms, e.g. `cpu` or `cuda`; a number is that of a GPU.
         dtype: Data type of the frozen weights.
         precision: Data type that training multiplies matrices in, where the frozen weights are
             float32; `auto` is bfloat16 on CPUs that have instructions for it (AMX, AVX-512 BF16),
@@ -242,7 +245,7 @@ class ModelSettings:
     """
 
     id: str = "tiny"
-    device: str = "cpu"
+    device: Device = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
     quantize: Literal["nf4"] | None = None
@@ -374,7 +377,7 @@ class TrainSettings:
     checkpoint_seconds: Weight = 30.0
     validations: Whole = 4
     validation_samples: Whole = 48
-    validation_share: Weight = 0.05
+    validation_share: Share = 0.05
     lora: LoraSettings = field(default_factory=LoraSettings)
     augment: AugmentSettings = field(default_factory=AugmentSettings)
 
@@ -482,7 +485,7 @@ class FusionSettings:
 
     strategy: str = "rehearsal"
     order: Literal["given", "random", "probe"] = "given"
-    margin: Weight = 0.02
+    margin: Share = 0.02
     head_only: bool = True
     of_dedicated: Annotated[float, Field(gt=0, le=1)] | None = None
     unreachable: Literal["fail", "keep"] = "fail"
@@ -639,4 +642,7 @@ def as_dict(settings: Any) -> dict[str, Any]:
 
 def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
     # OmegaConf, which writes the configuration for MLflow, takes no subclass of str.
-    return {key: str(value) if isinstance(value, Task) else value for key, value in items}
+    values = {key: str(value) if isinstance(value, Task) else value for key, value in items}
+    if values.get("tracking"):  # bundles and runs hold it
+        values["tracking"] = without_passwords(values["tracking"])
+    return values

@@ -127,7 +127,7 @@ class AllJobs(Launcher):
 
 def _differing(overrides: Sequence[str], common: set[str]) -> str:
     """In brackets, the overrides that not all jobs have."""
-    own = [one for one in filter_overrides(overrides) if one not in common]
+    own = [one.lstrip("+") for one in filter_overrides(overrides) if one not in common]
     return f" ({' '.join(own)})" if own else ""
 
 

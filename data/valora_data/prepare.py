@@ -273,8 +273,8 @@ def check_leaks(pairs: Sequence[Pair]) -> None:
         shown = "; ".join(map(str, found[:SHOWN_PAIRS]))
         more = f"; and {len(found) - SHOWN_PAIRS} more" if len(found) > SHOWN_PAIRS else ""
         remedy = (
-            "keep each in one split, or set source.leaks=keep_test (or keep_train) to leave the "
-            "other copy out; `valora-data check` draws the pairs"
+            "keep each in one split, or set domains.NAME.source.leaks=keep_test (or keep_train) to "
+            "leave the other copy out; `valora-data check` draws the pairs"
         )
         if equal:
             leak = plural(len(found), "sample|samples leaks|leak between splits")

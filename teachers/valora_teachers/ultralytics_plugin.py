@@ -94,12 +94,15 @@ def open_weights(path: Path) -> tuple[Any, str, dict[int, str]]:
     try:
         with threads_kept():
             model = ultralytics.YOLO(str(path))
+            if not isinstance(model.model, ultralytics.nn.tasks.BaseModel):
+                raise TypeError(f"it holds a {type(model.model).__name__}")  # noqa: TRY301
             return model, model.task, dict(model.names)
     except (
         AttributeError, EOFError, ImportError, KeyError, OSError, RuntimeError, TypeError,
         ValueError, pickle.UnpicklingError,
     ) as error:  # fmt: skip
+        reason = " ".join(str(error).removeprefix("ERROR ❌️ ").split()) or type(error).__name__
         raise TeacherError(
             f"{path.name} is no YOLO that Ultralytics {ultralytics.__version__} can load "
-            f"({type(error).__name__}): give one of its .pt files"
+            f"({reason}): give one of its .pt files"
         ) from error

@@ -10,13 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 20_212,
-    "data/valora_data": 17_128,
-    "teachers/valora_teachers": 2_981,
+    "valora_train": 20_274,
+    "data/valora_data": 17_130,
+    "teachers/valora_teachers": 2_984,
     "kernels/valora_kernels": 6_301,
     "valora_serve": 41_354,
-    "tests/*/valora_train": 10_931,
-    "tests/*/valora_data": 6_688,
+    "tests/*/valora_train": 11_017,
+    "tests/*/valora_data": 6_689,
     "tests/*/valora_teachers": 1_530,
     "tests/*/valora_kernels": 2_385,
     "tests/*/valora_serve": 30_791,

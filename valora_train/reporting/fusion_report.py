@@ -200,6 +200,7 @@ class FusionReport:
         first, began = self._timed = self._timed or (step, now)
         if step - first != TIMED_STEPS:
             return
+        self._timed = (-TIMED_STEPS, now)  # no later step is so far from it
         rate, all_steps = (now - began) / TIMED_STEPS, steps // new * len(self._required)
         self._display.note(
             "fuse",
@@ -223,9 +224,12 @@ class FusionReport:
         self._tracker.log_summary(plan.decisions, state.seconds, self._required, told)
         # Later attempts change where the domains of earlier ones went.
         self._tracker.describe_attempts({one["number"]: attempt_page(one) for one in told})
-        latest = plan.decisions[-1]
+        latest = plan.decisions[-1]  # what it rolled back stands in its own run
         self._tracker.log_metrics(
-            {f"accuracy/{name}": value for name, value in latest.accuracy.items()}
+            {
+                f"accuracy/{name}": latest.accuracy[name]
+                for name in latest.accuracy.keys() & latest.kept
+            }
             | {f"required/{name}": self._required[name] for name in latest.accuracy},
             step=latest.attempt.number,
         )
@@ -291,6 +295,10 @@ def log_result(tracker: Tracker, result: Mapping[str, Any]) -> None:
             "rolled_back": verdicts.count(Verdict.ROLLED_BACK),
             "fusion_seconds": sum(result["seconds"]),
         }
+    )
+    tracker.log_metrics(
+        {f"accuracy/{name}": facts["accuracy"]["val"] for name, facts in result["domains"].items()},
+        step=len(verdicts) + 1,  # after those of all attempts
     )
     for name, facts in result["domains"].items():
         if "per_class" in facts["accuracy"]:

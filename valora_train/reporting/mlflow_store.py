@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import json
 import logging
+import os
 import re
 import signal
 import threading
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from valora_train.errors import TrackingError, describe_fault
+from valora_train.errors import TrackingError, describe_fault, without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ LOCAL_SERVER = "http://127.0.0.1:5000"
 """Where `make ui` and `mlflow ui` listen."""
 MAX_PARAM_LENGTH = 500  # characters; longer values are cut, config.yaml has them in full
 METRICS_PER_REQUEST = 500
+SERVERS = ("http:", "https:", "databricks")
 
 
 def store_lock(work: str) -> FileLock:
@@ -44,6 +46,37 @@ def store_lock(work: str) -> FileLock:
         work: Folder of all stages.
     """
     return FileLock(Path(work) / "mlflow.lock")
+
+
+def try_store(uri: str | None, experiment: str, work: str) -> None:
+    """Open an experiment before any work, in a thread: Ctrl-C must end a wait for a server."""
+    import mlflow
+
+    uri = uri or mlflow.get_tracking_uri()
+    failed: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            if re.match("sqlite|postgresql|mysql|mssql", uri):  # MLflow would try for 100 s
+                engine = create_engine(uri)
+                Path(engine.url.database or "").parent.mkdir(parents=True, exist_ok=True)
+                engine.connect().close()
+            client = Store(uri)
+            number = open_experiment(client, experiment)
+            client.set_experiment_tag(number, KIND, MODEL_TRAINING)  # it must be writable, too
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            failed.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    with store_lock(work), explained(uri):
+        from sqlalchemy import create_engine
+
+        thread.start()
+        thread.join(seconds := 15 if uri.startswith(SERVERS) else 60)  # it may have to be made
+        if thread.is_alive():
+            raise OSError(f"it gave no answer in {seconds} s")
+        if failed:
+            raise failed[0]
 
 
 class Store:
@@ -58,40 +91,54 @@ class Store:
 
         # Creating the database logs every one of its migrations.
         logging.getLogger("alembic").setLevel(logging.WARNING)
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        # It prints the traceback of every error of the database, of which `explained` says more.
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # 8 s, not four minutes
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # with passwords
+        # What fails is raised, and `explained` says more of it, without passwords.
+        logging.getLogger("mlflow").setLevel(logging.CRITICAL)
         self._uri = uri
+        self._lost: TrackingError | None = None
         with explained(uri):
             self._client = MlflowClient(uri)
 
     def create_run(self, *arguments: Any, **options: Any) -> Any:
         """Create a run, which `end_open_runs` ends unless it is ended before."""
-        with signals_later():
+        with signals_later(self._uri):
             run = self._call("create_run", *arguments, **options)
             _OPEN[run.info.run_id] = self
         return run
 
     def update_run(self, run_id: str, **changes: Any) -> None:
         """Change a run; one that runs again is ended by `end_open_runs`, too."""
-        with signals_later():
+        with signals_later(self._uri):
             self._call("update_run", run_id, **changes)
             if changes.get("status") == "RUNNING":
                 _OPEN[run_id] = self
 
     def set_terminated(self, run_id: str, status: str) -> None:
         """End a run."""
-        with signals_later():
+        with signals_later(self._uri):
             self._call("set_terminated", run_id, status)
             _OPEN.pop(run_id, None)
 
+    @contextmanager
+    def usable(self) -> Iterator[None]:
+        """Explain errors; what was lost once is not waited for again when the process ends."""
+        if self._lost is not None:
+            raise self._lost
+        try:
+            with explained(self._uri):
+                yield
+        except TrackingError as error:
+            self._lost = error if self._uri.startswith(SERVERS) else None
+            raise
+
     def _call(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        with explained(self._uri):
+        with self.usable():
             return getattr(self._client, name)(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            with signals_later():
+            with signals_later(self._uri):
                 return self._call(name, *arguments, **options)
 
         return call
@@ -110,8 +157,8 @@ def end_open_runs() -> None:
 
 
 @contextmanager
-def signals_later() -> Iterator[None]:
-    """Hold back signals until the store has done what it is doing; a second one is not held.
+def signals_later(uri: str) -> Iterator[None]:
+    """Hold back signals until a database has done what it is doing; a second one is not held.
 
     Raised in the middle of a transaction, an interruption leaves it open, and what ends the runs
     finds the database locked.
@@ -124,7 +171,7 @@ def signals_later() -> Iterator[None]:
         if len(arrived) > 1:  # a store that does not answer must not hold the process
             kept[number](number, frame)
 
-    if threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread() and not uri.startswith(SERVERS):
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
             if number is not None and callable(handler := signal.getsignal(number)):
@@ -145,6 +192,9 @@ _TROUBLES = {
         "it was made by another version of MLflow: back it up and run `mlflow db upgrade`, or use "
         "that version, or move it away"
     ),
+    r"no answer|retries exceeded|refused|timed out": "start it, or correct its address",
+    r"error code 40[13]": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+    r"no module named": "install that package",
     r"malformed|not a database|corrupt|disk image": "it is damaged: move it away",
 }
 
@@ -162,19 +212,20 @@ def explained(uri: str) -> Iterator[None]:
 
     try:
         yield
-    except (MlflowException, SQLAlchemyError, CommandError, OSError) as error:
+    except (MlflowException, SQLAlchemyError, CommandError, ImportError, OSError) as error:
         fault = describe_fault(error)
-        lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()) or type(error).__name__
         remedy = fault.remedy if fault is not None else "mend it"
         for trouble, advice in _TROUBLES.items():
             if re.search(trouble, reason, re.IGNORECASE):
                 remedy = advice
                 break
         raise TrackingError(
-            f"MLflow's store {uri} cannot be used ({lines[0][:200]}): {remedy}, or set "
-            "paths.tracking to another store, and run the same command again; what is trained is "
-            "kept"
+            without_passwords(
+                f"MLflow's store {uri} cannot be used ({reason.partition(' [SQL')[0][:1000]}): "
+                f"{remedy}, or set paths.tracking to another store, and run the same command "
+                "again; what is trained is kept"
+            )
         ) from error
 
 
@@ -243,6 +294,7 @@ def run_address(uri: str, experiment: str, run_id: str) -> str:
         experiment: Id of the experiment.
         run_id: Id of the run.
     """
+    uri = without_passwords(uri)
     server = uri.rstrip("/") if uri.startswith(("http://", "https://")) else LOCAL_SERVER
     # Without the parameter, MLflow 3 opens in its section for chat traces, whatever the kind of
     # the experiment: it shows no metrics there.

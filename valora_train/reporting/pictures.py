@@ -287,7 +287,7 @@ def heat_map(decisions: Sequence[AttemptDecision], required: Mapping[str, float]
     )
     for tick, decision in zip(axes.get_xticklabels(), decisions, strict=True):
         tick.set_color(VERDICT_COLOURS[decision.verdict])
-    axes.set_title("Validation accuracy after each attempt (colour: above or below requirement)")
+    axes.set_title("Validation accuracy in each attempt (colour: above or below requirement)")
     figure.colorbar(picture, ax=axes, label="accuracy − required")
     figure.tight_layout()
     return figure

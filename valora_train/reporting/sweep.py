@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from valora_train.errors import without_passwords
 from valora_train.reporting.mlflow_store import store_lock
 from valora_train.reporting.study import StudyRun
 from valora_train.reporting.tracking import find_run
@@ -68,7 +69,7 @@ def record_job(
     with store_lock(settings.paths.work):
         file.parent.mkdir(parents=True, exist_ok=True)
         jobs = _read(file)
-        given = dict(one.lstrip("+").partition("=")[::2] for one in overrides)
+        given = dict(without_passwords(one).lstrip("+").partition("=")[::2] for one in overrides)
         jobs[str(number)] = {"overrides": given, "figures": dict(figures)}
         write_json(file, jobs)
         uri = settings.paths.tracking

@@ -366,8 +366,9 @@ class Curve:
     def finish(self) -> None:
         """Send what is left, and wait until everything is stored."""
         self._send()
-        for operations in self._sent:
-            operations.wait()
+        with self._client.usable():
+            for operations in self._sent:
+                operations.wait()
         self._sent = []
 
 
@@ -555,30 +556,26 @@ def register_bundle(
         Number of the model version.
     """
     import mlflow
-
-    uri = uri or mlflow.get_tracking_uri()
-    with signals_later(), explained(uri):
-        return _register(uri, run_id, name, bundle, tags)
-
-
-def _register(uri: str, run_id: str, name: str, bundle: Path, tags: Mapping[str, str]) -> int:
-    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    client = MlflowClient(uri)
-    for known in client.search_model_versions(f"run_id = '{run_id}'"):
-        if known.name == name:  # registered by a process that was killed afterwards
-            return int(known.version)
-    client.log_artifacts(run_id, str(bundle), "bundle")
-    try:
-        client.create_registered_model(name, description="VaLoRA bundle: LoRA adapters and heads")
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-    source = f"{client.get_run(run_id).info.artifact_uri}/bundle"
-    version = client.create_model_version(name, source, run_id, tags=dict(tags))
-    client.set_registered_model_alias(name, "latest-fused", version.version)
-    return int(version.version)
+    uri = uri or mlflow.get_tracking_uri()
+    with signals_later(uri), explained(uri):
+        client = mlflow.MlflowClient(uri)
+        for known in client.search_model_versions(f"run_id = '{run_id}'"):
+            if known.name == name:  # registered by a process that was killed afterwards
+                return int(known.version)
+        client.log_artifacts(run_id, str(bundle), "bundle")
+        try:
+            client.create_registered_model(
+                name, description="VaLoRA bundle: LoRA adapters and heads"
+            )
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        source = f"{client.get_run(run_id).info.artifact_uri}/bundle"
+        version = client.create_model_version(name, source, run_id, tags=dict(tags))
+        client.set_registered_model_alias(name, "latest-fused", version.version)
+        return int(version.version)
 
 
 def find_run(uri: str | None, run_id: str) -> str | None:
@@ -589,13 +586,11 @@ def find_run(uri: str | None, run_id: str) -> str | None:
         run_id: Id of the run.
     """
     import mlflow
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
 
     uri = uri or mlflow.get_tracking_uri()
     try:
-        run = MlflowClient(uri).get_run(run_id)
-    except MlflowException:
+        run = Store(uri).get_run(run_id)
+    except TrackingError:
         return None
     return run_address(uri, run.info.experiment_id, run_id)
 
@@ -610,10 +605,9 @@ def latest_fusions(uri: str | None) -> list[tuple[str, str, str]]:
         Name of the experiment, name of the run, and its address.
     """
     import mlflow
-    from mlflow import MlflowClient
 
     uri = uri or mlflow.get_tracking_uri()
-    client = MlflowClient(uri)
+    client: Any = Store(uri)
     found = []
     for experiment in client.search_experiments(filter_string="name LIKE 'valora/%'"):
         runs = client.search_runs(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from valora_train.errors import TrackingError
 from valora_train.reporting.mlflow_store import LOCAL_SERVER
 from valora_train.reporting.tracking import latest_fusions
 
@@ -103,7 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--backend-store-uri", help="tracking URI; default: MLflow's")
     options, rest = parser.parse_known_args(arguments)
     uri = options.backend_store_uri or mlflow.get_tracking_uri()
-    print_links(uri, f"http://{options.host}:{options.port}", Console())
+    try:
+        print_links(uri, f"http://{options.host}:{options.port}", Console())
+    except TrackingError as error:
+        sys.exit(f"error: {error}")
     if uri.startswith(("http://", "https://")):
         return  # that server shows the pages
     command = [

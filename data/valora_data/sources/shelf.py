@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -170,19 +170,21 @@ def _find_data(given: str, run: Path, shelf: Path) -> Path:
     place = expanded(given)
     around = [Path.cwd(), *shelf.absolute().parents, *run.absolute().parents]
     around += [folder / "datasets" for folder in tuple(around)]
+    ends = _ends(given)
     for folder in around:
-        for part in (place, *_ends(place)):
+        for part in (place, *ends):
             if (folder / part).exists():
                 return (folder / part).resolve()
     raise DataError(
         f"run {run} left out: its data {given} is not there any more: put it where it was, or "
-        "beside the shelf"
+        f"{ends[-1] if ends else place} beside the shelf"
     )
 
 
-def _ends(place: Path) -> list[Path]:
-    """Ever shorter ends of an absolute path that has moved, of two parts at least."""
-    parts = place.parts[1:] if place.is_absolute() else ()
+def _ends(given: str) -> list[Path]:
+    """Ever shorter ends of a path that has moved, also one of Windows, of two parts at least."""
+    place = PureWindowsPath(given)  # it reads slashes, too
+    parts = [part for part in place.relative_to(place.anchor).parts if part != ".."]
     return [Path(*parts[start:]) for start in range(len(parts) - 1)]
 
 

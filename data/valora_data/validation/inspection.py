@@ -172,7 +172,7 @@ def _problems(found: Inspection) -> list[str]:
             problems.append(
                 f"{plural(len(leaks), 'picture|pictures is|are in two splits')}, {likeness} "
                 f"({_examples(list(map(str, leaks)))}): keep each in one split, or set "
-                "source.leaks=keep_test"
+                "domains.NAME.source.leaks=keep_test"
             )
     problems += [
         f"split {name} holds no samples: add some"

@@ -217,8 +217,6 @@ def test_numbers(plain, place: str) -> None:
         ("paths.work", "/proc/version/deep/er", "/proc/version is a file"),
         ("paths.bundles", "/dev/null/x", "paths.bundles=/dev/null/x"),
         ("paths.work", "x" * 300, "paths.work=x.* cannot be used .*[Nn]ame too long"),
-        ("paths.tracking", "ftp://host/store", "paths.tracking=ftp://host/store is of no kind"),
-        ("paths.tracking", "sqlite:////dev/null/x/mlflow.db", "paths.tracking=/dev/null/x"),
         ("task.name", "a/b", "task.name='a/b' names a folder"),
         ("task.name", "", "task.name='' names a folder"),
         ("task.name", "..", "task.name='..' names a folder"),
@@ -324,17 +322,8 @@ def test_a_base_model_in_4_bits(plain, monkeypatch) -> None:
     )
 
 
-def test_folders_that_cannot_be_written(plain, tmp_path: Path, monkeypatch) -> None:
+def test_folders_that_cannot_be_written(plain, monkeypatch) -> None:
     made = from_config(plain)
-    (tmp_path / "mlflow.db").write_bytes(b"no database at all")
-    with pytest.raises(ValoraError, match=r"mlflow\.db is damaged or no SQLite database: move"):
-        check(made)
-    (tmp_path / "mlflow.db").write_bytes(checks.SQLITE + b"rest")
-    check(made)
-    # As a user who may not write: root may, so that the answer is given here.
-    monkeypatch.setattr(os, "access", lambda path, mode: "mlflow.db" not in str(path))
-    with pytest.raises(ValoraError, match=r"mlflow\.db is not writable"):
-        check(made)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ValoraError, match=r"paths\.work=\.valora: .* is not writable"):
         check(made)

@@ -3,8 +3,10 @@
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -89,8 +91,19 @@ def left_behind(folder: Path):
         (["domains.person.of_teacher=0.9", "experiment=paper"],
          "experiment=paper asks for the paper's figures alone, but domain person must also keep"),
         (["task.only=[dragon]"], "unknown domain 'dragon'"),
-        (["nonsense=1"], "Could not override 'nonsense'"),
-        (["train.step=3"], "Could not override 'train.step'"),
+        (["proceses=1"], "bad setting proceses=1: unexpected keyword argument; did you mean proc"),
+        (["experimant=paper"], "did you mean experiment?"),
+        (["train.step=3"], "bad setting train.step=3: unexpected keyword argument; did you mean"),
+        (["domains.person.source.leaks=all"], "leaks='all': input should be 'refuse', 'keep_te"),
+        (["paths.work=/dev/null/It's Übung"], "=/dev/null/It's Übung: /dev/null is a file"),
+        (["task.only=[Übung]"], "put text in quotes, as in 'task.only=[\"Übung\"]'"),
+        (["task.only=[\"Übung\"]"], "unknown domain 'Übung'"),
+        (["paths.work=/tmp/\udcff"], "a name is no UTF-8 (b'paths.work=/tmp/\\xff')"),
+        (["paths.work=a,b"], "To use it as string, quote the value"),
+        (["fusion.margin=2"], "fusion.margin must be at most 1, got 2: 2 % is 0.02"),
+        (["model.device=99"], "model.device=cuda:99: this machine"),
+        (["task.name=2024"], "for this text, write 'task.name=\"2024\"'"),
+        (["paths.wrok=http://me:se/cret@host"], "bad setting paths.wrok='http://***@host'"),
         (["domains.person.teacher=/nowhere/best.pt", "task.only=[person]",
           "domains.person.source.counts={train:2,unlabelled:2,val:2,test:2}", "command=teach"],
          "teacher of domain person not found: /nowhere/best.pt is no file"),
@@ -103,6 +116,40 @@ def test_mistakes_in_settings(valora_train, tmp_path, arguments, message):
     assert last.startswith("error: ")
     assert message in last
     assert not (tmp_path / "bundles").exists()
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        ("sqlite:///{}/text.db", "file is not a database): it is damaged: move it away"),
+        ("sqlite:////dev/null/x.db", "File exists: '/dev/null'): move it away"),
+        ("{}/mlruns", "set `MLFLOW_ALLOW_FILE_STORE=true`"),
+        ("ftp://me:secret@host/store", "got unsupported URI 'ftp://***@host/store'"),
+        ("mssql+none://me:se/cret@host/store?password=secret", "Can't load plugin"),
+        ("http://me:secret@127.0.0.1:9", "Connection refused"),
+        ("http://me:secret@127.0.0.1:{port}", "start it, or correct its address"),
+    ],
+)
+def test_a_store_of_mlflow_is_tried_before_any_work(
+    valora_train, tmp_path, monkeypatch, store, message
+):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    (tmp_path / "text.db").write_text("no database at all" * 99)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = store.format(tmp_path, port=silent.getsockname()[1])
+        status, said = valora_train("task=detection", f"paths.tracking='{uri}'")
+    assert status == 1
+    assert said.startswith("error: MLflow's store ")
+    assert message in said
+    assert "cret" not in said
+    assert not list(tmp_path.glob(".valora/data-*"))
+
+
+def test_the_version(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["valora-train", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"valora-train {version('valora')}\n"
 
 
 def spoil(key, **values):
@@ -171,6 +218,7 @@ def test_a_file_that_is_no_teacher(valora_train, tmp_path):
     status, said = valora_train(*overrides, "domains.cat.teacher=best.pt", "command=teach")
     assert status == 1
     assert "best.pt" in said.strip().splitlines()[-1]
+    assert not list(tmp_path.glob(".valora/data-*")), "it is loaded before the data is read"
 
 
 def test_an_interrupt_says_how_to_go_on(valora_train, tmp_path, monkeypatch):

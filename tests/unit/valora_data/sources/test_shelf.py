@@ -85,9 +85,10 @@ def test_the_better_run_of_a_data_set_is_taken(tmp_path):
     assert read_shelf(tmp_path / "runs").models["pets"].run.name == "train4"
 
 
-def test_a_data_set_that_has_moved_is_found_beside_the_shelf(tmp_path):
+@pytest.mark.parametrize("before", ["/home/other/", "C:\\Users\\other\\", "../../", "other/"])
+def test_a_data_set_that_has_moved_is_found_beside_the_shelf(tmp_path, before):
     data_set(tmp_path / "project" / "datasets" / "pets", "cat")
-    run(tmp_path / "project" / "runs" / "train", "/home/other/datasets/pets/data.yaml")
+    run(tmp_path / "project" / "runs" / "train", f"{before}datasets/pets/data.yaml")
     shelf = read_shelf(tmp_path / "project" / "runs")
     assert shelf.models["pets"].data == tmp_path / "project" / "datasets" / "pets" / "data.yaml"
 

@@ -4,6 +4,7 @@ import json
 import signal
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
@@ -14,11 +15,14 @@ from sqlalchemy.orm import Session
 
 from tests.support.stores import new_store
 from tests.unit.valora_train.fusion.test_history import DECISIONS, PACKING, REQUIREMENTS, START
+from tests.unit.valora_train.reporting.test_domain_table import DOMAINS
+from tests.unit.valora_train.reporting.test_fusion_report import result
 from valora_train.errors import TrackingError
 from valora_train.fusion.decision import Attempt
 from valora_train.fusion.history import History
 from valora_train.metrics.per_class import choice_report
-from valora_train.reporting.mlflow_store import end_open_runs, run_address
+from valora_train.reporting.fusion_report import FusionReport, log_result
+from valora_train.reporting.mlflow_store import Store, end_open_runs, run_address
 from valora_train.reporting.tracking import (
     TEACHERS,
     DataSet,
@@ -29,6 +33,7 @@ from valora_train.reporting.tracking import (
     latest_fusions,
     register_bundle,
 )
+from valora_train.settings import PathSettings, Settings, as_dict
 
 
 @pytest.fixture
@@ -420,3 +425,47 @@ def test_a_failing_store_does_not_hide_why_a_training_failed(
         raise ValueError("too few samples")
     with pytest.raises(TrackingError, match="the store is gone"), run:
         pass
+
+
+def test_the_parent_run_shows_what_was_kept(uri: str) -> None:
+    tracker, client = started(uri), MlflowClient(uri)
+    report = FusionReport(tracker, None, None, dict.fromkeys(START, 0.5), {})
+    for count in (1, 2):
+        decisions = DECISIONS[:count]
+        report.follow(lambda some=decisions: History(REQUIREMENTS, START).told(some, PACKING))
+        report.log_progress(
+            SimpleNamespace(decisions=decisions), SimpleNamespace(seconds=[1.0] * count)
+        )
+    shown = client.get_run(tracker.run_id).data.metrics
+    assert shown["accuracy/person"] == 0.95  # 0.91 was rolled back
+    assert "accuracy/bicycle" not in shown
+    log_result(tracker, result(seconds=[1.0, 1.0]))
+    shown = client.get_run(tracker.run_id).data.metrics
+    assert shown["accuracy/bicycle"] == DOMAINS["bicycle"]["accuracy"]["val"]
+
+
+def test_a_server_that_is_lost_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    store = Store("http://me:secret@127.0.0.1:9")
+    with pytest.raises(TrackingError, match=r"http://\*\*\*@127\.0\.0\.1:9 .*refused") as first:
+        store.get_run("1")
+    with pytest.raises(TrackingError) as second:  # as the process ends
+        store.set_terminated("1", "KILLED")
+    assert second.value is first.value
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("http://me:pass@host:5/x", "http://***@host:5/x"),
+        ("postgresql+psycopg2://me:p/a@ss@host/x", "postgresql+psycopg2://***@host/x"),
+        ("https://token@host", "https://***@host"),
+        ("mysql://host/x?user=me&password=pass&ssl=1", "mysql://host/x?user=me&password=***&ssl=1"),
+        ("mssql:///?odbc_connect=Pwd%3Dpass%3BX", "mssql:///?odbc_connect=Pwd%3D***%3BX"),
+        ("sqlite:////home/a@b/x.db", "sqlite:////home/a@b/x.db"),
+    ],
+)  # fmt: skip
+def test_passwords_of_stores_are_kept_nowhere(given: str, shown: str) -> None:
+    settings = Settings(paths=PathSettings(tracking=given))
+    assert as_dict(settings)["paths"]["tracking"] == shown  # in bundles and runs
+    assert run_address(given, "1", "2").startswith(shown if "http" in given else "http://127.0.0.1")

@@ -185,12 +185,13 @@ def test_a_leader_without_memory_leaves_all_processes_as_they_were(
 def test_every_mode_answers_as_one_process(pair: tuple[Engine, Engine], mode: str) -> None:
     found = []
     for engine in pair:
-        policy = Forced(MODES[mode], engine)
+        own, policy = engine.policy, Forced(MODES[mode], engine)
         engine.policy = policy  # type: ignore[assignment]
         engine.images._kept.clear()  # both encode all images
         engine.images.held_bytes = 0
         found.append(run(engine, requests(), together=8))
         assert set(policy.modes) >= {Mode(mode)}
+        engine.policy = own
         engine.merge_state.switch(Mode.UNMERGED, None)
         assert_empty(engine)
     assert_equal(found[1], found[0])

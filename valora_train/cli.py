@@ -75,13 +75,6 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
             address = push(settings)
         display.done("push", address)
         return {}
-    logs = settings.command not in ("teach", "distill") or any(
-        domain.teacher == "train" for domain in settings.chosen()
-    )
-    if logs and os.environ.get("RANK", "0") == "0":
-        from valora_train.reporting.mlflow_store import try_store
-
-        try_store(settings.paths.tracking, f"valora/{settings.task.name}", settings.paths.work)
     if settings.shelf is not None:
         from valora_data.sources.shelf import read_shelf
 
@@ -95,6 +88,13 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
     from valora_train.model.team import Team
 
     check_with_libraries(settings)
+    logs = settings.command not in ("teach", "distill") or any(
+        domain.teacher == "train" for domain in settings.chosen()
+    )
+    if logs and os.environ.get("RANK", "0") == "0":
+        from valora_train.reporting.mlflow_store import try_store
+
+        try_store(settings.paths.tracking, f"valora/{settings.task.name}", settings.paths.work)
     fuses = settings.command in ("fuse", "export")
     team = Team(settings.model.device)
     if not team.leads:

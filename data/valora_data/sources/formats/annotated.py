@@ -104,7 +104,7 @@ class AnnotatedFormat(SourceFormat):
         """The files that list images, the images, and their own files of labels."""
         found = dict.fromkeys(self.lists(source))
         for part in self.parts(source).values():
-            for record in self.records(source, part, ImageReader("", tolerance=math.inf)):
+            for record in self.records(source, part, ImageReader.forgiving()):
                 found |= dict.fromkeys(filter(None, (record.path, record.file)))
         yield from found
 

@@ -58,6 +58,11 @@ class ImageReader:
         """A reader that tolerates and looks for all faults."""
         return cls(source, tolerance=math.inf, thorough=True)
 
+    @classmethod
+    def forgiving(cls) -> ImageReader:
+        """A reader for a first look, of which the faults do not count."""
+        return cls("", tolerance=math.inf)
+
     @property
     def skipped(self) -> list[str]:
         """Names of images and videos that did not decode or are missing."""

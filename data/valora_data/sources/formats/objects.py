@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections import defaultdict
 from pathlib import Path
@@ -13,7 +12,7 @@ from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Task
 from valora_data.sources.formats.annotated import AnnotatedFormat, Record
 from valora_data.sources.formats.files import Finder
-from valora_data.sources.formats.labelled import ImageReader, Shape
+from valora_data.sources.formats.labelled import Shape
 from valora_data.sources.formats.tables import load_json, read_lines
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from valora_data.schema import Split
     from valora_data.sources.base import Source
+    from valora_data.sources.formats.labelled import ImageReader
 
 
 class ObjectsFormat(AnnotatedFormat):
@@ -85,11 +85,6 @@ class ObjectsFormat(AnnotatedFormat):
                 image, shapes = self.parsed(entry, where)
                 found[image] += shapes
         return found
-
-
-def collector() -> ImageReader:
-    """A reader that forgives all faults."""
-    return ImageReader("", tolerance=math.inf)
 
 
 def entries_of(path: Path) -> list[Any]:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.faults import FaultError, FaultKind
 from valora_data.sources.formats.annotated import four_numbers
-from valora_data.sources.formats.labelled import Edges, Shape, shares
+from valora_data.sources.formats.labelled import Edges, ImageReader, Shape, shares
 from valora_data.sources.formats.objects import (
     ObjectsFormat,
-    collector,
     entries_of,
     single_image,
 )
@@ -73,7 +72,7 @@ def _largest(location: Location) -> float:
     """The largest coordinate of a file; 0 if its first entry has none."""
     if not any(BOX in text for who, text in _turns(location.entry) if who in ASSISTANTS):
         return 0.0
-    found = PixelQwenFormat().objects(entries_of(location.file), "", collector())
+    found = PixelQwenFormat().objects(entries_of(location.file), "", ImageReader.forgiving())
     edges = (shape.edges for shapes in found.values() for shape in shapes)
     return max((max(one) for one in edges if not callable(one)), default=0.0)
 

@@ -292,7 +292,7 @@ def _label_files(images: Sequence[Path], name: str, reading: ImageReader) -> dic
         for path in orphans:
             item = readable(path.name)
             reading.add(FaultKind.LABELS_ORPHANED, item, f"{item} belongs to no image")
-        if lacking and orphans:
+        if lacking and orphans and reading.source:  # not at the first look
             log.warning(
                 "%s: %s, such as %s, and %s, such as %s: give them the same names",
                 name, plural(len(orphans), "label file|files belongs|belong to no image"),

@@ -20,10 +20,8 @@ from valora_data.identity import hub_commit
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS
 from valora_train.errors import SettingsError
-from valora_train.fusion.shipped import finished_table
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.settings import LABELS
-from valora_train.trials.oracle import check_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,14 +29,14 @@ if TYPE_CHECKING:
     from valora_teachers.base import TeacherKind
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
 
-FUSING = ("fuse", "export", "oracle", "compare")
+FUSING = ("fuse", "export")
 """Commands that need the base model."""
 RANKS = (4, 8, 16, 32, 64, 128, 256)
 NAME = re.compile(r"[\w][\w.@+-]{0,99}")
 DEVICE = re.compile(r"(cpu|mps|(?:cuda|xpu)(?::\d+)?)")
 OWN_CONTRACT = re.compile(r"task\.of_teacher|domains\.[^.]+\.(required|of_teacher|relative)")
 CONTRACTS_AS_EXPERIMENTS = ("paper", "relative", "teacher97")
-TASKS_AS_EXPERIMENTS = ("mixed", "shelf")
+TASKS_AS_EXPERIMENTS = ("mixed",)
 
 
 def check(settings: Settings) -> None:
@@ -57,17 +55,8 @@ def check(settings: Settings) -> None:
         _check_source(domain)
         _check_teacher(domain, domain.taught_by or settings.teacher)
     _check_context(settings)
-    trials = settings.command in ("oracle", "compare") or (
-        fuses and settings.fusion.of_dedicated is not None
-    )
-    _check_trials_asked(settings)
-    if trials:
-        _check_trials(settings)
-    if settings.command == "oracle":
-        _check_oracle(settings)
-    if settings.command == "compare":
-        _check_compare(settings)
     if fuses:
+        _check_dedicated(settings)
         make_strategy(settings.fusion.strategy)
         _check_lora(settings)
         _check_model(settings)
@@ -149,71 +138,12 @@ def _check_task(settings: Settings) -> None:
 # --- folders --------------------------------------------------------------------------------------
 
 
-def _check_seeds(setting: str, seeds: list[int]) -> None:
-    if not seeds or len(set(seeds)) < len(seeds):
+def _check_dedicated(settings: Settings) -> None:
+    several = settings.model.shard or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several and settings.fusion.of_dedicated is not None:
         raise SettingsError(
-            f"{setting}={seeds} must name at least one seed, and none of them twice"
-        )
-
-
-def _check_trials_asked(settings: Settings) -> None:
-    """Check that no setting is given that the command would ignore, and train for hours instead."""
-    oracle, command = settings.oracle, settings.command
-    tables = command in ("oracle", "compare")
-    for setting, given, read, readers in (
-        ("oracle.table", oracle.table, command == "oracle", "command=oracle"),
-        ("oracle.pack", oracle.pack, tables, "command=oracle or compare"),
-        ("oracle.results", oracle.results, tables, "command=oracle or compare"),
-    ):
-        if given is not None and not read:
-            raise SettingsError(
-                f"{setting}={given} is for {readers}, and command={command} would ignore it: set "
-                f"{setting}=null"
-            )
-    if oracle.pack is not None:
-        _check_writable("oracle.pack", oracle.pack)
-
-
-def _check_trials(settings: Settings) -> None:
-    """Check what `oracle` and `compare` have in common: trainings in processes of their own."""
-    fuses = settings.command not in ("oracle", "compare")
-    what = "fusion.of_dedicated" if fuses else f"command={settings.command}"
-    if settings.model.shard or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise SettingsError(
-            f"{what} trains adapters side by side, each in one process: set model.shard=false, and "
-            "start it without accelerate or torchrun (oracle.processes)"
-        )
-    if settings.fusion.parent is not None and not fuses:
-        raise SettingsError(f"{what} extends no bundle: set fusion.parent=null")
-    results = settings.oracle.results
-    if results is not None and not expanded(results).is_file():
-        raise SettingsError(
-            f"oracle.results={results} is no file: name the trials.jsonl of the other machine, or "
-            "set it to null"
-        )
-
-
-def _check_oracle(settings: Settings) -> None:
-    oracle, count = settings.oracle, len(settings.chosen())
-    _check_seeds("oracle.seeds", oracle.seeds)
-    if oracle.table is not None:
-        if oracle.pack is not None or oracle.results is not None:
-            raise SettingsError(
-                f"oracle.table={oracle.table} is replayed and nothing is trained: set oracle.pack "
-                "and oracle.results to null"
-            )
-        finished_table(settings)
-    check_groups(count, oracle.largest, "task.only", "oracle.largest=2")
-
-
-def _check_compare(settings: Settings) -> None:
-    _check_seeds("compare.seeds", settings.compare.seeds)
-    for name in settings.compare.strategies:
-        make_strategy(name)
-    if settings.compare.strategies and not settings.compare.shares:
-        raise SettingsError(
-            "compare.shares is empty: name a share that every domain must keep, such as 0.95, or "
-            "set compare.strategies=[]"
+            "fusion.of_dedicated trains adapters side by side, each in one process: set "
+            "model.shard=false, and start it without accelerate or torchrun (fusion.processes)"
         )
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from valora_data.contract.files import expanded
 from valora_data.errors import ValoraError
-from valora_train.errors import SettingsError, SweepError, describe_fault, without_passwords
+from valora_train.errors import SweepError, describe_fault, without_passwords
 from valora_train.processes import preparing_processes
 from valora_train.reporting.progress import Display, stopwatch
 
@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 
     from valora_train.model.team import Team
     from valora_train.reporting.progress import Step
-    from valora_train.reporting.study import StudyRun
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
     from valora_train.stage import Stage
     from valora_train.stages.fuse import DomainInputs
-    from valora_train.trials.inputs import TrialInputs
 
 STOPPING = ("SIGTERM", "SIGHUP")
 """Signals that end a run as Ctrl-C does."""
@@ -80,10 +78,6 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
 
         for note in read_shelf(expanded(settings.shelf)).notes:
             display.note("shelf", note)
-    if settings.command == "oracle" and settings.oracle.table is not None:
-        with display():
-            _replay_table(settings, display)
-        return {}
     # What follows imports torch, which takes seconds.
     from valora_train.model.team import Team
 
@@ -102,10 +96,6 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
     with stopwatch() as seconds, display(), team:
         pipeline = _Pipeline(settings, display, team, wait)
         domains = _prepare_domains(settings, display, pipeline, team)
-        if settings.command == "oracle":
-            pipeline.oracle(domains)
-        if settings.command == "compare":
-            pipeline.compare(domains)
         if not fuses:
             return {}
         pipeline.memorise(domains)
@@ -301,83 +291,6 @@ class _Pipeline:
 
         return figures_of(fused) if self._team.leads else {}
 
-    def oracle(self, domains: list[DomainInputs]) -> None:
-        """Train every group of the domains, and say how few adapters they take."""
-        from valora_train.reporting.oracle_report import report_bounds, report_oracle
-        from valora_train.stages import oracle
-
-        settings, display = self._settings, self._display
-        inputs = oracle.trial_inputs(settings, domains)
-        if settings.oracle.pack is not None:
-            self._pack(inputs)
-            return
-        stage = oracle.oracle_stage(settings, inputs)
-        with _study(settings, "oracle", "oracle", stage.key, settings.oracle) as run:
-            folder = self._run_stage(
-                stage,
-                lambda folder, _: oracle.build_oracle(settings, inputs, folder, display),
-            )
-            contracts = {name: item.requirement for name, item in inputs.domains.items()}
-            table = oracle.read_table(folder)
-            if table is None:
-                packings = {settings.train.seed: self._packing(domains)}
-                found = oracle.bounds(folder, contracts, settings.fusion, packings)
-                report_bounds(found, settings.oracle.largest, display.console, run)
-            else:
-                with display.work("oracle", "replaying strategies"):
-                    report_oracle(
-                        table, contracts, settings.oracle, settings.fusion, display.console, run
-                    )
-        display.note("oracle", f"{folder}, in MLflow: {run.link}")
-
-    def _packing(self, domains: list[DomainInputs]) -> list[list[str]]:
-        """What the fusion of these settings has packed, if it has ended."""
-        from valora_train.stages.fuse import fuse_stage
-        from valora_train.stages.oracle import packing
-
-        settings = self._settings
-        if settings.fusion.of_dedicated is not None:
-            if settings.train.seed not in settings.oracle.seeds:
-                return []  # its requirements are those of adapters that this oracle did not train
-            try:
-                domains = self.measure_dedicated(domains)
-            except SettingsError:
-                return []
-        return packing(fuse_stage(settings, domains).folder(Path(settings.paths.work)))
-
-    def _pack(self, inputs: TrialInputs) -> None:
-        """Pack what another machine trains (`oracle.pack`)."""
-        from valora_train.stages.oracle import pack
-
-        with self._display.work(self._settings.command, "packing samples"):
-            told = pack(self._settings, inputs)
-        self._display.note(self._settings.command, told)
-
-    def compare(self, domains: list[DomainInputs]) -> None:
-        """Train other ways to serve the domains, and show them side by side."""
-        from valora_train.reporting.comparison import COLUMNS, comparison_rows
-        from valora_train.reporting.oracle_report import print_table
-        from valora_train.stages import compare
-        from valora_train.stages.oracle import trial_inputs
-
-        settings, display = self._settings, self._display
-        inputs = trial_inputs(settings, domains)
-        if settings.oracle.pack is not None:
-            self._pack(inputs)
-            return
-        stage = compare.compare_stage(settings, inputs)
-        with _study(settings, "compare", "comparison", stage.key, settings.compare) as run:
-            folder = self._run_stage(
-                stage,
-                lambda folder, _: compare.build_comparison(settings, inputs, folder, display),
-            )
-            rows = comparison_rows(compare.read_comparison(folder))
-            print_table(display.console, f"Ways to serve {settings.task.name}", COLUMNS, rows)
-            run.log_table(COLUMNS, rows, "comparison")
-            run.log_file(str(folder / compare.PICTURE))
-            run.log_file(str(folder / compare.COMPARISON))
-        display.note("compare", f"{folder}/{compare.TABLE}, in MLflow: {run.link}")
-
     def export(
         self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]
     ) -> None:
@@ -424,49 +337,6 @@ class _Pipeline:
         self._team.wait()
         self._display.done(verb, what + describe(folder), None if reused else took())
         return folder
-
-
-def _study(settings: Settings, command: str, name: str, key: str, asked: object) -> StudyRun:
-    """The MLflow run of a command that compares trainings.
-
-    Args:
-        settings: All settings.
-        command: The command.
-        name: What people call its result.
-        key: Hash of what is compared.
-        asked: Settings of the command.
-    """
-    from valora_train.reporting.mlflow_store import store_lock
-    from valora_train.reporting.study import StudyRun
-    from valora_train.settings import as_dict
-
-    task, paths = settings.task.name, settings.paths
-    with store_lock(paths.work):
-        return StudyRun(
-            paths.tracking, f"valora/{task}", f"{command} {key}", f"{name} · {task}",
-            as_dict(asked),
-        )  # fmt: skip
-
-
-def _replay_table(settings: Settings, display: Display) -> None:
-    """Play the strategies on a finished oracle table, without data and without training."""
-    from valora_train.fusion.requirement import contract_of
-    from valora_train.fusion.shipped import finished_table
-    from valora_train.reporting.oracle_report import report_oracle
-
-    table = finished_table(settings)
-    contracts = {
-        domain.name: contract_of(domain).requirement(
-            domain.name, settings.fusion.margin, *table.teacher.get(domain.name, (None, None))
-        )
-        for domain in settings.chosen()
-    }
-    key = table.identity[:16]
-    study = _study(settings, "replay", "oracle", key, settings.oracle)
-    with study as run, display.work("oracle", "replaying strategies"):
-        report_oracle(table, contracts, settings.oracle, settings.fusion, display.console, run)
-    measured = f" ({table.measured})" if table.measured else ""
-    display.note("oracle", f"replayed {settings.oracle.table}{measured}; in MLflow: {run.link}")
 
 
 def _prepare_domains(

@@ -13,7 +13,13 @@ SUCCESSORS = {
     ),
     r"tracking(\.also)?(?==)": "MLflow has every run, and other trackers can copy it from there",
     r"hydra/sweeper=optuna": "let a search of your own read what jobs return (docs/factory.md)",
-    r"fusion\.oracle(?==)": "command=oracle says which groups are the fewest, and none trains them",
+    r"command=(?:oracle|compare)|(?:oracle|compare)(?:\.(?!processes=)\w+)?(?==)": (
+        "run python -m tests.bench.valora_train.bench_oracle (or bench_compare) in a checkout "
+        "(docs/oracle.md)"
+    ),
+    r"oracle\.processes(?==)": "set fusion.processes",
+    r"experiment=shelf": "task=shelf is the same",
+    r"fusion\.oracle(?==)": "bench_oracle says which groups are the fewest (docs/oracle.md)",
     r"fusion\.strategy=(?:best_fit|exact|(?:repack|grow)(?::\S*)?)": (
         "fusion.strategy=affinity, which moves domains, too, finds the fewest adapters more often"
     ),

@@ -475,8 +475,10 @@ class FusionSettings:
             half of what lies between the requirement and the metric's largest value.
         head_only: Whether a domain that keeps its requirement without LoRA takes no adapter.
         of_dedicated: Share of what each domain reaches in an adapter of its own that it must keep,
-            instead of its contract; those adapters are trained first, side by side
-            (`oracle.processes`). Null for the contracts.
+            instead of its contract; those adapters are trained first, side by side. Null for the
+            contracts.
+        processes: Processes that train those adapters side by side, each on one CPU thread; on a
+            GPU they share it. 0 for as many as there are cores.
         unreachable: What happens when a domain misses its requirement even alone: `fail` stops the
             fusion, `keep` flags the domain and continues, also a fusion that `fail` has stopped.
         parent: Folder of a bundle to extend: its unchanged domains keep their adapters and heads.
@@ -488,56 +490,9 @@ class FusionSettings:
     margin: Share = 0.02
     head_only: bool = True
     of_dedicated: Annotated[float, Field(gt=0, le=1)] | None = None
+    processes: Whole = 0
     unreachable: Literal["fail", "keep"] = "fail"
     parent: str | None = None
-
-
-@dataclass(frozen=True)
-class OracleSettings:
-    """Which groups of domains `command=oracle` trains, and how.
-
-    Attributes:
-        seeds: Seeds; every group is trained with each of them.
-        largest: Number of domains of the largest groups; 0 for all groups. With fewer there is no
-            table, but a lower bound on the adapters.
-        processes: Processes that train side by side, each on one CPU thread; on a GPU they share
-            it. 0 for as many as there are cores.
-        requirements: Random vectors of requirements that strategies are compared on.
-        pack: Folder to write everything to that another machine needs, instead of training here.
-        results: File of results from another machine, which are taken over.
-        table: File of a finished table, which is replayed instead of training; ``shipped`` for that
-            of this task which comes with the project.
-        shares: Of its dedicated adapter's accuracy, that every domain must keep in the packings
-            that are shown beside each other.
-    """
-
-    seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
-    largest: Whole = 0
-    processes: Whole = 0
-    requirements: Count = 2000
-    pack: str | None = None
-    results: str | None = None
-    table: str | None = None
-    shares: list[ShareAboveZero] = field(default_factory=lambda: [0.9, 0.95, 0.97, 0.99])
-
-
-@dataclass(frozen=True)
-class CompareSettings:
-    """What `command=compare` trains beside dedicated adapters, one joint adapter and no LoRA.
-
-    Attributes:
-        seeds: Seeds; everything is trained with each of them.
-        strategies: Fusion strategies.
-        shares: What every domain must keep of its dedicated adapter's accuracy in a fusion.
-        merge: Whether dedicated adapters are merged, in each of PEFT's ways.
-        ewc: Strengths of elastic weight consolidation, against forgetting; empty for none.
-    """
-
-    seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
-    strategies: list[str] = field(default_factory=lambda: ["paper", "first_fit", "rehearsal"])
-    shares: list[Annotated[float, Field(gt=0, le=1)]] = field(default_factory=lambda: [0.95])
-    merge: bool = True
-    ewc: list[Weight] = field(default_factory=lambda: [100.0, 10000.0])
 
 
 @dataclass(frozen=True)
@@ -577,9 +532,8 @@ class Settings:
     """All settings of `valora-train`.
 
     Attributes:
-        command: The last stage to run: `teach`, `distill`, `fuse` or `export`; or `oracle`, which
-            trains every group of the domains; `compare`, which trains other ways to serve them; or
-            `push`, which uploads the bundle.
+        command: The last stage to run: `teach`, `distill`, `fuse` or `export`; or `push`, which
+            uploads the bundle.
         processes: Domains that are prepared side by side (data, small models, labels), each in a
             process of its own; 0 for as many as there are cores, at most four, and for one domain
             after the other beside a GPU.
@@ -593,13 +547,11 @@ class Settings:
         heads: Heads and written answers.
         context: How documents are remembered; `heads.options.context` of task `context`.
         train: Training of adapters.
-        oracle: What `command=oracle` trains.
-        compare: What `command=compare` trains.
         push: Where `command=push` uploads a bundle.
         paths: Folders of outputs.
     """
 
-    command: Literal["teach", "distill", "fuse", "export", "oracle", "compare", "push"] = "export"
+    command: Literal["teach", "distill", "fuse", "export", "push"] = "export"
     processes: Whole = 1
     task: TaskSettings = field(default_factory=TaskSettings)
     shelf: str | None = None
@@ -610,8 +562,6 @@ class Settings:
     heads: HeadSettings = field(default_factory=HeadSettings)
     context: ContextSettings = field(default_factory=ContextSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
-    oracle: OracleSettings = field(default_factory=OracleSettings)
-    compare: CompareSettings = field(default_factory=CompareSettings)
     push: PushSettings = field(default_factory=PushSettings)
     paths: PathSettings = field(default_factory=PathSettings)
 

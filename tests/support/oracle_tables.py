@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from valora_train.fusion.oracle import Measured, OracleTable
+from tests.bench.valora_train.oracle_table import Measured, OracleTable
 
 
 def made_up_table(
@@ -15,13 +15,14 @@ def made_up_table(
     seeds: Sequence[int] = (0,),
 ) -> OracleTable:
     """A complete table; `accuracy` says what a domain reaches in a group, on both splits."""
-    table = OracleTable("made_up", domains, seeds, {"data": "made up"})
+    table = OracleTable("made_up", list(domains), dict.fromkeys(domains, 1.0))
     for seed in seeds:
-        for name in domains:
-            table.put_head_only(seed, name, Measured(head_only, head_only))
-        for group in table.groups():
+        table.head_only[seed] = dict.fromkeys(domains, Measured(head_only, head_only))
+        table.groups[seed] = {}
+        for group in table.names():
             reached = {name: accuracy(name, group) for name in group}
-            table.put(seed, {name: Measured(value, value) for name, value in reached.items()})
+            found = {name: Measured(value, value) for name, value in reached.items()}
+            table.groups[seed][frozenset(group)] = found
     return table
 
 

@@ -134,7 +134,7 @@ def test_the_server_knows_no_engine_and_no_model():
     [
         "valora_serve.engine.settings", "valora_serve.orchestrator", "valora_serve.routing",
         "valora_train.fusion.plan",
-        "valora_train.fusion.strategies", "valora_train.fusion.oracle", "valora_train.fusion.exact",
+        "valora_train.fusion.strategies",
     ],
 )  # fmt: skip
 def test_decisions_need_no_torch(start):

@@ -1,4 +1,4 @@
-"""Runs in MLflow that compare several trainings: oracles, comparisons of methods, sweeps."""
+"""Runs in MLflow that compare several trainings: sweeps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from valora_train.reporting.mlflow_store import (
     NOTE,
     PARENT,
     Store,
-    log_metrics,
     log_params,
     open_experiment,
     run_address,
@@ -22,7 +21,6 @@ from valora_train.reporting.text import markdown_table
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from matplotlib.figure import Figure
 
 STUDY = "valora.study"
 """Tag of these runs: what is compared, and a hash of it."""
@@ -91,18 +89,6 @@ class StudyRun:
         show_table(self._client, self.run_id, f"{name}.json")
         text = "\n".join(markdown_table(columns, [[str(cell) for cell in row] for row in rows]))
         self._client.log_text(self.run_id, text + "\n", f"{name}.md")
-
-    def log_figure(self, figure: Figure, file: str) -> None:
-        """Log a figure as the artifact `file`."""
-        self._client.log_figure(self.run_id, figure, file)
-
-    def log_file(self, file: str) -> None:
-        """Log a file of this machine."""
-        self._client.log_artifact(self.run_id, file)
-
-    def log_metrics(self, values: Mapping[str, float], step: int = 0) -> None:
-        """Log metrics."""
-        log_metrics(self._client, self.run_id, {key: [(step, v)] for key, v in values.items()})
 
     def adopt(self, run_id: str) -> None:
         """Put another run below this one."""

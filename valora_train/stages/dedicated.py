@@ -119,17 +119,17 @@ def _train_missing(settings: Settings, domains: Sequence[DomainInputs], display:
     work = Path(settings.paths.work)
     left = [item for item in domains if not dedicated_stage(settings, item).is_done(work)]
     names = [item.settings.name for item in left]
-    count = min(trial_processes(settings.oracle.processes), len(left))
+    count = min(trial_processes(settings.fusion.processes), len(left))
     if not left:
         return
     with display.work("alone", f"{len(left)} trainings") as on_step, stopwatch() as seconds:
         if count == 1:
-            worker = _Worker(settings, left)
+            worker = Worker(settings, left)
             for done, name in enumerate(names, start=1):
                 worker.run(name)
                 on_step(done, len(names), math.nan)
         else:
-            with worker_processes(count, "oracle.processes", _begin, settings, left) as executor:
+            with worker_processes(count, "fusion.processes", _begin, settings, left) as executor:
                 jobs = [executor.submit(_run, name) for name in names]
                 for done, job in enumerate(as_completed(jobs), start=1):
                     job.result()
@@ -137,7 +137,7 @@ def _train_missing(settings: Settings, domains: Sequence[DomainInputs], display:
     display.done("alone", ", ".join(names), seconds())
 
 
-class _Worker:
+class Worker:
     """Trains domains one after the other, on a base model that is loaded once."""
 
     def __init__(self, settings: Settings, domains: Sequence[DomainInputs]) -> None:
@@ -147,32 +147,32 @@ class _Worker:
         from valora_train.model.lmm import Lmm
 
         make_deterministic(TRIAL_THREADS)
-        self._settings = settings
-        self._domains = {item.settings.name: item for item in domains}
-        self._lmm = Lmm(settings.model, settings.train.lora)
+        self.settings = settings
+        self.domains = {item.settings.name: item for item in domains}
+        self.lmm = Lmm(settings.model, settings.train.lora)
         train = replace(settings.train, threads=TRIAL_THREADS)
-        self._trainer = Trainer(self._lmm, LazyMapping(self._domains, self._load), train)
+        self.trainer = Trainer(self.lmm, LazyMapping(self.domains, self._load), train)
 
     def _load(self, name: str) -> DomainData:
         from valora_train.fusion.loading import load_domain
 
-        item = self._domains[name]
+        item = self.domains[name]
 
         def read(part: str) -> list[Sample]:
             return shards.read(intact(_part(item, part)))
 
-        required = item.requirement(self._settings.fusion.margin).required
-        return load_domain(self._settings, item.settings, required, self._lmm, read)
+        required = item.requirement(self.settings.fusion.margin).required
+        return load_domain(self.settings, item.settings, required, self.lmm, read)
 
     def run(self, name: str) -> None:
         """Run the stage of a domain, or wait for another process that runs it."""
-        stage = dedicated_stage(self._settings, self._domains[name])
-        stage.run(Path(self._settings.paths.work), partial(self._build, name), wait=True)
+        stage = dedicated_stage(self.settings, self.domains[name])
+        stage.run(Path(self.settings.paths.work), partial(self._build, name), wait=True)
 
     def _build(self, name: str, folder: Path) -> None:
         import torch
 
-        trainer, train = self._trainer, self._settings.train
+        trainer, train = self.trainer, self.settings.train
         for adapter in trainer.adapters:
             trainer.close(adapter)
         torch.manual_seed(train.seed)
@@ -197,13 +197,13 @@ class _Worker:
         write_json(folder / REACHED, reached)
 
 
-_worker: _Worker | None = None
+_worker: Worker | None = None
 """The worker of this process, if it is one of several."""
 
 
 def _begin(settings: Settings, domains: Sequence[DomainInputs]) -> None:
     global _worker  # noqa: PLW0603 (a process of a pool has no other place)
-    _worker = _Worker(settings, domains)
+    _worker = Worker(settings, domains)
 
 
 def _run(name: str) -> None:

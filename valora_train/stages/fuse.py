@@ -122,7 +122,7 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     values = training_facts(settings) | {"fusion": as_dict(settings.fusion)}
     values["domains"] = [domain_facts(item.settings) | _contract_facts(item) for item in domains]
     # Where the fusion continues is an input; what becomes of its result is decided afterwards.
-    for key in ("parent", "unreachable"):
+    for key in ("parent", "unreachable", "processes"):
         del values["fusion"][key]
     del values["fusion"]["of_dedicated"]  # the domains' requirements follow from it
     if settings.fusion.parent is not None:

@@ -14,24 +14,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 
 from tests.bench.valora_train.context_table import COLUMNS, rows_of
 from tests.bench.valora_train.context_ways import METHODS, REFERENCE, Reader
+from tests.bench.valora_train.trials import prepared
 from valora_data import shards
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.errors import ValoraError
 from valora_data.schema import Split, Task
-from valora_train import cli
-from valora_train.checks import check, check_with_libraries
-from valora_train.configuration import from_config
 from valora_train.errors import SettingsError
 from valora_train.fusion.facts import domain_facts, training_facts
 from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
 from valora_train.model.lmm import Lmm
-from valora_train.model.team import Team
 from valora_train.reporting.progress import Display
 from valora_train.reporting.text import markdown_table
 from valora_train.settings import Settings
@@ -148,16 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 32, 64, 128])
     parser.add_argument("overrides", nargs="*", help="settings of valora-train, such as task.only")
     given = parser.parse_args(arguments)
-    overrides = ["task=context", "command=fuse", *given.overrides]
-    with initialize_config_dir(str(cli.config_folder()), version_base="1.3"):
-        settings = from_config(compose("config", overrides=overrides))
+    overrides = ["task=context", *given.overrides]
+    settings, domains = prepared(overrides)
     asked = asked_for(settings, given.methods, given.tokens)
-    check(settings)
-    check_with_libraries(settings)
     display = Display(Console(width=160))
     with display():
-        pipeline = cli._Pipeline(settings, display, Team(settings.model.device), False)
-        domains = [pipeline.prepare_domain(domain) for domain in settings.chosen()]
         stage = stage_of(settings, domains, asked)
         work = Path(settings.paths.work)
         folder, _ = stage.run(work, lambda out: measure(settings, domains, asked, out, display))

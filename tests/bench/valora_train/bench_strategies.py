@@ -26,17 +26,11 @@ NOISE = 0.006
 
 @dataclass(frozen=True)
 class Shelf:
-    """How domains lose to each other.
-
-    Attributes:
-        title: Name in the table.
-        loss: Mean of what a domain loses to each other one, and its standard deviation.
-        apart: Share of the ordered pairs of which one loses 0.02 to 0.06 to the other.
-    """
+    """How domains lose to each other."""
 
     title: str
-    loss: tuple[float, float]
-    apart: float
+    loss: tuple[float, float]  # mean and deviation of what a domain loses to each other one
+    apart: float  # share of the ordered pairs of which one loses 0.02 to 0.06 to the other
 
 
 SHELVES = (

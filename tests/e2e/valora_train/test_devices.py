@@ -19,7 +19,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[3]
 FEW = "{train:24,unlabelled:12,val:12,test:12}"
 SHORT = [
-    "processes=1", "oracle.processes=1", "train.steps=4", "train.steps_per_held=2",
+    "processes=1", "fusion.processes=1", "train.steps=4", "train.steps_per_held=2",
     "train.probe_steps=4", "train.batch_size=4", "fusion.unreachable=keep", "model.device=far",
 ]  # fmt: skip
 SHELF = [
@@ -78,11 +78,8 @@ def test_tasks_are_fused_exported_and_extended(train):
     assert "of 2 domains at their requirement" in out
 
 
-def test_ways_to_serve_are_compared_and_dedicated_adapters_taken(train):
+def test_dedicated_adapters_are_taken(train):
     some = [*SHELF, "task.only=[digits,place_reference]", "train.lora.vision_tower=true"]
-    out = train(*some, "command=compare", "compare.seeds=[0]", "compare.strategies=[]",
-                "compare.ewc=[10.0]", "fusion.of_dedicated=null")  # fmt: skip
-    assert "merged: ties" in out
     assert "of 2 domains at their requirement" in train(*some, "fusion.of_dedicated=0.95")
 
 

@@ -110,9 +110,9 @@ def test_experiment_paper_asks_for_the_papers_figures_alone(said: str, experimen
         (["task.of_teacher=0.99"], "so that task.of_teacher=0.99 would be ignored"),
         (["experiment=teacher97"], "so that experiment=teacher97 would be ignored"),
         (["experiment=paper"], "so that experiment=paper would be ignored"),
-        (["experiment=shelf", "task=video"], "experiment=shelf is task=shelf, but task=video is"),
+        (["experiment=mixed", "task=video"], "experiment=mixed is task=mixed, but task=video is"),
         (["task.of_teacher=null"], None),
-        (["experiment=shelf", "task=shelf"], None),
+        (["experiment=mixed", "task=mixed"], None),
     ],
 )
 def test_a_share_of_dedicated_adapters_is_the_only_contract(

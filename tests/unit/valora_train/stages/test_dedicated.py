@@ -1,6 +1,7 @@
 """Domains that are trained alone first, and requirements that follow from what they reach."""
 
 import json
+import sys
 from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from tests.unit.valora_train.stages.test_oracle import prepared  # noqa: F401 (a fixture)
+from tests.support.stores import new_store
+from tests.unit.valora_train.test_cli import write_coco
 from valora_data.schema import Task
+from valora_train import cli
 from valora_train.errors import SettingsError
 from valora_train.reporting.progress import Display
 from valora_train.settings import DomainSettings, FusionSettings, Settings
@@ -46,10 +49,36 @@ def test_a_domain_that_reaches_nothing_alone_keeps_its_contract(tmp_path, monkey
     assert "reached by sky, leaf" in display.console.file.getvalue()
 
 
+@pytest.fixture
+def prepared(tmp_path, monkeypatch, capfd):
+    """Runs `valora-train` on two domains that take their labels instead of a teacher."""
+    monkeypatch.chdir(tmp_path)
+    new_store(tmp_path)
+    first = write_coco(tmp_path / "cats")
+    write_coco(tmp_path / "dogs", colour="blue", name="dog")
+    more = [
+        "+domain@domains.dog=coco", "domains.dog.name=dog", "domains.dog.labels=[dog]",
+        f"domains.dog.source.path={tmp_path}/dogs/cats.json", "domains.cat.teacher=labels",
+        "domains.dog.teacher=labels", "train.steps=2", "train.probe_steps=2", "train.batch_size=4",
+    ]  # fmt: skip
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["valora-train", *first, *more, *arguments])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return run
+
+
 @pytest.mark.slow
-def test_requirements_follow_from_dedicated_adapters(prepared, tmp_path, one_thread):  # noqa: F811
+def test_requirements_follow_from_dedicated_adapters(prepared, tmp_path, one_thread):
     asked = ["command=fuse", "fusion.of_dedicated=0.5", "fusion.unreachable=keep", "processes=2",
-             "fusion.head_only=false", "oracle.processes=2", "train.seed=4", "train.steps=40",
+             "fusion.head_only=false", "fusion.processes=2", "train.seed=4", "train.steps=40",
              "train.threads=1"]  # fmt: skip
     status, out, err = prepared(*asked)
     assert status == 0, err

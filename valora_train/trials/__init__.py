@@ -1,1 +1,0 @@
-"""Trials: trainings outside of a fusion, for oracle tables and comparisons."""

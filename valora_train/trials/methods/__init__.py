@@ -1,1 +1,0 @@
-"""What a trial can do: one file a method."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
@@ -18,8 +18,10 @@ from valora_data.sources.formats.videos import FRAMES
 if TYPE_CHECKING:
     from valora_data.sources.formats.labelled import ImageReader
 
-T = TypeVar("T")
 ARCHIVES = frozenset({".7z", ".gz", ".rar", ".tar", ".tgz", ".xz", ".zip"})
+ANSWERS = frozenset({"objects", "phrase", "label", "video", "count", "answers", "captions"})
+"""What formats hold: a field of `Answer`, of which boxes are many objects or that of a phrase, and
+labels those of images or of videos."""
 Splits = dict[Split | None, Callable[[], Iterator[Sample]]]
 """Streams of samples by split, each of which can be started again and again.
 
@@ -72,7 +74,7 @@ class Source:
         """`path`, for formats that need one.
 
         Raises:
-            DataError: There is no path.
+            DataError: There is no path, or it is an archive.
         """
         if self.path is None:
             raise DataError(f"a source of kind {self.kind} needs a path: set source.path")
@@ -81,11 +83,7 @@ class Source:
 
     @property
     def file(self) -> Path:
-        """The file that names the images: `path`, or the only such file in that folder.
-
-        Raises:
-            DataError: There is no path.
-        """
+        """The file that names the images: `path`, or the only such file in that folder."""
         return annotation_file(Path(self.location))
 
     @property
@@ -95,11 +93,7 @@ class Source:
 
 
 def check_unpacked(path: Path) -> None:
-    """Refuse an archive.
-
-    Raises:
-        DataError: The path is one.
-    """
+    """Raise a `DataError` if the path is an archive."""
     if path.suffix.lower() in ARCHIVES and path.is_file():
         raise DataError(f"{path} is an archive: unpack it, and name the folder")
 
@@ -120,9 +114,6 @@ def annotation_file(path: Path) -> Path:
 class Location:
     """A path that a user gave, with what formats recognise it by; each is read once.
 
-    Args:
-        text: File, folder or name of a data set.
-
     Attributes:
         text: What the user wrote.
         path: `text` as a path.
@@ -140,13 +131,9 @@ class Location:
         files = files_below(self.path) if self.path.is_dir() else [self.path]
         return frozenset(file.suffix.lower() for file in files)
 
-    @cached_property
+    @property
     def keys(self) -> frozenset[str]:
-        """Keys of a JSON file's object, or of its first entry if it is a list.
-
-        Raises:
-            DataError: The file is not valid JSON.
-        """
+        """Keys of a JSON file's object, or of its first entry if it is a list."""
         return frozenset(self.entry) if self.file.suffix == ".json" else frozenset()
 
     @cached_property
@@ -158,13 +145,11 @@ class Location:
         Raises:
             DataError: The file is not valid JSON.
         """
-        if not self.file.is_file():
-            return {}
         content: Any = {}
-        if self.file.suffix == ".json":
+        if self.file.suffix == ".json" and self.file.is_file():
             content = load_json(self.file)
             content = content[0] if isinstance(content, list) and content else content
-        elif self.file.suffix == ".jsonl":
+        elif self.file.suffix == ".jsonl" and self.file.is_file():
             content = next((row for _, row in read_lines(self.file)), {})
         return content if isinstance(content, dict) else {}
 
@@ -175,19 +160,26 @@ class SourceFormat(ABC):
     Attributes:
         files: What a file of the format is, for messages, e.g. ``COCO JSON``; empty for
             formats that are folders or nothing on disk.
+        answers: What it holds, of `ANSWERS`.
+        task: The most likely task of a data set; None if it tells, or nobody can.
         remote: Whether the path may be a name of something that is not on this machine.
         video: Whether all samples are videos.
         drawn: Whether samples are drawn and not read, so that none is a copy of another.
     """
 
     files: ClassVar[str] = ""
+    answers: ClassVar[frozenset[str]] = ANSWERS
+    task: ClassVar[Task | None] = None
     remote: ClassVar[bool] = False
     video: ClassVar[bool] = False
     drawn: ClassVar[bool] = False
 
-    @abstractmethod
     def supports(self, task: Task) -> bool:
         """Whether the format holds answers for a task."""
+        spec = task.spec
+        if spec.answer == "boxes":
+            return ("objects" if spec.detects else "phrase") in self.answers
+        return ("video" if spec.video else spec.answer) in self.answers
 
     @abstractmethod
     def open(self, source: Source) -> Splits:
@@ -230,18 +222,6 @@ class SourceFormat(ABC):
         Raises:
             DataError: The data set does not tell its task.
         """
-        raise DataError(f"{path} does not tell its task: give one with --task")
-
-
-def take_missing_from_train(splits: Mapping[Split, T]) -> dict[Split | None, T]:
-    """Splits by key of `Splits`, where missing splits are to be taken from the training split.
-
-    Args:
-        splits: The splits that a data set names.
-
-    Returns:
-        All of them; if a split of `Split` is missing, the training split has the key None.
-    """
-    if all(split in splits for split in Split):
-        return {split: part for split, part in splits.items()}  # noqa: C416
-    return {(None if split is Split.TRAIN else split): part for split, part in splits.items()}
+        if self.task is None:
+            raise DataError(f"{path} does not tell its task: give one with --task")
+        return self.task

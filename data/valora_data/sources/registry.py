@@ -29,20 +29,21 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
         "hub": "valora_data.sources.formats.hub:HubFormat",
         "roboflow": "valora_data.sources.formats.coco:RoboflowFormat",
         "cvat": "valora_data.sources.formats.cvat:CvatFormat",
+        "kitti": "valora_data.sources.formats.kitti:KittiFormat",
         "voc": "valora_data.sources.formats.voc:VocFormat",
         "yolo": "valora_data.sources.formats.yolo:YoloFormat",
         "labelstudio": "valora_data.sources.formats.labelstudio:LabelStudioFormat",
         "fiftyone": "valora_data.sources.formats.fiftyone:FiftyOneFormat",
-        "swift": "valora_data.sources.formats.swift:SwiftFormat",
-        "qwen2.5-vl": "valora_data.sources.formats.qwen:PixelQwenFormat",
-        "qwen3-vl": "valora_data.sources.formats.qwen:GridQwenFormat",
+        "swift": "valora_data.sources.formats.grounding:SwiftFormat",
+        "qwen2.5-vl": "valora_data.sources.formats.grounding:PixelQwenFormat",
+        "qwen3-vl": "valora_data.sources.formats.grounding:GridQwenFormat",
         "llava": "valora_data.sources.formats.llava:LlavaFormat",
         "refcoco": "valora_data.sources.formats.refcoco:RefCocoFormat",
         "vqa": "valora_data.sources.formats.vqa:VqaFormat",
         "coco": "valora_data.sources.formats.coco:CocoFormat",
         "videofolder": "valora_data.sources.formats.folders:VideoFolderFormat",
         "imagefolder": "valora_data.sources.formats.folders:ImageFolderFormat",
-        "images": "valora_data.sources.formats.images:ImagesFormat",
+        "images": "valora_data.sources.formats.folders:ImagesFormat",
     },
     DataError,
 )
@@ -68,14 +69,15 @@ def open_source(source: Source) -> Splits:
         )
     splits = found.open(source)
     if source.unlabelled is not None:
-        from valora_data.sources.formats.images import read_images
+        from valora_data.sources.formats.folders import ImagesFormat
 
         if Split.UNLABELLED in splits:
             raise DataError(
                 f"the source has an unlabelled split, and {source.unlabelled} would be another: "
                 "leave source.unlabelled out"
             )
-        splits[Split.UNLABELLED] = partial(read_images, Path(source.unlabelled), source.reader)
+        part = (Path(source.unlabelled), "unlabelled/")
+        splits[Split.UNLABELLED] = partial(ImagesFormat().read, source, part)
     return splits
 
 

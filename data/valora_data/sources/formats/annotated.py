@@ -1,74 +1,102 @@
-"""Formats whose files list images with boxes or labels: readers yield records, checked here."""
+"""Readers yield records of images; here all faults of all formats are found.
+
+`supervision`'s loaders are not used: they stop at the first fault, know neither EXIF nor the sizes
+that annotations declare, and match files by their exact names.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Box, Sample
+from valora_data.images import TRANSPOSED, encoded_file
+from valora_data.schema import Answer, Box, Sample, Split
 from valora_data.sources.base import Source, SourceFormat, Splits
-from valora_data.sources.formats.files import IMAGES, files_below
-from valora_data.sources.formats.labelled import (
-    Frame,
-    ImageReader,
-    Reading,
-    Shape,
-    readable,
-    stray_label,
-)
+from valora_data.sources.formats.files import IMAGES, Finder, files_below, is_file, readable
+from valora_data.sources.formats.labelled import ImageReader, Media, Reading, ahead, load_image
+from valora_data.sources.formats.videos import read_frames
+from valora_data.wording import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from PIL.Image import Image
 
-    from valora_data.schema import Split
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Found = TypeVar("Found")
 
+TOLERANCE = 1.0
+"""Pixels by which a box may reach over the edge: annotation tools round."""
 GRIDS = (100, 1000)
 """Sides of grids on which tools note boxes, instead of in pixels."""
 GRID_BOXES = 20
 """Fewest boxes by which a grid is recognised."""
+Edges = tuple[float, float, float, float]
+"""(x0, y0, x1, y1) in pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A labelled box, as a file describes it.
+
+    Attributes:
+        label: Name of its class, or the phrase that it answers.
+        edges: Its edges; or what gives them for an image's width and height.
+        where: What it is, for messages.
+    """
+
+    label: str
+    edges: Edges | Callable[[float, float], Edges]
+    where: str
 
 
 @dataclass(slots=True)
 class Record:
-    """An image of a data set, and what its file says of it.
+    """An image, several of one sample, or a video, and what the data set says of it.
 
     Attributes:
-        path: File of the image.
+        media: Files, or what was read of them.
         id: Id of its sample.
-        shapes: Its objects; None if the data set says nothing of the image.
-        answer: Its answer, for tasks other than detection; None if it has none that counts.
+        shapes: Its objects; None if the data set says nothing of them.
+        answer: Any other answer; None if it has none that counts.
         size: Width and height that the annotation names; None for none.
         file: The image's own file of labels, which need not exist; None where there is no such.
         prompt: What is asked; an image may occur with several prompts.
+        item: What its faults are counted by; the name of the file by default.
+        video: Whether the media are videos.
     """
 
-    path: Path
+    media: tuple[Media, ...]
     id: str
     shapes: Sequence[Shape] | None = None
     answer: Answer | None = None
     size: Any = None
     file: Path | None = None
     prompt: str | None = None
+    item: str = ""
+    video: bool = False
+    files: list[Path] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.files = [one for one in self.media if isinstance(one, Path)]
+        self.item = self.item or readable(self.files[0].name)
 
 
 class AnnotatedFormat(SourceFormat):
-    """A format of images with boxes or labels; subclasses say only what their files hold."""
+    """A format that says something of images; subclasses say only what their files hold.
 
-    @abstractmethod
-    def parts(self, source: Source) -> Mapping[Split | None, Any]:
-        """What `records` reads for each key of `Splits`.
+    Attributes:
+        suffixes: Suffixes of the images that should be listed.
+    """
 
-        Raises:
-            DataError: A file is missing or corrupt.
-        """
+    suffixes: ClassVar[frozenset[str]] = IMAGES
 
     @abstractmethod
     def records(self, source: Source, part: Any, reading: ImageReader) -> Iterable[Record]:
@@ -83,17 +111,25 @@ class AnnotatedFormat(SourceFormat):
             DataError: The part is empty or corrupt, or too many images have faults.
         """
 
-    @abstractmethod
+    def parts(self, source: Source) -> Mapping[Split | None, Any]:
+        """What `records` reads for each key of `Splits`; by default the file, in one piece.
+
+        Raises:
+            DataError: A file is missing or corrupt.
+        """
+        return {None: source.file}
+
     def name(self, source: Source, part: Any) -> str:
         """What messages call a part."""
+        return source.file.name
 
     def folder(self, source: Source, part: Any) -> Path | None:
         """Folder of which all images should be listed; None if its content is what is listed."""
         return None
 
     def lists(self, source: Source) -> Iterable[Path]:
-        """Files that list images."""
-        return (source.file,)
+        """Files that list images, if there are any."""
+        return (source.file,) if is_file(source.file) else ()
 
     def open(self, source: Source) -> Splits:
         """The splits of `parts`."""
@@ -105,133 +141,169 @@ class AnnotatedFormat(SourceFormat):
         found = dict.fromkeys(self.lists(source))
         for part in self.parts(source).values():
             for record in self.records(source, part, ImageReader.forgiving()):
-                found |= dict.fromkeys(filter(None, (record.path, record.file)))
+                found |= dict.fromkeys([*record.files, *([record.file] if record.file else [])])
         yield from found
 
     def read(self, source: Source, part: Any) -> Iterator[Sample]:
         """The samples of a part.
 
         Yields:
-            One sample for each record whose image decodes.
+            One sample for each record whose images decode.
 
         Raises:
             DataError: As `records` does, or boxes are in another unit than the format has.
         """
         name = self.name(source, part)
-        with Reading(source.reader, name, 0) as reading:
+        with Reading(source.reader, name) as reading:
+            unit, listed = _Unit(name), set()
             records = _once(self.records(source, part, reading), name, reading)
-            folder = self.folder(source, part)
-            if folder is not None and reading.thorough:
-                note_unlisted((record.path for record in records), folder, reading)
-            unit = _Unit(name)
-            paths = [record.path for record in records]
-            for record, picture in zip(records, reading.open_all(paths), strict=True):
-                item = readable(record.path.name)
-                if source.task.spec.detects and not record.shapes:
-                    _note_empty(record, item, reading)
-                if picture is None:
-                    continue
-                with reading.tolerate(item):
-                    answer = record.answer
-                    if source.task.spec.answer == "boxes":
-                        answer = Answer(_boxes(record, picture, source, unit, item, reading))
-                        if record.prompt and not answer.boxes:
-                            continue
-                    elif answer is None:
-                        continue
-                    elif source.labels and answer.label not in (None, *source.labels):
-                        raise stray_label(f"{name}, {item}", str(answer.label), source.labels)
-                    yield Sample(record.id, picture, answer, record.prompt)
+            for record, future in ahead(
+                records, partial(_opened, frames=source.frames), lambda one: one.media
+            ):
+                listed |= {path.resolve() for path in record.files}
+                if source.task.spec.detects and record.answer is None and not record.shapes:
+                    _note_empty(record, reading)
+                images: list[Image] = []
+                with reading.tolerate(
+                    readable(record.files[0].name if record.files else record.item)
+                ):
+                    images = future.result()
+                if images:
+                    with reading.tolerate(record.item):
+                        answer = _checked(record, images[0], source, name, unit, reading)
+                        if answer is not None:
+                            rest = tuple(images[1:])
+                            yield Sample(record.id, images[0], answer, record.prompt, rest)
             unit.check()
+            folder = self.folder(source, part)
+            for path in files_below(folder, self.suffixes) if folder and reading.thorough else ():
+                if path.resolve() not in listed:
+                    item = readable(path.relative_to(folder or path).as_posix())
+                    reading.add(FaultKind.IMAGE_UNLISTED, item, f"{item} is not listed")
 
 
-def collected(
-    items: Iterable[Any], read: Callable[[Any, int], Shape | None], item: str, reading: ImageReader
-) -> list[Shape]:
-    """Shapes of an image; the faults of single ones are collected.
-
-    Args:
-        items: What the file lists for the image.
-        read: Reads one, given its number from 1; None if it does not count.
-        item: The image, which is what faults are counted by.
-        reading: Collects the faults.
-    """
-    shapes = []
-    for number, one in enumerate(items, start=1):
-        with reading.tolerate(item):
-            shape = read(one, number)
-            if shape is not None:
-                shapes.append(shape)
-    return shapes
+def _opened(record: Record, frames: int) -> list[Image]:
+    if not record.video:
+        return [load_image(one, record.item) for one in record.media]
+    videos = [one for one in record.media if isinstance(one, Path | bytes)]
+    return [
+        image
+        for one in videos
+        for image in read_frames(one, frames, "" if record.files else record.item)
+    ]
 
 
-def four_numbers(values: Any, where: str) -> tuple[float, float, float, float]:
-    """Four numbers of an annotation.
-
-    Raises:
-        FaultError: These are not four numbers.
-    """
-    try:
-        a, b, c, d = (float(value) for value in values)
-    except (TypeError, ValueError) as error:
-        raise FaultError(
-            FaultKind.BOX_MALFORMED, f"{where} {values!r:.80} is not four numbers"
-        ) from error
-    return a, b, c, d
-
-
-def note_unlisted(paths: Iterable[Path], folder: Path, reading: ImageReader) -> None:
-    """Note image files below a folder that are not listed."""
-    listed = {path.resolve() for path in paths}
-    for path in files_below(folder, IMAGES):
-        if path.resolve() not in listed:
-            name = readable(path.relative_to(folder).as_posix())
-            reading.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")
-
-
-def _once(records: Iterable[Record], name: str, reading: ImageReader) -> list[Record]:
+def _once(records: Iterable[Record], name: str, reading: ImageReader) -> Iterator[Record]:
     """Records without those that repeat an image, unless it is asked several things."""
-    found, seen = [], set()
+    seen: set[Path] = set()
     for record in records:
-        item = readable(record.path.name)
-        with reading.tolerate(item):
-            if record.prompt is None and record.path in seen:
+        with reading.tolerate(record.item):
+            if record.prompt is None and seen.intersection(record.files):
+                item = readable(record.files[0].name)
                 raise FaultError(FaultKind.IMAGE_TWICE, f"{name} lists {item} twice")
-            seen.add(record.path)
-            found.append(record)
-    return found
+            seen.update(record.files)
+            yield record
 
 
-def _note_empty(record: Record, item: str, reading: ImageReader) -> None:
+def _note_empty(record: Record, reading: ImageReader) -> None:
     if record.shapes is None:
-        file = f" file {record.file.name}" if record.file else "s"
-        reading.add(FaultKind.IMAGE_UNLABELLED, item, f"{item} has no label{file}")
+        file = f" file {readable(record.file.name)}" if record.file else "s"
+        reading.add(FaultKind.IMAGE_UNLABELLED, record.item, f"{record.item} has no label{file}")
     else:
-        reading.add(FaultKind.LABELS_EMPTY, item, f"the labels of {item} name no object")
+        text = f"the labels of {record.item} name no object"
+        reading.add(FaultKind.LABELS_EMPTY, record.item, text)
 
 
-def _boxes(
-    record: Record,
-    picture: Image,
-    source: Source,
-    unit: _Unit,
-    item: str,
-    reading: ImageReader,
-) -> tuple[Box, ...]:
-    frame = Frame(picture, record.size, item)
+def _checked(
+    record: Record, image: Image, source: Source, name: str, unit: _Unit, reading: ImageReader
+) -> Answer | None:
+    """The answer of a record, which is one of the domain's; None if it has none that counts."""
+    labels = source.labels
+    if record.answer is not None:
+        choice = record.answer.choice
+        if labels and choice is not None and choice not in labels:
+            raise stray_label(f"{name}, {record.item}", choice, labels)
+        return record.answer
+    if source.task.spec.answer != "boxes":
+        return None
+    frame = Frame(image, record.size, record.item)
     boxes: dict[Box, None] = {}
     for shape in record.shapes or ():
-        if source.labels and shape.label not in source.labels:
+        if labels and shape.label not in labels:
             continue
-        unit.add(shape, picture)
-        with reading.tolerate(item):
+        unit.add(shape, image)
+        with reading.tolerate(record.item):
             box = frame.box(shape)
             if box in boxes:
-                reading.add(
-                    FaultKind.ROW_REPEATED, item, f"{shape.where} repeats an earlier object"
-                )
+                text = f"{shape.where} repeats an earlier object"
+                reading.add(FaultKind.ROW_REPEATED, record.item, text)
             boxes[box] = None
-    return tuple(boxes)
+    return None if record.prompt and not boxes else Answer(tuple(boxes))
+
+
+class Frame:
+    """The pixels that an annotation file's boxes refer to.
+
+    Some tools annotate the image as it is shown, some as it is stored, before EXIF's orientation
+    is applied. The width and height in the file tell which.
+
+    Args:
+        image: The image as it is shown.
+        declared: Width and height in the annotation file; None or zeros if it has none.
+        where: What is annotated, for messages.
+
+    Raises:
+        FaultError: The image has neither as it is shown nor as it is stored the declared size.
+    """
+
+    def __init__(self, image: Image, declared: Any, where: str) -> None:
+        self.size, self._file = image.size, None
+        wanted = _size(declared)
+        if wanted is None or wanted == image.size:
+            return
+        file = encoded_file(image)
+        if file is None or file.orientation not in TRANSPOSED or file.size != wanted:
+            raise FaultError(
+                FaultKind.SIZE_DIFFERS,
+                f"{where}: the image has {image.width} × {image.height} pixels, its annotation "
+                f"says {wanted[0]} × {wanted[1]}",
+            )
+        self._file = file
+
+    def box(self, shape: Shape) -> Box:
+        """The box of a shape on the image as it is shown; one over the edge is clipped.
+
+        Raises:
+            FaultError: It has no area, or lies outside the image by more than `TOLERANCE`.
+        """
+        width, height = self.size
+        edges = shape.edges
+        if callable(edges):
+            edges = edges(*(self._file.size if self._file else self.size))
+        if self._file is not None and all(map(math.isfinite, edges)):
+            edges = self._file.shown(edges)
+        x0, y0, x1, y1 = edges
+        text = f"{shape.where}: box ({', '.join(f'{edge:g}' for edge in edges)})"
+        if not all(map(math.isfinite, edges)):
+            raise FaultError(FaultKind.BOX_NOT_FINITE, f"{text} has no area")
+        if not (x1 > x0 and y1 > y0):
+            inverted = x1 < x0 or y1 < y0
+            kind = FaultKind.BOX_INVERTED if inverted else FaultKind.BOX_EMPTY
+            raise FaultError(kind, f"{text} has no area")
+        inside = min(x0, y0) >= -TOLERANCE and x1 <= width + TOLERANCE and y1 <= height + TOLERANCE
+        clipped = (max(0.0, x0), max(0.0, y0), min(float(width), x1), min(float(height), y1))
+        if not inside or clipped[2] <= clipped[0] or clipped[3] <= clipped[1]:
+            text = f"{text} lies outside its {width} × {height} image"
+            raise FaultError(FaultKind.BOX_OUTSIDE, text)
+        return Box(*clipped, shape.label)
+
+
+def _size(declared: Any) -> tuple[int, int] | None:
+    try:
+        width, height = (int(float(side)) for side in declared)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return (width, height) if width > 0 and height > 0 else None
 
 
 class _Unit:
@@ -239,9 +311,7 @@ class _Unit:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._boxes = 0
-        self._right = self._bottom = 0.0
-        self._side = math.inf
+        self._boxes, self._right, self._bottom, self._side = 0, 0.0, 0.0, math.inf
 
     def add(self, shape: Shape, picture: Image) -> None:
         if not callable(shape.edges) and all(map(math.isfinite, shape.edges)):
@@ -251,9 +321,7 @@ class _Unit:
             self._side = min(self._side, *picture.size)
 
     def check(self) -> None:
-        if not self._boxes:
-            return
-        if max(self._right, self._bottom) <= 1:
+        if self._boxes and max(self._right, self._bottom) <= 1:
             self._refuse("shares of the image, between 0 and 1", "the image's width and height")
         for grid in GRIDS:
             reached = all(0.98 * grid < edge <= grid for edge in (self._right, self._bottom))
@@ -265,3 +333,132 @@ class _Unit:
             f"{self._name}: all boxes are {found}, where the format has pixels: multiply them by "
             f"{factor}"
         )
+
+
+def collected(
+    entries: Iterable[T], read: Callable[[T, int], Found | None], item: str, reading: ImageReader
+) -> list[Found]:
+    """What is read of the entries of an image; the faults of single ones are collected.
+
+    Args:
+        entries: What the file lists for the image.
+        read: Reads one, given its number from 1; None if it does not count.
+        item: The image, which is what faults are counted by.
+        reading: Collects the faults.
+    """
+    found = []
+    for place, entry in enumerate(entries, start=1):
+        with reading.tolerate(item):
+            one = read(entry, place)
+            if one is not None:
+                found.append(one)
+    return found
+
+
+def number(value: Any, where: str) -> float:
+    """A number of an annotation, or a `FaultError`."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        text = f"{where} {value!r:.80} is no number"
+        raise FaultError(FaultKind.BOX_MALFORMED, text) from error
+
+
+def four_numbers(values: Any, where: str) -> Edges:
+    """Four numbers of an annotation, or a `FaultError`."""
+    try:
+        a, b, c, d = (float(value) for value in values)
+    except (TypeError, ValueError) as error:
+        text = f"{where} {values!r:.80} is not four numbers"
+        raise FaultError(FaultKind.BOX_MALFORMED, text) from error
+    return a, b, c, d
+
+
+def corner_edges(bbox: Any, where: str) -> Edges:
+    """Edges from x, y, width and height, as COCO has them, or a `FaultError`."""
+    x, y, width, height = four_numbers(bbox, f"{where}: bbox")
+    return (x, y, x + width, y + height)
+
+
+def shares(x0: float, y0: float, x1: float, y1: float) -> Callable[[float, float], Edges]:
+    """Edges in shares of an image's sides, as `Shape.edges`."""
+    return lambda width, height: (x0 * width, y0 * height, x1 * width, y1 * height)
+
+
+def label_files(
+    images: Iterable[Path],
+    expected: Callable[[Path], Path],
+    below: Path | None,
+    name: str,
+    reading: ImageReader,
+) -> dict[Path, Path]:
+    """The label file of each image, which need not exist; in another spelling if no other fits.
+
+    Label files that belong to no image are noted, and warned of where images lack labels.
+
+    Args:
+        images: All images of the data set.
+        expected: Where the file of an image should be.
+        below: Where else it is looked for, by name; None for the folder where it should be.
+        name: The data set, for messages.
+        reading: Collects the faults.
+    """
+    files = {image: expected(image) for image in images}
+    exact = {file for file in files.values() if file.exists()}
+    folders = {below or file.parent for file in files.values()}
+    suffixes = frozenset(file.suffix for file in files.values())
+    finders = {folder: Finder(folder, suffixes) for folder in folders}
+    lacking = []
+    for image, file in files.items():
+        if file not in exact:
+            found = finders[below or file.parent].of_stem(image.stem, file)
+            if found is not None and found not in exact:
+                files[image] = found
+            else:
+                lacking.append(image)
+    if not lacking and not reading.thorough:
+        return files
+    before, used = len(reading.faults.found), {*files.values()}
+    orphans = [
+        path
+        for folder in sorted(folders)
+        for path in finders[folder].files
+        if path not in used and path.name != "classes.txt" and (below or path.parent == folder)
+    ]
+    for path in orphans:
+        text = f"{readable(path.name)} belongs to no image"
+        reading.add(FaultKind.LABELS_ORPHANED, readable(path.name), text)
+    new = len(reading.faults.found) > before
+    if lacking and new and reading.source:  # not at the first look
+        log.warning(
+            "%s: %s, such as %s, and %s, such as %s: give them the same names",
+            name, plural(len(orphans), "label file|files belongs|belong to no image"),
+            readable(orphans[0].name), plural(len(lacking), "image|images has|have no labels"),
+            readable(lacking[0].name),
+        )  # fmt: skip
+    return files
+
+
+def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> None:
+    """Check that a data set which declares its categories has all that a domain asks for.
+
+    Raises:
+        DataError: If one is missing.
+    """
+    names = list(known)
+    missing = [label for label in labels if label not in names]
+    if missing:
+        shown = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
+        raise DataError(
+            f"{source} has no category {', '.join(map(repr, missing))}, only {shown}: "
+            "make the domain's labels and the data set's names match"
+        )
+    unused = len(set(names) - set(labels))
+    if unused:
+        log.info("%s: %d categories that the domain does not ask for are left out", source, unused)
+
+
+def stray_label(where: str, label: str, labels: Sequence[str]) -> FaultError:
+    """What is wrong with a label that is none of a domain's."""
+    text = f"{where}: label {label!r} is not one of {', '.join(labels)}"
+    return FaultError(FaultKind.LABEL_STRAY, text)

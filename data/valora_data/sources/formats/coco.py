@@ -8,41 +8,27 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Box, Task
-from valora_data.sources.base import annotation_file, take_missing_from_train
+from valora_data.schema import Answer, Split, Task
+from valora_data.sources.base import Location, Source, annotation_file
 from valora_data.sources.formats.annotated import (
     AnnotatedFormat,
     Record,
+    Shape,
+    check_labels,
     collected,
-    four_numbers,
+    corner_edges,
 )
-from valora_data.sources.formats.files import SPLIT_NAMES, Finder, folder_splits
-from valora_data.sources.formats.labelled import Shape, check_labels, checked_box
-from valora_data.sources.formats.tables import (
-    check_unique,
-    load_json,
-    load_tables,
-    sound_entries,
-    unique_entries,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from valora_data.schema import Split
-    from valora_data.sources.base import Location, Source
-    from valora_data.sources.formats.labelled import Edges, ImageReader
-    from valora_data.sources.formats.tables import Entries
+from valora_data.sources.formats.files import Finder, folder_splits, split_in, with_rest
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.formats.tables import Entries, load_json, load_tables, sound_entries
 
 ROBOFLOW = "_annotations.coco.json"
-IMAGE, CATEGORY = ("id", "file_name"), ("id", "name")
-ANNOTATION, CAPTION = ("image_id", "category_id", "bbox"), ("image_id", "caption")
-INSTANCES, CAPTIONS = ("images", "annotations", "categories"), ("images", "annotations")
 
 
 class _Part(NamedTuple):
@@ -57,18 +43,17 @@ class CocoFormat(AnnotatedFormat):
     """A file of instances or captions, or a folder of such files."""
 
     files = "COCO JSON"
-
-    def supports(self, task: Task) -> bool:
-        """Object detection and captions."""
-        return task.spec.detects or task.spec.answer == "captions"
+    answers = frozenset({"objects", "captions"})
 
     def recognises(self, location: Location) -> bool:
-        """A JSON object with `images`, or a folder with such files in `annotations/`."""
+        """A JSON object with `images`, or a folder with JSON files in `annotations/`."""
         folder = location.path / "annotations"
         return "images" in location.keys or next(folder.glob("*.json"), None) is not None
 
     def guess_task(self, path: str) -> Task:
         """Detection if there are categories."""
+        if self.task is not None:
+            return self.task
         files = _standard_files(Path(path), "")
         content = load_json(next(iter(files.values()), annotation_file(Path(path))))
         return Task.DETECTION if "categories" in content else Task.CAPTION
@@ -76,29 +61,27 @@ class CocoFormat(AnnotatedFormat):
     def parts(self, source: Source) -> Mapping[Split | None, _Part]:
         """The file of each split, or one file for all images."""
         whole = Path(source.location)
+        images = Path(source.images) if source.images else None
         kind = "captions" if source.task.spec.answer == "captions" else "instances"
-        found = _standard_files(whole, kind)
-        if found:
-            parts = {
-                split: _Part(file, _standard_images(whole, file, source), f"{split}/")
-                for split, file in found.items()
-            }
-            return take_missing_from_train(parts)
-        folders = {} if (whole / ROBOFLOW).is_file() or not whole.is_dir() else folder_splits(whole)
+        parts = {
+            split: _Part(file, images or _standard_images(whole, file), f"{split}/")
+            for split, file in _standard_files(whole, kind).items()
+        }
+        alone = not whole.is_dir() or (whole / ROBOFLOW).is_file()
+        folders = {} if parts or alone else folder_splits(whole)
         if any((folder / ROBOFLOW).is_file() for folder in folders.values()):
-            several = len(folders) > 1
+            prefix = "{}/" if len(folders) > 1 else ""
             parts = {
-                split: _Part(folder / ROBOFLOW, folder, f"{folder.name}/" if several else "")
+                split: _Part(folder / ROBOFLOW, folder, prefix.format(folder.name))
                 for split, folder in folders.items()
             }
-            return take_missing_from_train(parts)
         file = whole / ROBOFLOW if (whole / ROBOFLOW).is_file() else source.file
-        if file.is_dir():
+        if file.is_dir() and not parts:
             raise DataError(
                 f"folder {file} holds no single JSON file, no annotations/instances_train.json and "
                 f"no train/{ROBOFLOW}: name the file, and the folder of its images as source.images"
             )
-        return {None: _Part(file, Path(source.images) if source.images else file.parent)}
+        return with_rest(parts, _Part(file, images or file.parent))
 
     def name(self, source: Source, part: _Part) -> str:
         """Name of the file."""
@@ -117,124 +100,107 @@ class CocoFormat(AnnotatedFormat):
 
         Ids may be any integers or texts. Crowd regions are left out, as they are no single objects.
         """
-        name = part.file.name
-        captions = source.task.spec.answer == "captions"
-        tables = CAPTIONS if captions else INSTANCES
+        name, captions = part.file.name, source.task.spec.answer == "captions"
+        tables = ("images", "annotations") if captions else ("images", "annotations", "categories")
         content = load_tables(part.file, tables, "COCO captions" if captions else "COCO instances")
         reading.total += len(content["images"])
-        images = sound_entries(reading, name, "images", content["images"], IMAGE)
-        for key in IMAGE:
-            images = unique_entries(reading, name, "image", key, images)
-        files = {image["id"]: str(image["file_name"]) for image in images}
-        keys = CAPTION if captions else ANNOTATION
-        entries = sound_entries(reading, name, "annotations", content["annotations"], keys)
-        by_image = _by_image(entries, files, name, reading)
-        if captions:
-            yield from _captions(images, by_image, part, reading)
-            return
-        categories = sound_entries(reading, name, "categories", content["categories"], CATEGORY)
-        names = {category["id"]: str(category["name"]) for category in categories}
-        check_unique(name, "category", [category["id"] for category in categories])
-        if source.labels:
-            check_labels(name, names.values(), source.labels)
-        used = _used(categories, entries)
+
+        def entries(table: str, *keys: str, unique: tuple[str, ...] = ()) -> Entries:
+            return sound_entries(reading, name, table, content[table], keys, unique)
+
+        images = entries("images", "id", "file_name", unique=("id", "file_name"))
+        files = {image["id"]: image["file_name"] for image in images}
+        sizes = {image["id"]: (image.get("width"), image.get("height")) for image in images}
+        keys = ("caption",) if captions else ("category_id", "bbox")
+        annotations = entries("annotations", "image_id", *keys)
+        names: dict[Any, str] = {}
+        kept: set[str] = set()
+        if not captions:
+            categories = entries("categories", "id", "name")
+            names, kept = _names(categories, annotations, name, source)
+
+        def shape(entry: dict[str, Any], _: int) -> Shape | None:
+            where = f"{name}, annotation {entry.get('id')} of {files[entry['image_id']]}"
+            label = names.get(entry["category_id"])
+            if label is None:
+                known = ", ".join(map(str, list(names)[:10]))
+                text = f"{where} has category id {entry['category_id']}, which is none of {known}"
+                raise FaultError(FaultKind.CLASS_UNKNOWN, text)
+            if entry.get("iscrowd") or label not in kept:
+                return None
+            return Shape(label, corner_edges(entry["bbox"], where), where)
+
+        def caption(entry: dict[str, Any], _: int) -> str:
+            if text := str(entry["caption"]).strip():
+                return text
+            text = f"{name}: the caption of annotation {entry.get('id')} is empty"
+            raise FaultError(FaultKind.ROW_INCOMPLETE, text)
+
+        by_image = _by_image(annotations, files, name, reading)
+        if captions and not by_image:
+            raise DataError(f"{name}: no image has a caption: the data set is empty")
         finder = Finder(part.images)
-        for image in images:
-            file = files[image["id"]]
-
-            def shape(entry: dict[str, Any], _: int, file: str = file) -> Shape | None:
-                where = f"{name}, annotation {entry.get('id')} of {file}"
-                if entry["category_id"] not in names:
-                    raise FaultError(
-                        FaultKind.CLASS_UNKNOWN,
-                        f"{where} has category id {entry['category_id']}, which is none of "
-                        f"{', '.join(map(str, list(names)[:10]))}",
-                    )
-                label = names[entry["category_id"]]
-                if entry.get("iscrowd") or (not source.labels and label not in used):
-                    return None
-                return Shape(label, coco_edges(entry["bbox"], where), where)
-
-            found = by_image.get(image["id"])
-            shapes = None if found is None else collected(found, shape, file, reading)
-            size = (image.get("width"), image.get("height"))
-            yield Record(finder.find(file), f"{part.prefix}{image['id']}", shapes, size=size)
+        for number, file in files.items():
+            found = by_image.get(number)
+            record = Record((finder.find(file),), f"{part.prefix}{number}", item=file)
+            record.size = sizes[number]
+            if captions:
+                texts = tuple(collected(found or (), caption, file, reading))
+                record.answer = Answer(captions=texts) if texts else None
+                if not texts:
+                    reading.add(FaultKind.IMAGE_UNLABELLED, file, f"{file} has no caption")
+            elif found is not None:
+                record.shapes = collected(found, shape, file, reading)
+            yield record
 
 
 class RoboflowFormat(CocoFormat):
     """The folder of an export of Roboflow; `train`, `valid` and `test` in it are the splits."""
 
     files = ""
-
-    def supports(self, task: Task) -> bool:
-        """Object detection."""
-        return task.spec.detects
+    answers = frozenset({"objects"})
+    task = Task.DETECTION
 
     def recognises(self, location: Location) -> bool:
         """Folders with Roboflow's file of annotations in them, or in a folder of a split."""
-        return location.path.is_dir() and any(
-            next(location.path.glob(pattern), None) for pattern in (ROBOFLOW, f"*/{ROBOFLOW}")
-        )
-
-    def guess_task(self, path: str) -> Task:
-        """Object detection."""
-        return Task.DETECTION
-
-
-def pixel_box(bbox: Any, label: str, size: tuple[int, int], where: str) -> Box:
-    """A box from COCO's x, y, width, height in pixels.
-
-    Args:
-        bbox: The four numbers.
-        label: Name of its class.
-        size: Width and height of the image.
-        where: What the box belongs to, for messages.
-
-    Raises:
-        FaultError: If these are not four numbers, or the box has no area or lies outside.
-    """
-    return checked_box(coco_edges(bbox, where), label, size, where)
-
-
-def coco_edges(bbox: Any, where: str) -> Edges:
-    """Edges (x0, y0, x1, y1) from COCO's x, y, width, height.
-
-    Raises:
-        FaultError: If these are not four numbers.
-    """
-    x, y, width, height = four_numbers(bbox, f"{where}: bbox")
-    return (x, y, x + width, y + height)
+        found = (next(location.path.glob(at), None) for at in (ROBOFLOW, f"*/{ROBOFLOW}"))
+        return location.path.is_dir() and any(found)
 
 
 def _standard_files(whole: Path, kind: str) -> dict[Split, Path]:
     """Files such as `annotations/instances_train2017.json` by split."""
     found: dict[Split, Path] = {}
     for file in sorted((whole / "annotations").glob(f"{kind}*.json")):
-        words = re.split(r"[^a-z]+", file.stem.lower())
-        for split in (SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES):
+        split = split_in(re.split(r"[^a-z]+", file.stem.lower()))
+        if split is not None:
             found.setdefault(split, file)
     return found
 
 
-def _standard_images(whole: Path, file: Path, source: Source) -> Path:
+def _standard_images(whole: Path, file: Path) -> Path:
     """Folder of the images of such a file: `train2017/`, `images/train2017/` or what holds it."""
-    if source.images:
-        return Path(source.images)
     last = file.stem.rsplit("_", 1)[-1]
     places = [whole / last, whole / "images" / last, whole / "images", whole]
     return next(place for place in places if place.is_dir())
 
 
-def _used(categories: Entries, annotations: Entries) -> set[str]:
-    """Names of the categories, without those that only group others, as Roboflow writes one."""
-    groups = {category.get("supercategory") for category in categories}
+def _names(
+    categories: Entries, annotations: Entries, name: str, source: Source
+) -> tuple[dict[Any, str], set[str]]:
+    """Names of all categories, and those that count: not what only groups others, as Roboflow's."""
+    names = {category["id"]: str(category["name"]) for category in categories}
+    ids = [category["id"] for category in categories]
+    if twice := [number for number in names if ids.count(number) > 1]:
+        raise DataError(f"{name}: category id {twice[0]} occurs more than once: number them anew")
+    if source.labels:
+        check_labels(name, names.values(), source.labels)
+        return names, set(source.labels)
     used = {annotation["category_id"] for annotation in annotations}
-    return {
-        str(category["name"])
-        for category in categories
-        if category["id"] in used or category["name"] not in groups
-        or category["name"] == category.get("supercategory")
-    }  # fmt: skip
+    groups = {category.get("supercategory") for category in categories}
+    groups -= {one["name"] for one in categories if one["name"] == one.get("supercategory")}
+    return names, {
+        label for number, label in names.items() if number in used or label not in groups
+    }
 
 
 def _by_image(
@@ -246,35 +212,10 @@ def _by_image(
         image = annotation["image_id"]
         with reading.tolerate(files.get(image, f"image {image}")):
             if image not in files:
-                raise FaultError(
-                    FaultKind.ANNOTATION_STRAY,
+                text = (
                     f"{name}: annotation {annotation.get('id')} belongs to image {image}, which is "
-                    "not listed",
+                    "not listed"
                 )
+                raise FaultError(FaultKind.ANNOTATION_STRAY, text)
             found[image].append(annotation)
     return dict(found)
-
-
-def _captions(
-    images: Entries, by_image: Mapping[Any, Entries], part: _Part, reading: ImageReader
-) -> Iterable[Record]:
-    name, found = part.file.name, []
-    finder = Finder(part.images)
-    for image in images:
-        file, texts = str(image["file_name"]), []
-        for annotation in by_image.get(image["id"], ()):
-            with reading.tolerate(file):
-                text = str(annotation["caption"]).strip()
-                if not text:
-                    raise FaultError(
-                        FaultKind.ROW_INCOMPLETE,
-                        f"{name}: the caption of annotation {annotation.get('id')} is empty",
-                    )
-                texts.append(text)
-        if not texts:
-            reading.add(FaultKind.IMAGE_UNLABELLED, file, f"{file} has no caption")
-        answer = Answer(captions=tuple(texts)) if texts else None
-        found.append(Record(finder.find(file), f"{part.prefix}{image['id']}", answer=answer))
-    if not any(record.answer for record in found):
-        raise DataError(f"{name}: no image has a caption: the data set is empty")
-    return found

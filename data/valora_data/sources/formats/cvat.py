@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Task
-from valora_data.sources.base import take_missing_from_train
-from valora_data.sources.formats.annotated import AnnotatedFormat, Record, collected
-from valora_data.sources.formats.files import SPLIT_NAMES, Finder
-from valora_data.sources.formats.labelled import Shape, check_labels
-from valora_data.sources.formats.xml import number, parse_xml
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from xml.etree.ElementTree import Element
-
-    from valora_data.schema import Split
-    from valora_data.sources.base import Location, Source
-    from valora_data.sources.formats.labelled import Edges, ImageReader
+from valora_data.schema import Answer, Split, Task
+from valora_data.sources.base import Location, Source
+from valora_data.sources.formats.annotated import (
+    AnnotatedFormat,
+    Edges,
+    Record,
+    Shape,
+    check_labels,
+    collected,
+    number,
+)
+from valora_data.sources.formats.files import SPLIT_NAMES, Finder, with_rest
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.formats.voc import child_text, parse_xml
 
 FILE = "annotations.xml"
 SIDES: Mapping[str, tuple[str, str, str, str]] = {
@@ -39,10 +40,7 @@ class CvatFormat(AnnotatedFormat):
     """
 
     files = "CVAT XML"
-
-    def supports(self, task: Task) -> bool:
-        """Object detection by shapes, classification by tags."""
-        return task.spec.detects or (task.spec.answer == "label" and not task.spec.video)
+    answers = frozenset({"objects", "label"})
 
     def recognises(self, location: Location) -> bool:
         """XML files, and folders with `annotations.xml`."""
@@ -51,20 +49,15 @@ class CvatFormat(AnnotatedFormat):
 
     def guess_task(self, path: str) -> Task:
         """Classification if images have tags and no shapes."""
-        root = _root(_file(path))
-        shapes = any(next(root.iter(shape), None) is not None for shape in SHAPES)
-        tagged = next(root.iter("tag"), None) is not None
-        return Task.CLASSIFICATION if tagged and not shapes else Task.DETECTION
+        tags = {element.tag for element in _root(_file(path)).iter()}
+        return Task.CLASSIFICATION if "tag" in tags and not tags & {*SHAPES} else Task.DETECTION
 
     def parts(self, source: Source) -> Mapping[Split | None, str | None]:
         """The splits that subsets are named after, or all images as one piece."""
-        entries = _root(_file(source.location)).iter("image")
-        named = {
-            split: name
-            for name in sorted(filter(None, {entry.get("subset") for entry in entries}))
-            if (split := SPLIT_NAMES.get(name.lower())) is not None
-        }
-        return take_missing_from_train(named) if named else {None: None}
+        images = _root(_file(source.location)).iter("image")
+        names = sorted(image.get("subset") or "" for image in images)
+        splits = {SPLIT_NAMES.get(name.lower()): name for name in names}
+        return with_rest({split: name for split, name in splits.items() if split}, None)
 
     def name(self, source: Source, part: str | None) -> str:
         """Name of the XML file."""
@@ -85,7 +78,7 @@ class CvatFormat(AnnotatedFormat):
         entries = [one for one in root.iter("image") if part in (None, one.get("subset"))]
         if not entries:
             raise DataError(f"{file.name} lists no images of {part or 'any subset'}: it is empty")
-        declared = [(label.findtext("name") or "").strip() for label in root.iter("label")]
+        declared = [child_text(label, "name") for label in root.iter("label")]
         if source.labels and declared:
             check_labels(file.name, declared, source.labels)
         reading.total += len(entries)
@@ -97,11 +90,11 @@ class CvatFormat(AnnotatedFormat):
                     text = f"{file.name}: image {entry.get('id')} has no name"
                     raise FaultError(FaultKind.ROW_INCOMPLETE, text)
                 path = finder.find(f"{subset}/{name}" if subset else name)
-                record = Record(path, name, size=(entry.get("width"), entry.get("height")))
+                record = Record((path,), name, size=(entry.get("width"), entry.get("height")))
                 if source.task.spec.detects:
                     record.shapes = _shapes(entry, name, reading)
                 else:
-                    record.answer = _tagged(entry, name, source, reading)
+                    record.answer = _tagged(entry, name, source)
                 yield record
 
 
@@ -111,23 +104,19 @@ def _file(path: str) -> Path:
 
 def _folder(source: Source) -> Path:
     """Folder of the images: `Source.images`, `images/` beside the file, or the file's folder."""
-    if source.images:
-        return Path(source.images)
     beside = _file(source.location).parent
-    return beside / "images" if (beside / "images").is_dir() else beside
+    images = beside / "images"
+    return Path(source.images) if source.images else images if images.is_dir() else beside
 
 
 def _root(file: Path) -> Element:
     root = parse_xml(file)
-    if root.tag != "annotations":
+    tracks = next(root.iter("track"), None) is not None
+    if root.tag != "annotations" or tracks:
+        found = "holds tracks of a video" if tracks else f"is no export of CVAT (it is {root.tag})"
         raise DataError(
-            f"{file.name} is no export of CVAT (its root is {root.tag}): export the task in the "
-            "format `CVAT for images 1.1`"
-        )
-    if next(root.iter("track"), None) is not None:
-        raise DataError(
-            f"{file.name} holds tracks of a video: export the task in the format `CVAT for images "
-            "1.1`, with its images"
+            f"{file.name} {found}: export the task in the format `CVAT for images 1.1`, with its "
+            "images"
         )
     return root
 
@@ -161,27 +150,21 @@ def _edges(shape: Element, where: str) -> Edges:
         return a, b, a + c, b + d
     if shape.tag == "ellipse":
         a, b, c, d = a - c, b - d, a + c, b + d
-    return _turned((a, b, c, d), number(shape.get("rotation") or "0", f"{where}: rotation"))
+    turn = math.radians(number(shape.get("rotation") or "0", f"{where}: rotation"))
+    if not turn or not all(map(math.isfinite, (a, b, c, d, turn))):
+        return a, b, c, d
+    # Turned about its centre.
+    sine, cosine = abs(math.sin(turn)), abs(math.cos(turn))
+    x, y, across, down = (a + c) / 2, (b + d) / 2, (c - a) / 2, (d - b) / 2
+    right, bottom = across * cosine + down * sine, across * sine + down * cosine
+    return x - right, y - bottom, x + right, y + bottom
 
 
-def _turned(edges: Edges, degrees: float) -> Edges:
-    """The upright box around a box that is turned about its centre."""
-    x0, y0, x1, y1 = edges
-    if not degrees or not all(map(math.isfinite, (*edges, degrees))):
-        return edges
-    sine, cosine = abs(math.sin(math.radians(degrees))), abs(math.cos(math.radians(degrees)))
-    width, height = x1 - x0, y1 - y0
-    half = (width * cosine + height * sine) / 2, (width * sine + height * cosine) / 2
-    middle = (x0 + x1) / 2, (y0 + y1) / 2
-    return middle[0] - half[0], middle[1] - half[1], middle[0] + half[0], middle[1] + half[1]
-
-
-def _tagged(entry: Element, name: str, source: Source, reading: ImageReader) -> Answer | None:
+def _tagged(entry: Element, name: str, source: Source) -> Answer | None:
     """The class of an image; None if the domain does not ask for it."""
     tags = list(dict.fromkeys(tag.get("label") or "" for tag in entry.iter("tag")))
     if not tags:
-        reading.add(FaultKind.ROW_INCOMPLETE, name, f"{name} has no tag")
-        return None
+        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{name} has no tag")
     asked = [tag for tag in tags if not source.labels or tag in source.labels]
     if len(asked) > 1:
         text = f"{name} has {len(asked)} tags ({', '.join(asked)}), expected one"

@@ -7,10 +7,11 @@ there are none, further ones of self-study.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,21 +19,17 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Sample, Split, Task, no_image
 from valora_data.sources.base import Location, Source, SourceFormat, Splits
 from valora_data.sources.documents.reading import (
+    QUESTIONS,
     TEXTS,
     Asked,
-    Told,
     questions_file,
     read_documents,
     read_texts,
     text_files,
 )
+from valora_data.sources.documents.records import RecordDocument
 from valora_data.sources.documents.self_study import continuations, gaps
 from valora_data.wording import plural
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from valora_data.sources.documents.records import RecordDocument
 
 SELF_STUDY = 400
 """Most questions of self-study where `source.counts` does not say how many."""
@@ -43,13 +40,11 @@ LEAST_FACTS = 4
 class ContextFormat(SourceFormat):
     """A format of documents."""
 
+    task = Task.CONTEXT
+
     def supports(self, task: Task) -> bool:
         """Contexts only."""
         return task is Task.CONTEXT
-
-    def guess_task(self, path: str) -> Task:
-        """Contexts."""
-        return Task.CONTEXT
 
 
 class DocumentsFormat(ContextFormat):
@@ -67,26 +62,17 @@ class DocumentsFormat(ContextFormat):
             return False
 
     def open(self, source: Source) -> Splits:
-        """The questions about one document."""
-        told = find_document(Path(source.location), source.document)
-        return splits_of(Document(told.text), told.asked, source)
-
-
-def find_document(file: Path, name: str | None) -> Told:
-    """The document of a file that a name asks for, or the only one.
-
-    Raises:
-        DataError: There is no such document, or several and no name.
-    """
-    found = read_documents(file)
-    named = [told for told in found if name is None or told.name == name]
-    if len(named) != 1:
-        shown = ", ".join(told.name for told in found[:10]) + (", …" if len(found) > 10 else "")
-        raise DataError(
-            f"{file.name} holds {len(found)} documents ({shown}): name one of them in "
-            "source.document"
-        )
-    return named[0]
+        """The questions about the document that is named, or the only one."""
+        file = Path(source.location)
+        found = read_documents(file)
+        named = [one for one in found if source.document in (None, one.name)]
+        if len(named) != 1:
+            shown = ", ".join(one.name for one in found[:10]) + (", …" if len(found) > 10 else "")
+            raise DataError(
+                f"{file.name} holds {len(found)} documents ({shown}): name one of them in "
+                "source.document"
+            )
+        return _splits_of(Document(named[0].text), named[0].asked, source)
 
 
 class TextsFormat(ContextFormat):
@@ -104,15 +90,14 @@ class TextsFormat(ContextFormat):
     def open(self, source: Source) -> Splits:
         """Questions about the whole text."""
         place = Path(source.location)
-        asked = tuple(questions_file(place)) if place.is_dir() else ()
-        return splits_of(Document(read_texts(place)), asked, source)
+        return _splits_of(Document(read_texts(place)), questions_file(place), source)
 
     def reads(self, source: Source) -> Iterator[Path]:
         """The text files, and the questions."""
         place = Path(source.location)
         yield from text_files(place)
-        if (place / "questions.jsonl").is_file():
-            yield place / "questions.jsonl"
+        if (place / QUESTIONS).is_file():
+            yield place / QUESTIONS
 
 
 class AlbumFormat(ContextFormat):
@@ -120,17 +105,17 @@ class AlbumFormat(ContextFormat):
 
     def open(self, source: Source) -> Splits:
         """Questions about all images."""
-        from valora_data.sources.formats.images import read_images
+        from valora_data.sources.formats.folders import ImagesFormat
 
         folder = Path(source.location)
-        images = tuple(sample.image for sample in read_images(folder, source.reader))
-        asked = tuple(questions_file(folder))
+        images = tuple(sample.image for sample in ImagesFormat().read(source, (folder, "")))
+        asked = questions_file(folder)
         if not asked:
             raise DataError(
-                f"album {folder} has no questions.jsonl, and pictures alone ask nothing: add "
+                f"album {folder} has no {QUESTIONS}, and pictures alone ask nothing: add "
                 "questions with answers"
             )
-        return splits_of(Document("", images), asked, source)
+        return _splits_of(Document("", images), asked, source)
 
 
 class RecordsFormat(ContextFormat):
@@ -217,45 +202,33 @@ def _drawn(
     return _streams(document, parts, source)
 
 
-def splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Splits:
+def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Splits:
     """The splits of a document with given questions, or with those of self-study alone.
 
-    Args:
-        document: The document.
-        asked: Given questions; those without a split are dealt to val and test.
-        source: The source.
-
-    Raises:
-        DataError: There are too few questions to measure with.
+    Given questions without a split are dealt to val and test.
     """
     rng = _rng(source)
     study = [Asked(question, (answer,)) for question, answer in continuations(document.text)]
     cloze = [Asked(question, (answer,)) for question, answer in gaps(document.text, rng)]
-    parts: dict[Split, list[Asked]] = {split: [] for split in Split}
-    given = list(asked)
-    if given:
-        study += cloze
-    else:
-        given = cloze
-    free = [one for one in given if one.split is None]
-    for one in given:
-        if one.split is not None:
-            if one.split not in ("train", "val", "test"):
-                raise DataError(
-                    f"question {one.question[:60]!r} of {source.name} has split {one.split!r}: "
-                    "choose train, val or test"
-                )
-            parts[Split(one.split)].append(one)
+    study += cloze if asked else []
+    free: list[Asked] = []
+    parts: dict[Any, list[Asked]] = {split: [] for split in Split} | {None: free}
+    for one in asked or cloze:
+        if one.split not in (None, "train", "val", "test"):
+            raise DataError(
+                f"question {one.question[:60]!r} of {source.name} has split {one.split!r}: "
+                "choose train, val or test"
+            )
+        parts[one.split].append(one)
+    del parts[None]
     for place, number in enumerate(rng.permutation(len(free))):
         parts[Split.TEST if place % 2 else Split.VAL].append(free[number])
     if document.images and not parts[Split.TRAIN]:
         # Pictures give no questions of self-study: half of those for validation are studied.
         count = len(parts[Split.VAL]) // 2
         parts[Split.TRAIN], parts[Split.VAL] = parts[Split.VAL][:count], parts[Split.VAL][count:]
-    parts[Split.UNLABELLED] = [
-        *parts[Split.TRAIN],
-        *(study[n] for n in rng.permutation(len(study))),
-    ]
+    study = [study[number] for number in rng.permutation(len(study))]
+    parts[Split.UNLABELLED] = [*parts[Split.TRAIN], *study]
     parts[Split.TRAIN] = parts[Split.TRAIN] or parts[Split.UNLABELLED]
     if not all(parts.values()):
         raise DataError(
@@ -274,11 +247,13 @@ def _rng(source: Source) -> np.random.Generator:
 
 def _streams(document: Document, parts: Mapping[Split, list[Asked]], source: Source) -> Splits:
     """Samples of each split, at most as many as `source.counts` says."""
-    found: dict[Split | None, Any] = {}
-    for split, asked in parts.items():
-        most = source.counts.get(split, SELF_STUDY)
-        found[split] = partial(_samples, document, asked[:most], f"{source.name}/{split}")
-    return found
+    return {
+        split: partial(
+            _samples, document, asked[: source.counts.get(split, SELF_STUDY)],
+            f"{source.name}/{split}",
+        )
+        for split, asked in parts.items()
+    }  # fmt: skip
 
 
 def _samples(document: Document, asked: Sequence[Asked], prefix: str) -> Iterator[Sample]:

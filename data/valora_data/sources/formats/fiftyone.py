@@ -5,27 +5,27 @@ Boxes are in shares of the image: x, y of the upper left corner, width, height.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Split, Task
-from valora_data.sources.base import take_missing_from_train
-from valora_data.sources.formats.annotated import AnnotatedFormat, Record, collected, four_numbers
-from valora_data.sources.formats.files import SPLIT_NAMES, Finder
-from valora_data.sources.formats.labelled import Shape, shares
+from valora_data.sources.base import Location, Source
+from valora_data.sources.formats.annotated import (
+    AnnotatedFormat,
+    Record,
+    Shape,
+    collected,
+    corner_edges,
+    shares,
+)
+from valora_data.sources.formats.files import Finder, split_in, with_rest
+from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.tables import load_json
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from valora_data.sources.base import Location, Source
-    from valora_data.sources.formats.labelled import ImageReader
-
 SAMPLES = "samples.json"
-FIELD = "ground_truth"
-"""Name that FiftyOne gives the field of labels by default."""
 KINDS = {"Detections": Task.DETECTION, "Classification": Task.CLASSIFICATION}
 """Class of a field's value, and the task that it answers."""
 
@@ -34,21 +34,17 @@ class FiftyOneFormat(AnnotatedFormat):
     """A folder with `samples.json`; `columns.objects` or `columns.label` names another field."""
 
     files = "FiftyOne's samples.json"
-
-    def supports(self, task: Task) -> bool:
-        """Object detection, and classification of images."""
-        return task.spec.detects or (task.spec.answer == "label" and not task.spec.video)
+    answers = frozenset({"objects", "label"})
 
     def recognises(self, location: Location) -> bool:
         """A file of `samples` that have a `filepath`, or its folder."""
-        file = _samples_file(location.path)
+        file = _file(location.path)
         if file.name != SAMPLES or not file.is_file():
             return False
-        content = load_json(file)
-        samples = content.get("samples") if isinstance(content, dict) else None
-        return isinstance(samples, list) and any(
-            isinstance(sample, dict) and "filepath" in sample for sample in samples[:1]
-        )
+        try:
+            return any("filepath" in sample for sample in _samples(file)[:1])
+        except DataError:
+            return False
 
     def guess_task(self, path: str) -> Task:
         """The task of the first field of labels."""
@@ -61,9 +57,7 @@ class FiftyOneFormat(AnnotatedFormat):
     def parts(self, source: Source) -> Mapping[Split | None, Split | None]:
         """Splits that all samples are tagged with, or all samples as one piece."""
         found = [_split(sample) for sample in _samples(Path(source.location))]
-        if not found or None in found:
-            return {None: None}
-        return take_missing_from_train({split: split for split in found if split is not None})
+        return with_rest({} if None in found else {split: split for split in found if split}, None)
 
     def name(self, source: Source, part: Split | None) -> str:
         """Name of the file."""
@@ -71,7 +65,7 @@ class FiftyOneFormat(AnnotatedFormat):
 
     def lists(self, source: Source) -> Iterator[Path]:
         """The file."""
-        yield _samples_file(Path(source.location))
+        yield _file(Path(source.location))
 
     def records(self, source: Source, part: Split | None, reading: ImageReader) -> Iterator[Record]:
         """Samples of a split; ids are their paths, as the export has them."""
@@ -80,23 +74,31 @@ class FiftyOneFormat(AnnotatedFormat):
         if not samples:
             raise DataError(f"{SAMPLES} of {path} lists no samples: export it again")
         reading.total += len(samples)
-        finder = Finder(Path(source.images) if source.images else _samples_file(path).parent)
+        finder = Finder(Path(source.images) if source.images else _file(path).parent)
         for position, sample in enumerate(samples):
             place = sample.get("filepath")
             item = Path(place).name if isinstance(place, str) else f"{SAMPLES}, sample {position}"
             with reading.tolerate(item):
                 if not isinstance(place, str):
-                    text = f"{SAMPLES}: sample {position} has no filepath"
-                    raise FaultError(FaultKind.ROW_INCOMPLETE, text)
-                yield _record(sample, finder.find(place), source, reading)
+                    raise FaultError(FaultKind.ROW_INCOMPLETE, f"{item} has no filepath")
+                where = f"{SAMPLES}, {place}"
+                record = Record((finder.find(place),), place)
+                if source.task.spec.detects:
+                    value = _field(sample, source.columns.get("objects"), "Detections", where)
+                    found = [(one, where) for one in value.get("detections") or ()]
+                    record.shapes = collected(found, _shape, record.item, reading)
+                else:
+                    value = _field(sample, source.columns.get("label"), "Classification", where)
+                    record.answer = Answer(label=str(value.get("label")))
+                yield record
 
 
-def _samples_file(path: Path) -> Path:
+def _file(path: Path) -> Path:
     return path / SAMPLES if path.is_dir() else path
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
-    content = load_json(_samples_file(path))
+    content = load_json(_file(path))
     samples = content.get("samples") if isinstance(content, dict) else None
     if not isinstance(samples, list) or not all(isinstance(entry, dict) for entry in samples):
         raise DataError(
@@ -108,33 +110,16 @@ def _samples(path: Path) -> list[dict[str, Any]]:
 def _split(sample: Mapping[str, Any]) -> Split | None:
     """The split that a sample is tagged with."""
     tags = sample.get("tags")
-    found = (
-        SPLIT_NAMES.get(tag.lower())
-        for tag in (tags if isinstance(tags, list) else ())
-        if isinstance(tag, str)
-    )
-    return next(filter(None, found), None)
+    return split_in(str(tag).lower() for tag in (tags if isinstance(tags, list) else ()))
 
 
-def _record(sample: Mapping[str, Any], path: Path, source: Source, reading: ImageReader) -> Record:
-    where = f"{SAMPLES}, {sample['filepath']}"
-    record = Record(path, str(sample["filepath"]))
-    if not source.task.spec.detects:
-        value = _field(sample, source.columns.get("label"), "Classification", where)
-        record.answer = Answer(label=str(value.get("label")))
-        return record
-    value = _field(sample, source.columns.get("objects"), "Detections", where)
-
-    def shape(found: Any, number: int) -> Shape:
-        at = f"{where}, detection {number}"
-        label = found.get("label") if isinstance(found, dict) else None
-        if not isinstance(label, str):
-            raise FaultError(FaultKind.ROW_INCOMPLETE, f"{at} has no label")
-        x, y, width, height = four_numbers(found.get("bounding_box"), f"{at}: bounding_box")
-        return Shape(label, shares(x, y, x + width, y + height), at)
-
-    record.shapes = collected(value.get("detections") or [], shape, path.name, reading)
-    return record
+def _shape(entry: tuple[Any, str], number: int) -> Shape:
+    found, where = entry
+    where = f"{where}, detection {number}"
+    label = found.get("label") if isinstance(found, dict) else None
+    if not isinstance(label, str):
+        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no label")
+    return Shape(label, shares(*corner_edges(found.get("bounding_box"), where)), where)
 
 
 def _field(
@@ -146,7 +131,7 @@ def _field(
         for name, value in sample.items()
         if isinstance(value, dict) and value.get("_cls") == kind
     ]
-    name = named or (FIELD if FIELD in fitting or len(fitting) != 1 else fitting[0])
+    name = named or (fitting[0] if len(fitting) == 1 else "ground_truth")
     if name in fitting:
         found: Mapping[str, Any] = sample[name]
         return found

@@ -1,4 +1,4 @@
-"""Files of users' data sets: which are data, and which file a name stands for."""
+"""Files of users' data sets: which are data, which file a name stands for, which split it is in."""
 
 from __future__ import annotations
 
@@ -9,44 +9,21 @@ from collections import defaultdict
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote
 
 from valora_data.errors import DataError
 from valora_data.schema import Split
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-IMAGES = frozenset(
-    [
-        ".avif",
-        ".bmp",
-        ".dng",
-        ".gif",
-        ".heic",
-        ".heif",
-        ".j2k",
-        ".jfif",
-        ".jp2",
-        ".jpe",
-        ".jpeg",
-        ".jpg",
-        ".jpx",
-        ".mpo",
-        ".pbm",
-        ".pfm",
-        ".pgm",
-        ".png",
-        ".pnm",
-        ".ppm",
-        ".qoi",
-        ".tga",
-        ".tif",
-        ".tiff",
-        ".webp",
-    ]
-)
+T = TypeVar("T")
+IMAGES = frozenset({
+    ".avif", ".bmp", ".dng", ".gif", ".heic", ".heif", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg",
+    ".jpg", ".jpx", ".mpo", ".pbm", ".pfm", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif",
+    ".tiff", ".webp",
+})  # fmt: skip
 """Suffixes of image files, in lower case; those that Pillow cannot read become faults."""
 AUXILIARY = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found"})
 """Folders that systems put beside data."""
@@ -64,6 +41,19 @@ UPLOADED = re.compile(r"^[0-9a-f]{8}-")
 def is_data(name: str) -> bool:
     """Whether a file or folder of this name is data, neither hidden nor auxiliary."""
     return not name.startswith(".") and name not in AUXILIARY
+
+
+def readable(name: str) -> str:
+    """A file name that can be printed, also where it is no UTF-8."""
+    return os.fsencode(name).decode("utf-8", "replace")
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path is a file; no name, however odd, is an error."""
+    try:
+        return path.is_file()
+    except OSError:  # e.g. a name that is too long
+        return False
 
 
 def files_below(folder: Path, suffixes: frozenset[str] | None = None) -> list[Path]:
@@ -90,7 +80,9 @@ def files_below(folder: Path, suffixes: frozenset[str] | None = None) -> list[Pa
     return sorted(found)
 
 
-def images_below(folder: Path) -> list[Path]:
+def images_below(
+    folder: Path, suffixes: frozenset[str] = IMAGES, what: str = "images"
+) -> list[Path]:
     """Images in a folder and below it, in the order of paths.
 
     Raises:
@@ -98,9 +90,9 @@ def images_below(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise DataError(f"folder {folder} does not exist: check the path")
-    found = files_below(folder, IMAGES)
+    found = files_below(folder, suffixes)
     if not found:
-        raise DataError(f"{folder} holds no images: the data set is empty")
+        raise DataError(f"{folder} holds no {what}: the data set is empty")
     return found
 
 
@@ -108,7 +100,7 @@ def folder_splits(folder: Path) -> dict[Split, Path]:
     """Folders of the splits, if any are named so.
 
     Raises:
-        DataError: If the folder does not exist, or two folders stand for one split.
+        DataError: The folder does not exist, or two folders stand for one split.
     """
     if not folder.is_dir():
         raise DataError(f"folder {folder} does not exist: check the path")
@@ -125,12 +117,25 @@ def folder_splits(folder: Path) -> dict[Split, Path]:
     return found
 
 
-def is_file(path: Path) -> bool:
-    """Whether a path is a file; no name, however odd, is an error."""
-    try:
-        return path.is_file()
-    except OSError:  # e.g. a name that is too long
-        return False
+def split_in(words: Iterable[str]) -> Split | None:
+    """The split that the first word which names one stands for."""
+    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
+
+
+def with_rest(splits: Mapping[Split, T], whole: T) -> dict[Split | None, T]:
+    """Parts of a data set by key of `Splits`.
+
+    Args:
+        splits: The splits that the data set names. If some are missing, they are to be taken from
+            the training split, which then has the key None.
+        whole: The part that has the key None where no split is named.
+    """
+    complete = all(split in splits for split in Split)
+    found: dict[Split | None, T] = {
+        (None if split is Split.TRAIN and not complete else split): part
+        for split, part in splits.items()
+    }
+    return found or {None: whole}
 
 
 def spelling(name: str) -> str:
@@ -168,10 +173,11 @@ class Finder:
             if is_file(path):
                 return path
         last = parts[-1] if parts else ""
-        inside = named.parent in self._folders  # then no file of another folder is meant
+        inside = named.parent in self._folders
         for key in (last, UPLOADED.sub("", last)):
             found = self._by_name.get(spelling(key), [])
-            found = [path for path in found if path.parent == named.parent] if inside else found
+            if inside:  # then no file of another folder is meant
+                found = [path for path in found if path.parent == named.parent]
             if len(found) == 1:
                 return found[0]
         return named
@@ -199,11 +205,11 @@ class Finder:
 
     @cached_property
     def _by_name(self) -> dict[str, list[Path]]:
-        return _grouped(self.files, [path.name for path in self.files])
+        return _grouped((spelling(path.name), path) for path in self.files)
 
     @cached_property
     def _by_stem(self) -> dict[str, list[Path]]:
-        return _grouped(self.files, [path.stem for path in self.files])
+        return _grouped((spelling(path.stem), path) for path in self.files)
 
 
 def _shared_folders(one: Path, other: Path) -> int:
@@ -211,8 +217,8 @@ def _shared_folders(one: Path, other: Path) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _grouped(files: list[Path], names: list[str]) -> dict[str, list[Path]]:
+def _grouped(named: Iterable[tuple[str, Path]]) -> dict[str, list[Path]]:
     found: defaultdict[str, list[Path]] = defaultdict(list)
-    for path, name in zip(files, names, strict=True):
-        found[spelling(name)].append(path)
+    for name, path in named:
+        found[name].append(path)
     return dict(found)

@@ -13,21 +13,22 @@ exists is used. `Source.columns` maps a field to another name.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Box, Task
-from valora_data.sources.formats.coco import pixel_box
-from valora_data.sources.formats.labelled import stray_label
+from valora_data.schema import Answer, Task
+from valora_data.sources.base import Source
+from valora_data.sources.formats.annotated import (
+    Shape,
+    collected,
+    corner_edges,
+    stray_label,
+)
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.formats.tables import whole
 from valora_data.wording import plural
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from valora_data.sources.formats.labelled import ImageReader
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "label": ("label", "labels", "class"),
@@ -40,13 +41,15 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "bbox": ("bbox", "box"),
     "count": ("count", "label"),
 }
-
 TASKS: Mapping[str, Task] = {
     "question": Task.VQA, "objects": Task.DETECTION, "phrase": Task.GROUNDING,
     "expression": Task.GROUNDING, "sentence": Task.GROUNDING, "caption": Task.CAPTION,
     "captions": Task.CAPTION, "text": Task.CAPTION, "count": Task.COUNTING,
 }  # fmt: skip
 """Columns that tell the task, the most specific first."""
+TEXTS = {"answers": ("answer",), "captions": ("raw", "caption", "text"),
+         "phrase": ("sent", "raw", "phrase")}  # fmt: skip
+"""Keys of texts in objects, where a field has objects instead of texts."""
 
 
 def task_of_columns(columns: Collection[str], labelled: Task) -> Task:
@@ -69,197 +72,149 @@ def task_of_columns(columns: Collection[str], labelled: Task) -> Task:
     )
 
 
-@dataclass(slots=True)
 class RowReader:
     """Reads the rows of one data set for a domain.
 
-    Attributes:
-        source: The data set, for messages.
-        task: Task of the domain.
-        labels: The domain's labels; None where all are wanted.
-        columns: A column's name for a field, where it is not one of `NAMES`.
-        names: Declared names of class indices, if the data set has such.
-        reader: Collects the faults of single boxes; None to raise them.
+    Args:
+        source: What is read, with the task, the labels and the columns of other names.
+        name: The data set, for messages.
+        reading: Collects the faults of single boxes.
+        names: Declared names of class indices, if the data set has such: rows of other classes
+            than the domain's are left out then, and are faults otherwise.
     """
 
-    source: str
-    task: Task
-    labels: Sequence[str] | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    names: Sequence[str] | None = None
-    reader: ImageReader | None = None
-    _kinds: dict[type, Any] = field(default_factory=dict)
+    def __init__(
+        self, source: Source, name: str, reading: ImageReader, names: Sequence[str] | None = None
+    ) -> None:
+        self._source, self._name, self._reading, self._names = source, name, reading, names
+        self._kinds: dict[type, Any] = {}
 
-    def read(
-        self, row: Mapping[str, Any], size: tuple[int, int], where: str
-    ) -> list[tuple[str | None, Answer]]:
-        """The answers of a row, each with its question or phrase if it has one.
+    def read(self, row: Mapping[str, Any], item: str, where: str) -> list[dict[str, Any]]:
+        """The fields of a `Record` that a row fills in: one for each of several phrases.
 
         Args:
             row: Values by column.
-            size: Width and height of the image in pixels.
+            item: What faults are counted by.
             where: Names the row in messages.
 
         Returns:
-            One pair, or one for each of several phrases; none if the row is of a declared class
-            that the domain does not ask for.
+            None of them if the row is of a declared class that the domain does not ask for.
 
         Raises:
-            FaultError: If a column is missing or its value cannot be read.
+            FaultError: A column is missing or its value cannot be read.
         """
-        answer, prompted = self.task.spec.answer, self.task.spec.prompted
-        if answer == "label":
-            return self._classified(row, where)
-        if answer == "boxes" and not prompted:
-            return [(None, Answer(self._objects(row, size, where)))]
-        if answer == "count":
-            return [(None, Answer(count=self._count(row, where)))]
-        if answer == "captions":
-            captions = _texts(self._get(row, "captions", where), ("raw", "caption", "text"))
-            return [(None, Answer(captions=_filled(captions, "caption", where)))]
-        if answer == "boxes":
-            phrases = _texts(self._get(row, "phrase", where), ("sent", "raw", "phrase"))
-            bbox = self._get(row, "bbox", where)
-            return [
-                (text, Answer((pixel_box(bbox, text, size, where),)))
-                for text in _filled(phrases, "phrase", where)
-            ]
-        return self._asked(row, where)
-
-    def _asked(self, row: Mapping[str, Any], where: str) -> list[tuple[str | None, Answer]]:
+        spec, labels = self._source.task.spec, self._source.labels
+        if spec.detects:
+            return [{"shapes": self._objects(row, item, where)}]
+        if spec.answer == "boxes":
+            edges = corner_edges(self._get(row, "bbox", where), where)
+            phrases = self._texts(row, "phrase", where)
+            return [{"shapes": [Shape(text, edges, where)], "prompt": text} for text in phrases]
+        if spec.answer == "label":
+            answer = self._classified(row, where)
+            declared = self._names is not None and labels
+            return [] if declared and answer.label not in labels else [{"answer": answer}]
+        if spec.answer == "count":
+            return [{"answer": Answer(count=read_count(self._get(row, "count", where), where))}]
+        if spec.answer == "captions":
+            return [{"answer": Answer(captions=self._texts(row, "captions", where))}]
         question = self._find(row, "question")
-        answers = _filled(_texts(self._get(row, "answers", where), ("answer",)), "answer", where)
-        answer = Answer(answers=answers)
-        if self.labels and answer.choice not in self.labels:
-            raise stray_label(where, str(answer.choice), self.labels)
-        return [(None if question is None else str(question), answer)]
+        answer = Answer(answers=self._texts(row, "answers", where))
+        return [{"answer": answer, "prompt": None if question is None else str(question)}]
 
-    def _classified(self, row: Mapping[str, Any], where: str) -> list[tuple[str | None, Answer]]:
-        value = self._get(row, "label", where)
-        label = self._name(value, where)
+    def _classified(self, row: Mapping[str, Any], where: str) -> Answer:
+        label = self._label(self._get(row, "label", where), where)
         try:
-            soft = tuple(float(share) for share in self._find(row, "soft") or ())
+            return Answer(label=label, soft=tuple(map(float, self._find(row, "soft") or ())))
         except (TypeError, ValueError) as error:
-            raise FaultError(
-                FaultKind.LABEL_MALFORMED, f"{where}: the soft labels are no list of numbers"
-            ) from error
-        if self.labels is not None and label not in self.labels:
-            if self.names is not None:
-                return []
-            raise stray_label(where, label, self.labels)
-        return [(None, Answer(label=label, soft=soft))]
+            text = f"{where}: the soft labels are no list of numbers"
+            raise FaultError(FaultKind.LABEL_MALFORMED, text) from error
 
-    def _name(self, value: Any, where: str) -> str:
+    def _label(self, value: Any, where: str) -> str:
         """A label's name; labels must be all numbers or all names."""
         if isinstance(value, list):
             if len(value) != 1:
-                raise FaultError(
-                    FaultKind.LABEL_MALFORMED, f"{where}: expected one label, got {value}"
-                )
+                text = f"{where}: expected one label, got {value}"
+                raise FaultError(FaultKind.LABEL_MALFORMED, text)
             value = value[0]
         if isinstance(value, float) and value.is_integer():  # as pandas writes whole numbers
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int | str):
-            raise FaultError(
-                FaultKind.LABEL_MALFORMED, f"{where}: label {value!r} is no name and no number"
-            )
-        kind = int if isinstance(value, int) else str
-        other = next((known for known in self._kinds if known is not kind), None)
-        if other is not None:
-            raise FaultError(
-                FaultKind.LABEL_MALFORMED,
-                f"{where}: label {value!r} and, before, {self._kinds[other]!r}: "
-                f"{self.source} mixes numbers and names",
-            )
-        self._kinds.setdefault(kind, value)
-        if isinstance(value, int) and self.names is not None:
-            if not 0 <= value < len(self.names):
-                raise FaultError(
-                    FaultKind.LABEL_MALFORMED,
-                    f"{where}: class index {value} lies outside the {len(self.names)} declared "
-                    "names",
-                )
-            return self.names[value]
-        return str(value)
+            text = f"{where}: label {value!r} is no name and no number"
+            raise FaultError(FaultKind.LABEL_MALFORMED, text)
+        for kind, other in self._kinds.items():
+            if kind is not type(value):
+                text = f"{where}: label {value!r} and, before, {other!r}: {self._name} mixes"
+                raise FaultError(FaultKind.LABEL_MALFORMED, f"{text} numbers and names")
+        self._kinds.setdefault(type(value), value)
+        if isinstance(value, str) or self._names is None:
+            return str(value)
+        if not 0 <= value < len(self._names):
+            count = len(self._names)
+            text = f"{where}: class index {value} lies outside the {count} declared names"
+            raise FaultError(FaultKind.LABEL_MALFORMED, text)
+        return self._names[value]
 
-    def _objects(
-        self, row: Mapping[str, Any], size: tuple[int, int], where: str
-    ) -> tuple[Box, ...]:
+    def _objects(self, row: Mapping[str, Any], item: str, where: str) -> list[Shape]:
         objects = self._get(row, "objects", where)
-        if isinstance(objects, list):  # a list of objects instead of an object of lists
-            if not all(isinstance(entry, dict) for entry in objects):
-                raise FaultError(FaultKind.ROW_MALFORMED, f"{where}: objects are no objects")
+        if isinstance(objects, list) and all(isinstance(entry, dict) for entry in objects):
+            # A list of objects instead of an object of lists.
             keys = objects[0] if objects else ()
             objects = {key: [entry.get(key) for entry in objects] for key in keys}
         if not isinstance(objects, dict):
-            raise FaultError(FaultKind.ROW_MALFORMED, f"{where}: objects are no object of lists")
-        categories: Any = objects.get(
-            "category", objects.get("categories", objects.get("label", []))
-        )
-        edges: Any = objects.get("bbox", [])
-        if len(edges) != len(categories):
-            raise FaultError(
-                FaultKind.ROW_MALFORMED,
-                f"{where}: {plural(len(edges), 'box|boxes')} with "
-                f"{plural(len(categories), 'category|categories')}",
+            text = f"{where}: objects are no object of lists, and no list of objects"
+            raise FaultError(FaultKind.ROW_MALFORMED, text)
+        keys = [key for key in ("category", "categories", "label") if key in objects]
+        labels: Any = objects[keys[0]] if keys else []
+        boxes: Any = objects.get("bbox", [])
+        if len(boxes) != len(labels):
+            text = (
+                f"{where}: {plural(len(boxes), 'box|boxes')} with "
+                f"{plural(len(labels), 'category|categories')}"
             )
-        boxes: list[Box] = []
-        for bbox, category in zip(edges, categories, strict=True):
-            with self.reader.tolerate(where) if self.reader else nullcontext():
-                label = self._name(category, where)
-                if self.labels is None or label in self.labels:
-                    boxes.append(pixel_box(bbox, label, size, where))
-                elif self.names is None:
-                    raise stray_label(where, label, self.labels)
-        return tuple(boxes)
+            raise FaultError(FaultKind.ROW_MALFORMED, text)
 
-    def _count(self, row: Mapping[str, Any], where: str) -> int:
-        value = self._get(row, "count", where)
-        return read_count(value, self.labels, where)
+        def shape(entry: tuple[Any, Any], _: int) -> Shape:
+            label, wanted = self._label(entry[1], where), self._source.labels
+            if wanted and label not in wanted and self._names is None:
+                raise stray_label(where, label, wanted)
+            return Shape(label, corner_edges(entry[0], where), where)
+
+        return collected(zip(boxes, labels, strict=True), shape, item, self._reading)
 
     def _find(self, row: Mapping[str, Any], name: str) -> Any:
-        names = (self.columns[name],) if name in self.columns else NAMES[name]
+        names = (self._source.columns[name],) if name in self._source.columns else NAMES[name]
         return next((row[key] for key in names if row.get(key) is not None), None)
 
     def _get(self, row: Mapping[str, Any], name: str, where: str) -> Any:
         value = self._find(row, name)
         if value is None:
-            wanted = self.columns.get(name) or " or ".join(NAMES[name])
-            raise FaultError(
-                FaultKind.ROW_INCOMPLETE,
+            wanted = self._source.columns.get(name) or " or ".join(NAMES[name])
+            text = (
                 f"{where} has no {wanted}, only {', '.join(map(str, row))} (source.columns names "
-                "columns of other names)",
+                "columns of other names)"
             )
+            raise FaultError(FaultKind.ROW_INCOMPLETE, text)
         return value
 
+    def _texts(self, row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
+        """Texts from a text, texts, or objects that hold one."""
+        value = self._get(row, name, where)
+        texts = []
+        for entry in value if isinstance(value, list | tuple) else [value]:
+            keys = [key for key in TEXTS[name] if isinstance(entry, dict) and key in entry]
+            text = entry[keys[0]] if keys else "" if isinstance(entry, dict) else entry
+            texts.append(str(text).strip())
+        if not any(texts):
+            text = f"{where}: the {name.removesuffix('s')} is empty"
+            raise FaultError(FaultKind.ROW_INCOMPLETE, text)
+        return tuple(filter(None, texts))
 
-def read_count(value: Any, labels: Sequence[str] | None, where: str) -> int:
-    """A count, checked against the counts that a domain lists.
 
-    Raises:
-        FaultError: If it is no whole number, or none of `labels`.
-    """
-    text = str(value).strip()
+def read_count(value: Any, where: str) -> int:
+    """A count; a `FaultError` if it is no whole number."""
+    text = str(whole(value)).strip()
     if not text.isdecimal():
-        raise FaultError(FaultKind.LABEL_MALFORMED, f"{where}: count {value!r} is no whole number")
-    if labels and str(int(text)) not in labels:
-        raise stray_label(where, str(int(text)), labels)
+        text = f"{where}: count {value!r} is no whole number"
+        raise FaultError(FaultKind.LABEL_MALFORMED, text)
     return int(text)
-
-
-def _texts(value: Any, keys: tuple[str, ...]) -> list[str]:
-    """Texts from a text, texts, or objects that hold one."""
-    entries = value if isinstance(value, (list, tuple)) else [value]
-    texts = []
-    for entry in entries:
-        if isinstance(entry, dict):
-            entry = next((entry[key] for key in keys if key in entry), "")  # noqa: PLW2901
-        texts.append(str(entry).strip())
-    return texts
-
-
-def _filled(texts: list[str], what: str, where: str) -> tuple[str, ...]:
-    kept = tuple(text for text in texts if text)
-    if not kept:
-        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where}: the {what} is empty")
-    return kept

@@ -7,108 +7,81 @@ a sample. (The original `refs(unc).p` is a pickle, which runs code when it is re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Split, Task
-from valora_data.sources.base import take_missing_from_train
-from valora_data.sources.formats.annotated import AnnotatedFormat, Record
-from valora_data.sources.formats.coco import coco_edges
-from valora_data.sources.formats.files import SPLIT_NAMES, Finder
-from valora_data.sources.formats.labelled import Shape
-from valora_data.sources.formats.tables import load_json, sound_entries, unique_entries
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from valora_data.sources.base import Location, Source
-    from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.base import Location, Source
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Shape, corner_edges
+from valora_data.sources.formats.files import SPLIT_NAMES, Finder, with_rest
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.formats.tables import Entries, load_json, sound_entries
 
 
 class RefCocoFormat(AnnotatedFormat):
     """One file of references."""
 
     files = "RefCOCO JSON"
-
-    def supports(self, task: Task) -> bool:
-        """Referring expressions."""
-        return task.spec.answer == "boxes" and task.spec.prompted
+    answers = frozenset({"phrase"})
+    task = Task.GROUNDING
 
     def recognises(self, location: Location) -> bool:
         """A JSON object with `refs`, or a list of references, which have `sentences`."""
         return bool(location.keys & {"refs", "sentences"})
 
-    def guess_task(self, path: str) -> Task:
-        """Referring expressions."""
-        return Task.GROUNDING
-
     def parts(self, source: Source) -> Mapping[Split | None, Split | None]:
         """The splits that the references name, or all references as one piece."""
-        found = {_split_of(ref) for ref in _content(source.file)["refs"]}
-        named = {split: split for split in found if split is not None}
-        return take_missing_from_train(named) if named else {None: None}
-
-    def name(self, source: Source, part: Split | None) -> str:
-        """Name of the file."""
-        return source.file.name
+        found = {_split_of(ref) for ref in _content(source)["refs"]}
+        return with_rest({split: split for split in found if split is not None}, None)
 
     def records(self, source: Source, part: Split | None, reading: ImageReader) -> Iterator[Record]:
         """A record for each sentence, which is its prompt and the label of its box.
 
         testA and testB are both `test`. Ids are ``<image>#<reference>-<sentence>``.
         """
-        name, content = source.file.name, _content(source.file)
-        refs = [ref for ref in content["refs"] if part is None or _split_of(ref) is part]
-        if not refs:
+        name, content = source.file.name, _content(source)
+
+        def entries(table: str, *keys: str, unique: tuple[str, ...] = ()) -> Entries:
+            return sound_entries(reading, name, table, content[table], keys, unique)
+
+        content["refs"] = [ref for ref in content["refs"] if part is None or _split_of(ref) is part]
+        if not content["refs"]:
             raise DataError(f"{name} has no references for {part}: the data set is empty")
-        reading.total += len(refs)
-        refs = sound_entries(reading, name, "refs", refs, ("ref_id", "sentences"))
-        refs = unique_entries(reading, name, "reference", "ref_id", refs)
-        images = sound_entries(reading, name, "images", content["images"], ("id", "file_name"))
-        table = sound_entries(reading, name, "annotations", content["annotations"], ("id", "bbox"))
-        files = {image["id"]: image["file_name"] for image in images}
-        boxes = {annotation["id"]: annotation["bbox"] for annotation in table}
+        reading.total += len(content["refs"])
+        files = {image["id"]: image["file_name"] for image in entries("images", "id", "file_name")}
+        boxes = {one["id"]: one["bbox"] for one in entries("annotations", "id", "bbox")}
         finder = Finder(source.image_folder)
-        for ref in refs:
+        for ref in entries("refs", "ref_id", "sentences", unique=("ref_id",)):
             where, item = f"{name}, reference {ref['ref_id']}", f"reference {ref['ref_id']}"
             with reading.tolerate(item):
                 file = str(_look_up(ref, "file_name", "image_id", files, where))
-                edges = coco_edges(_look_up(ref, "bbox", "ann_id", boxes, where), where)
+                edges = corner_edges(_look_up(ref, "bbox", "ann_id", boxes, where), where)
                 sentences = ref["sentences"] if isinstance(ref["sentences"], list) else []
                 if not sentences:
                     raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no sentences")
-                for number, sentence in enumerate(sentences):
+                for number, said in enumerate(sentences):
+                    words = said if isinstance(said, dict) else {"sent": said}
+                    phrase = str(words.get("sent") or words.get("raw") or "").strip()
+                    key = f"{ref.get('image_id', file)}#{ref['ref_id']}-{number}"
+                    shapes = [Shape(phrase, edges, where)]
                     with reading.tolerate(item):
-                        phrase = _phrase(sentence, number, where)
-                        key = f"{ref.get('image_id', file)}#{ref['ref_id']}-{number}"
-                        shape = Shape(phrase, edges, where)
-                        yield Record(finder.find(file), key, [shape], prompt=phrase)
+                        if not phrase:
+                            text = f"{where}: sentence {number} is empty"
+                            raise FaultError(FaultKind.ROW_INCOMPLETE, text)
+                        yield Record((finder.find(file),), key, shapes, prompt=phrase, item=item)
 
 
-def _phrase(sentence: Any, number: int, where: str) -> str:
-    text = sentence
-    if isinstance(sentence, dict):
-        text = sentence.get("sent") or sentence.get("raw")
-    if not text or not str(text).strip():
-        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where}: sentence {number} is empty")
-    return str(text).strip()
-
-
-def _content(json_path: Path) -> dict[str, list[Any]]:
+def _content(source: Source) -> dict[str, list[Any]]:
     """The tables `refs`, `images` and `annotations`, of which the last two may be empty."""
-    content = load_json(json_path)
-    if isinstance(content, list):
-        content = {"refs": content}
+    content = load_json(source.file)
+    content = {"refs": content} if isinstance(content, list) else content
     refs = content.get("refs") if isinstance(content, dict) else None
     if not isinstance(refs, list):
-        raise DataError(f"{json_path.name} has no list 'refs': expected referring expressions")
-    return {
-        "refs": refs,
-        "images": content.get("images") or [],
-        "annotations": content.get("annotations") or [],
-    }
+        raise DataError(f"{source.file.name} has no list 'refs': expected referring expressions")
+    return {"images": content.get("images") or [], "annotations": content.get("annotations") or [],
+            "refs": refs}  # fmt: skip
 
 
 def _look_up(ref: dict[str, Any], own: str, key: str, table: dict[Any, Any], where: str) -> Any:
@@ -117,10 +90,8 @@ def _look_up(ref: dict[str, Any], own: str, key: str, table: dict[Any, Any], whe
         return table[ref[key]]
     if own in ref:
         return ref[own]
-    raise FaultError(
-        FaultKind.ANNOTATION_STRAY,
-        f"{where} has {key} {ref.get(key)}, which is not listed, and no {own}",
-    )
+    text = f"{where} has {key} {ref.get(key)}, which is not listed, and no {own}"
+    raise FaultError(FaultKind.ANNOTATION_STRAY, text)
 
 
 def _split_of(ref: Any) -> Split | None:

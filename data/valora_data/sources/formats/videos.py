@@ -63,9 +63,8 @@ def read_frames(video: Path | bytes, count: int = FRAMES, name: str = "") -> lis
             total = 1 + max(_decode(av, video, None))
             frames = _decode(av, video, frame_places(total, count))
     except (av.error.FFmpegError, OSError) as error:
-        raise FaultError(
-            FaultKind.VIDEO_UNREADABLE, f"video {name} cannot be decoded ({error})"
-        ) from error
+        text = f"video {name} cannot be decoded ({error})"
+        raise FaultError(FaultKind.VIDEO_UNREADABLE, text) from error
     if not frames:
         raise FaultError(FaultKind.VIDEO_UNREADABLE, f"video {name} has no frames")
     return [frames[place] for place in frame_places(total, count)]
@@ -83,7 +82,7 @@ def _packets(av: Any, video: Path | bytes) -> int:
         return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
 
 
-def _decode(av: Any, video: Path | bytes, places: list[int] | None) -> dict[int, Image.Image]:
+def _decode(av: Any, video: Path | bytes, places: list[int] | None) -> dict[int, Any]:
     """Frames by index; if `places` is None, every index without its frame."""
     frames: dict[int, Any] = {}
     with _open(av, video) as container:

@@ -7,32 +7,36 @@ like splits. An XML file belongs to the image of the same name that lies nearest
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element, ParseError
+
+from defusedxml import DefusedXmlException
+from defusedxml.ElementTree import parse
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Split, Task
-from valora_data.sources.base import take_missing_from_train
-from valora_data.sources.formats.annotated import AnnotatedFormat, Record, collected
+from valora_data.sources.base import Location, Source
+from valora_data.sources.formats.annotated import (
+    AnnotatedFormat,
+    Record,
+    Shape,
+    check_labels,
+    collected,
+    label_files,
+    number,
+)
 from valora_data.sources.formats.files import (
     SPLIT_NAMES,
-    Finder,
     files_below,
     images_below,
     spelling,
+    split_in,
+    with_rest,
 )
-from valora_data.sources.formats.labelled import Shape, check_labels, readable
+from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.tables import read_text
-from valora_data.sources.formats.xml import child_text, number, parse_xml
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from xml.etree.ElementTree import Element
-
-    from valora_data.sources.base import Location, Source
-    from valora_data.sources.formats.labelled import ImageReader
 
 XML = frozenset({".xml"})
 SETS = "ImageSets/Main/*.txt"
@@ -41,9 +45,8 @@ SETS = "ImageSets/Main/*.txt"
 class VocFormat(AnnotatedFormat):
     """A folder of images and XML files."""
 
-    def supports(self, task: Task) -> bool:
-        """Object detection."""
-        return task.spec.detects
+    answers = frozenset({"objects"})
+    task = Task.DETECTION
 
     def recognises(self, location: Location) -> bool:
         """Folders with XML files of annotations."""
@@ -54,39 +57,29 @@ class VocFormat(AnnotatedFormat):
         except FaultError:
             return True
 
-    def guess_task(self, path: str) -> Task:
-        """Object detection."""
-        return Task.DETECTION
-
     def parts(self, source: Source) -> Mapping[Split | None, list[Path]]:
         """Images by the splits that lists or folders are named after, or all as one piece."""
         whole = Path(source.location)
-        images = images_below(Path(source.images) if source.images else whole)
-        lists = {
-            split: file
-            for file in sorted(whole.glob(SETS))
-            if (split := SPLIT_NAMES.get(file.stem)) is not None
-        }
+        images = images_below(_images(source))
+        lists = {SPLIT_NAMES.get(file.stem): file for file in sorted(whole.glob(SETS))}
         trainval = whole / SETS.replace("*", "trainval")
         if trainval.is_file():
             lists.setdefault(Split.TRAIN, trainval)
         parts: dict[Split, list[Path]] = {}
-        if lists:
-            named = {spelling(path.stem): path for path in images}
-            for split, file in lists.items():
+        named = {spelling(path.stem): path for path in images}
+        for split, file in lists.items():
+            if split is not None:
                 names = {line.split()[0] for line in read_text(file).splitlines() if line.strip()}
-                other = images[0].parent
+                missing = images[0].parent
                 parts[split] = [
-                    named.get(spelling(name), other / f"{name}.jpg") for name in sorted(names)
+                    named.get(spelling(name), missing / f"{name}.jpg") for name in sorted(names)
                 ]
-        else:
-            for path in images:
-                words = path.relative_to(whole).parts[:-1] if path.is_relative_to(whole) else ()
-                found = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
-                if found is None:
-                    return {None: images}
-                parts.setdefault(found, []).append(path)
-        return take_missing_from_train(parts)
+        for path in () if parts else images:
+            split = split_in(path.relative_to(_images(source)).parts[:-1])
+            if split is None:
+                return {None: images}
+            parts.setdefault(split, []).append(path)
+        return with_rest(parts, images)
 
     def name(self, source: Source, part: list[Path]) -> str:
         """Name of the folder."""
@@ -97,81 +90,74 @@ class VocFormat(AnnotatedFormat):
         yield from sorted(Path(source.location).glob(SETS))
 
     def records(self, source: Source, part: list[Path], reading: ImageReader) -> Iterator[Record]:
-        """Images with the boxes of their XML files; ids are paths below the folder.
-
-        A box of xmin, ymin, xmax and ymax covers these pixels and all between them, and the first
-        pixel is number 1, as the devkit defines it; so it reaches from xmin − 1 to xmax here.
-        """
-        whole = Path(source.location)
-        finder = Finder(whole, XML)
-        reading.total += len(part)
-        if not finder.files:
+        """Images with the boxes of their XML files; ids are paths below the folder."""
+        whole, below = Path(source.location), _images(source)
+        if not files_below(whole, XML):
             raise DataError(
                 f"{whole} holds no XML files: name the folder that holds both the images and the "
                 "XML files, or the folder of the images as source.images"
             )
-        files = {path: finder.of_stem(path.stem, path) for path in part}
-        parsed = {path: _parsed(file) for path, file in files.items()}
-        if source.labels:
-            _check_names(parsed, whole.name, source.labels)
-        if reading.thorough:
-            _note_orphans(finder, part, source, reading)
-        for path, root in parsed.items():
-            item = readable(path.name)
-            below = Path(source.images) if source.images else whole
-            file = files[path] or path.with_suffix(".xml")
-            record = Record(path, path.relative_to(below).as_posix(), file=file)
-            if isinstance(root, FaultError):
-                reading.add(root.kind, item, root.text)
-                continue
-            if root is not None:
-                record.size = [child_text(root, f"size/{side}") for side in ("width", "height")]
-                read = partial(_shape, file=file.name)
-                record.shapes = collected(root.iter("object"), read, item, reading)
-            yield record
+        reading.total += len(part)
+        images = dict.fromkeys([*part, *images_below(below)])
+        files = label_files(
+            images, lambda image: image.with_suffix(".xml"), whole, whole.name, reading
+        )
+        names: set[str] = set()
+        found = []
+        for path in part:
+            file = files[path]
+            record = Record((path,), path.relative_to(below).as_posix(), file=file)
+            with reading.tolerate(record.item):
+                if file.exists():
+                    root = parse_xml(file)
+                    record.size = [root.findtext(f"size/{side}") for side in ("width", "height")]
+                    names |= {child_text(entry, "name") for entry in root.iter("object")}
+                    objects = [(file.name, entry) for entry in root.iter("object")]
+                    record.shapes = collected(objects, _shape, record.item, reading)
+                found.append(record)
+        if source.labels and names and not names & set(source.labels):
+            check_labels(whole.name, sorted(names), source.labels)
+        yield from found
 
 
-def _parsed(path: Path | None) -> Element | FaultError | None:
-    try:
-        return None if path is None else parse_xml(path)
-    except FaultError as error:
-        return error
+def _images(source: Source) -> Path:
+    return Path(source.images or source.location)
 
 
-def _shape(entry: Element, position: int, file: str) -> Shape:
+def _shape(entry: tuple[str, Element], position: int) -> Shape:
+    """A box of xmin, ymin, xmax and ymax, which covers these pixels and all between them.
+
+    The first pixel is number 1, as the devkit defines it; so it reaches from xmin − 1 to xmax here.
+    """
+    file, element = entry
     where = f"{file}, object {position}"
-    label = child_text(entry, "name")
+    label = child_text(element, "name")
     if not label:
         raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no name")
     x0, y0, x1, y1 = (
-        number(child_text(entry, f"bndbox/{edge}"), f"{where}: {edge}")
+        number(child_text(element, f"bndbox/{edge}"), f"{where}: {edge}")
         for edge in ("xmin", "ymin", "xmax", "ymax")
     )
     # labelImg counts from 0 at the very edge.
     return Shape(label, (max(x0 - 1, min(x0, 0)), max(y0 - 1, min(y0, 0)), x1, y1), where)
 
 
-def _check_names(
-    parsed: Mapping[Path, Element | FaultError | None], name: str, labels: Sequence[str]
-) -> None:
-    """Check that any object has a name that the domain asks for."""
-    names = {
-        child_text(entry, "name")
-        for root in parsed.values()
-        if root is not None and not isinstance(root, FaultError)
-        for entry in root.iter("object")
-    }
-    if names and not names & set(labels):
-        check_labels(name, sorted(names), labels)
+def parse_xml(path: Path) -> Element:
+    """Root of an XML file, parsed by defusedxml, which expands no entities.
+
+    Raises:
+        FaultError: If the file cannot be read or is no XML.
+    """
+    try:
+        root: Element | None = parse(str(path)).getroot()
+    except (OSError, ParseError, DefusedXmlException, ValueError, LookupError) as error:
+        text = f"{path.name} is not valid XML ({error})"
+        raise FaultError(FaultKind.FILE_MALFORMED, text) from error
+    if root is None:
+        raise FaultError(FaultKind.FILE_MALFORMED, f"{path.name} is empty")
+    return root
 
 
-def _note_orphans(
-    finder: Finder, part: Sequence[Path], source: Source, reading: ImageReader
-) -> None:
-    """Note XML files that belong to no image of any split."""
-    folder = Path(source.images) if source.images else Path(source.location)
-    stems = {spelling(path.stem) for path in (*part, *images_below(folder))}
-    for path in finder.files:
-        if spelling(path.stem) not in stems:
-            text = f"{readable(path.name)} belongs to no image"
-            reading.add(FaultKind.LABELS_ORPHANED, readable(path.name), text)
+def child_text(element: Element, path: str) -> str:
+    """Text of an element below another one; empty if there is none."""
+    return (element.findtext(path) or "").strip()

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Task
+from valora_data.schema import Answer, Split, Task
+from valora_data.sources.base import Location, Source
 from valora_data.sources.formats.annotated import AnnotatedFormat, Record
 from valora_data.sources.formats.files import Finder, is_file
-from valora_data.sources.formats.tables import load_tables, sound_entries, unique_entries
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from valora_data.schema import Split
-    from valora_data.sources.base import Location, Source
-    from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.formats.tables import load_tables, sound_entries
 
 log = logging.getLogger(__name__)
-
-QUESTION = ("question_id", "image_id", "question")
-ANNOTATION = ("question_id", "answers")
 
 
 class VqaFormat(AnnotatedFormat):
     """A file of questions; `Source.annotations` is the file of answers."""
 
     files = "VQA JSON"
-
-    def supports(self, task: Task) -> bool:
-        """Visual question answering."""
-        return task.spec.answer == "answers"
+    answers = frozenset({"answers"})
+    task = Task.VQA
 
     def recognises(self, location: Location) -> bool:
         """A JSON object with `questions`."""
         return "questions" in location.keys
-
-    def guess_task(self, path: str) -> Task:
-        """Visual question answering."""
-        return Task.VQA
 
     def parts(self, source: Source) -> Mapping[Split | None, Path]:
         """All questions as one piece: VQA v2 has a file for each split."""
@@ -51,10 +38,6 @@ class VqaFormat(AnnotatedFormat):
                 "the file of annotations"
             )
         return {None: Path(source.annotations)}
-
-    def name(self, source: Source, part: Path) -> str:
-        """Name of the file of questions."""
-        return source.file.name
 
     def lists(self, source: Source) -> tuple[Path, ...]:
         """The files of questions and of annotations."""
@@ -71,28 +54,31 @@ class VqaFormat(AnnotatedFormat):
         content = load_tables(source.file, ("questions",), "VQA questions")
         annotated = load_tables(part, ("annotations",), "VQA annotations")["annotations"]
         reading.total += len(content["questions"])
-        questions = sound_entries(reading, name, "questions", content["questions"], QUESTION)
-        questions = unique_entries(reading, name, "question", "question_id", questions)
+        key, keys = "question_id", ("question_id", "image_id", "question")
+        questions = sound_entries(reading, name, "questions", content["questions"], keys, [key])
         answers = {
-            entry["question_id"]: entry
-            for entry in sound_entries(reading, part.name, "annotations", annotated, ANNOTATION)
+            entry[key]: entry["answers"]
+            for entry in sound_entries(
+                reading, part.name, "annotations", annotated, (key, "answers")
+            )
         }
-        subtype = str(content.get("data_subtype", ""))
         finder, wanted = Finder(source.image_folder), 0
         for entry in questions:
             number = entry["question_id"]
-            with reading.tolerate(f"question {number}"):
+            item = f"question {number}"
+            with reading.tolerate(item):
                 if number not in answers:
-                    raise FaultError(
-                        FaultKind.ROW_INCOMPLETE,
-                        f"{name}: question {number} has no annotation in {part.name}",
-                    )
-                answer = _answers(answers.pop(number), part)
+                    text = f"{name}: {item} has no annotation in {part.name}"
+                    raise FaultError(FaultKind.ROW_INCOMPLETE, text)
+                answer = _answers(answers.pop(number), f"{part.name}: {item}")
                 if not source.labels or answer.choice in source.labels:
                     wanted += 1
-                    path = _file(source.image_folder, finder, entry, subtype)
-                    prompt = str(entry["question"]).strip()
-                    yield Record(path, f"{entry['image_id']}#{number}", None, answer, prompt=prompt)
+                    path = _file(source.image_folder, finder, entry, content.get("data_subtype"))
+                    name_of, prompt = (
+                        f"{entry['image_id']}#{number}",
+                        str(entry["question"]).strip(),
+                    )
+                    yield Record((path,), name_of, None, answer, prompt=prompt, item=item)
         for number in answers if reading.thorough else ():
             text = f"{part.name}: question {number} is not asked in {name}"
             reading.add(FaultKind.ANNOTATION_STRAY, f"question {number}", text)
@@ -105,20 +91,15 @@ class VqaFormat(AnnotatedFormat):
             log.info("%s: %d questions have other answers", name, len(questions) - wanted)
 
 
-def _answers(entry: dict[str, Any], path: Path) -> Answer:
-    listed = entry["answers"] if isinstance(entry["answers"], list) else [entry["answers"]]
-    given = [
-        str(answer.get("answer", "") if isinstance(answer, dict) else answer).strip()
-        for answer in listed
-    ]
-    if not any(given):
-        raise FaultError(
-            FaultKind.ROW_INCOMPLETE, f"{path.name}: question {entry['question_id']} has no answers"
-        )
-    return Answer(answers=tuple(given))
+def _answers(given: Any, where: str) -> Answer:
+    listed = given if isinstance(given, list) else [given]
+    texts = [str(one.get("answer", "") if isinstance(one, dict) else one).strip() for one in listed]
+    if not any(texts):
+        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no answers")
+    return Answer(answers=tuple(texts))
 
 
-def _file(folder: Path, finder: Finder, entry: dict[str, Any], subtype: str) -> Path:
+def _file(folder: Path, finder: Finder, entry: dict[str, Any], subtype: Any) -> Path:
     if "image" in entry:
         return finder.find(str(entry["image"]))
     image = entry["image_id"]

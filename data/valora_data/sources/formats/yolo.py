@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -14,18 +15,20 @@ from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Split, Task
-from valora_data.sources.base import take_missing_from_train
-from valora_data.sources.formats.annotated import AnnotatedFormat, Record, collected
-from valora_data.sources.formats.files import IMAGES, Finder, files_below, is_file
-from valora_data.sources.formats.labelled import Shape, check_labels, readable, shares
+from valora_data.sources.base import Location, Source
+from valora_data.sources.formats.annotated import (
+    AnnotatedFormat,
+    Record,
+    Shape,
+    check_labels,
+    collected,
+    label_files,
+    shares,
+)
+from valora_data.sources.formats.files import IMAGES, Finder, files_below, is_file, with_rest
+from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.tables import read_text
 from valora_data.wording import plural
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from valora_data.sources.base import Location, Source
-    from valora_data.sources.formats.labelled import ImageReader
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,6 @@ OTHER_NAMES: Mapping[Split, tuple[str, ...]] = {
     Split.UNLABELLED: ("unlabelled", "unlabeled"),
 }
 """Keys of splits, where there are several."""
-TEXTS = frozenset({".txt"})
 
 
 class YoloFormat(AnnotatedFormat):
@@ -45,40 +47,31 @@ class YoloFormat(AnnotatedFormat):
     """
 
     files = "Ultralytics YAML"
-
-    def supports(self, task: Task) -> bool:
-        """Object detection."""
-        return task.spec.detects
+    answers = frozenset({"objects"})
+    task = Task.DETECTION
 
     def recognises(self, location: Location) -> bool:
         """YAML files, and folders that hold one with `names`, or `images/` beside label files."""
         file = location.file
         if file.is_dir():
-            return (file / "images").is_dir() and bool(files_below(file / "labels", TEXTS))
+            labels = files_below(file / "labels", frozenset({".txt"}))
+            return (file / "images").is_dir() and bool(labels)
         if file.suffix not in (".yaml", ".yml") or not file.is_file():
             return False
         return file == location.path or "names" in _parsed(file)
 
-    def guess_task(self, path: str) -> Task:
-        """Object detection."""
-        return Task.DETECTION
-
-    def parts(self, source: Source) -> dict[Split | None, Any]:
-        """The splits that the file names."""
+    def parts(self, source: Source) -> Mapping[Split | None, Any]:
+        """The splits that the file names; one with the images of train is taken from it."""
         data = YoloSet(source.file)
-        places = {split: data.places(split) for split in data.splits}
+        splits = {split: split for split in data.splits}
         for split in (Split.VAL, Split.TEST):
-            if split in places and places[split] == places.get(Split.TRAIN):
-                del places[split]
+            if split in splits and data.places(split) == data.places(Split.TRAIN):
+                del splits[split]
                 text = f"{split} of {data.name} names the images of train"
                 log.warning("%s: a part of them is taken for it", text)
                 if source.reader is not None:
                     source.reader.add(FaultKind.SPLIT_REPEATED, str(split), text)
-        return dict(take_missing_from_train({split: split for split in places}))
-
-    def name(self, source: Source, part: Split) -> str:
-        """Name of the YAML file."""
-        return source.file.name
+        return with_rest(splits, Split.TRAIN) if splits else {}
 
     def lists(self, source: Source) -> Iterator[Path]:
         """The YAML file and its lists of images."""
@@ -93,15 +86,16 @@ class YoloFormat(AnnotatedFormat):
             check_labels(data.name, data.names.values(), source.labels)
         images = data.images(part)
         reading.total += len(images)
+        files = label_files(images, _label_file, None, data.name, reading)
         for path, count in images.items():
-            if count > 1:
-                text = f"{part} lists {path.name} twice"
-                reading.add(FaultKind.IMAGE_TWICE, readable(path.name), text)
-        files = _label_files(list(images), data.name, reading)
-        for path, file in files.items():
             below = path.relative_to(data.root) if path.is_relative_to(data.root) else path
-            shapes = data.shapes(file, readable(path.name), reading) if file.exists() else None
-            yield Record(path, below.as_posix(), shapes, file=file)
+            record = Record((path,), below.as_posix(), file=files[path])
+            if count > 1:
+                text = f"{part} lists {record.item} twice"
+                reading.add(FaultKind.IMAGE_TWICE, record.item, text)
+            if files[path].exists():
+                record.shapes = data.shapes(files[path], record.item, reading)
+            yield record
 
 
 class YoloSet:
@@ -129,8 +123,7 @@ class YoloSet:
     def names(self) -> dict[int, str]:
         """Class names by id."""
         names = self._content.get("names")
-        if isinstance(names, list):
-            names = dict(enumerate(names))
+        names = dict(enumerate(names)) if isinstance(names, list) else names
         if isinstance(names, dict):
             names = {int(key) if str(key).isdecimal() else key: name for key, name in names.items()}
         if not isinstance(names, dict) or not all(isinstance(key, int) for key in names):
@@ -179,53 +172,51 @@ class YoloSet:
 
     def shapes(self, file: Path, item: str, reading: ImageReader) -> list[Shape]:
         """Objects of an image's label file."""
+        rows: list[tuple[str, str]] = []
         try:
-            lines = read_text(file).splitlines()
+            for number, row in enumerate(read_text(file).splitlines(), start=1):
+                rows += [(row, f"{file.name}, row {number}")] if row.strip() else []
         except DataError as error:
             reading.add(FaultKind.FILE_MALFORMED, item, str(error))
-            return []
-        rows = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-        return collected(rows, lambda row, _: self._shape(row, file.name), item, reading)
+        return collected(rows, lambda row, _: self._shape(*row), item, reading)
 
-    def _shape(self, row: tuple[int, str], file: str) -> Shape:
-        where = f"{file}, row {row[0]}"
+    def _shape(self, row: str, where: str) -> Shape:
         try:
-            index, *numbers = (float(cell) for cell in row[1].split())
+            index, *numbers = (float(cell) for cell in row.split())
         except ValueError as error:
-            raise FaultError(
-                FaultKind.ROW_MALFORMED, f"{where}: {row[1].strip()!r} is not a row of numbers"
-            ) from error
+            text = f"{where}: {row.strip()!r} is not a row of numbers"
+            raise FaultError(FaultKind.ROW_MALFORMED, text) from error
         keypoints = self._keypoints
         if keypoints and len(numbers) == 4 + keypoints:
             numbers = numbers[:4]
         if len(numbers) != 4 and (keypoints or len(numbers) < 6 or len(numbers) % 2):
             more = f"{keypoints} of keypoints" if keypoints else "a polygon"
-            raise FaultError(
-                FaultKind.ROW_MALFORMED,
+            text = (
                 f"{where}: expected a class and 4 numbers (centre x, y, width, height) or {more}, "
                 f"got {plural(len(numbers), 'number')}"
-                + (", of which the last may be a confidence" if len(numbers) == 5 else ""),
+                + (", of which the last may be a confidence" if len(numbers) == 5 else "")
             )
+            raise FaultError(FaultKind.ROW_MALFORMED, text)
         if index not in self.names:
-            raise FaultError(
-                FaultKind.CLASS_UNKNOWN,
-                f"{where}: class {index:g} is none of {', '.join(map(str, list(self.names)[:10]))}",
-            )
+            known = ", ".join(map(str, list(self.names)[:10]))
+            text = f"{where}: class {index:g} is none of {known}"
+            raise FaultError(FaultKind.CLASS_UNKNOWN, text)
+        xs, ys = numbers[0::2], numbers[1::2]
         if len(numbers) == 4:
-            x, y, w, h = numbers
-            edges = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
+            (x, width), (y, height) = xs, ys
+            xs, ys = [x - width / 2, x + width / 2], [y - height / 2, y + height / 2]
+            edges = xs[0], ys[0], xs[1], ys[1]
         else:
-            xs, ys = numbers[0::2], numbers[1::2]
-            edges = (min(xs), min(ys), max(xs), max(ys))
+            edges = min(xs), min(ys), max(xs), max(ys)
         return Shape(self.names[int(index)], shares(*edges), where)
 
     @cached_property
     def _keypoints(self) -> int:
         """Numbers of all keypoints of a row."""
         shape = self._content.get("kpt_shape")
-        if shape is None:
-            return 0
         match shape:
+            case None:
+                return 0
             case [int(count), 2 | 3 as numbers]:
                 return count * int(numbers)
         raise DataError(f"{self.name}: kpt_shape {shape} is not [keypoints, 2 or 3]: correct it")
@@ -237,22 +228,21 @@ class YoloSet:
         return [str(place).replace("\\", "/") for place in found]
 
 
-def _parsed(yaml_path: Path) -> dict[str, Any]:
-    if yaml_path.is_dir():
-        splits = [path.name for path in sorted((yaml_path / "images").glob("*")) if path.is_dir()]
+def _parsed(file: Path) -> dict[str, Any]:
+    if file.is_dir():
+        splits = [path.name for path in sorted((file / "images").glob("*")) if path.is_dir()]
         lines = [f"{name}: images/{name}" for name in splits] or ["train: images"]
         raise DataError(
-            f"folder {yaml_path} has no data.yaml: write one with the lines {', '.join(lines)}, "
+            f"folder {file} has no data.yaml: write one with the lines {', '.join(lines)}, "
             "and names: [the class names in the order of their ids]"
         )
-    text = read_text(yaml_path)
     try:
-        content = yaml.safe_load(text)
+        content = yaml.safe_load(read_text(file))
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
-        raise DataError(f"{yaml_path.name} is not valid YAML ({problem}): fix it") from error
+        raise DataError(f"{file.name} is not valid YAML ({problem}): fix it") from error
     if not isinstance(content, dict):
-        raise DataError(f"{yaml_path.name} is no Ultralytics data set: it needs names and paths")
+        raise DataError(f"{file.name} is no Ultralytics data set: it needs names and paths")
     return content
 
 
@@ -271,45 +261,6 @@ def _listed(file: Path, root: Path) -> list[Path]:
     return [
         file.parent / line[2:] if line.startswith("./") else finder.find(line) for line in lines
     ]
-
-
-def _label_files(images: Sequence[Path], name: str, reading: ImageReader) -> dict[Path, Path]:
-    """The label file of each image, which need not exist; in another spelling if no other fits."""
-    files = {image: _label_file(image) for image in images}
-    taken = {file for file in files.values() if file.exists()}
-    finders: dict[Path, Finder] = {}
-    lacking = [image for image, file in files.items() if file not in taken]
-    for image in lacking:
-        folder = files[image].parent
-        finder = finders.setdefault(folder, Finder(folder, TEXTS))
-        found = finder.of_stem(image.stem, files[image])
-        if found is not None and found not in taken:
-            taken.add(found)
-            files[image] = found
-    lacking = [image for image in lacking if files[image] not in taken]
-    if lacking or reading.thorough:
-        orphans = _orphans({file.parent for file in files.values()}, taken)
-        for path in orphans:
-            item = readable(path.name)
-            reading.add(FaultKind.LABELS_ORPHANED, item, f"{item} belongs to no image")
-        if lacking and orphans and reading.source:  # not at the first look
-            log.warning(
-                "%s: %s, such as %s, and %s, such as %s: give them the same names",
-                name, plural(len(orphans), "label file|files belongs|belong to no image"),
-                readable(orphans[0].name), plural(len(lacking), "image|images has|have no labels"),
-                readable(lacking[0].name),
-            )  # fmt: skip
-    return files
-
-
-def _orphans(folders: set[Path], taken: set[Path]) -> list[Path]:
-    found = {
-        path
-        for folder in folders
-        for path in sorted(folder.glob("*.txt"))
-        if path not in taken and path.name != "classes.txt"
-    }
-    return sorted(found)
 
 
 def _label_file(image: Path) -> Path:

@@ -296,7 +296,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "null label": ('{"file_name": "4.png", "label": null}', "row 5 (4.png) has no label"),
     "number among names": ('{"file_name": "4.png", "label": 3}', "mixes numbers and names"),
     "several labels": ('{"file_name": "4.png", "label": ["a", "b"]}', "expected one label"),
-    "another label for a file": ('{"file_name": "0.png", "label": "dog"}', "lists 0.png 2 times"),
+    "another label for a file": ('{"file_name": "0.png", "label": "dog"}', "lists 0.png twice"),
     "repeated row": ('{"file_name": "0.png", "label": "cat"}', "1 row is repeated"),
     "missing file": ('{"file_name": "gone.png", "label": "cat"}', "image is listed but missing"),
     "outside": ('{"file_name": "../4.png", "label": "cat"}', "lies outside the folder"),

@@ -88,6 +88,13 @@ def voc(folder: Path) -> None:
         path.write_text(text)
 
 
+def kitti(folder: Path) -> None:
+    (folder / "label_2").mkdir(parents=True)
+    for position, name in enumerate(pictures(folder / "image_2")):
+        row = f"{('Car', 'Pedestrian')[position % 2]} 0 0 0 9 8 60 50 1 1 1 1 1 1 1\n"
+        (folder / "label_2" / name.replace(".png", ".txt")).write_text(row)
+
+
 def cvat(folder: Path) -> None:
     root = ElementTree.Element("annotations")
     for position, name in enumerate(pictures(folder / "images")):
@@ -230,7 +237,7 @@ def again(folder: Path) -> None:
 
 MAKERS: dict[str, Callable[[Path], None]] = {
     "cells": lambda folder: yolo(folder, "red", "white"), "pets": coco, "chess": roboflow,
-    "masks": voc, "tools": cvat, "fruit": labelstudio, "boats": fiftyone,
+    "masks": voc, "roads": kitti, "tools": cvat, "fruit": labelstudio, "boats": fiftyone,
     "parts": with_unlabelled, "street": unlabelled, "flowers": classes,
     "leaves": lambda folder: table(folder, lambda i: {"species": ("oak", "elm")[i % 2]}),
     "birds": hub, "gestures": videos, "talk": llava, "yesno": vqa,

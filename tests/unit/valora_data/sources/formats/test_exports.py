@@ -303,4 +303,5 @@ def test_readers_share_one_count_of_faults(tmp_path: Path) -> None:
     (path / "JPEGImages" / "d.jpg").write_bytes(b"")
     read(source_of("voc", path, reader=reader))
     assert reader.total == 4
-    assert sorted(reader.skipped) == ["a.jpg", "d.jpg"]
+    faults = reader.faults.found
+    assert sorted(fault.item for fault in faults if fault.kind.skips) == ["a.jpg", "d.jpg"]

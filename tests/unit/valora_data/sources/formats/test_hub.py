@@ -11,7 +11,12 @@ from PIL import Image
 from tests.support.data_sets import write_video
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Split, Task
-from valora_data.sources.formats.hub import hub_splits, read_hub
+from valora_data.sources.base import Source
+from valora_data.sources.registry import FORMATS, open_source
+
+
+def read_hub(path: str, split: Split | None, task: Task, labels: list[str] = (), **more: object):
+    return open_source(Source("hub", task, tuple(labels), path=path, **more))[split]()
 
 
 def image(seed: int) -> Image.Image:
@@ -37,11 +42,11 @@ def pets(tmp_path: Path) -> Path:
 
 
 def test_classes_by_name(pets: Path) -> None:
-    assert hub_splits(str(pets)) == {Split.TRAIN: "train", Split.VAL: "validation"}
-    samples = list(read_hub(str(pets), "validation", Task.CLASSIFICATION))
+    assert FORMATS["hub"]().guess_task(str(pets)) is Task.CLASSIFICATION
+    samples = list(read_hub(str(pets), Split.VAL, Task.CLASSIFICATION))
     assert [s.answer.label for s in samples] == ["cat", "dog", "eel", "cat", "dog"]
     assert [s.image.tobytes() for s in samples] == [image(10 + i).tobytes() for i in range(5)]
-    some = list(read_hub(str(pets), "train", Task.CLASSIFICATION, ["eel", "cat"]))
+    some = list(read_hub(str(pets), None, Task.CLASSIFICATION, ["eel", "cat"]))
     assert [(s.id, s.answer.label) for s in some] == [
         ("train/0", "cat"), ("train/2", "eel"), ("train/3", "cat"),
     ]  # fmt: skip
@@ -51,7 +56,8 @@ def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
     rows = [{"image": image(i), "label": i} for i in range(3)]
     whole = datasets.Dataset.from_list(rows, features=datasets.Features(PETS))
     datasets.DatasetDict({"train": whole, "test": whole}).save_to_disk(tmp_path / "both")
-    assert set(hub_splits(str(tmp_path / "both"))) == {Split.TRAIN, Split.TEST}
+    both = Source("hub", Task.CLASSIFICATION, path=str(tmp_path / "both"))
+    assert set(open_source(both)) == {None, Split.TEST}
     whole.save_to_disk(tmp_path / "one")
     samples = list(read_hub(str(tmp_path / "one"), None, Task.CLASSIFICATION))
     assert [s.answer.label for s in samples] == ["cat", "dog", "eel"]
@@ -79,7 +85,7 @@ def test_questions_as_vqa_v2_has_them_on_the_hub(tmp_path: Path) -> None:
     features = {"image": datasets.Image(), "question": datasets.Value("string"), "answers": answers}
     rows = [{"image": image(0), "question": "who?", "answers": [{"answer": "me"}] * 3}]
     table(tmp_path / "set", "test", features, rows)
-    (sample,) = read_hub(str(tmp_path / "set"), "test", Task.VQA)
+    (sample,) = read_hub(str(tmp_path / "set"), Split.TEST, Task.VQA)
     assert (sample.prompt, sample.answer) == ("who?", Answer(answers=("me",) * 3))
 
 
@@ -108,14 +114,10 @@ def test_rows_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_cannot_be_read(pets: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="data set nobody/nothing cannot be loaded"):
-        hub_splits("nobody/nothing")
-    with pytest.raises(DataError, match="has no split 'test', only train, validation"):
-        list(read_hub(str(pets), "test", Task.CLASSIFICATION))
-    with pytest.raises(DataError, match="has splits train, validation: name one"):
-        list(read_hub(str(pets), None, Task.CLASSIFICATION))
+        read_hub("nobody/nothing", None, Task.CLASSIFICATION)
     with pytest.raises(DataError, match="has no column picture, only image, label"):
-        list(read_hub(str(pets), "train", Task.CLASSIFICATION, columns={"image": "picture"}))
+        list(read_hub(str(pets), None, Task.CLASSIFICATION, columns={"image": "picture"}))
     with pytest.raises(DataError, match="has no category 'fox', only cat, dog, eel"):
-        list(read_hub(str(pets), "train", Task.CLASSIFICATION, ["cat", "fox"]))
+        list(read_hub(str(pets), None, Task.CLASSIFICATION, ["cat", "fox"]))
     with pytest.raises(DataError, match=r"row 0 has no answers or answer, only label"):
-        list(read_hub(str(pets), "train", Task.VQA))
+        list(read_hub(str(pets), None, Task.VQA))

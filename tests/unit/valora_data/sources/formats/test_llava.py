@@ -9,8 +9,13 @@ from PIL import Image
 from tests.support.data_sets import picture, write_json, write_video
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Task
-from valora_data.sources.formats.llava import read_llava
-from valora_data.sources.registry import detect_kind
+from valora_data.sources.base import Source
+from valora_data.sources.registry import detect_kind, open_source
+
+
+def read_llava(file: Path, folder: Path, task: Task, labels: list[str] = (), **more: int) -> list:
+    given = Source("llava", task, tuple(labels), path=str(file), images=str(folder), **more)
+    return list(open_source(given)[None]())
 
 
 def talk(*turns: str, **entry: object) -> dict[str, object]:
@@ -29,7 +34,7 @@ def test_conversations_become_questions(tmp_path: Path) -> None:
             talk("Why?\n<image>", "so"),
         ],
     )
-    samples = list(read_llava(file, tmp_path, Task.VQA))
+    samples = read_llava(file, tmp_path, Task.VQA)
     assert [(s.id, s.prompt, s.answer.answers) for s in samples] == [
         ("first#0", "Who is it?", ("me",)), ("first#1", "And where?", ("here",)),
         ("x", "Why?", ("so",)),
@@ -99,19 +104,19 @@ def test_several_images_and_videos(tmp_path: Path) -> None:
         (Task.VQA, talk("<image><image>?", "b"), "has 1 image and 2 <image>"),
         (Task.VQA, talk("<image>?", ""), "question 0: the answer is empty"),
         (Task.VQA, {"id": 1, "conversations": []}, "no conversation has an image"),
-        (Task.VQA, {"id": 1, "image": "a.png"}, "entry 0 of 'conversations' has no conversations"),
+        (Task.VQA, {"id": 1, "image": "a.png"}, "conversation 1 is told by nobody"),
         (Task.VQA, talk("<image>?", "b", image="gone.png"), "1 of 1 image has faults"),
         (Task.CLASSIFICATION, talk("<image>?", "fox"), "label 'fox' is not one of cat, dog"),
         (Task.GROUNDING, talk("<image>?", "over there"), "'over there' holds no box"),
         (Task.GROUNDING, talk("<image>?", "[0.5, 0.5, 0.5, 0.9]"), "has no area"),
         (Task.COUNTING, talk("<image>?", "some"), "count 'some' is no whole number"),
-        (Task.DETECTION, talk("<image>?", "b"), "conversations do not list objects"),
+        (Task.DETECTION, talk("<image>?", "b"), "llava has no answers for task detection"),
     ],
 )
 def test_conversations_of_no_use(
     tmp_path: Path, task: Task, entry: dict[str, object], message: str
 ) -> None:
     picture(tmp_path / "a.png", 0)
-    labels = ["cat", "dog"] if task is Task.CLASSIFICATION else None
+    labels = ["cat", "dog"] if task is Task.CLASSIFICATION else []
     with pytest.raises(DataError, match=message):
-        list(read_llava(write_json(tmp_path / "talk.json", [entry]), tmp_path, task, labels))
+        read_llava(write_json(tmp_path / "talk.json", [entry]), tmp_path, task, labels)

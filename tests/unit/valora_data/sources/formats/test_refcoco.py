@@ -63,7 +63,7 @@ def test_references_with_their_own_boxes(tmp_path: Path) -> None:
         ({"refs": [{"ref_id": 1}]}, "entry 0 of 'refs' has no sentences"),
         (
             {"refs": [{"ref_id": 1, "sentences": [], "split": "test"}] * 2},
-            "reference id 1 occurs more than once",
+            "ref id 1 occurs more than once",
         ),
         (
             {"annotations": [{"id": 10, "bbox": [0, 0, 99, 9]}, {"id": 11, "bbox": [0, 0, 9, 99]}]},

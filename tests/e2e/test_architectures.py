@@ -34,7 +34,7 @@ from valora_train.settings import (
     TaskSettings,
     TrainSettings,
 )
-from valora_train.tasks.label_head import POOLINGS
+from valora_train.tasks.classification import POOLINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 

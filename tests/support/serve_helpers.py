@@ -19,7 +19,7 @@ from valora_data.contract.grid_pooling import PLACES
 from valora_data.contract.heads import write_head
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_train.settings import HeadSettings
-from valora_train.tasks.box_head import BoxHeadModule
+from valora_train.tasks.detection import BoxHeadModule
 
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
 MLP = r".*language_model.*\.(gate_proj|up_proj|down_proj)"

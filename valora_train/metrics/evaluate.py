@@ -1,9 +1,8 @@
 """Metrics of object detection: F1 at IoU 0.5, COCO mAP, calibration error, bootstrap intervals.
 
-Detections are matched as in COCO (pycocotools): per image and class, in order of descending
-confidence, each detection is matched to the unmatched true box with the highest IoU, if that is at
-least 0.5. A match never depends on less confident detections, so one matching serves every
-confidence threshold.
+pycocotools matches: per image and class, in order of descending confidence, each detection is
+matched to the unmatched true box with the highest IoU, if that is at least 0.5. A match never
+depends on less confident detections, so one matching serves every confidence threshold.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from valora_train.metrics.measures import binary_calibration_error, bootstrap
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from valora_data.schema import Box
-
-BOOTSTRAPS = 1000
-"""Number of bootstrap samples of an interval."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,8 @@ class Matches:
 
     Attributes:
         score: (n,) float64, confidence of each detection.
-        hit: (n,) bool, whether the detection is matched to a true box.
-        image: (n,) int64, index of the image of each detection.
+        hit: (n,) bool, whether it is matched to a true box.
+        image: (n,) int64, index of its image.
         truths: (images,) int64, number of true boxes of each image.
         map: COCO's mean average precision over IoU 0.50:0.95, maximum 100 detections per image.
         ap: The same of each class that has objects.
@@ -46,24 +44,24 @@ class Matches:
     map: float
     ap: Mapping[str, float] = field(default_factory=dict)
 
+    def counts(self, threshold: float) -> NDArray[np.int64]:
+        """(images, 3), the hits, detections from a confidence on, and true boxes of each image."""
+        images, kept = len(self.truths), self.score >= threshold
+        hits = np.bincount(self.image[kept & self.hit], minlength=images)
+        return np.stack([hits, np.bincount(self.image[kept], minlength=images), self.truths], 1)
+
     def f1(self, threshold: float) -> float:
         """F1 of the detections at or above a confidence; 0 if there are no true boxes."""
-        return float(_f1(*(part.sum() for part in self._counts(threshold))))
+        return float(_f1(*self.counts(threshold).sum(0)))
 
     def precision_recall(self, threshold: float) -> tuple[float, float]:
         """Precision and recall of the detections at or above a confidence."""
-        hits, found, truths = (part.sum() for part in self._counts(threshold))
+        hits, found, truths = self.counts(threshold).sum(0)
         return float(hits / max(found, 1)), float(hits / max(truths, 1))
 
     def f1_interval(self, threshold: float, seed: int = 0) -> tuple[float, float]:
-        """95 % bootstrap interval of `f1`, drawn over images (percentile method)."""
-        counts = np.stack(self._counts(threshold))
-        images = counts.shape[1]
-        drawn = np.random.default_rng(seed).multinomial(
-            images, np.full(images, 1 / images), size=BOOTSTRAPS
-        )
-        low, high = np.quantile(_f1(*(counts @ drawn.T)), [0.025, 0.975])
-        return float(low), float(high)
+        """95 % bootstrap interval of `f1`, drawn over images."""
+        return bootstrap(self.counts(threshold), lambda sums: _f1(*sums.T), seed)
 
     def above(self, confidence: float) -> Matches:
         """The matches of the detections at or above a confidence; `map` and `ap` stay."""
@@ -75,35 +73,15 @@ class Matches:
         if not self.hit.any():
             return 0.5
         order = np.argsort(-self.score, kind="stable")
-        hits = np.cumsum(self.hit[order])
-        f1 = _f1(hits, np.arange(1, len(order) + 1), self.truths.sum())
-        # A threshold cannot separate equal scores: only the last of them counts.
-        score = self.score[order]
-        f1[:-1][score[:-1] == score[1:]] = -1
+        score, hits = self.score[order], np.cumsum(self.hit[order])
+        f1 = _f1(hits, np.arange(1, len(hits) + 1), self.truths.sum())
+        f1[:-1][score[:-1] == score[1:]] = -1  # equal scores: only the last of them counts
         best = int(np.argmax(f1))
-        after = score[best + 1] if best + 1 < len(score) else 0.0
-        return float((score[best] + after) / 2)
+        return float((score[best] + np.append(score, 0.0)[best + 1]) / 2)
 
-    def calibration_error(self, bins: int = 15) -> float:
-        """Expected calibration error of the confidences (Guo et al. 2017), equal-width bins."""
-        import torch
-        from torchmetrics.functional.classification import binary_calibration_error
-
-        if not len(self.score):
-            return 0.0
-        return float(
-            binary_calibration_error(
-                torch.from_numpy(self.score), torch.from_numpy(self.hit.astype(np.int64)), bins
-            )
-        )
-
-    def _counts(self, threshold: float) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Numbers of matched detections, detections and true boxes of each image."""
-        images = len(self.truths)
-        kept = self.score >= threshold
-        hits = np.bincount(self.image[kept & self.hit], minlength=images)
-        found = np.bincount(self.image[kept], minlength=images)
-        return hits, found, self.truths
+    def calibration_error(self) -> float:
+        """Expected calibration error of the confidences."""
+        return binary_calibration_error(self.score, self.hit)
 
 
 def _f1(hits: Any, found: Any, truths: Any) -> Any:
@@ -113,48 +91,28 @@ def _f1(hits: Any, found: Any, truths: Any) -> Any:
 def match(
     found: Sequence[Sequence[Box]], truth: Sequence[Sequence[Box]], labels: Sequence[str]
 ) -> Matches:
-    """Match the detections of a split to the true boxes.
-
-    Args:
-        found: Detections of each image, of any confidence.
-        truth: True boxes of each image.
-        labels: Label set; a detection only matches true boxes of its own label.
-
-    Returns:
-        The matches at IoU 0.5, and mAP.
-    """
+    """Match the detections of each image, of any confidence, to its true boxes of their labels."""
     if len(found) != len(truth):
         raise ValueError(f"expected detections of {len(truth)} images, got {len(found)}")
-    if not any(found) or not any(truth):
-        scores = [box.confidence for boxes in found for box in boxes]
-        return Matches(
-            np.array(scores, np.float64),
-            np.zeros(len(scores), bool),
-            np.repeat(np.arange(len(found)), [len(boxes) for boxes in found]),
-            np.array([len(boxes) for boxes in truth], np.int64),
-            0.0,
-            {box.label: 0.0 for boxes in truth for box in boxes},
-        )
+    truths = np.array([len(boxes) for boxes in truth], np.int64)
+    if not any(found) or not any(truth):  # pycocotools refuses these
+        score = np.array([box.confidence for boxes in found for box in boxes], np.float64)
+        image = np.repeat(np.arange(len(found)), [len(boxes) for boxes in found])
+        ap = {box.label: 0.0 for boxes in truth for box in boxes}
+        return Matches(score, np.zeros(len(score), bool), image, truths, 0.0, ap)
     evaluation = _coco_evaluation(found, truth, labels)
-    score, hit, image = [], [], []
-    for result in evaluation.evalImgs:
-        if result is not None:
-            score.extend(result["dtScores"])
-            hit.extend(result["dtMatches"][0] > 0)
-            image.extend([result["image_id"] - 1] * len(result["dtScores"]))
-    precision = evaluation.eval["precision"]
-    return Matches(
-        np.array(score, np.float64),
-        np.array(hit, bool),
-        np.array(image, np.int64),
-        np.array([len(boxes) for boxes in truth], np.int64),
-        float(np.mean(precision[precision > -1])),
-        {
-            label: float(precision[:, :, place].mean())
-            for place, label in enumerate(labels)
-            if (precision[:, :, place] > -1).all()
-        },
-    )
+    results = [result for result in evaluation.evalImgs if result is not None]
+    precision = evaluation.eval["precision"]  # -1 where a class has no objects
+    ap = {
+        label: float(precision[:, :, place].mean())
+        for place, label in enumerate(labels)
+        if (precision[:, :, place] > -1).all()
+    }
+    scores = [np.array(result["dtScores"], np.float64) for result in results]
+    hit = np.concatenate([result["dtMatches"][0] > 0 for result in results])
+    image = np.repeat([result["image_id"] - 1 for result in results], [len(s) for s in scores])
+    mean = float(np.mean(precision[precision > -1]))
+    return Matches(np.concatenate(scores), hit, image, truths, mean, ap)
 
 
 def _coco_evaluation(
@@ -167,17 +125,11 @@ def _coco_evaluation(
 
     def rows(images: Sequence[Sequence[Box]]) -> list[dict[str, Any]]:
         return [
-            {
-                "image_id": image,
-                "category_id": category[box.label],
-                "bbox": [box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0],
-                "area": box.area,
-                "score": box.confidence,
-                "iscrowd": 0,
-            }
-            for image, boxes in enumerate(images, start=1)
-            for box in boxes
-        ]
+            {"image_id": image, "category_id": category[box.label], "iscrowd": 0,
+             "bbox": [box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0], "area": box.area,
+             "score": box.confidence}
+            for image, boxes in enumerate(images, start=1) for box in boxes
+        ]  # fmt: skip
 
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         reference = COCO()

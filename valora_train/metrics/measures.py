@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from valora_data.errors import DataError
-from valora_train.metrics.evaluate import BOOTSTRAPS
-from valora_train.metrics.vqa_score import vqa_score
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from valora_data.schema import Answer
 
+BOOTSTRAPS = 1000  # resamples behind an interval
 IOU = 0.5
+ENOUGH = 3  # annotators who must give an answer for it to score 1
+NUMBERS = {
+    "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5",
+    "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10",
+}  # fmt: skip
+PUNCTUATION = re.compile(r"[;/\[\]\"{}()=+\\_<>@`?!,\-]")
+PERIOD = re.compile(r"(?<!\d)\.|\.(?!\d)")
+
+
+def bootstrap(
+    each: NDArray[Any], statistic: Callable[[NDArray[Any]], Any], seed: int = 0
+) -> tuple[float, float]:
+    """95 % bootstrap interval of a figure that follows from sums over samples (percentile method).
+
+    Args:
+        each: (n,) or (n, k), what each sample adds to the sums.
+        statistic: The figure of every resample, from their sums: (resamples,) or (resamples, k).
+        seed: Seed of the resamples.
+    """
+    n = len(each)
+    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=BOOTSTRAPS)
+    low, high = np.quantile(statistic(drawn @ each), [0.025, 0.975])
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -40,84 +62,48 @@ class Scores:
         return float(self.each.mean()) if len(self.each) else 0.0
 
     def interval(self, seed: int = 0) -> tuple[float, float]:
-        """95 % bootstrap interval of the metric, drawn over samples (percentile method)."""
+        """95 % bootstrap interval of the mean; (0, 0) if there are no samples."""
         n = len(self.each)
-        if not n:
-            return 0.0, 0.0
-        drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=BOOTSTRAPS)
-        low, high = np.quantile(drawn @ self.each / n, [0.025, 0.975])
-        return float(low), float(high)
+        return bootstrap(self.each, lambda total: total / n, seed) if n else (0.0, 0.0)
 
 
-def _pairs(predicted: Sequence[Answer], truth: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
-    if len(predicted) != len(truth):
-        raise ValueError(f"expected answers to {len(truth)} samples, got {len(predicted)}")
-    return list(zip(predicted, truth, strict=True))
+def binary_calibration_error(confidence: Any, hit: Any) -> float:
+    """Expected calibration error (Guo et al. 2017), 15 bins of equal width; 0 without answers."""
+    import torch
+    from torchmetrics.functional.classification import binary_calibration_error as measured
 
-
-def _known(value: Sequence[str], task: str) -> Sequence[str]:
-    if not value:
-        raise DataError(f"a sample of task {task} has no answer to compare with: leave it out")
-    return value
+    if not len(confidence):
+        return 0.0
+    return float(measured(torch.as_tensor(confidence), torch.as_tensor(hit).long(), 15))
 
 
 def calibration_error(predicted: Sequence[Answer], truth: Sequence[Answer]) -> float | None:
-    """Expected calibration error of chosen labels (Guo et al. 2017), 15 bins of equal width.
-
-    Args:
-        predicted: The answer to each sample.
-        truth: The true answer to each sample.
-
-    Returns:
-        The error; None if not every answer has a probability for each label.
-    """
-    import torch
-    from torchmetrics.functional.classification import binary_calibration_error
-
-    pairs = _pairs(predicted, truth)
-    if not pairs or not all(one.soft for one in predicted):
+    """`binary_calibration_error` of chosen labels; None if an answer has no probabilities."""
+    if not predicted or not all(one.soft for one in predicted):
         return None
-    hit = torch.tensor([int(one.choice == other.choice) for one, other in pairs])
-    confidence = torch.tensor([max(one.soft) for one in predicted])
-    return float(binary_calibration_error(confidence, hit, 15))
+    return binary_calibration_error(
+        [max(one.soft) for one in predicted],
+        [one.choice == other.choice for one, other in zip(predicted, truth, strict=True)],
+    )
 
 
 def top1(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
     """Top-1 accuracy: the share of samples whose label is right."""
-    hits = [
-        one.choice is not None and one.choice == other.choice
-        for one, other in _pairs(predicted, truth)
-    ]
+    pairs = zip(predicted, truth, strict=True)
+    hits = [one.choice is not None and one.choice == other.choice for one, other in pairs]
     return Scores(np.array(hits, np.float64))
 
 
 def exact_counts(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
     """Share of exact counts; also of those off by one at most, and the mean absolute error."""
-    far = 10**6  # distance of what is no number at all
-    choices = [
-        (one.choice or "", int(other.choice or 0)) for one, other in _pairs(predicted, truth)
-    ]
-    gaps = np.array(
-        [abs((int(choice) if choice.isdecimal() else far) - count) for choice, count in choices],
-        np.int64,
-    )
-    near = gaps[gaps < far // 2]
+    gaps = np.full(len(truth), np.inf)  # of what is no number
+    for place, (one, other) in enumerate(zip(predicted, truth, strict=True)):
+        if (choice := one.choice or "").isdecimal():
+            gaps[place] = abs(int(choice) - int(other.choice or 0))
+    near = gaps[np.isfinite(gaps)]
     details = {"within_one": float((gaps <= 1).mean()) if len(gaps) else 0.0}
     details["mae"] = float(near.mean()) if len(near) else float("nan")
     return Scores((gaps == 0).astype(np.float64), details)
-
-
-def vqa(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-    """VQA score: agreement with the annotators, see `vqa_score`.
-
-    Raises:
-        DataError: A sample has no answer of an annotator.
-    """
-    each = [
-        vqa_score(one.choice or "", _known(other.answers, "vqa"))
-        for one, other in _pairs(predicted, truth)
-    ]
-    return Scores(np.array(each, np.float64))
 
 
 def box_accuracy(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
@@ -125,23 +111,29 @@ def box_accuracy(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores
     import torch
     from torchvision.ops import box_iou
 
-    overlaps = []
-    for one, other in _pairs(predicted, truth):
-        if not one.boxes or not other.boxes:
-            overlaps.append(0.0)
-            continue
-        found = torch.tensor([one.boxes[0].xyxy], dtype=torch.float64)
-        meant = torch.tensor([box.xyxy for box in other.boxes], dtype=torch.float64)
-        overlaps.append(float(box_iou(found, meant).max()))
-    iou = np.array(overlaps, np.float64)
+    iou = np.zeros(len(truth))
+    for place, (one, other) in enumerate(zip(predicted, truth, strict=True)):
+        if one.boxes and other.boxes:
+            found = torch.tensor([one.boxes[0].xyxy], dtype=torch.float64)
+            meant = torch.tensor([box.xyxy for box in other.boxes], dtype=torch.float64)
+            iou[place] = float(box_iou(found, meant).max())
     details = {"mean_iou": float(iou.mean()) if len(iou) else 0.0}
     return Scores((iou >= IOU).astype(np.float64), details)
 
 
+def known(values: Sequence[str], task: str) -> Sequence[str]:
+    """Return the true answers to a sample.
+
+    Raises:
+        DataError: There are none.
+    """
+    if not values:
+        raise DataError(f"a sample of task {task} has no answer to compare with: leave it out")
+    return values
+
+
 def cider(predicted: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> Scores:
     """CIDEr-D (Vedantam et al. 2015) by pycocoevalcap, between 0 and 10.
-
-    Its tokenizer needs Java; captions are split into words here: lower case, no punctuation.
 
     Args:
         predicted: A caption for each image, in a list of one; an empty list is no caption.
@@ -152,18 +144,48 @@ def cider(predicted: Sequence[Sequence[str]], references: Sequence[Sequence[str]
     """
     from pycocoevalcap.cider.cider import Cider
 
-    candidates = {
-        i: [_words(captions[0] if captions else "")] for i, captions in enumerate(predicted)
-    }
-    known = {
-        i: [_words(text) for text in _known(captions, "caption")]
-        for i, captions in enumerate(references)
-    }
-    if not known:
+    def words(caption: str) -> str:  # its own tokenizer needs Java
+        return " ".join(re.findall(r"[\w']+", caption.lower()))
+
+    truth = {i: [words(text) for text in known(some, "caption")]
+             for i, some in enumerate(references)}  # fmt: skip
+    if not truth:
         return Scores(np.zeros(0))
-    _, each = Cider().compute_score(known, candidates)
+    found = {i: [words(some[0] if some else "")] for i, some in enumerate(predicted)}
+    _, each = Cider().compute_score(truth, found)
     return Scores(np.asarray(each, np.float64))
 
 
-def _words(caption: str) -> str:
-    return " ".join(re.findall(r"[\w']+", caption.lower()))
+def vqa(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+    """VQA score: agreement with the annotators, see `vqa_score`.
+
+    Raises:
+        DataError: A sample has no answer of an annotator.
+    """
+    pairs = zip(predicted, truth, strict=True)
+    each = [vqa_score(one.choice or "", known(other.answers, "vqa")) for one, other in pairs]
+    return Scores(np.array(each, np.float64))
+
+
+def vqa_score(said: str, answers: Sequence[str]) -> float:
+    """Score an answer against those of all annotators (Antol et al. 2015; VQA v2), in [0, 1].
+
+    The score is the mean of min(agreeing annotators / 3, 1) over all subsets that leave one
+    annotator out. With two or three annotators, all of a subset must agree; with a single one, the
+    score is 1 if the answers are equal, else 0.
+    """
+    agree = [normalized(answer) == normalized(said) for answer in answers]
+    if len(agree) == 1:
+        return float(agree[0])
+    enough = min(ENOUGH, len(agree) - 1)
+    return sum(min((sum(agree) - one) / enough, 1.0) for one in agree) / len(agree)
+
+
+def normalized(answer: str) -> str:
+    """Normalise an answer as the VQA evaluation does.
+
+    Letters become lower case, number words become digits, punctuation and articles are removed.
+    """
+    text = PERIOD.sub("", PUNCTUATION.sub(" ", answer.lower().replace("\n", " ")))
+    words = [NUMBERS.get(word, word) for word in text.split() if word not in ("a", "an", "the")]
+    return " ".join(words)

@@ -1,8 +1,4 @@
-"""Metrics of single classes, and confusion matrices.
-
-Precision, recall and F1 of a class follow from the matrix: its diagonal entry, divided by the sum
-of its column (predictions) or row (truths).
-"""
+"""Confusion matrices, and the precision, recall and F1 of each class that follow from them."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from valora_train.metrics.measures import IOU
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -18,11 +16,8 @@ if TYPE_CHECKING:
 
     from valora_data.schema import Box
 
-BACKGROUND = "background"
-"""Where detections match no object, and objects no detection."""
-OTHER = "other"
-"""Answers that are none of a domain's labels."""
-IOU = 0.5
+BACKGROUND = "background"  # where detections match no object, and objects no detection
+OTHER = "other"  # answers that are none of a domain's labels
 MAX_CLASSES = 50
 """Most classes whose matrix is stored and drawn, and whose metrics MLflow draws."""
 
@@ -36,8 +31,7 @@ class ClassReport:
         rest: Name of what is none of the classes: `BACKGROUND` or `OTHER`.
         matrix: (classes + 1, classes + 1) int64, counts by truth (row) and prediction (column);
             `rest` comes last.
-        ap: COCO's average precision of each class with objects, over IoU 0.50:0.95; empty where
-            there are no boxes.
+        ap: COCO's average precision of each class with objects (`evaluate.Matches`).
     """
 
     labels: tuple[str, ...]
@@ -46,24 +40,19 @@ class ClassReport:
     ap: Mapping[str, float] = field(default_factory=dict)
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Precision, recall, F1, support (number of truths) and AP of each class.
-
-        Precision is 0 without predictions of the class, recall is 0 without truths.
-        """
+        """Precision, recall, F1, support (number of truths) and AP of each class; 0 / 0 is 0."""
         hits = np.diagonal(self.matrix)
         found, truths = self.matrix.sum(axis=0), self.matrix.sum(axis=1)
-        figures = {}
-        for place, label in enumerate(self.labels):
-            one = {
+        return {
+            label: {
                 "precision": float(hits[place] / max(found[place], 1)),
                 "recall": float(hits[place] / max(truths[place], 1)),
                 "f1": float(2 * hits[place] / max(found[place] + truths[place], 1)),
                 "support": int(truths[place]),
+                **({"ap": self.ap[label]} if label in self.ap else {}),
             }
-            if label in self.ap:
-                one["ap"] = self.ap[label]
-            figures[label] = one
-        return figures
+            for place, label in enumerate(self.labels)
+        }
 
     def used(self) -> tuple[list[str], NDArray[np.int64]]:
         """Names and counts of the matrix, without `rest` where nothing belongs there."""
@@ -83,18 +72,11 @@ class ClassReport:
 def choice_report(
     predicted: Sequence[str | None], truth: Sequence[str | None], labels: Sequence[str]
 ) -> ClassReport:
-    """Compare chosen labels with true ones.
-
-    Args:
-        predicted: The chosen label of each sample; None or an unknown one counts as `OTHER`.
-        truth: The true label of each sample.
-        labels: The classes.
-    """
-    places = {label: place for place, label in enumerate(labels)}
-    matrix = np.zeros((len(labels) + 1, len(labels) + 1), np.int64)
+    """Compare chosen labels with true ones; None or an unknown one counts as `OTHER`."""
+    places, rest = {label: place for place, label in enumerate(labels)}, len(labels)
+    matrix = np.zeros((rest + 1, rest + 1), np.int64)
     for one, other in zip(predicted, truth, strict=True):
-        row = places.get(other or "", len(labels))
-        matrix[row, places.get(one or "", len(labels))] += 1
+        matrix[places.get(other or "", rest), places.get(one or "", rest)] += 1
     return ClassReport(tuple(labels), OTHER, matrix)
 
 
@@ -110,54 +92,30 @@ def detection_report(
     Detections are first matched to objects of their own class as in COCO (`evaluate.match`), so
     that the diagonal is what F1 counts. A detection that is left over and overlaps a left-over
     object of another class by IoU 0.5 is a confusion of the two; what remains is matched with the
-    background.
-
-    Args:
-        found: Detections of each image.
-        truth: True boxes of each image.
-        labels: The classes.
-        threshold: Confidence from which a detection counts.
-        ap: Average precision of each class, if it is known.
+    background. Detections below the threshold do not count.
     """
-    places = {label: place for place, label in enumerate(labels)}
-    rest = len(labels)
-    matrix = np.zeros((rest + 1, rest + 1), np.int64)
-    for boxes, objects in zip(found, truth, strict=True):
-        sure = sorted(
-            (box for box in boxes if box.confidence >= threshold), key=lambda box: -box.confidence
-        )
-        overlaps = _overlaps(sure, objects)
-        same = np.array(
-            [[box.label == other.label for other in objects] for box in sure], bool
-        ).reshape(overlaps.shape)
-        free_boxes, free_objects = list(range(len(sure))), list(range(len(objects)))
-        for allowed in (same, ~same):
-            for box in list(free_boxes):
-                near = [
-                    other
-                    for other in free_objects
-                    if allowed[box, other] and overlaps[box, other] >= IOU
-                ]
-                if near:
-                    best = near[int(np.argmax(overlaps[box, near]))]
-                    matrix[places[objects[best].label], places[sure[box].label]] += 1
-                    free_boxes.remove(box)
-                    free_objects.remove(best)
-        for box in free_boxes:
-            matrix[rest, places[sure[box].label]] += 1
-        for other in free_objects:
-            matrix[places[objects[other].label], rest] += 1
-    return ClassReport(tuple(labels), BACKGROUND, matrix, dict(ap or {}))
-
-
-def _overlaps(boxes: Sequence[Box], others: Sequence[Box]) -> NDArray[np.float64]:
-    """IoU of each pair of boxes, (boxes, others)."""
     import torch
     from torchvision.ops import box_iou
 
-    one, two = (
-        torch.tensor([box.xyxy for box in part], dtype=torch.float64).reshape(-1, 4)
-        for part in (boxes, others)
-    )
-    overlaps: NDArray[np.float64] = box_iou(one, two).numpy()
-    return overlaps
+    rest = len(labels)
+    matrix = np.zeros((rest + 1, rest + 1), np.int64)
+    for boxes, objects in zip(found, truth, strict=True):
+        sure = [box for box in boxes if box.confidence >= threshold]
+        sure.sort(key=lambda box: -box.confidence)
+        edges = [torch.tensor([box.xyxy for box in part], dtype=torch.float64).reshape(-1, 4)
+                 for part in (sure, objects)]  # fmt: skip
+        overlaps = box_iou(*edges).numpy()
+        said = np.array([labels.index(box.label) for box in sure], np.int64)
+        true = np.array([labels.index(box.label) for box in objects], np.int64)
+        pairs = np.full(len(sure), rest)  # the class of each detection's object
+        free = np.ones(len(objects), bool)
+        same = said[:, None] == true
+        for allowed in (same, ~same):
+            for box in np.flatnonzero(pairs == rest):
+                near = np.where(allowed[box] & free, overlaps[box], 0.0)
+                if near.max(initial=0.0) >= IOU:
+                    pairs[box], free[near.argmax()] = true[near.argmax()], False
+        for row, column in zip(pairs, said, strict=True):
+            matrix[row, column] += 1
+        matrix[:, rest] += np.bincount(true[free], minlength=rest + 1)
+    return ClassReport(tuple(labels), BACKGROUND, matrix, dict(ap or {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import time
 from pathlib import Path
 from statistics import median
@@ -27,33 +28,21 @@ class Pace:
 
     def __init__(self) -> None:
         self._rates: list[float] = []
-        self._samples: Sequence[Sample] = ()
-        self._done = 0
-        self._last = 0.0
 
     def start(self, samples: Sequence[Sample]) -> None:
         """Start to answer samples."""
         self._samples, self._done, self._last = samples, 0, time.perf_counter()
 
     def on_batch(self, done: int) -> None:
-        """Note that a batch was answered.
-
-        Args:
-            done: Number of samples that are answered so far.
-        """
+        """Note that a batch was answered, with the number of samples answered so far."""
         now = time.perf_counter()
         if done > self._done:
-            self._rates.append(
-                _images(self._samples[self._done : done]) / max(now - self._last, 1e-9)
-            )
+            images = _images(self._samples[self._done : done])
+            self._rates.append(images / max(now - self._last, 1e-9))
         self._done, self._last = done, now
 
     def facts(self) -> dict[str, Any]:
-        """The median over all batches but the first, in which the model warms up.
-
-        Returns:
-            As `measure_speed`; empty if nothing was answered.
-        """
+        """As `measure_speed`, of all batches but the first, in which the model warms up."""
         rates = self._rates[1:] or self._rates
         return {"images_per_second": median(rates), "machine": machine()} if rates else {}
 
@@ -78,14 +67,22 @@ def measure_speed(
         `images_per_second`, the median over the batches of about two seconds, in which every frame
         of a video counts, and a question without an image as one; and `machine`.
     """
+
+    def seconds(batch: Sequence[Sample]) -> float:
+        start = time.perf_counter()
+        answer(batch)
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        return max(time.perf_counter() - start, 1e-9)
+
     batch = samples[:BATCH]
-    first = _seconds(answer, batch[: 1 if alone else BATCH], device)
+    first = seconds(batch[: 1 if alone else BATCH])
     took: list[float] = []
     if alone:
         batch = batch[: max(1, int(SECONDS / first))]
         took = [first] if first >= SECONDS else []
     while not took or (alone and len(took) < ROUNDS and sum(took) < SECONDS):
-        took.append(_seconds(answer, batch, device))
+        took.append(seconds(batch))
     return {"images_per_second": _images(batch) / median(took), "machine": machine(device)}
 
 
@@ -93,29 +90,12 @@ def _images(samples: Sequence[Sample]) -> int:
     return sum(max(1, len(sample.images)) for sample in samples)
 
 
-def _seconds(
-    answer: Callable[[Sequence[Sample]], Any], batch: Sequence[Sample], device: str
-) -> float:
-    start = time.perf_counter()
-    answer(batch)
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-    return max(time.perf_counter() - start, 1e-9)
-
-
 def machine(device: str = "cpu") -> str:
-    """Name of what a model runs on: the GPU, or the processor with its number of cores.
-
-    Args:
-        device: Device in torch's terms.
-    """
+    """Name of a device in torch's terms: the GPU, or the processor with its number of cores."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
     facts = Path("/proc/cpuinfo")
-    for line in facts.read_text(errors="replace").splitlines() if facts.is_file() else ():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name" and value.strip():
-            name = value.strip()
-            break
+    text = facts.read_text(errors="replace") if facts.is_file() else ""
+    named = re.search(r"^model name\s*:[ \t]*(\S.*?)\s*$", text, re.MULTILINE)
+    name = named[1] if named else platform.processor() or platform.machine()
     return f"{name}, {usable_cores()} cores"

@@ -17,11 +17,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from PIL.Image import Image
-
-    from valora_data.schema import Answer, Box, Sample
+    from valora_data.schema import Answer, Sample
     from valora_train.settings import AugmentSettings
-
 
 GREY = 114  # fills what a rotation or a shift leaves free, as Ultralytics does
 BLUR_KERNEL = 7  # pixels
@@ -42,26 +39,10 @@ class Augmenter:
     """
 
     def __init__(self, settings: AugmentSettings, geometric: bool, seed: int) -> None:
-        self._settings = settings
-        self._geometric = geometric
-        self._seed = seed
+        self._settings, self._geometric, self._seed = settings, geometric, seed
 
     def __call__(self, sample: Sample, view: int) -> Sample:
-        """An augmented view of a sample; its images keep their sizes.
-
-        Args:
-            sample: The sample.
-            view: Number of the view.
-        """
-        with _repeatable(f"{self._seed}/{sample.id}/{view}"):
-            images, boxes = self._transformed(sample)
-        first, *rest = images
-        answer = sample.answer
-        if boxes is not None:
-            answer = self._with_boxes(answer, boxes, first)
-        return replace(sample, image=first, rest=tuple(rest), answer=answer)
-
-    def _transformed(self, sample: Sample) -> tuple[list[Image], Any]:
+        """An augmented view of a sample, by its number; the images keep their sizes."""
         from torchvision.transforms.v2 import functional
         from torchvision.tv_tensors import BoundingBoxes
 
@@ -74,60 +55,51 @@ class Augmenter:
             boxes = BoundingBoxes(
                 edges, format="XYXY", canvas_size=(height, width), clamping_mode=None
             )
-        transforms = self._geometry(width, height) if self._geometric else []
-        for transform in (*transforms, *self._photometry()):
-            images, boxes = transform(images, boxes)
-        return [functional.to_pil_image(image) for image in images], boxes
+        with _repeatable(f"{self._seed}/{sample.id}/{view}"):
+            for transform in self._transforms(width, height):
+                images, boxes = transform(images, boxes)
+        first, *rest = [functional.to_pil_image(image) for image in images]
+        answer = sample.answer
+        if boxes is not None:
+            answer = self._with_boxes(answer, boxes.as_subclass(torch.Tensor), width, height)
+        return replace(sample, image=first, rest=tuple(rest), answer=answer)
 
-    def _geometry(self, width: int, height: int) -> list[Any]:
+    def _transforms(self, width: int, height: int) -> Iterator[Any]:
         from torchvision.transforms import v2
 
-        settings, bilinear = self._settings, v2.InterpolationMode.BILINEAR
-        found: list[Any] = []
-        if settings.rotate or settings.shift:
-            shift = (settings.shift, settings.shift)
-            found.append(v2.RandomAffine(settings.rotate, shift, interpolation=bilinear, fill=GREY))
-        if settings.crop:
+        asked = self._settings
+        if self._geometric and (asked.rotate or asked.shift):
+            bilinear, shift = v2.InterpolationMode.BILINEAR, (asked.shift, asked.shift)
+            yield v2.RandomAffine(asked.rotate, shift, interpolation=bilinear, fill=GREY)
+        if self._geometric and asked.crop:
             shape = (width / height, width / height)  # undistorted
-            found.append(v2.RandomResizedCrop((height, width), (1 - settings.crop, 1.0), shape))
-        return found
+            yield v2.RandomResizedCrop((height, width), (1 - asked.crop, 1.0), shape)
+        if asked.color:
+            yield v2.ColorJitter(asked.color, asked.color, asked.color)
+        if asked.blur:
+            yield v2.GaussianBlur(BLUR_KERNEL, (0.05, max(0.05, asked.blur)))
+        if asked.noise:
+            yield v2.ToDtype(torch.float32, scale=True)
+            yield v2.GaussianNoise(sigma=asked.noise)
+            yield v2.ToDtype(torch.uint8, scale=True)
+        if asked.jpeg:
+            yield v2.JPEG((round(100 - 90 * asked.jpeg), 100))
 
-    def _photometry(self) -> list[Any]:
-        from torchvision.transforms import v2
-
-        settings = self._settings
-        found: list[Any] = []
-        if settings.color:
-            found.append(v2.ColorJitter(settings.color, settings.color, settings.color))
-        if settings.blur:
-            found.append(v2.GaussianBlur(BLUR_KERNEL, (0.05, max(0.05, settings.blur))))
-        if settings.noise:
-            found += [
-                v2.ToDtype(torch.float32, scale=True),
-                v2.GaussianNoise(sigma=settings.noise),
-                v2.ToDtype(torch.uint8, scale=True),
-            ]
-        if settings.jpeg:
-            found.append(v2.JPEG((round(100 - 90 * settings.jpeg), 100)))
-        return found
-
-    def _with_boxes(self, answer: Answer, moved: Any, image: Image) -> Answer:
+    def _with_boxes(self, answer: Answer, moved: torch.Tensor, width: int, height: int) -> Answer:
         """The answer with its boxes where they are now, without those that are hardly visible."""
-        limits = torch.tensor([image.width, image.height] * 2, dtype=torch.float64)
-        inside = moved.as_subclass(torch.Tensor).double()
-        clamped = torch.minimum(inside.clamp_min(0), limits)
-        kept: list[Box] = []
-        for box, whole, part in zip(answer.boxes, inside, clamped, strict=True):
-            visible = _area(part) / max(_area(whole), 1e-9)
-            if visible >= self._settings.least_visible and _area(part) > 0:
-                x0, y0, x1, y1 = part.tolist()
-                kept.append(replace(box, x0=x0, y0=y0, x1=x1, y1=y1))
-        return replace(answer, boxes=tuple(kept))
+        from torchvision.ops import box_area, clip_boxes_to_image
 
-
-def _area(edges: torch.Tensor) -> float:
-    x0, y0, x1, y1 = edges.tolist()
-    return float(max(0.0, x1 - x0) * max(0.0, y1 - y0))
+        clipped = clip_boxes_to_image(moved.double(), (height, width))
+        visible = box_area(clipped) / box_area(moved.double()).clamp_min(1e-9)
+        kept = (visible >= self._settings.least_visible) & (box_area(clipped) > 0)
+        boxes = [
+            replace(box, x0=x0, y0=y0, x1=x1, y1=y1)
+            for box, (x0, y0, x1, y1), keep in zip(
+                answer.boxes, clipped.tolist(), kept.tolist(), strict=True
+            )
+            if keep
+        ]
+        return replace(answer, boxes=tuple(boxes))
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
@@ -29,18 +29,12 @@ if TYPE_CHECKING:
     from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
     from valora_train.settings import HeadSettings
 
-EVALUATION_BATCH = 64
-"""Samples that go through the model at once when a head is measured."""
+EVALUATION_BATCH = 64  # samples that go through the model at once when a head is measured
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The model's answer to a sample.
-
-    Attributes:
-        answer: The answer in the form that metrics read.
-        text: The generated text; None where a head answers.
-    """
+    """The answer to a sample in the form that metrics read; its text where the model wrote it."""
 
     answer: Answer
     text: str | None = None
@@ -67,6 +61,19 @@ class Evaluation:
     classes: ClassReport | None = None
 
 
+@dataclass(frozen=True)
+class Targets:
+    """What a head learns: tensors with a row for each sample."""
+
+    def to(self, device: torch.device) -> Self:
+        """Return the targets on another device."""
+        return type(self)(*(getattr(self, part.name).to(device) for part in fields(self)))
+
+    def __getitem__(self, rows: Tensor) -> Self:
+        parts = [getattr(self, part.name) for part in fields(self)]
+        return type(self)(*(part[rows.to(part.device)] for part in parts))
+
+
 class DomainTask(ABC):
     """A domain with the behaviour of its task type. Every task type is a subclass.
 
@@ -75,7 +82,10 @@ class DomainTask(ABC):
     Args:
         domain: The domain.
         settings: Settings of heads and answers.
+        lmm: The model.
         video: Whether samples are videos and not images.
+        first_head: (5, width + 1), weight and bias of a generic objectness and box head that the
+            base model ships, if there is one.
 
     Attributes:
         spec: What is declared about the task type.
@@ -95,28 +105,24 @@ class DomainTask(ABC):
     remembers: ClassVar[bool] = False
     options_type: ClassVar[type | None] = None
 
-    def __init__(self, domain: Domain, settings: HeadSettings, video: bool = False) -> None:
-        self.domain = domain
-        self.settings = settings
-        self.video = video
-        self.options: Any = self.read_options(
-            domain.task, settings.options.get(str(domain.task), {})
-        )
+    def __init__(
+        self, domain: Domain, settings: HeadSettings, lmm: Lmm, *, video: bool = False,
+        first_head: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.domain, self.settings, self.lmm = domain, settings, lmm
+        self.video, self.first_head = video, first_head
+        given = settings.options.get(str(domain.task), {})
+        self.options: Any = self.read_options(domain.task, given)
 
     @classmethod
     def read_options(cls, name: str, values: Mapping[str, Any]) -> Any:
-        """Read the settings of this task type.
-
-        Args:
-            name: Name of the task type.
-            values: The settings as they are given in `heads.options`.
-
-        Returns:
-            An instance of `options_type`; None if the task type has no settings.
+        """Read the settings of the task type `name`, as they are given in `heads.options`.
 
         Raises:
             SettingsError: A key is unknown, or a value is missing or of the wrong type.
         """
+        from pydantic import TypeAdapter, ValidationError
+
         if cls.options_type is None:
             if values:
                 raise SettingsError(
@@ -124,47 +130,18 @@ class DomainTask(ABC):
                     f"heads.options.{name} out"
                 )
             return None
-        from pydantic import TypeAdapter, ValidationError
-
         try:
             return TypeAdapter(cls.options_type).validate_python(dict(values), extra="forbid")
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(("heads.options", name, *map(str, first["loc"])))
-            raise SettingsError(
-                f"bad setting {where}={first['input']!r}: {first['msg'][0].lower()}"
-                f"{first['msg'][1:]}"
-            ) from error
-
-    @classmethod
-    def create(
-        cls,
-        domain: Domain,
-        settings: HeadSettings,
-        lmm: Lmm,
-        *,
-        video: bool,
-        first_head: Tensor | None,
-    ) -> DomainTask:
-        """Build the task of a domain for a model.
-
-        Args:
-            domain: The domain.
-            settings: Settings of heads and answers.
-            lmm: The model.
-            video: Whether samples are videos and not images.
-            first_head: A pretraining head that the base model ships, see `DetectionTask`.
-        """
-        return cls(domain, settings, video)
+            why = first["msg"][0].lower() + first["msg"][1:]
+            raise SettingsError(f"bad setting {where}={first['input']!r}: {why}") from error
 
     @classmethod
     @abstractmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
         """The standard metric of predicted answers, of the LMM or of a teacher.
-
-        Args:
-            predicted: The answer to each sample.
-            truth: The true answer to each sample.
 
         Raises:
             DataError: The truth of a sample is not known.
@@ -173,11 +150,7 @@ class DomainTask(ABC):
     # --- learning -------------------------------------------------------------------------------
 
     def prepare(self, samples: Sequence[Sample]) -> None:  # noqa: B027  # overriding it is optional
-        """Look at the training samples before anything is learnt; by default nothing.
-
-        Args:
-            samples: The training samples, at least one.
-        """
+        """Look at the training samples, at least one, before anything is learnt."""
 
     def prompt(self, sample: Sample) -> Example:
         """The prompt for a sample: the question, and all images or frames."""
@@ -194,9 +167,8 @@ class DomainTask(ABC):
         first, *rest = (ImageOps.mirror(image) for image in sample.images)
         return replace(sample, image=first, rest=tuple(rest))
 
-    @abstractmethod
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> Any:
-        """The targets of a head; they can be indexed with rows and moved to a device.
+        """What a head learns of samples: `Targets` or a tensor; None where answers are text.
 
         Args:
             samples: Samples with answers.
@@ -205,8 +177,8 @@ class DomainTask(ABC):
         Raises:
             DataError: A sample has no answer that can be learnt.
         """
+        return None
 
-    @abstractmethod
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> nn.Module | None:
         """A head with initial weights; None where the model writes its answers.
 
@@ -215,54 +187,27 @@ class DomainTask(ABC):
             first: One of the samples, encoded.
             seed: Seed of the initial weights.
         """
+        return None
 
     @abstractmethod
     def loss(self, head: Any, states: HiddenStates, targets: Any, lmm: Lmm) -> Tensor:
-        """Training loss of a batch of this domain.
-
-        Args:
-            head: The head, if there is one.
-            states: Last hidden states of the batch.
-            targets: Targets of the same samples.
-            lmm: The model.
-        """
+        """Training loss of a batch, from its last hidden states; `head` is None without one."""
 
     def head_loss(self, head: Any, inputs: HeadInputs, targets: Any) -> Tensor:
         """Training loss of a batch, given what the head reads."""
-        raise NotImplementedError(f"{self.domain.task} has no head")
-
-    # --- heads in bundles -----------------------------------------------------------------------
-
-    def stored_head(self, head: Any) -> Head:
-        """A trained head in the form that bundles hold."""
-        raise NotImplementedError(f"{self.domain.task} has no head")
-
-    def load_head(self, head: Head) -> nn.Module:
-        """The module of a head from a bundle.
-
-        Raises:
-            BundleError: The head is of another kind than the task's.
-        """
-        raise BundleError(
-            f"domain {self.domain.name} of task {self.domain.task} cannot use a {head.kind} head: "
-            "export the bundle again"
-        )
+        raise NotImplementedError
 
     def write_head(self, head: Any, file: Path) -> None:
         """Write a trained head to a file."""
-        write_head(file, self.stored_head(head))
+        raise NotImplementedError
 
     def read_head(self, file: Path, width: int) -> nn.Module:
-        """Read a head from a file.
-
-        Args:
-            file: The file.
-            width: Size of the model's hidden states.
+        """Read a head, for a model whose hidden states have a width.
 
         Raises:
             BundleError: The file is damaged or holds a head that does not fit.
         """
-        return self.load_head(read_head(file, width))
+        raise BundleError(f"domain {self.domain.name} of task {self.domain.task} has no head")
 
     # --- answering ------------------------------------------------------------------------------
 
@@ -273,13 +218,7 @@ class DomainTask(ABC):
     def calibrate(  # noqa: B027  # overriding it is optional
         self, head: Any, raw: Any, samples: Sequence[Sample]
     ) -> None:
-        """Fit how raw outputs become answers, on the validation split; by default nothing.
-
-        Args:
-            head: The head, which keeps what was fitted.
-            raw: `outputs` of the samples.
-            samples: The validation samples, with answers.
-        """
+        """Fit how raw outputs become answers, on the validation split; the head keeps the fit."""
 
     @abstractmethod
     def predictions(self, head: Any, raw: Any, samples: Sequence[Sample]) -> list[Prediction]:
@@ -289,11 +228,7 @@ class DomainTask(ABC):
     def answer(self, head: Any, lmm: Lmm, samples: Sequence[Sample]) -> list[Prediction]:
         """Answers to samples by the active adapter; their true answers are not read.
 
-        Args:
-            head: The head, if there is one.
-            lmm: The model.
-            samples: The samples. They are encoded in the batches of training: other shapes round
-                differently.
+        Samples are encoded in the batches of training: other shapes round differently.
         """
         encoded = lmm.encode([self.prompt(sample) for sample in samples], self.whole_prompt)
         return self.predictions(head, self.outputs(head, lmm, encoded), samples)
@@ -301,20 +236,10 @@ class DomainTask(ABC):
     def evaluate(
         self, head: Any, predictions: list[Prediction], samples: Sequence[Sample]
     ) -> Evaluation:
-        """Compare predictions with the truth by the task's metric.
-
-        Args:
-            head: The head, if there is one.
-            predictions: The answers.
-            samples: The same samples, with true answers.
-        """
+        """Compare predictions with the true answers of the same samples by the task's metric."""
         truth = [sample.answer for sample in samples]
         scores = self.measure([one.answer for one in predictions], truth)
         return Evaluation(scores.mean, scores.interval(), predictions, scores.details)
-
-    def threshold(self, head: Any) -> float | None:
-        """Confidence from which an answer counts; None if all do."""
-        return None
 
     # --- golden examples and the manifest -------------------------------------------------------
 
@@ -339,40 +264,63 @@ class DomainTask(ABC):
 class HeadTask(DomainTask):
     """A task that a head answers.
 
-    A subclass says how a module of the head is made, stored and loaded, what its targets and its
-    loss are, and how its outputs become answers.
+    A subclass says how a head is made (`new_head`), what it learns (`targets`), and how its outputs
+    become answers (`calibrate`, `predictions`, `golden`).
 
     Attributes:
         result: Form of the answer.
+        module: Class of the head, with `loss(raw, targets, settings)`, `stored(settings)` and
+            `of(head)`; a subclass may override the methods that call these, instead.
+        head_type: Class of the head in bundles.
     """
 
     result: ClassVar[type[HeadResult]]
-
-    @abstractmethod
-    def head_loss(self, head: Any, inputs: HeadInputs, targets: Any) -> Tensor:
-        """Training loss of a batch, given what the head reads."""
-
-    @abstractmethod
-    def stored_head(self, head: Any) -> Head:
-        """A trained head in the form that bundles hold."""
-
-    def loss(self, head: Any, states: HiddenStates, targets: Any, lmm: Lmm) -> Tensor:
-        """Training loss of a batch of this domain."""
-        return self.head_loss(head, states.head_inputs(), targets)
-
-    def outputs(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> Tensor:
-        """(n, …) float32 on the CPU, what the head returns."""
-        step = EVALUATION_BATCH
-        raw = [
-            self.head_outputs(head, lmm.states(batch[at : at + step]).head_inputs()).cpu()
-            for at in range(0, len(batch), step)
-        ]
-        return torch.cat(raw)
+    module: ClassVar[type[Any]]
+    head_type: ClassVar[type[Head]]
 
     def head_outputs(self, head: Any, inputs: HeadInputs) -> Tensor:
         """(n, …) float32, what the head returns for n prompts."""
         raw: Tensor = head(inputs)
         return raw
+
+    def head_loss(self, head: Any, inputs: HeadInputs, targets: Any) -> Tensor:
+        """Training loss of a batch, given what the head reads."""
+        loss: Tensor = head.loss(self.head_outputs(head, inputs), targets, self.settings)
+        return loss
+
+    def stored_head(self, head: Any) -> Head:
+        """A trained head in the form that bundles hold."""
+        stored: Head = head.stored(self.settings)
+        return stored
+
+    def load_head(self, head: Any) -> nn.Module:
+        """The module of a head from a bundle, whose kind must be the task's."""
+        if not isinstance(head, self.head_type):
+            raise BundleError(
+                f"domain {self.domain.name} of task {self.domain.task} cannot use a {head.kind} "
+                "head: export the bundle again"
+            )
+        module: nn.Module = self.module.of(head)
+        return module
+
+    def write_head(self, head: Any, file: Path) -> None:
+        """Write a trained head to a file."""
+        write_head(file, self.stored_head(head))
+
+    def read_head(self, file: Path, width: int) -> nn.Module:
+        """Read a head, for a model whose hidden states have a width."""
+        return self.load_head(read_head(file, width))
+
+    def loss(self, head: Any, states: HiddenStates, targets: Any, lmm: Lmm) -> Tensor:
+        """Training loss of a batch, from its last hidden states."""
+        return self.head_loss(head, states.head_inputs(), targets)
+
+    def outputs(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> Tensor:
+        """(n, …) float32 on the CPU, what the head returns."""
+        starts = range(0, len(batch), EVALUATION_BATCH)
+        parts = [batch[start : start + EVALUATION_BATCH] for start in starts]
+        raw = [self.head_outputs(head, lmm.states(part).head_inputs()).cpu() for part in parts]
+        return torch.cat(raw)
 
     def matches(self, found: Any, expected: Any, threshold: float | None) -> bool:
         """Whether a prediction reproduces a golden one, within the tolerances of its form."""

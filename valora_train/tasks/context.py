@@ -24,14 +24,11 @@ from valora_data.contract.contexts import (
     source_hash,
 )
 from valora_data.errors import BundleError, DataError
-from valora_data.schema import Answer
 from valora_data.tasks import CONTEXT
 from valora_data.wording import plural
-from valora_train.metrics.measures import Scores
-from valora_train.metrics.vqa_score import normalized
+from valora_train.metrics.measures import Scores, known, normalized
 from valora_train.model import memory
 from valora_train.model.attended import most_attended
-from valora_train.model.prompts import Example
 from valora_train.settings import ContextSettings
 from valora_train.tasks.language import LanguageTask
 
@@ -40,11 +37,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from valora_data.schema import Document, Domain, Sample
+    from valora_data.schema import Answer, Document, Sample
     from valora_train.model.lmm import Lmm
     from valora_train.model.memory import AnyMemory
     from valora_train.model.prompts import Encoded, HiddenStates, Size
-    from valora_train.settings import HeadSettings
 
 
 class SoftTargets:
@@ -72,50 +68,26 @@ class ContextTask(LanguageTask):
     spec = CONTEXT
     remembers = True
     options_type = ContextSettings
-
-    def __init__(self, domain: Domain, settings: HeadSettings, lmm: Lmm) -> None:
-        super().__init__(domain, settings)
-        self._lmm = lmm
-        self._document: Document | None = None
-        self._studied: Sequence[Encoded] = ()
-
-    @classmethod
-    def create(
-        cls,
-        domain: Domain,
-        settings: HeadSettings,
-        lmm: Lmm,
-        *,
-        video: bool,
-        first_head: Tensor | None,
-    ) -> ContextTask:
-        """Build the task of a domain for a model."""
-        return cls(domain, settings, lmm)
+    _document: Document | None = None
+    _studied: Sequence[Encoded] = ()
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-        """Share of answers that equal one of the true ones, but for case and punctuation.
-
-        Raises:
-            DataError: The truth of a sample is not known.
-        """
-        hits = []
-        for one, other in zip(predicted, truth, strict=True):
-            if not other.answers:
-                raise DataError(
-                    "a question of task context has no answer to compare with: answer it, or leave "
-                    "it out"
-                )
-            hits.append(normalized(one.choice or "") in map(normalized, other.answers))
+        """Share of answers that equal one of the true ones, but for case and punctuation."""
+        pairs = zip(predicted, truth, strict=True)
+        hits = [
+            normalized(one.choice or "") in map(normalized, known(other.answers, "context"))
+            for one, other in pairs
+        ]
         return Scores(np.array(hits, np.float64))
 
     # --- learning -------------------------------------------------------------------------------
 
     def remembering(self, form: str, tokens: int) -> ContextTask:
         """Return the same task with a memory of another form or size."""
-        known = self.settings.options.get("context", {})
-        options = {"context": dict(known) | {"form": form, "tokens": tokens}}
-        made = ContextTask(self.domain, replace(self.settings, options=options), self._lmm)
+        options = self.settings.options.get("context", {}) | {"form": form, "tokens": tokens}
+        settings = replace(self.settings, options={"context": options})
+        made = ContextTask(self.domain, settings, self.lmm)
         made._studied = self._studied
         made._keep(self.document)
         return made
@@ -135,9 +107,8 @@ class ContextTask(LanguageTask):
         self._keep(document)
 
     def _keep(self, document: Document) -> None:
-        """Keep a document that has as many tokens as its memory."""
         self._document = document
-        length, form = memory.document_tokens(self._lmm, document), self.options.form
+        length, form = memory.document_tokens(self.lmm, document), self.options.form
         if form != ADAPTER and self.options.tokens > length:
             raise DataError(
                 f"the document of domain {self.domain.name} has {plural(length, 'token')}, fewer "
@@ -150,43 +121,17 @@ class ContextTask(LanguageTask):
         assert self._document is not None, "`prepare` sets it"
         return self._document
 
-    def prompt(self, sample: Sample) -> Example:
-        """The question alone."""
-        return Example(self.domain.question(sample), ())
-
-    def training_example(self, sample: Sample) -> Example:
-        """The question with the answer to write.
-
-        Raises:
-            DataError: The sample has no answer.
-        """
-        if not (sample.answer.choice or "").strip():
-            raise DataError(
-                f"question {sample.id} of domain {self.domain.name} has no answer to learn: answer "
-                "it, or leave it out"
-            )
-        return replace(self.prompt(sample), answer=lambda _: sample.answer.choice or "")
-
-    def target_text(self, sample: Sample, seen: Size) -> str | None:
-        """The answer."""
-        return sample.answer.choice
-
-    def parse(self, text: str, sample: Sample, seen: Size) -> Answer:
-        """The text as the answer."""
-        return Answer(answers=(text,))
-
     @torch.no_grad()
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> SoftTargets:
         """Hidden states of the base model that has the document in its prompt."""
-        lmm, self._studied = self._lmm, encoded
-        lmm.adapters.activate(None)
-        read = memory.read_document(lmm, self.document)
+        self._studied = encoded
+        self.lmm.adapters.activate(None)
+        read = memory.read_document(self.lmm, self.document)
         found: list[Tensor] = []
         step = max(1, memory.READ_AT_ONCE // max(read.tokens, 1))
         for start in range(0, len(encoded), step):
             batch = encoded[start : start + step]
-            states = memory.states(lmm, batch, [read] * len(batch))
-            hidden, _ = states.answer_pairs()
+            hidden, _ = memory.states(self.lmm, batch, [read] * len(batch)).answer_pairs()
             found += hidden.float().split([item.length - item.prompt for item in batch])
         return SoftTargets(found)
 
@@ -196,7 +141,6 @@ class ContextTask(LanguageTask):
         A prefix begins as what the questions that are learnt attend to, memory tokens as the
         document's beginning.
         """
-        tokens = self.options.tokens
         if self.options.form == ADAPTER:
             return None
         lmm.adapters.activate(None)
@@ -205,8 +149,8 @@ class ContextTask(LanguageTask):
             return self.read_head(file, lmm.width)
         if self.options.form == PREFIX:
             read = memory.read_document(lmm, self.document)
-            return most_attended(lmm, read, self._studied or [first], tokens)
-        return memory.new_memory_tokens(lmm, self.document, tokens)
+            return most_attended(lmm, read, self._studied or [first], self.options.tokens)
+        return memory.new_memory_tokens(lmm, self.document, self.options.tokens)
 
     def loss(self, head: Any, states: HiddenStates, targets: Tensor, lmm: Lmm) -> Tensor:
         """Distance from what the base model computes with the document in its prompt.
@@ -241,8 +185,7 @@ class ContextTask(LanguageTask):
 
     def write_head(self, head: AnyMemory, file: Path) -> None:
         """Write the memory."""
-        lmm = self._lmm
-        memory.stored(head, base_hash(lmm.base), lmm.dtype).write(file)
+        memory.stored(head, base_hash(self.lmm.base), self.lmm.dtype).write(file)
 
     def read_head(self, file: Path, width: int) -> AnyMemory:
         """Read the memory.
@@ -250,7 +193,7 @@ class ContextTask(LanguageTask):
         Raises:
             BundleError: It is damaged, or of another base model.
         """
-        lmm = self._lmm
+        lmm = self.lmm
         found = read_memory(file, base_hash(lmm.base), lmm.config.get_text_config())
         if found.form != self.options.form and self._document is not None:
             raise BundleError(f"{file} holds a {found.form}, expected a {self.options.form}")
@@ -261,19 +204,14 @@ class ContextTask(LanguageTask):
         facts = super().metadata(head)
         if self._document is None:
             return facts
-        document = self.document
-        name, form = self.domain.name, ADAPTER if head is None else head.form
-        size = 0
-        if head is not None:
-            size = sum(part.nelement() for part in head.tensors().values())
-            size *= torch.empty((), dtype=self._lmm.dtype).element_size()
+        parts = [] if head is None else head.tensors().values()
         entry = ContextEntry(
-            form=form,
-            file=None if head is None else f"contexts/{name}.safetensors",
+            form=ADAPTER if head is None else head.form,
+            file=None if head is None else f"contexts/{self.domain.name}.safetensors",
             tokens=0 if head is None else head.tokens,
             position=0 if head is None else head.position,
-            bytes=size,
-            source_tokens=memory.document_tokens(self._lmm, document),
-            source_sha256=source_hash(document.text, document.images),
+            bytes=sum(part.nelement() for part in parts) * self.lmm.dtype.itemsize,
+            source_tokens=memory.document_tokens(self.lmm, self._document),
+            source_sha256=source_hash(self._document.text, self._document.images),
         )
         return facts | {"context": entry.as_json()}

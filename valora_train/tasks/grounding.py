@@ -1,64 +1,75 @@
-"""Referring expressions: the box that a phrase refers to, as text; accuracy at IoU 0.5."""
+"""Referring expressions: the box that a phrase refers to, as text; accuracy at IoU 0.5.
+
+Boxes are written in the two conventions of LMMs: on a grid of 0 to 1000, or in pixels of the
+resized image that the vision encoder sees.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Literal
 
-from valora_data.schema import Answer
+from valora_data.schema import Answer, Box
 from valora_data.tasks import GROUNDING
 from valora_train.metrics.measures import Scores, box_accuracy
-from valora_train.tasks.coordinates import read_boxes, write_box
 from valora_train.tasks.language import LanguageTask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
-    from valora_data.schema import Domain, Sample
-    from valora_train.model.lmm import Lmm
+    from valora_data.schema import Sample
     from valora_train.model.prompts import Size
-    from valora_train.settings import HeadSettings
-    from valora_train.tasks.base import DomainTask
-    from valora_train.tasks.coordinates import Convention
+
+    Convention = Literal["grid1000", "pixels"]
+
+GRID = 1000
+NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
+BOX = re.compile(
+    rf"(?:<ref>(?P<name>.*?)</ref>\s*)?<box>\s*\({NUMBER},{NUMBER}\)\s*,\s*\({NUMBER},{NUMBER}\)\s*"
+    r"</box>",
+    re.DOTALL,
+)
+
+
+def write_box(box: Box, size: Size, seen: Size, convention: Convention, step: int = 1) -> str:
+    """Write a box in the format of Qwen-VL: ``<ref>name</ref><box>(x0,y0),(x1,y1)</box>``.
+
+    Args:
+        box: The box, in pixels of the original image.
+        size: Width and height of the original image in pixels.
+        seen: Width and height of the image that the vision encoder sees, for `pixels`.
+        convention: `grid1000` or `pixels`.
+        step: Coordinates are rounded to multiples of this number.
+    """
+    scales = (GRID,) * 4 if convention == "grid1000" else seen * 2
+    x0, y0, x1, y1 = (
+        round(min(max(edge / full, 0.0), 1.0) * scale / step) * step
+        for edge, full, scale in zip(box.xyxy, size * 2, scales, strict=True)
+    )
+    return f"<ref>{box.label}</ref><box>({x0},{y0}),({x1},{y1})</box>"
+
+
+def read_boxes(text: str, size: Size, seen: Size, convention: Convention) -> list[Box]:
+    """Read the boxes in a text, in pixels of the original image; empty ones are dropped.
+
+    The arguments are those of `write_box`.
+    """
+    scales = (GRID,) * 4 if convention == "grid1000" else seen * 2
+    found = []
+    for match in BOX.finditer(text):
+        x0, y0, x1, y1 = (
+            min(max(float(number) / scale, 0.0), 1.0) * full
+            for number, scale, full in zip(match.groups()[1:], scales, size * 2, strict=True)
+        )
+        if x0 < x1 and y0 < y1:
+            found.append(Box(x0, y0, x1, y1, match["name"] or ""))
+    return found
 
 
 class GroundingTask(LanguageTask):
-    """Finds what a phrase refers to.
-
-    Args:
-        domain: The domain.
-        settings: Settings of answers.
-        video: Whether samples are videos.
-        coordinates: Convention in which the base model writes boxes.
-        step: Coordinates are rounded to multiples of it.
-    """
+    """Finds what a phrase refers to, in the model's convention for boxes."""
 
     spec = GROUNDING
-
-    def __init__(
-        self,
-        domain: Domain,
-        settings: HeadSettings,
-        video: bool = False,
-        coordinates: Convention = "grid1000",
-        step: int = 1,
-    ) -> None:
-        super().__init__(domain, settings, video)
-        self._coordinates, self._step = coordinates, step
-
-    @classmethod
-    def create(
-        cls,
-        domain: Domain,
-        settings: HeadSettings,
-        lmm: Lmm,
-        *,
-        video: bool,
-        first_head: Tensor | None,
-    ) -> DomainTask:
-        """Build the task of a domain with the model's convention for boxes."""
-        return cls(domain, settings, video, lmm.coordinates, lmm.coordinate_step)
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
@@ -67,15 +78,16 @@ class GroundingTask(LanguageTask):
 
     def target_text(self, sample: Sample, seen: Size) -> str | None:
         """The true boxes as text."""
-        size = sample.image.size
+        size, lmm = sample.image.size, self.lmm
+        boxes = sample.answer.boxes
         return "".join(
-            write_box(box, size, seen, self._coordinates, self._step) for box in sample.answer.boxes
+            write_box(b, size, seen, lmm.coordinates, lmm.coordinate_step) for b in boxes
         )
 
     def parse(self, text: str, sample: Sample, seen: Size) -> Answer:
         """The boxes in the text."""
-        return Answer(boxes=tuple(read_boxes(text, sample.image.size, seen, self._coordinates)))
+        return Answer(tuple(read_boxes(text, sample.image.size, seen, self.lmm.coordinates)))
 
-    def metadata(self, head: None) -> dict[str, Any]:
+    def metadata(self, head: Any) -> dict[str, Any]:
         """Length of answers and the convention for boxes."""
-        return super().metadata(head) | {"coordinates": self._coordinates}
+        return super().metadata(head) | {"coordinates": self.lmm.coordinates}

@@ -1,24 +1,25 @@
-"""Tasks whose answers the language model writes."""
+"""Tasks whose answers the language model writes; image captioning, by CIDEr."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional as F
 
 from valora_data.contract.results import golden_text, text_matches
 from valora_data.errors import DataError
+from valora_data.schema import Answer
+from valora_data.tasks import CAPTION
+from valora_train.metrics.measures import Scores, cider
 from valora_train.tasks.base import DomainTask, Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from valora_data.schema import Answer, Sample
+    from valora_data.schema import Sample
     from valora_train.model.lmm import Lmm
     from valora_train.model.prompts import Encoded, Example, HiddenStates, Size
 
@@ -26,27 +27,18 @@ if TYPE_CHECKING:
 class LanguageTask(DomainTask):
     """Writes answers. A subclass says how answers become text, and text answers."""
 
-    @abstractmethod
     def target_text(self, sample: Sample, seen: Size) -> str | None:
-        """The text to learn.
+        """The text to learn; None or nothing but white space if the sample has no answer.
 
         Args:
             sample: A sample with its answer.
             seen: Width and height of the first image as the model sees it, in pixels.
-
-        Returns:
-            The text; None or nothing but white space if the sample has no answer.
         """
+        return sample.answer.choice
 
-    @abstractmethod
     def parse(self, text: str, sample: Sample, seen: Size) -> Answer:
-        """The answer in a generated text.
-
-        Args:
-            text: The text.
-            sample: The sample; its answer is not read.
-            seen: Width and height of the first image as the model sees it, in pixels.
-        """
+        """The answer in a generated text; the answer of the sample is not read."""
+        return Answer(answers=(text,))
 
     def training_example(self, sample: Sample) -> Example:
         """The prompt for a sample, with the answer to write.
@@ -59,10 +51,9 @@ class LanguageTask(DomainTask):
                 f"sample {sample.id} of domain {self.domain.name} has no answer to learn: leave it "
                 "out, or check the teacher"
             )
-        return replace(self.prompt(sample), answer=partial(self._text, sample))
-
-    def _text(self, sample: Sample, seen: Size) -> str:
-        return self.target_text(sample, seen) or ""
+        return replace(
+            self.prompt(sample), answer=lambda seen: self.target_text(sample, seen) or ""
+        )
 
     def mirrored(self, sample: Sample) -> Sample:
         """Refused: words such as left and right would be wrong for a mirrored image."""
@@ -71,26 +62,18 @@ class LanguageTask(DomainTask):
             f"domains.{self.domain.name}.mirror=false"
         )
 
-    def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> Any:
-        """None: the answers follow the prompts."""
-        return None
-
-    def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> nn.Module | None:
-        """None: the language model's own head writes."""
-        return None
-
     def loss(self, head: Any, states: HiddenStates, targets: Any, lmm: Lmm) -> Tensor:
         """Cross entropy of each token of the answer, given those before it."""
         hidden, tokens = states.answer_pairs()
         return F.cross_entropy(lmm.logits(hidden), tokens)
 
-    def outputs(self, head: None, lmm: Lmm, batch: Sequence[Encoded]) -> list[tuple[str, Size]]:
+    def outputs(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> list[tuple[str, Size]]:
         """The generated text, and the size of the image as the model sees it."""
         texts = lmm.write(batch, self.settings.max_tokens)
         return [(text, item.seen) for text, item in zip(texts, batch, strict=True)]
 
     def predictions(
-        self, head: None, raw: Sequence[tuple[str, Size]], samples: Sequence[Sample]
+        self, head: Any, raw: Sequence[tuple[str, Size]], samples: Sequence[Sample]
     ) -> list[Prediction]:
         """The answers in the generated texts."""
         return [
@@ -106,6 +89,25 @@ class LanguageTask(DomainTask):
         """Whether the texts are equal."""
         return text_matches(found["text"], expected)
 
-    def metadata(self, head: None) -> dict[str, Any]:
+    def metadata(self, head: Any) -> dict[str, Any]:
         """The maximum length of answers in tokens."""
         return {"max_tokens": self.settings.max_tokens}
+
+
+class CaptionTask(LanguageTask):
+    """Describes images."""
+
+    spec = CAPTION
+
+    @classmethod
+    def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+        """CIDEr-D."""
+        return cider([one.captions for one in predicted], [other.captions for other in truth])
+
+    def target_text(self, sample: Sample, seen: Size) -> str | None:
+        """The first reference caption."""
+        return next(iter(sample.answer.captions), None)
+
+    def parse(self, text: str, sample: Sample, seen: Size) -> Answer:
+        """The text as a caption."""
+        return Answer(captions=(text,))

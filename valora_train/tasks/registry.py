@@ -24,11 +24,11 @@ TASK_TYPES: Registry[type[DomainTask]] = Registry(
     {
         "classification": "valora_train.tasks.classification:ClassificationTask",
         "detection": "valora_train.tasks.detection:DetectionTask",
-        "video": "valora_train.tasks.video:VideoTask",
+        "video": "valora_train.tasks.classification:VideoTask",
         "vqa": "valora_train.tasks.vqa:VqaTask",
-        "caption": "valora_train.tasks.caption:CaptionTask",
+        "caption": "valora_train.tasks.language:CaptionTask",
         "grounding": "valora_train.tasks.grounding:GroundingTask",
-        "counting": "valora_train.tasks.counting:CountingTask",
+        "counting": "valora_train.tasks.classification:CountingTask",
         "context": "valora_train.tasks.context:ContextTask",
     },
     DataError,
@@ -54,14 +54,7 @@ def make_task(
     video: bool = False,
     first_head: Tensor | None = None,
 ) -> DomainTask:
-    """Build the task of a domain for a model.
-
-    Args:
-        domain: The domain.
-        settings: Settings of heads and answers.
-        lmm: The model.
-        video: Whether samples are videos and not images.
-        first_head: A pretraining head that the base model ships, see `DetectionTask`.
+    """Build the task of a domain for a model; the arguments are those of `DomainTask`.
 
     Raises:
         DataError: The task type is unknown, or answers are boxes and the model's image processor
@@ -74,18 +67,9 @@ def make_task(
             f"the boxes of domain {domain.name}: save the processor with do_center_crop=false and "
             "a size of height and width"
         )
-    return task_type.create(domain, settings, lmm, video=video, first_head=first_head)
+    return task_type(domain, settings, lmm, video=video, first_head=first_head)
 
 
 def load_head(task: DomainTask, file: Path | None, lmm: Lmm) -> nn.Module | None:
-    """The head of a domain from a bundle; None where the model writes its answers.
-
-    Args:
-        task: The domain's task.
-        file: File of the head in the bundle; None if there is none.
-        lmm: The model, whose width it must have, and on whose device it comes.
-
-    Raises:
-        BundleError: The file is damaged or holds a head that does not fit.
-    """
+    """The head of a domain from a bundle, on the model's device; None without a file."""
     return None if file is None else task.read_head(file, lmm.width).to(lmm.device)

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from valora_data.schema import Answer
 from valora_data.tasks import VQA
 from valora_train.metrics.measures import Scores, vqa
 from valora_train.tasks.base import DomainTask
-from valora_train.tasks.choice import ChoiceTask
+from valora_train.tasks.classification import ChoiceTask
 from valora_train.tasks.language import LanguageTask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
-    from valora_data.schema import Domain, Sample
-    from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Size
-    from valora_train.settings import HeadSettings
+    from valora_data.schema import Answer, Domain
 
 
 class VqaTask(DomainTask):
-    """Answers questions about images."""
+    """Answers questions about images; its subclass follows from the labels."""
 
     spec = VQA
 
-    @classmethod
-    def create(
-        cls,
-        domain: Domain,
-        settings: HeadSettings,
-        lmm: Lmm,
-        *,
-        video: bool,
-        first_head: Tensor | None,
-    ) -> DomainTask:
-        """Build the task of a domain, with a head where it has labels."""
-        chosen = VqaChoiceTask if domain.labels else VqaTextTask
-        return chosen(domain, settings, video)
+    def __new__(cls, domain: Domain, *_: Any, **__: Any) -> VqaTask:
+        """Create the task of a domain, with a head where it has labels."""
+        return super().__new__(VqaChoiceTask if domain.labels else VqaTextTask)
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
@@ -57,12 +41,4 @@ class VqaChoiceTask(VqaTask, ChoiceTask):
 
 
 class VqaTextTask(VqaTask, LanguageTask):
-    """Answers questions in words."""
-
-    def target_text(self, sample: Sample, seen: Size) -> str | None:
-        """The commonest answer of the annotators."""
-        return sample.answer.choice
-
-    def parse(self, text: str, sample: Sample, seen: Size) -> Answer:
-        """The text as the answer."""
-        return Answer(answers=(text,))
+    """Answers questions in words; it learns the commonest answer of the annotators."""

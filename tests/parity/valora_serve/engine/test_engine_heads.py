@@ -27,7 +27,7 @@ from valora_data.contract.results import BoxesResult, LabelResult
 from valora_data.schema import Box
 from valora_serve.types import Finish, Request, SamplingParams
 from valora_train.settings import HeadSettings
-from valora_train.tasks.box_head import BoxHeadModule
+from valora_train.tasks.detection import BoxHeadModule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,7 @@ from valora_data.contract.results import BoxesResult, HeadResult
 from valora_serve.errors import NonFiniteError, RequestError
 from valora_serve.model.heads import HeadRequest, HeadSet, check_visual
 from valora_train.settings import HeadSettings
-from valora_train.tasks.box_head import BoxHeadModule
+from valora_train.tasks.detection import BoxHeadModule
 
 WIDTH = 20
 GRID = (3, 4)

@@ -1,12 +1,7 @@
-"""Metrics against independent references: a plain greedy matcher, pycocotools' own summary."""
-
-import contextlib
-import io
+"""Metrics of detection against a plain greedy matcher; `test_per_class` has pycocotools."""
 
 import numpy as np
 import pytest
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
 from valora_data.schema import Box
 from valora_train.metrics.evaluate import match
@@ -26,9 +21,7 @@ def random_split(seed, images=60):
     found = []
     for boxes in truth:
         near = [
-            Box(
-                b.x0 + rng.normal(0, 4), b.y0, b.x1 + rng.normal(0, 4), b.y1, b.label, rng.uniform()
-            )
+            Box(b.x0 + rng.normal(0, 4), b.y0, b.x1 + rng.normal(0, 4), b.y1, b.label, rng.random())
             for b in boxes
         ]
         found.append(near + [box(rng.uniform(0, 0.7)) for _ in range(rng.integers(0, 3))])
@@ -64,38 +57,6 @@ def test_f1_equals_a_plain_greedy_matcher(seed, threshold):
     assert match(found, truth, LABELS).f1(threshold) == pytest.approx(
         greedy_f1(found, truth, threshold), abs=1e-9
     )
-
-
-def test_map_equals_pycocotools_summary():
-    found, truth = random_split(4)
-    rows = [
-        {
-            "image_id": i,
-            "category_id": 7 + 5 * LABELS.index(b.label),
-            "bbox": [b.x0, b.y0, b.x1 - b.x0, b.y1 - b.y0],
-            "score": b.confidence,
-            "area": b.area,
-            "iscrowd": 0,
-        }
-        for images in (truth, found)
-        for i, boxes in enumerate(images)
-        for b in boxes
-    ]
-    split = sum(map(len, truth))
-    with contextlib.redirect_stdout(io.StringIO()):
-        reference = COCO()
-        reference.dataset = {
-            "info": {},
-            "images": [{"id": i} for i in range(len(truth))],
-            "categories": [{"id": 7, "name": "cat"}, {"id": 12, "name": "dog"}],
-            "annotations": [row | {"id": n + 1} for n, row in enumerate(rows[:split])],
-        }
-        reference.createIndex()
-        evaluation = COCOeval(reference, reference.loadRes(rows[split:]), "bbox")
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    assert match(found, truth, LABELS).map == pytest.approx(evaluation.stats[0], abs=1e-9)
 
 
 def test_best_threshold_beats_every_other():
@@ -137,11 +98,7 @@ def test_nothing_found_or_nothing_there(found, truth):
     matches.f1_interval(0.5)
 
 
-def test_a_label_matches_only_itself():
-    matches = match([[Box(0, 0, 9, 9, "dog", 0.9)]], [[Box(0, 0, 9, 9, "cat")]], LABELS)
-    assert matches.f1(0.5) == 0.0
-
-
-def test_number_of_images_must_agree():
+def test_a_label_matches_only_itself_and_numbers_of_images_agree():
+    assert match([[Box(0, 0, 9, 9, "dog", 0.9)]], [[Box(0, 0, 9, 9, "cat")]], LABELS).f1(0.5) == 0.0
     with pytest.raises(ValueError, match="expected detections of 2 images, got 1"):
         match([[]], [[], []], LABELS)

@@ -91,11 +91,10 @@ def test_a_memory_learns_and_another_documents_does_not_help(lmm):
 
 def test_answers_count_but_for_case_and_punctuation(lmm):
     made = task(lmm)
-    said = [Answer(answers=(text,)) for text in ("Red.", "the star", "53", "")]
+    said = [Answer(answers=(text,)) for text in ("Red.", "the star", "53", "", "Red.")]
     truth = [Answer(answers=(text,)) for text in ("red", "star", "52", "red")]
-    assert made.measure(said, truth).each.tolist() == [1, 1, 0, 0]
-    several = made.measure(said[:1], [Answer(answers=("crimson", "red"))])
-    assert several.mean == 1
+    truth.append(Answer(answers=("crimson", "red")))
+    assert made.measure(said, truth).each.tolist() == [1, 1, 0, 0, 1]
     with pytest.raises(DataError, match="no answer to compare with"):
         made.measure(said[:1], [Answer()])
 

@@ -4,20 +4,13 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from valora_data.contract.heads import read_head, write_head
-from valora_data.errors import BundleError
 from valora_serve.model.heads import HeadRequest, HeadSet
 from valora_train.model.prompts import HeadInputs
 from valora_train.settings import HeadSettings
-from valora_train.tasks.label_head import (
-    POOLINGS,
-    ChoiceTargets,
-    LabelHeadModule,
-    distillation_loss,
-)
+from valora_train.tasks.classification import POOLINGS, ChoiceTargets, LabelHeadModule
 
 LABELS = ("cat", "dog", "eel")
 WIDTH = 6
@@ -41,11 +34,14 @@ def random_head(poolings=POOLINGS, seed=1):
     return head
 
 
+def loss(logits, label, shares, **settings):
+    targets = ChoiceTargets(torch.tensor(label), torch.as_tensor(shares))
+    return random_head().loss(logits, targets, HeadSettings(**settings))
+
+
 def test_soft_and_hard_labels_in_closed_form():
     first = [[2.0, 0.5, -1.0], [0.0, 1.0, 3.0]]
     second = [[0.3, -0.5, 1.5], [2.0, 1.0, -3.0]]
-    soft = torch.tensor([[0.7, 0.2, 0.1], [0.0, 0.0, 0.0]])
-    targets = ChoiceTargets(torch.tensor([0, 2]), soft)
     share, heat = 0.4, 3.0
 
     def log_softmax(row):
@@ -60,25 +56,13 @@ def test_soft_and_hard_labels_in_closed_form():
         apart = sum(p * (math.log(p) - q) for p, q in zip(teacher, student, strict=True))
         return ((1 - share) * hard[0] + share * heat**2 * apart + hard[1]) / 2
 
-    poolings = torch.tensor([first, second]).transpose(0, 1)
-    found = float(distillation_loss(poolings, targets, share, heat))
+    logits = torch.tensor([first, second]).transpose(0, 1)
+    shares = [[0.7, 0.2, 0.1], [0.0, 0.0, 0.0]]
+    found = float(loss(logits, [0, 2], shares, soft=share, temperature=heat))
     assert found == pytest.approx((expected(first) + expected(second)) / 2)
-
-
-def test_softmax_is_not_taken_twice():
-    # A student that says exactly what the teacher does has no soft loss.
+    # A student that says exactly what the teacher does has no loss: softmax is not taken twice.
     shares = torch.tensor([[0.6, 0.3, 0.1]])
-    targets = ChoiceTargets(torch.tensor([0]), shares)
-    same = shares.log()[:, None]
-    assert float(distillation_loss(same, targets, 1.0, 2.0)) == pytest.approx(0, abs=1e-6)
-
-
-def test_hard_labels_alone_are_cross_entropy():
-    logits = torch.randn(7, 2, 3, generator=torch.Generator().manual_seed(2))
-    label = torch.tensor([0, 1, 2, 2, 1, 0, 0])
-    plain = ChoiceTargets(label, torch.zeros(7, 3))
-    plainly = [F.cross_entropy(logits[:, place], label) for place in range(2)]
-    assert torch.allclose(distillation_loss(logits, plain, 0.9, 2.0), sum(plainly) / 2)
+    assert float(loss(shares.log()[:, None], [0], shares, soft=1.0)) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -154,16 +138,9 @@ def test_it_learns_from_what_only_attention_sees():
     optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
     targets = ChoiceTargets(label, torch.zeros(400, 3))
     for _ in range(150):
-        loss = head.loss(head(read), targets, HeadSettings())
         optimizer.zero_grad()
-        loss.backward()
+        head.loss(head(read), targets, HeadSettings()).backward()
         optimizer.step()
     head.choose_pooling(head(read), label)
     assert head.pooling == "attention"
     assert (head(read)[:, int(head.chosen)].argmax(-1) == label).float().mean() > 0.95
-
-
-def test_a_damaged_head_is_one_sentence(tmp_path):
-    save_file({"weight": torch.zeros(3, WIDTH)}, tmp_path / "a.safetensors", {"kind": "action"})
-    with pytest.raises(BundleError, match="lacks 'labels': export the bundle again"):
-        read_head(tmp_path / "a.safetensors", WIDTH)

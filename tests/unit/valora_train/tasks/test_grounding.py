@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from valora_data.schema import Box
-from valora_train.tasks.coordinates import read_boxes, write_box
+from valora_train.tasks.grounding import read_boxes, write_box
 
 SIDES = st.integers(28, 2000)
 
@@ -27,28 +27,21 @@ def test_round_trip_through_resizing(width, height, seen_width, seen_height, dat
             assert abs(edge - other) <= 0.5 * full / cells + 1e-6
 
 
-def test_as_qwen_writes_it():
-    box = Box(12, 8, 36, 30, "cat")
-    assert write_box(box, (100, 100), (50, 50), "grid1000") == (
-        "<ref>cat</ref><box>(120,80),(360,300)</box>"
-    )
-    assert write_box(box, (100, 100), (50, 200), "pixels") == (
-        "<ref>cat</ref><box>(6,16),(18,60)</box>"
-    )
-    assert write_box(box, (97, 97), (50, 50), "grid1000", step=10) == (
-        "<ref>cat</ref><box>(120,80),(370,310)</box>"
-    )
-
-
 @pytest.mark.parametrize(
-    "text",
-    ["", "no box", "<box>(1,2)</box>", "<box>(300,1),(200,9)</box>", "<box>(a,b),(c,d)</box>"],
+    ("size", "seen", "convention", "step", "expected"),
+    [
+        (100, (50, 50), "grid1000", 1, "(120,80),(360,300)"),
+        (100, (50, 200), "pixels", 1, "(6,16),(18,60)"),
+        (97, (50, 50), "grid1000", 10, "(120,80),(370,310)"),
+    ],
 )
-def test_what_is_no_box_is_left_out(text):
-    assert read_boxes(text, (100, 100), (100, 100), "grid1000") == []
+def test_as_qwen_writes_it(size, seen, convention, step, expected):
+    text = write_box(Box(12, 8, 36, 30, "cat"), (size, size), seen, convention, step)
+    assert text == f"<ref>cat</ref><box>{expected}</box>"
 
 
-def test_boxes_outside_are_brought_inside():
+def test_what_is_no_box_is_left_out_and_what_is_outside_brought_inside():
+    for bad in ("", "no box", "<box>(1,2)</box>", "<box>(300,1),(200,9)</box>", "<box>(a,b),(c,d)"):
+        assert read_boxes(bad, (100, 100), (100, 100), "grid1000") == []
     (box,) = read_boxes("<box>(-5,0),(2000,500)</box>", (80, 40), (1, 1), "grid1000")
-    assert box.xyxy == (0, 0, 80, 20)
-    assert box.label == ""
+    assert (box.xyxy, box.label) == ((0, 0, 80, 20), "")

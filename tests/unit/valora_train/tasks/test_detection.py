@@ -1,0 +1,173 @@
+"""The box head: losses in closed form, targets by hand, calibration, round trip on disk."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.ops import box_iou, generalized_box_iou
+
+from valora_data.contract import boxes as box_code
+from valora_data.contract.heads import read_head, write_head
+from valora_data.errors import BundleError
+from valora_data.schema import Answer, Box, Domain, Sample, Task
+from valora_train.metrics.evaluate import Matches
+from valora_train.settings import HeadSettings
+from valora_train.tasks.detection import (
+    VOTE_SIGMA,
+    BoxHeadModule,
+    DetectionTargets,
+    DetectionTask,
+)
+
+GRID = (4, 4)
+LABELS = ("cat", "dog", "eel")
+IMAGE = Image.new("RGB", (40, 80))
+
+
+def targets(*images, labels=LABELS):
+    samples = [Sample(str(n), IMAGE, Answer(tuple(found))) for n, found in enumerate(images)]
+    return DetectionTargets.of(samples, labels, GRID)
+
+
+def target(*found):
+    """Of a single image."""
+    return targets(found)[torch.tensor(0)]
+
+
+def cells(found):
+    return torch.nonzero(found.positive).flatten().tolist()
+
+
+def test_a_box_belongs_to_the_cell_of_its_centre_and_near_cells_inside():
+    # 40 × 80 pixels, cells of 10 × 20. Centre (15, 30) is the centre of cell (1, 1).
+    small = target(Box(11, 22, 19, 38, "dog", 0.7))
+    assert cells(small) == [1 * 4 + 1]
+    assert small.weight[5] == pytest.approx(0.7)
+    assert small.classes[5] == 1
+    assert small.boxes[5].tolist() == pytest.approx([11 / 40, 22 / 80, 19 / 40, 38 / 80])
+    # Centre (20, 40) is a corner of four cells, whose centres are half a cell away.
+    assert cells(target(Box(8, 16, 32, 64, "cat"))) == [5, 6, 9, 10]
+    # The smaller box wins a cell.
+    assert target(Box(11, 22, 19, 38, "dog"), Box(2, 4, 28, 56, "cat")).classes[5] == 1
+
+
+def test_targets_of_many_images_are_those_of_each():
+    random = np.random.default_rng(0)
+    images = []
+    for count in (2, 0, 4, 1, 3, 0, 2):
+        corners = random.uniform((0, 0), (30, 60), (count, 2))
+        sides = random.uniform(2, (10, 20), (count, 2))
+        images.append([
+            Box(*corner, *(corner + side), LABELS[n % 3], 0.5 + n / 10)
+            for n, (corner, side) in enumerate(zip(corners.tolist(), sides, strict=True))
+        ])  # fmt: skip
+    together = targets(*images)
+    for row, found in enumerate(images):
+        alone, here = target(*found), together[torch.tensor(row)]
+        for part in ("positive", "weight", "boxes", "classes"):
+            assert torch.equal(getattr(alone, part), getattr(here, part))
+
+
+def test_mirrored_targets_are_mirrored():
+    box = Box(1, 22, 9, 38, "eel")
+    task = DetectionTask(Domain("sea", Task.DETECTION, ("eel",), "?", 0.8), HeadSettings(), None)
+    mirrored = task.mirrored(Sample("a", IMAGE, Answer((box,))))
+    assert mirrored.answer.boxes == (Box(31, 22, 39, 38, "eel"),)
+    right = target(*mirrored.answer.boxes)
+    assert (cells(target(box)), cells(right)) == ([4], [7])
+    assert right.boxes[7].tolist() == pytest.approx([31 / 40, 22 / 80, 39 / 40, 38 / 80])
+
+
+@pytest.mark.parametrize("objectness", ["presence", "iou"])
+def test_loss_in_closed_form(objectness):
+    """Against torchvision's IoU and the definition of cross entropy, cell by cell."""
+    torch.manual_seed(3)
+    raw = torch.randn(2, 16, 8, requires_grad=True)
+    both = targets([Box(11, 22, 19, 38, "dog", 0.7), Box(21, 42, 29, 58, "eel", 0.4)],
+                   [Box(8, 16, 32, 64, "cat", 0.9)])  # fmt: skip
+    found = box_code.decode(raw[..., 1:5], GRID)
+    presence = box = classes = objects = 0.0
+    for image in range(2):
+        for cell in range(16):
+            wanted, weight = 0.0, 1.0
+            if both.positive[image, cell]:
+                weight, wanted = float(both.weight[image, cell]), 1.0
+                pair = found[image, cell][None].detach(), both.boxes[image, cell][None]
+                if objectness == "iou":
+                    wanted = float(box_iou(*pair))
+                objects += weight
+                box += weight * (1 - float(generalized_box_iou(*pair)))
+                label = both.classes[image, cell]
+                classes -= weight * float(raw[image, cell, 5:].detach().log_softmax(0)[label])
+            p = 1 / (1 + math.exp(-float(raw[image, cell, 0].detach())))
+            presence -= weight * (wanted * math.log(p) + (1 - wanted) * math.log(1 - p))
+    head, weights = BoxHeadModule(6, LABELS, GRID), HeadSettings(2.0, 3.0, 0.5, objectness)
+    loss = head.loss(raw, both, weights)
+    expected = (2.0 * presence + 3.0 * box + 0.5 * classes) / objects
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+    head.loss(raw, both, replace(weights, box_weight=0.0, class_weight=0.0)).backward()
+    assert raw.grad[..., 1:].abs().max() == 0.0  # the IoU teaches no box
+
+
+def test_a_single_class_needs_no_class_logits_and_outputs_are_fp32():
+    head = BoxHeadModule(6, ["cat"], GRID)
+    raw = head(torch.randn(3, 16, 6, dtype=torch.bfloat16))
+    assert (raw.shape, raw.dtype) == ((3, 16, 5), torch.float32)
+    loss = head.loss(raw, targets([], [], [], labels=["cat"]), HeadSettings())
+    assert torch.isfinite(loss)
+
+
+def matched(score, hit):
+    return Matches(score, hit, np.zeros(len(score), np.int64), np.array([1]), 0.0)
+
+
+def test_calibration_recovers_a_known_distortion():
+    rng = np.random.default_rng(0)
+    logit = rng.normal(0, 2, 20_000)
+    distorted = 1 / (1 + np.exp(-(0.5 * logit - 0.8)))
+    hit = rng.uniform(size=20_000) < distorted
+    head = BoxHeadModule(6, LABELS, GRID)
+    # Scores made with the calibration that was found lead to the same one again.
+    for score in (1 / (1 + np.exp(-logit)), distorted):
+        head.calibrate(matched(score, hit))
+        assert head.calibration.tolist() == pytest.approx([0.5, -0.8], abs=0.06)
+        head.calibration.copy_(torch.tensor([0.5, -0.8]))
+
+
+def test_calibration_never_reverses_an_order():
+    score = np.linspace(0.01, 0.99, 200)
+    head = BoxHeadModule(6, LABELS, GRID)
+    head.calibrate(matched(score, score < 0.5))
+    assert head.calibration.tolist() == [1.0, 0.0]
+
+
+def test_boxes_come_in_pixels_of_the_image_that_was_sent():
+    raw = torch.full((16, 5), -9.0)
+    edges = torch.tensor([[0.25, 0.5, 0.5, 0.75]])
+    raw[9, 0] = 4.0
+    raw[9, 1:5] = box_code.encode(edges, torch.tensor([9]), GRID)[0]
+    for width, height in ((40, 80), (96, 96), (1920, 1080)):
+        head = BoxHeadModule(6, ["cat"], GRID)
+        (box,) = head.predict(raw, (width, height), HeadSettings(), 0.5)
+        expected = (0.25 * width, 0.5 * height, 0.5 * width, 0.75 * height)
+        assert box.xyxy == pytest.approx(expected, rel=1e-5)
+        assert box.confidence == pytest.approx(1 / (1 + math.exp(-4)), abs=1e-6)
+
+
+def test_round_trip_on_disk(tmp_path):
+    head, file = BoxHeadModule(6, LABELS, GRID), tmp_path / "h.safetensors"
+    head.calibration.copy_(torch.tensor([1.7, -0.3]))
+    head.threshold.fill_(0.37)
+    for vote_sigma in (None, VOTE_SIGMA):  # None: of earlier versions
+        head.vote_sigma = vote_sigma
+        write_head(file, head.stored(HeadSettings()))
+        loaded = BoxHeadModule.of(read_head(file, 6))
+        assert (loaded.labels, loaded.grid, loaded.vote_sigma) == (LABELS, GRID, vote_sigma)
+        for key, value in head.state_dict().items():
+            assert torch.equal(loaded.state_dict()[key], value), key
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(BundleError, match=r"head .*h\.safetensors is damaged"):
+        read_head(file, 6)

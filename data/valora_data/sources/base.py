@@ -71,11 +71,7 @@ class Source:
 
     @property
     def location(self) -> str:
-        """`path`, for formats that need one.
-
-        Raises:
-            DataError: There is no path, or it is an archive.
-        """
+        """`path`, for formats that need one: no archive."""
         if self.path is None:
             raise DataError(f"a source of kind {self.kind} needs a path: set source.path")
         check_unpacked(Path(self.path))
@@ -112,13 +108,7 @@ def annotation_file(path: Path) -> Path:
 
 
 class Location:
-    """A path that a user gave, with what formats recognise it by; each is read once.
-
-    Attributes:
-        text: What the user wrote.
-        path: `text` as a path.
-        file: The file that names the images: `path`, or the only such file in that folder.
-    """
+    """A path that a user gave, with what formats recognise it by; each is read once."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -138,12 +128,9 @@ class Location:
 
     @cached_property
     def entry(self) -> dict[str, Any]:
-        """The object of a JSON file, or its first entry; the first row of JSON Lines.
+        """The object of a JSON file or its first entry, or the first row of JSON Lines.
 
         Empty if it is no object.
-
-        Raises:
-            DataError: The file is not valid JSON.
         """
         content: Any = {}
         if self.file.suffix == ".json" and self.file.is_file():

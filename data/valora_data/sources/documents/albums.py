@@ -6,17 +6,12 @@ Questions come in several wordings; the last one of each attribute is kept for m
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from valora_data.sources.generic.scenes import draw_scene
+import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
-
-    from valora_data.sources.generic.scenes import Scene
+from valora_data.sources.generic.scenes import Scene, draw_scene
 
 MOST_THINGS = 3
 """Most things of a scene in an album."""
@@ -33,14 +28,9 @@ WORDINGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class AlbumFact:
-    """What can be asked about an album.
+    """What can be asked about an album: an attribute (of `WORDINGS`) of the only thing of a shape.
 
-    Attributes:
-        shape: Shape of a thing that occurs once in the album.
-        attribute: A key of `WORDINGS`.
-        value: Its value.
-        image: Index of the thing's image.
-        box: Extent (x0, y0, x1, y1) of the thing in pixels.
+    `image` is the index of the thing's image, `box` its extent (x0, y0, x1, y1) there in pixels.
     """
 
     shape: str
@@ -50,24 +40,12 @@ class AlbumFact:
     box: tuple[float, float, float, float]
 
     def question(self, wording: int) -> str:
-        """Ask for the value.
-
-        Args:
-            wording: Index into `WORDINGS`; −1 is the wording for measuring.
-        """
+        """Ask for the value; wording −1 is the one for measuring."""
         return WORDINGS[self.attribute][wording].format(shape=self.shape)
 
 
 def draw_album(seed: int, images: int) -> tuple[list[Scene], list[AlbumFact]]:
-    """Draw an album of which something can be asked.
-
-    Args:
-        seed: Seed of the scenes.
-        images: Number of images.
-
-    Returns:
-        The scenes in order, and all facts about things that occur in one of them only.
-    """
+    """Draw scenes, and all facts about things that occur in one of them only: at least one."""
     while True:
         scenes = [draw_scene(seed + place, MOST_THINGS) for place in range(images)]
         facts = album_facts(scenes)
@@ -91,16 +69,7 @@ def album_facts(scenes: Sequence[Scene]) -> list[AlbumFact]:
 def ask_about_album(
     rng: np.random.Generator, facts: list[AlbumFact], questions: int
 ) -> list[tuple[AlbumFact, str]]:
-    """Ask about some facts of an album, each once, in any wording.
-
-    Args:
-        rng: Chooses the facts and the wordings.
-        facts: The facts.
-        questions: Most questions.
-
-    Returns:
-        Facts with their questions.
-    """
+    """Ask about some facts of an album, each once, in any wording."""
     chosen = [facts[place] for place in rng.permutation(len(facts))[:questions].tolist()]
     wordings = rng.integers(len(WORDINGS["color"]), size=len(chosen)).tolist()
     return [(fact, fact.question(wording)) for fact, wording in zip(chosen, wordings, strict=True)]

@@ -27,35 +27,26 @@ THINGS = (
     "hat", "heart", "house", "key", "kite", "lamp", "mug", "ring", "star", "sun", "tent",
 )  # fmt: skip
 VALUES: dict[str, tuple[str, ...]] = {
-    "color": tuple(COLORS),
-    "pattern": tuple(PATTERNS),
-    "thing": THINGS,
+    "color": tuple(COLORS), "pattern": tuple(PATTERNS), "thing": THINGS,
     "table": tuple(str(number) for number in range(10, 100)),
-}
+}  # fmt: skip
 """Values of each attribute; all are equally likely."""
-WORDINGS: dict[str, tuple[str, ...]] = {
-    attribute: (
-        f"{{key}} {attribute}?",
-        f"which {attribute} has {{key}}?",
-        f"{{key}} has which {attribute}?",
-        f"what {attribute} has {{key}}?",
-    )
-    for attribute in VALUES
-}
+
+
+def _wordings(given: str, asked: str) -> tuple[str, ...]:
+    return (f"{given} {asked}?", f"which {asked} has {given}?",
+            f"{given} has which {asked}?", f"what {asked} has {given}?")  # fmt: skip
+
+
+WORDINGS = {attribute: _wordings("{key}", attribute) for attribute in VALUES}
 """Wordings of a question about an attribute; the last one is for measuring."""
-LINKED_WORDINGS: dict[tuple[str, str], tuple[str, ...]] = {
-    (given, asked): (
-        f"{given} {{value}} {asked}?",
-        f"which {asked} has {given} {{value}}?",
-        f"{given} {{value}} has which {asked}?",
-        f"what {asked} has {given} {{value}}?",
-    )
+LINKED_WORDINGS = {
+    (given, asked): _wordings(f"{given} {{value}}", asked)
     for given in VALUES
     for asked in VALUES
     if given != asked
 }
-"""Wordings of a linked question by the attribute that is given and the one that is asked about; the
-last one is for measuring."""
+"""The same of a linked question, by the attributes that are given and asked about."""
 KEYS = range(100, 1000)
 """Numbers of letters."""
 RECORD_TOKENS = 17
@@ -64,35 +55,20 @@ RECORD_TOKENS = 17
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact of a document.
-
-    Attributes:
-        key: Number of the letter.
-        attribute: A key of `VALUES`.
-        value: Its value.
-    """
+    """One fact of a document: the number of its letter, a key of `VALUES`, and its value."""
 
     key: int
     attribute: str
     value: str
 
     def question(self, wording: int) -> str:
-        """Ask for the value.
-
-        Args:
-            wording: Index into `WORDINGS`; −1 is the wording for measuring.
-        """
+        """Ask for the value; wording −1 is the one for measuring."""
         return WORDINGS[self.attribute][wording].format(key=self.key)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Two facts about a letter, of which one is given and the other asked about.
-
-    Attributes:
-        given: A fact that no other letter shares.
-        asked: Another fact about its letter.
-    """
+    """Two facts about a letter: one that no other letter shares, and one that is asked about."""
 
     given: Fact
     asked: Fact
@@ -103,23 +79,14 @@ class Link:
         return self.asked.value
 
     def question(self, wording: int) -> str:
-        """Ask for the value without naming the letter.
-
-        Args:
-            wording: Index into `LINKED_WORDINGS`; −1 is the wording for measuring.
-        """
+        """Ask for the value without naming the letter; wording −1 is the one for measuring."""
         wordings = LINKED_WORDINGS[self.given.attribute, self.asked.attribute]
         return wordings[wording].format(value=self.given.value)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordDocument:
-    """A document and its facts.
-
-    Attributes:
-        text: The document.
-        facts: All facts, in the order of the text.
-    """
+    """A document, and its facts in the order of the text."""
 
     text: str
     facts: tuple[Fact, ...]
@@ -140,12 +107,7 @@ class RecordDocument:
 
 
 def draw_document(rng: np.random.Generator, records: int) -> RecordDocument:
-    """Draw a document.
-
-    Args:
-        rng: Source of randomness.
-        records: Number of letters, at most 900.
-    """
+    """Draw a document of so many letters, at most 900."""
     keys = rng.choice(np.array(KEYS), records, replace=False)
     facts = [
         Fact(key, name, str(rng.choice(choices)))

@@ -8,10 +8,8 @@ questions come as `questions` in a file of documents.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 Pair = tuple[str, str]
 """A question and its answer."""
@@ -47,12 +45,7 @@ def continuations(text: str) -> list[Pair]:
 
 
 def gaps(text: str, rng: np.random.Generator) -> list[Pair]:
-    """Ask for one word of each sentence: a number or a name if there is one, else a long one.
-
-    Args:
-        text: The text.
-        rng: Chooses among the words.
-    """
+    """Ask for one word of each sentence: a number or a name if there is one, else a long one."""
     found = []
     for sentence in sentences_of(text):
         words = list(_WORD.finditer(sentence))

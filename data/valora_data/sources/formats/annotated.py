@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 from valora_data.images import TRANSPOSED, encoded_file
 from valora_data.schema import Answer, Box, Sample, Split
 from valora_data.sources.base import Source, SourceFormat, Splits
-from valora_data.sources.formats.files import IMAGES, Finder, files_below, is_file, readable
-from valora_data.sources.formats.labelled import ImageReader, Media, Reading, ahead, load_image
+from valora_data.sources.formats.files import Finder, is_file, readable
+from valora_data.sources.formats.labelled import ImageReader, Media, ahead, load_image, one_pass
 from valora_data.sources.formats.videos import read_frames
 from valora_data.wording import plural
 
@@ -83,20 +83,16 @@ class Record:
     item: str = ""
     video: bool = False
     files: list[Path] = field(init=False)
+    file_name: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.files = [one for one in self.media if isinstance(one, Path)]
-        self.item = self.item or readable(self.files[0].name)
+        self.file_name = readable(self.files[0].name) if self.files else ""
+        self.item = self.item or self.file_name
 
 
 class AnnotatedFormat(SourceFormat):
-    """A format that says something of images; subclasses say only what their files hold.
-
-    Attributes:
-        suffixes: Suffixes of the images that should be listed.
-    """
-
-    suffixes: ClassVar[frozenset[str]] = IMAGES
+    """A format that says something of images; subclasses say only what their files hold."""
 
     @abstractmethod
     def records(self, source: Source, part: Any, reading: ImageReader) -> Iterable[Record]:
@@ -114,22 +110,22 @@ class AnnotatedFormat(SourceFormat):
     def parts(self, source: Source) -> Mapping[Split | None, Any]:
         """What `records` reads for each key of `Splits`; by default the file, in one piece.
 
+        A file, or a tuple that begins with it, or anything else.
+
         Raises:
             DataError: A file is missing or corrupt.
         """
         return {None: source.file}
 
-    def name(self, source: Source, part: Any) -> str:
-        """What messages call a part."""
-        return source.file.name
-
-    def folder(self, source: Source, part: Any) -> Path | None:
-        """Folder of which all images should be listed; None if its content is what is listed."""
-        return None
-
-    def lists(self, source: Source) -> Iterable[Path]:
-        """Files that list images, if there are any."""
-        return (source.file,) if is_file(source.file) else ()
+    def lists(self, source: Source) -> Iterator[Path]:
+        """Files that list images; by default the source's, and those of `parts`."""
+        parts = self.parts(source).values()
+        for place in (
+            source.file,
+            *(part[0] if isinstance(part, tuple) else part for part in parts),
+        ):
+            if isinstance(place, Path) and is_file(place):
+                yield place
 
     def open(self, source: Source) -> Splits:
         """The splits of `parts`."""
@@ -145,52 +141,35 @@ class AnnotatedFormat(SourceFormat):
         yield from found
 
     def read(self, source: Source, part: Any) -> Iterator[Sample]:
-        """The samples of a part.
-
-        Yields:
-            One sample for each record whose images decode.
+        """The samples of a part: one for each record whose images decode.
 
         Raises:
             DataError: As `records` does, or boxes are in another unit than the format has.
         """
-        name = self.name(source, part)
-        with Reading(source.reader, name) as reading:
-            unit, listed = _Unit(name), set()
+        name = Path(source.location).name or source.location
+        with one_pass(source.reader, name) as reading:
+            unit = _Unit(name)
             records = _once(self.records(source, part, reading), name, reading)
-            for record, future in ahead(
-                records, partial(_opened, frames=source.frames), lambda one: one.media
-            ):
-                listed |= {path.resolve() for path in record.files}
+            work = partial(_opened, frames=source.frames)
+            for record, future in ahead(records, work, lambda record: record.media):
                 if source.task.spec.detects and record.answer is None and not record.shapes:
                     _note_empty(record, reading)
                 images: list[Image] = []
-                with reading.tolerate(
-                    readable(record.files[0].name if record.files else record.item)
-                ):
+                with reading.tolerate(record.file_name or record.item):
                     images = future.result()
-                if images:
-                    with reading.tolerate(record.item):
-                        answer = _checked(record, images[0], source, name, unit, reading)
-                        if answer is not None:
-                            rest = tuple(images[1:])
-                            yield Sample(record.id, images[0], answer, record.prompt, rest)
+                with reading.tolerate(record.item):
+                    answer = _checked(record, images, source, name, unit, reading)
+                    if answer is not None:
+                        rest = tuple(images[1:])
+                        yield Sample(record.id, images[0], answer, record.prompt, rest)
             unit.check()
-            folder = self.folder(source, part)
-            for path in files_below(folder, self.suffixes) if folder and reading.thorough else ():
-                if path.resolve() not in listed:
-                    item = readable(path.relative_to(folder or path).as_posix())
-                    reading.add(FaultKind.IMAGE_UNLISTED, item, f"{item} is not listed")
 
 
 def _opened(record: Record, frames: int) -> list[Image]:
     if not record.video:
         return [load_image(one, record.item) for one in record.media]
     videos = [one for one in record.media if isinstance(one, Path | bytes)]
-    return [
-        image
-        for one in videos
-        for image in read_frames(one, frames, "" if record.files else record.item)
-    ]
+    return [image for one in videos for image in read_frames(one, frames, record.file_name)]
 
 
 def _once(records: Iterable[Record], name: str, reading: ImageReader) -> Iterator[Record]:
@@ -199,8 +178,8 @@ def _once(records: Iterable[Record], name: str, reading: ImageReader) -> Iterato
     for record in records:
         with reading.tolerate(record.item):
             if record.prompt is None and seen.intersection(record.files):
-                item = readable(record.files[0].name)
-                raise FaultError(FaultKind.IMAGE_TWICE, f"{name} lists {item} twice")
+                text = f"{name} lists {record.file_name} twice"
+                raise FaultError(FaultKind.IMAGE_TWICE, text)
             seen.update(record.files)
             yield record
 
@@ -215,10 +194,17 @@ def _note_empty(record: Record, reading: ImageReader) -> None:
 
 
 def _checked(
-    record: Record, image: Image, source: Source, name: str, unit: _Unit, reading: ImageReader
+    record: Record,
+    images: Sequence[Image],
+    source: Source,
+    name: str,
+    unit: _Unit,
+    reading: ImageReader,
 ) -> Answer | None:
     """The answer of a record, which is one of the domain's; None if it has none that counts."""
     labels = source.labels
+    if not images:
+        return None
     if record.answer is not None:
         choice = record.answer.choice
         if labels and choice is not None and choice not in labels:
@@ -226,7 +212,8 @@ def _checked(
         return record.answer
     if source.task.spec.answer != "boxes":
         return None
-    frame = Frame(image, record.size, record.item)
+    image = images[0]
+    frame = _Frame(image, record.size, record.item)
     boxes: dict[Box, None] = {}
     for shape in record.shapes or ():
         if labels and shape.label not in labels:
@@ -241,19 +228,11 @@ def _checked(
     return None if record.prompt and not boxes else Answer(tuple(boxes))
 
 
-class Frame:
-    """The pixels that an annotation file's boxes refer to.
+class _Frame:
+    """The pixels that boxes refer to.
 
     Some tools annotate the image as it is shown, some as it is stored, before EXIF's orientation
-    is applied. The width and height in the file tell which.
-
-    Args:
-        image: The image as it is shown.
-        declared: Width and height in the annotation file; None or zeros if it has none.
-        where: What is annotated, for messages.
-
-    Raises:
-        FaultError: The image has neither as it is shown nor as it is stored the declared size.
+    is applied. The width and height that the annotation declares tell which.
     """
 
     def __init__(self, image: Image, declared: Any, where: str) -> None:
@@ -271,11 +250,7 @@ class Frame:
         self._file = file
 
     def box(self, shape: Shape) -> Box:
-        """The box of a shape on the image as it is shown; one over the edge is clipped.
-
-        Raises:
-            FaultError: It has no area, or lies outside the image by more than `TOLERANCE`.
-        """
+        """The box of a shape on the image as it is shown; one over the edge is clipped."""
         width, height = self.size
         edges = shape.edges
         if callable(edges):
@@ -338,13 +313,9 @@ class _Unit:
 def collected(
     entries: Iterable[T], read: Callable[[T, int], Found | None], item: str, reading: ImageReader
 ) -> list[Found]:
-    """What is read of the entries of an image; the faults of single ones are collected.
+    """What is read of the entries of an image, which are numbered from 1; None does not count.
 
-    Args:
-        entries: What the file lists for the image.
-        read: Reads one, given its number from 1; None if it does not count.
-        item: The image, which is what faults are counted by.
-        reading: Collects the faults.
+    Faults of single ones are collected for the image.
     """
     found = []
     for place, entry in enumerate(entries, start=1):
@@ -394,14 +365,8 @@ def label_files(
 ) -> dict[Path, Path]:
     """The label file of each image, which need not exist; in another spelling if no other fits.
 
-    Label files that belong to no image are noted, and warned of where images lack labels.
-
-    Args:
-        images: All images of the data set.
-        expected: Where the file of an image should be.
-        below: Where else it is looked for, by name; None for the folder where it should be.
-        name: The data set, for messages.
-        reading: Collects the faults.
+    It is looked for where it is expected, or `below` a folder, by default that one. Label files
+    that belong to none of the images are noted, and warned of where images lack labels.
     """
     files = {image: expected(image) for image in images}
     exact = {file for file in files.values() if file.exists()}
@@ -440,11 +405,7 @@ def label_files(
 
 
 def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> None:
-    """Check that a data set which declares its categories has all that a domain asks for.
-
-    Raises:
-        DataError: If one is missing.
-    """
+    """Check that a data set which declares its categories has all that a domain asks for."""
     names = list(known)
     missing = [label for label in labels if label not in names]
     if missing:
@@ -456,6 +417,13 @@ def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> No
     unused = len(set(names) - set(labels))
     if unused:
         log.info("%s: %d categories that the domain does not ask for are left out", source, unused)
+
+
+def note_unlisted(finder: Finder, reading: ImageReader) -> None:
+    """Note image files that were not looked for, in a thorough reading."""
+    for path in finder.not_found() if reading.thorough else ():
+        name = readable(path.as_posix())
+        reading.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")
 
 
 def stray_label(where: str, label: str, labels: Sequence[str]) -> FaultError:

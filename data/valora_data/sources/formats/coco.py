@@ -23,6 +23,7 @@ from valora_data.sources.formats.annotated import (
     check_labels,
     collected,
     corner_edges,
+    note_unlisted,
 )
 from valora_data.sources.formats.files import Finder, folder_splits, split_in, with_rest
 from valora_data.sources.formats.labelled import ImageReader
@@ -83,18 +84,6 @@ class CocoFormat(AnnotatedFormat):
             )
         return with_rest(parts, _Part(file, images or file.parent))
 
-    def name(self, source: Source, part: _Part) -> str:
-        """Name of the file."""
-        return part.file.name
-
-    def folder(self, source: Source, part: _Part) -> Path:
-        """The folder of the images."""
-        return part.images
-
-    def lists(self, source: Source) -> Iterator[Path]:
-        """The files of all splits."""
-        yield from (part.file for part in self.parts(source).values())
-
     def records(self, source: Source, part: _Part, reading: ImageReader) -> Iterator[Record]:
         """Images in the file's order; ids are COCO's image ids.
 
@@ -152,6 +141,7 @@ class CocoFormat(AnnotatedFormat):
             elif found is not None:
                 record.shapes = collected(found, shape, file, reading)
             yield record
+        note_unlisted(finder, reading)
 
 
 class RoboflowFormat(CocoFormat):

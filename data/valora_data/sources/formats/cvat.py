@@ -19,6 +19,7 @@ from valora_data.sources.formats.annotated import (
     Shape,
     check_labels,
     collected,
+    note_unlisted,
     number,
 )
 from valora_data.sources.formats.files import SPLIT_NAMES, Finder, with_rest
@@ -52,37 +53,28 @@ class CvatFormat(AnnotatedFormat):
         tags = {element.tag for element in _root(_file(path)).iter()}
         return Task.CLASSIFICATION if "tag" in tags and not tags & {*SHAPES} else Task.DETECTION
 
-    def parts(self, source: Source) -> Mapping[Split | None, str | None]:
+    def parts(self, source: Source) -> Mapping[Split | None, tuple[Path, str | None]]:
         """The splits that subsets are named after, or all images as one piece."""
-        images = _root(_file(source.location)).iter("image")
-        names = sorted(image.get("subset") or "" for image in images)
-        splits = {SPLIT_NAMES.get(name.lower()): name for name in names}
-        return with_rest({split: name for split, name in splits.items() if split}, None)
-
-    def name(self, source: Source, part: str | None) -> str:
-        """Name of the XML file."""
-        return _file(source.location).name
-
-    def folder(self, source: Source, part: str | None) -> Path | None:
-        """The folder of the images, if it is that of one part."""
-        return _folder(source) if part is None else None
-
-    def lists(self, source: Source) -> Iterator[Path]:
-        """The XML file."""
-        yield _file(source.location)
-
-    def records(self, source: Source, part: str | None, reading: ImageReader) -> Iterator[Record]:
-        """Images with their shapes or tags; ids are the names that CVAT gives them."""
         file = _file(source.location)
+        names = sorted(image.get("subset") or "" for image in _root(file).iter("image"))
+        splits = {SPLIT_NAMES.get(name.lower()): (file, name) for name in names}
+        return with_rest({split: part for split, part in splits.items() if split}, (file, None))
+
+    def records(
+        self, source: Source, part: tuple[Path, str | None], reading: ImageReader
+    ) -> Iterator[Record]:
+        """Images with their shapes or tags; ids are the names that CVAT gives them."""
+        file, wanted = part
         root = _root(file)
-        entries = [one for one in root.iter("image") if part in (None, one.get("subset"))]
+        entries = [one for one in root.iter("image") if wanted in (None, one.get("subset"))]
         if not entries:
-            raise DataError(f"{file.name} lists no images of {part or 'any subset'}: it is empty")
+            raise DataError(f"{file.name} lists no images: the data set is empty")
         declared = [child_text(label, "name") for label in root.iter("label")]
         if source.labels and declared:
             check_labels(file.name, declared, source.labels)
         reading.total += len(entries)
-        finder = Finder(_folder(source))
+        beside = file.parent / "images"
+        finder = Finder(Path(source.images or (beside if beside.is_dir() else file.parent)))
         for entry in entries:
             name, subset = entry.get("name") or "", entry.get("subset")
             with reading.tolerate(name or f"image {entry.get('id')}"):
@@ -96,17 +88,12 @@ class CvatFormat(AnnotatedFormat):
                 else:
                     record.answer = _tagged(entry, name, source)
                 yield record
+        if wanted is None:
+            note_unlisted(finder, reading)
 
 
 def _file(path: str) -> Path:
     return Path(path) / FILE if Path(path).is_dir() else Path(path)
-
-
-def _folder(source: Source) -> Path:
-    """Folder of the images: `Source.images`, `images/` beside the file, or the file's folder."""
-    beside = _file(source.location).parent
-    images = beside / "images"
-    return Path(source.images) if source.images else images if images.is_dir() else beside
 
 
 def _root(file: Path) -> Element:

@@ -11,13 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
+from PIL import Image
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Sample, Split, Task, no_image
 from valora_data.sources.base import Location, Source, SourceFormat, Splits
+from valora_data.sources.documents.albums import AlbumFact, draw_album
 from valora_data.sources.documents.reading import (
     QUESTIONS,
     TEXTS,
@@ -27,8 +29,10 @@ from valora_data.sources.documents.reading import (
     read_texts,
     text_files,
 )
-from valora_data.sources.documents.records import RecordDocument
+from valora_data.sources.documents.records import Fact, Link, draw_document
 from valora_data.sources.documents.self_study import continuations, gaps
+from valora_data.sources.formats.folders import ImagesFormat
+from valora_data.sources.generic.scenes import TRAINING_SEEDS
 from valora_data.wording import plural
 
 SELF_STUDY = 400
@@ -105,8 +109,6 @@ class AlbumFormat(ContextFormat):
 
     def open(self, source: Source) -> Splits:
         """Questions about all images."""
-        from valora_data.sources.formats.folders import ImagesFormat
-
         folder = Path(source.location)
         images = tuple(sample.image for sample in ImagesFormat().read(source, (folder, "")))
         asked = questions_file(folder)
@@ -119,87 +121,67 @@ class AlbumFormat(ContextFormat):
 
 
 class RecordsFormat(ContextFormat):
-    """A drawn document of records; `source.entries` says of how many."""
+    """A drawn document of records; `source.entries` says of how many.
+
+    All facts are asked about in the wordings of self-study; in the last one, half for val, half for
+    test.
+    """
 
     drawn = True
+    wordings: ClassVar[int] = 3
+    """Wordings that are studied."""
 
     def open(self, source: Source) -> Splits:
-        """All facts in the wordings of self-study; in the last one, half for val, half for test."""
-        from valora_data.sources.documents.records import WORDINGS, draw_document
-
+        """The questions about its facts."""
         rng = _rng(source)
-        drawn = draw_document(rng, source.entries)
-        facts = self.asked_about(drawn)
-        return _drawn(Document(drawn.text), facts, len(WORDINGS["color"]), rng, source)
+        document, facts = self.draw(rng, source.entries)
+        if len(facts) < LEAST_FACTS:
+            raise DataError(
+                f"domain {source.name} has {plural(len(facts), 'fact')} to ask about, too few to "
+                "decide and to measure with: raise source.entries, or change source.seed"
+            )
+        studied = [
+            Asked(fact.question(wording), (fact.value,))
+            for wording in range(self.wordings)
+            for fact in facts
+        ]
+        held = [facts[number] for number in rng.permutation(len(facts))]
+        asked = [Asked(fact.question(-1), (fact.value,)) for fact in held]
+        half = len(asked) // 2
+        parts = {Split.TRAIN: studied, Split.UNLABELLED: studied}
+        parts |= {Split.VAL: asked[:half], Split.TEST: asked[half:]}
+        return _streams(document, parts, source)
 
-    def asked_about(self, drawn: RecordDocument) -> Sequence[Fact]:
-        """What questions are about."""
-        return drawn.facts
+    def draw(
+        self, rng: np.random.Generator, entries: int
+    ) -> tuple[Document, Sequence[Fact | Link | AlbumFact]]:
+        """The document, and what questions are about."""
+        drawn = draw_document(rng, entries)
+        return Document(drawn.text), drawn.facts
 
 
 class LinkedRecordsFormat(RecordsFormat):
     """A drawn document of records whose questions do not name the letter (`records.Link`)."""
 
-    def asked_about(self, drawn: RecordDocument) -> Sequence[Fact]:
-        """Facts that another fact of the letter leads to."""
-        return drawn.links()
+    def draw(
+        self, rng: np.random.Generator, entries: int
+    ) -> tuple[Document, Sequence[Fact | Link | AlbumFact]]:
+        """The same document, and facts that another fact of the letter leads to."""
+        drawn = draw_document(rng, entries)
+        return Document(drawn.text), drawn.links()
 
 
-class DrawnAlbumFormat(ContextFormat):
+class DrawnAlbumFormat(RecordsFormat):
     """A drawn album; `source.entries` says of how many scenes."""
 
-    drawn = True
+    wordings = 2
 
-    def open(self, source: Source) -> Splits:
-        """All facts in the wordings of self-study; in the last one, half for val, half for test."""
-        from PIL import Image
-
-        from valora_data.sources.documents.albums import WORDINGS, draw_album
-        from valora_data.sources.generic.scenes import TRAINING_SEEDS
-
-        rng = _rng(source)
-        # Scenes that the base model has not been trained on.
-        scenes, facts = draw_album(int(rng.integers(TRAINING_SEEDS)), source.entries)
-        images = tuple(Image.fromarray(scene.pixels) for scene in scenes)
-        return _drawn(Document("", images), facts, len(WORDINGS["color"]), rng, source)
-
-
-class Fact(Protocol):
-    """What a question can be asked about."""
-
-    @property
-    def value(self) -> str:
-        """The answer."""
-
-    def question(self, wording: int) -> str:
-        """Ask for it in one of several wordings."""
-
-
-def _drawn(
-    document: Document,
-    facts: Sequence[Fact],
-    wordings: int,
-    rng: np.random.Generator,
-    source: Source,
-) -> Splits:
-    """The splits of a drawn document, whose last wording is kept for measuring."""
-    if len(facts) < LEAST_FACTS:
-        raise DataError(
-            f"domain {source.name} has {plural(len(facts), 'fact')} to ask about, too few to "
-            "decide and to measure with: raise source.entries, or change source.seed"
-        )
-    studied = [
-        Asked(fact.question(wording), (fact.value,))
-        for wording in range(wordings - 1)
-        for fact in facts
-    ]
-    held = [Asked(facts[n].question(-1), (facts[n].value,)) for n in rng.permutation(len(facts))]
-    half = len(held) // 2
-    parts = {
-        Split.TRAIN: studied, Split.UNLABELLED: studied,
-        Split.VAL: held[:half], Split.TEST: held[half:],
-    }  # fmt: skip
-    return _streams(document, parts, source)
+    def draw(
+        self, rng: np.random.Generator, entries: int
+    ) -> tuple[Document, Sequence[Fact | Link | AlbumFact]]:
+        """Scenes that the base model has not been trained on, and facts about single things."""
+        scenes, facts = draw_album(int(rng.integers(TRAINING_SEEDS)), entries)
+        return Document("", tuple(Image.fromarray(scene.pixels) for scene in scenes)), facts
 
 
 def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Splits:

@@ -54,27 +54,23 @@ class FiftyOneFormat(AnnotatedFormat):
                     return KINDS[value["_cls"]]
         return super().guess_task(path)
 
-    def parts(self, source: Source) -> Mapping[Split | None, Split | None]:
+    def parts(self, source: Source) -> Mapping[Split | None, tuple[Path, Split | None]]:
         """Splits that all samples are tagged with, or all samples as one piece."""
-        found = [_split(sample) for sample in _samples(Path(source.location))]
-        return with_rest({} if None in found else {split: split for split in found if split}, None)
+        file = _file(Path(source.location))
+        found = [_split(sample) for sample in _samples(file)]
+        parts = {split: (file, split) for split in found if split is not None}
+        return with_rest({} if None in found else parts, (file, None))
 
-    def name(self, source: Source, part: Split | None) -> str:
-        """Name of the file."""
-        return SAMPLES
-
-    def lists(self, source: Source) -> Iterator[Path]:
-        """The file."""
-        yield _file(Path(source.location))
-
-    def records(self, source: Source, part: Split | None, reading: ImageReader) -> Iterator[Record]:
+    def records(
+        self, source: Source, part: tuple[Path, Split | None], reading: ImageReader
+    ) -> Iterator[Record]:
         """Samples of a split; ids are their paths, as the export has them."""
-        path = Path(source.location)
-        samples = [one for one in _samples(path) if part in (None, _split(one))]
+        file, split = part
+        samples = [one for one in _samples(file) if split in (None, _split(one))]
         if not samples:
-            raise DataError(f"{SAMPLES} of {path} lists no samples: export it again")
+            raise DataError(f"{file} lists no samples: export it again")
         reading.total += len(samples)
-        finder = Finder(Path(source.images) if source.images else _file(path).parent)
+        finder = Finder(Path(source.images) if source.images else file.parent)
         for position, sample in enumerate(samples):
             place = sample.get("filepath")
             item = Path(place).name if isinstance(place, str) else f"{SAMPLES}, sample {position}"

@@ -57,11 +57,9 @@ def is_file(path: Path) -> bool:
 
 
 def files_below(folder: Path, suffixes: frozenset[str] | None = None) -> list[Path]:
-    """Files in a folder and below it, in the order of paths; links are followed once.
+    """Files of some suffixes in a folder and below it, in the order of paths.
 
-    Args:
-        folder: The folder. Hidden and auxiliary files and folders in it are left out.
-        suffixes: Only files with these suffixes, in lower case; None for all.
+    Hidden and auxiliary files and folders are left out; links are followed once.
     """
     found: list[Path] = []
     visited: set[str] = set()
@@ -83,13 +81,8 @@ def files_below(folder: Path, suffixes: frozenset[str] | None = None) -> list[Pa
 def images_below(
     folder: Path, suffixes: frozenset[str] = IMAGES, what: str = "images"
 ) -> list[Path]:
-    """Images in a folder and below it, in the order of paths.
-
-    Raises:
-        DataError: The folder does not exist or holds no images.
-    """
-    if not folder.is_dir():
-        raise DataError(f"folder {folder} does not exist: check the path")
+    """Images in a folder and below it, at least one, in the order of paths."""
+    _check_folder(folder)
     found = files_below(folder, suffixes)
     if not found:
         raise DataError(f"{folder} holds no {what}: the data set is empty")
@@ -97,13 +90,8 @@ def images_below(
 
 
 def folder_splits(folder: Path) -> dict[Split, Path]:
-    """Folders of the splits, if any are named so.
-
-    Raises:
-        DataError: The folder does not exist, or two folders stand for one split.
-    """
-    if not folder.is_dir():
-        raise DataError(f"folder {folder} does not exist: check the path")
+    """Folders of the splits, if any are named so."""
+    _check_folder(folder)
     found: dict[Split, Path] = {}
     for item in sorted(folder.iterdir()):
         split = SPLIT_NAMES.get(item.name)
@@ -117,18 +105,20 @@ def folder_splits(folder: Path) -> dict[Split, Path]:
     return found
 
 
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise DataError(f"folder {folder} does not exist: check the path")
+
+
 def split_in(words: Iterable[str]) -> Split | None:
     """The split that the first word which names one stands for."""
     return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
 
 
 def with_rest(splits: Mapping[Split, T], whole: T) -> dict[Split | None, T]:
-    """Parts of a data set by key of `Splits`.
+    """Parts of a data set by key of `Splits`; the whole has the key None if no split is named.
 
-    Args:
-        splits: The splits that the data set names. If some are missing, they are to be taken from
-            the training split, which then has the key None.
-        whole: The part that has the key None where no split is named.
+    If some splits are missing, they are to be taken from the training split, whose key is None.
     """
     complete = all(split in splits for split in Split)
     found: dict[Split | None, T] = {
@@ -144,26 +134,28 @@ def spelling(name: str) -> str:
 
 
 class Finder:
-    """Finds the files that a data set names, also where it has moved or spells them differently.
-
-    Args:
-        folder: Folder of the files.
-        suffixes: Suffixes of files to look for by name.
-    """
+    """Finds the files that a data set names, also where it has moved or spells them differently."""
 
     def __init__(self, folder: Path, suffixes: frozenset[str] = IMAGES) -> None:
         self._folder = folder
         self._suffixes = suffixes
+        self._found: set[Path] = set()
 
     def find(self, name: str) -> Path:
-        """The file of a name, by its longest end that exists, or else by the file's name alone.
+        """The file of a path of any system, by its longest end that exists, or else by its name.
 
-        Args:
-            name: A path as the data set has it, of any system.
-
-        Returns:
-            The file; where none or several fit, the path as it is named.
+        Where none or several fit, it is the path as it is named.
         """
+        found = self._find(name)
+        self._found.add(found.resolve())
+        return found
+
+    def not_found(self) -> list[Path]:
+        """Files, as paths below the folder, that were not found by any name."""
+        missed = [path for path in self.files if path.resolve() not in self._found]
+        return [path.relative_to(self._folder) for path in missed]
+
+    def _find(self, name: str) -> Path:
         named = self._folder / name
         if is_file(named):
             return named
@@ -183,12 +175,7 @@ class Finder:
         return named
 
     def of_stem(self, stem: str, near: Path) -> Path | None:
-        """The file whose name without suffix is `stem`; of several the one that lies nearest.
-
-        Args:
-            stem: Name without suffix, in any spelling.
-            near: What the file belongs to.
-        """
+        """The file with this name without suffix; of several the one that lies nearest."""
         found = self._by_stem.get(spelling(stem), [])
         shared = [_shared_folders(path, near) for path in found]
         best = [path for path, length in zip(found, shared, strict=True) if length == max(shared)]

@@ -18,7 +18,12 @@ from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Split, Task
 from valora_data.sources.base import ANSWERS, Location, Source
 from valora_data.sources.formats import videos
-from valora_data.sources.formats.annotated import AnnotatedFormat, Record, check_labels
+from valora_data.sources.formats.annotated import (
+    AnnotatedFormat,
+    Record,
+    check_labels,
+    note_unlisted,
+)
 from valora_data.sources.formats.files import (
     IMAGES,
     Finder,
@@ -50,10 +55,6 @@ class ImagesFormat(AnnotatedFormat):
         parts = {split: (path, prefix.format(path.name)) for split, path in folders.items()}
         return with_rest(parts, (whole, ""))
 
-    def name(self, source: Source, part: Part) -> str:
-        """Name of the folder."""
-        return part[0].name
-
     def reads(self, source: Source) -> Iterator[Path]:
         """All files of the folder."""
         yield from files_below(Path(source.location))
@@ -71,6 +72,7 @@ class ImageFolderFormat(ImagesFormat):
     """A folder of images with a folder for each class, or with `metadata.jsonl`."""
 
     answers = ANSWERS - {"video"}
+    suffixes = IMAGES
 
     def recognises(self, location: Location) -> bool:
         """Folders that hold images."""
@@ -82,10 +84,6 @@ class ImageFolderFormat(ImagesFormat):
         rows = read_lines(files[0]) if files else []
         columns = next((row for _, row in rows if isinstance(row, dict)), {})
         return task_of_columns(columns, Task.VIDEO if self.video else Task.CLASSIFICATION)
-
-    def folder(self, source: Source, part: Part) -> Path | None:
-        """The folder, if there is a list of its files."""
-        return part[0] if (part[0] / METADATA).is_file() else None
 
     def records(self, source: Source, part: Part, reading: ImageReader) -> Iterator[Record]:
         """One for each file, by path, or for each row of the metadata, in its order.
@@ -162,6 +160,7 @@ class ImageFolderFormat(ImagesFormat):
                     key = f"{file}#{asked[file]}" if several else file
                     asked[file] += 1
                     yield finder.find(file), key, fields | {"item": item}
+        note_unlisted(finder, reading)
 
 
 class VideoFolderFormat(ImageFolderFormat):

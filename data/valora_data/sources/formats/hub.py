@@ -52,10 +52,6 @@ class HubFormat(AnnotatedFormat):
                 named.setdefault(SPLIT_NAMES[name], name)
         return with_rest(named, None)
 
-    def name(self, source: Source, part: str | None) -> str:
-        """Name of the data set."""
-        return source.location
-
     def reads(self, source: Source) -> Iterator[Path]:
         """All files of a folder."""
         return SourceFormat.reads(self, source)

@@ -6,10 +6,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from PIL import Image
 
@@ -18,9 +19,6 @@ from valora_data.errors import DataError
 from valora_data.faults import MAX_FAULTY, FaultError, FaultKind, Faults
 from valora_data.images import decode_image, to_rgb
 from valora_data.sources.formats.files import readable
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 T = TypeVar("T")
 Found = TypeVar("Found")
@@ -61,21 +59,11 @@ class ImageReader:
         return cls("", tolerance=math.inf)
 
     def open(self, path: Path) -> Image.Image | None:
-        """The RGB image as a viewer shows it, or None if it cannot be decoded.
-
-        Raises:
-            DataError: If more than `tolerance` of the images have faults.
-        """
+        """The RGB image as a viewer shows it, or None if it cannot be decoded."""
         return next(self.open_all([path]))
 
     def open_all(self, paths: Iterable[Path]) -> Iterator[Image.Image | None]:
-        """Open images in order; all cores decode, some images ahead of the one that is yielded.
-
-        Args:
-            paths: The files. One that follows itself is decoded once.
-
-        Yields:
-            For each path what `open` returns.
+        """What `open` returns for each path; all cores decode, some images ahead.
 
         Raises:
             DataError: If more than `tolerance` of the images have faults.
@@ -102,33 +90,21 @@ class ImageReader:
         self.faults.warn()
 
 
-class Reading:
+@contextmanager
+def one_pass(reader: ImageReader | None, source: str) -> Iterator[ImageReader]:
     """A reader for one pass over a data set: the caller's, or one that warns at the end."""
-
-    def __init__(self, reader: ImageReader | None, source: str) -> None:
-        self._own = reader is None
-        self._reader = reader or ImageReader(source)
-
-    def __enter__(self) -> ImageReader:
-        return self._reader
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        if self._own and kind is None:
-            self._reader.finish()
+    own = reader or ImageReader(source)
+    yield own
+    if reader is None:
+        own.finish()
 
 
 def ahead(
     items: Iterable[T], work: Callable[[T], Found], key: Callable[[T], Any]
 ) -> Iterator[tuple[T, Future[Found]]]:
-    """Work on items in order, on all cores, some items ahead of the one that is yielded.
+    """Each item with the result of its work, which all cores do some items ahead.
 
-    Args:
-        items: The items, which are taken as they are needed.
-        work: What is done with each.
-        key: Items in a row with the same key share one result.
-
-    Yields:
-        Each item with its result, or what was raised.
+    Items in a row with the same key share one result.
     """
     coming, threads = iter(items), usable_cores()
     waiting: deque[tuple[T, Future[Found]]] = deque()
@@ -148,15 +124,7 @@ def ahead(
 
 
 def load_image(media: Media, name: str = "image") -> Image.Image:
-    """The RGB image of a file, of the content of one, or in memory.
-
-    Args:
-        media: The image.
-        name: What to call it in messages, where it is no file.
-
-    Raises:
-        FaultError: It cannot be read or decoded.
-    """
+    """The RGB image of a file, or of what was read of one, which has this name in messages."""
     if isinstance(media, Image.Image):
         return to_rgb(media, media.format)
     if isinstance(media, Path):

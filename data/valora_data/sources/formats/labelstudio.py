@@ -21,6 +21,7 @@ from valora_data.sources.formats.annotated import (
     Record,
     Shape,
     collected,
+    note_unlisted,
     shares,
 )
 from valora_data.sources.formats.files import IMAGES, Finder
@@ -63,10 +64,6 @@ class LabelStudioFormat(AnnotatedFormat):
         found = (one for entry in entries for one in (_results(entry) or ()))
         return TASKS.get(str(next(found, {}).get("type")), Task.DETECTION)
 
-    def folder(self, source: Source, part: Path) -> Path:
-        """The folder of the images."""
-        return source.image_folder
-
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
         """Images of the tasks that are labelled; ids are their paths as they were found."""
         entries = load_rows(part, "tasks")
@@ -93,6 +90,7 @@ class LabelStudioFormat(AnnotatedFormat):
                 else:
                     record.answer = _answer(results, source.task.spec.answer, where)
                 yield record
+        note_unlisted(finder, reading)
 
 
 def _results(entry: Any) -> list[Result] | None:

@@ -53,15 +53,7 @@ TEXTS = {"answers": ("answer",), "captions": ("raw", "caption", "text"),
 
 
 def task_of_columns(columns: Collection[str], labelled: Task) -> Task:
-    """The most likely task of a table.
-
-    Args:
-        columns: Names of the columns.
-        labelled: Task of a table whose answers are labels, or that has no columns.
-
-    Raises:
-        DataError: The columns do not tell the task.
-    """
+    """The most likely task of a table; `labelled` if its answers are labels or it has no columns."""
     for column, task in TASKS.items():
         if column in columns:
             return task
@@ -73,14 +65,10 @@ def task_of_columns(columns: Collection[str], labelled: Task) -> Task:
 
 
 class RowReader:
-    """Reads the rows of one data set for a domain.
+    """Reads the rows of one data set, called `name` in messages, for a domain.
 
-    Args:
-        source: What is read, with the task, the labels and the columns of other names.
-        name: The data set, for messages.
-        reading: Collects the faults of single boxes.
-        names: Declared names of class indices, if the data set has such: rows of other classes
-            than the domain's are left out then, and are faults otherwise.
+    Data sets may declare `names` of class indices: rows of other classes than the domain's are left
+    out then, and are faults otherwise.
     """
 
     def __init__(
@@ -92,16 +80,7 @@ class RowReader:
     def read(self, row: Mapping[str, Any], item: str, where: str) -> list[dict[str, Any]]:
         """The fields of a `Record` that a row fills in: one for each of several phrases.
 
-        Args:
-            row: Values by column.
-            item: What faults are counted by.
-            where: Names the row in messages.
-
-        Returns:
-            None of them if the row is of a declared class that the domain does not ask for.
-
-        Raises:
-            FaultError: A column is missing or its value cannot be read.
+        None of them if the row is of a declared class that the domain does not ask for.
         """
         spec, labels = self._source.task.spec, self._source.labels
         if spec.detects:

@@ -5,26 +5,21 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from valora_data.sources.formats.labelled import ImageReader
 
 Entries = list[dict[str, Any]]
 
 
 def read_text(path: Path) -> str:
-    """Content of a text file in UTF-8, or in UTF-16 with a mark of it, as Windows writes it.
-
-    Raises:
-        DataError: It is missing or in another encoding.
-    """
+    """Content of a text file in UTF-8, or in UTF-16 with a mark of it, as Windows writes it."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -37,11 +32,7 @@ def read_text(path: Path) -> str:
 
 
 def load_json(path: Path) -> Any:
-    """Content of a JSON file.
-
-    Raises:
-        DataError: It is missing or no JSON.
-    """
+    """Content of a JSON file."""
     text = read_text(path)
     try:
         return json.loads(text)
@@ -53,9 +44,6 @@ def read_lines(path: Path) -> list[tuple[int, Any]]:
     """Rows of a JSON Lines file with their numbers, which begin at 1; None if one is no JSON.
 
     Not by pyarrow or `datasets`, which stop at the first bad row and want one type a column.
-
-    Raises:
-        DataError: The file is missing or no text.
     """
     lines = read_text(path).split("\n")  # `splitlines` would split at other marks, within texts
     return [(number, _parsed(line)) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -69,30 +57,18 @@ def _parsed(line: str) -> Any:
 
 
 def load_rows(path: Path, what: str) -> list[Any]:
-    """Entries of a JSON list or of JSON Lines; rows that are no JSON are None.
-
-    Raises:
-        DataError: The file is missing, or holds no list.
-    """
-    if path.suffix == ".jsonl":
-        return [entry for _, entry in read_lines(path)]
-    content = load_json(path)
-    if not isinstance(content, list):
+    """Entries of a JSON list or of JSON Lines; rows that are no JSON are None."""
+    lines = path.suffix == ".jsonl"
+    rows = [entry for _, entry in read_lines(path)] if lines else load_json(path)
+    if not isinstance(rows, list):
         raise DataError(f"{path.name} is no list of {what}: export it as a list, or as JSON Lines")
-    return content
+    if not rows:
+        raise DataError(f"{path.name} lists no {what}: the data set is empty")
+    return rows
 
 
 def load_tables(path: Path, required: Sequence[str], what: str) -> dict[str, list[Any]]:
-    """Tables of a JSON file in the style of COCO; their entries are not checked.
-
-    Args:
-        path: The file.
-        required: Names of the tables, the first of which must not be empty.
-        what: Name of the format, for messages.
-
-    Raises:
-        DataError: The file is missing or no JSON, lacks a table, or the first one is empty.
-    """
+    """Required tables of a JSON file in the style of COCO, the first of which is not empty."""
     content = load_json(path)
     for table in required:
         if not isinstance(content, dict) or not isinstance(content.get(table), list):
@@ -114,35 +90,23 @@ def sound_entries(
 ) -> Entries:
     """Entries of a table that have some keys; the others are collected as faults.
 
-    Args:
-        reader: Collects the faults.
-        source: Name of the file.
-        table: Name of the table.
-        entries: The entries.
-        keys: The keys. File names must be texts; ids numbers or texts, and whole ones of any form
-            are alike.
-        unique: Keys of which no value may occur twice.
-
-    Raises:
-        DataError: Too many images have faults.
+    File names must be texts, ids numbers or texts; whole ones in any form are alike. No value of
+    the unique keys may occur twice.
     """
     found: Entries = []
     seen: set[tuple[str, Any]] = set()
     for position, entry in enumerate(entries):
         where = f"{source}: entry {position} of {table!r}"
-        with reader.tolerate(f"{source}, entry {position} of {table!r}"):
+        with reader.tolerate(where):
             if not isinstance(entry, dict):
                 raise FaultError(FaultKind.ROW_MALFORMED, f"{where} is not a valid JSON object")
-            missing = [key for key in keys if key not in entry]
-            if missing:
-                text = f"{where} has no {', '.join(missing)}"
-                raise FaultError(FaultKind.ROW_INCOMPLETE, text)
+            if missing := [key for key in keys if key not in entry]:
+                raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no {', '.join(missing)}")
             sound = {key: whole(v) if key.endswith("id") else v for key, v in entry.items()}
             for key in keys:
-                text_only = key == "file_name"
-                allowed = str if text_only else int | str
-                if (text_only or key.endswith("id")) and not isinstance(sound[key], allowed):
-                    kind = "text" if text_only else "number or text"
+                kind = "text" if key == "file_name" else "number or text"
+                named = key == "file_name" or key.endswith("id")
+                if named and not isinstance(sound[key], str if kind == "text" else int | str):
                     text = f"{where} has the {key} {entry[key]!r}, which is no {kind}"
                     raise FaultError(FaultKind.ROW_MALFORMED, text)
             for key in unique:

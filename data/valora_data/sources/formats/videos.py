@@ -21,12 +21,7 @@ FRAMES = 8
 def frame_places(total: int, count: int) -> list[int]:
     """Indices of the frames to take: the middle of each of `count` equal parts of the video.
 
-    Args:
-        total: Frames in the video.
-        count: Frames wanted; a video of fewer gives some of them more than once.
-
-    Returns:
-        `count` indices in rising order.
+    They rise; a video of fewer frames gives some of them more than once.
     """
     return [int((2 * part + 1) * total / (2 * count)) for part in range(count)]
 

@@ -81,10 +81,6 @@ class VocFormat(AnnotatedFormat):
             parts.setdefault(split, []).append(path)
         return with_rest(parts, images)
 
-    def name(self, source: Source, part: list[Path]) -> str:
-        """Name of the folder."""
-        return Path(source.location).name
-
     def lists(self, source: Source) -> Iterator[Path]:
         """The lists of names."""
         yield from sorted(Path(source.location).glob(SETS))

@@ -39,10 +39,6 @@ class VqaFormat(AnnotatedFormat):
             )
         return {None: Path(source.annotations)}
 
-    def lists(self, source: Source) -> tuple[Path, ...]:
-        """The files of questions and of annotations."""
-        return (source.file, *self.parts(source).values())
-
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
         """A record for each question, with all annotators' answers in theirs.
 

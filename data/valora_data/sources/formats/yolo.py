@@ -101,12 +101,8 @@ class YoloFormat(AnnotatedFormat):
 class YoloSet:
     """A data set's YAML file.
 
-    Args:
-        file: The file, with `names` and the splits' folders, lists of folders, or text files of
-            image paths, relative to `path`.
-
-    Raises:
-        DataError: It is missing or corrupt. Attributes and methods raise what they find missing.
+    It has `names`, and the splits' folders, lists of folders, or text files of image paths, relative
+    to `path`. All raise a `DataError` for what they find missing or corrupt.
     """
 
     def __init__(self, file: Path) -> None:

@@ -51,30 +51,24 @@ def test_messages_are_conversations(tmp_path: Path) -> None:
     assert (sample.prompt, sample.answer.answers) == ("Who?", ("me",))
 
 
-@pytest.mark.parametrize(
-    ("task", "turns", "prompt", "answer"),
-    [
-        (Task.CAPTION, ("<image>\nDescribe.", "a cat"), "Describe.", Answer(captions=("a cat",))),
-        (Task.CAPTION, ("<image>", "a cat"), None, Answer(captions=("a cat",))),
-        (Task.CLASSIFICATION, ("<image>\nWhat?", "cat"), "What?", Answer(label="cat")),
-        (Task.COUNTING, ("<image>\nHow many?", "3"), "How many?", Answer(count=3)),
-        (
-            Task.GROUNDING,
-            ("<image>\nlocate", "<ref>the cat</ref><box>(250,500),(500,1000)</box>"),
-            "the cat", Answer((Box(3, 4, 6, 8, "the cat"),)),
-        ),
-        (
-            Task.GROUNDING, ("<image>\nthe left cat", "[0.25, 0.5, 0.5, 1.0]"),
-            "the left cat", Answer((Box(3, 4, 6, 8, "the left cat"),)),
-        ),
-    ],
-)  # fmt: skip
+CAT = Answer((Box(3, 4, 6, 8, "the cat"),))
+TASKS: list[tuple[Task, str, str, str | None, Answer]] = [
+    (Task.CAPTION, "Describe.", "a cat", "Describe.", Answer(captions=("a cat",))),
+    (Task.CAPTION, "", "a cat", None, Answer(captions=("a cat",))),
+    (Task.CLASSIFICATION, "What?", "cat", "What?", Answer(label="cat")),
+    (Task.COUNTING, "How many?", "3", "How many?", Answer(count=3)),
+    (Task.GROUNDING, "locate", "<ref>the cat</ref><box>(250,500),(500,1000)</box>", "the cat", CAT),
+    (Task.GROUNDING, "the cat", "[0.25, 0.5, 0.5, 1.0]", "the cat", CAT),
+]
+
+
+@pytest.mark.parametrize(("task", "asked", "said", "prompt", "answer"), TASKS)
 def test_conversations_for_every_task(
-    tmp_path: Path, task: Task, turns: tuple[str, ...], prompt: str | None, answer: Answer
+    tmp_path: Path, task: Task, asked: str, said: str, prompt: str | None, answer: Answer
 ) -> None:
     picture(tmp_path / "a.png", 0, (12, 8))
     file = tmp_path / "talk.jsonl"
-    file.write_text(json.dumps(talk(*turns)) + "\n\n")
+    file.write_text(json.dumps(talk(f"<image>\n{asked}", said)) + "\n\n")
     (sample,) = read_llava(file, tmp_path, task)
     assert (sample.id, sample.prompt, sample.answer) == ("x", prompt, answer)
 
@@ -96,26 +90,26 @@ def test_several_images_and_videos(tmp_path: Path) -> None:
     assert (len(video.images), video.prompt) == (2, "what?")
 
 
-@pytest.mark.parametrize(
-    ("task", "entry", "message"),
-    [
-        (Task.VQA, talk("hi"), "told by human, expected human and gpt in turn"),
-        (Task.VQA, talk("a", "b", "c", "d") | {"conversations": []}, "told by nobody"),
-        (Task.VQA, talk("<image><image>?", "b"), "has 1 image and 2 <image>"),
-        (Task.VQA, talk("<image>?", ""), "question 0: the answer is empty"),
-        (Task.VQA, {"id": 1, "conversations": []}, "no conversation has an image"),
-        (Task.VQA, {"id": 1, "image": "a.png"}, "conversation 1 is told by nobody"),
-        (Task.VQA, talk("<image>?", "b", image="gone.png"), "1 of 1 image has faults"),
-        (Task.CLASSIFICATION, talk("<image>?", "fox"), "label 'fox' is not one of cat, dog"),
-        (Task.GROUNDING, talk("<image>?", "over there"), "'over there' holds no box"),
-        (Task.GROUNDING, talk("<image>?", "[0.5, 0.5, 0.5, 0.9]"), "has no area"),
-        (Task.COUNTING, talk("<image>?", "some"), "count 'some' is no whole number"),
-        (Task.DETECTION, talk("<image>?", "b"), "llava has no answers for task detection"),
-    ],
-)
-def test_conversations_of_no_use(
-    tmp_path: Path, task: Task, entry: dict[str, object], message: str
-) -> None:
+FAULTS: dict[str, tuple[Task, dict[str, object]]] = {
+    "told by human, expected human and gpt in turn": (Task.VQA, talk("hi")),
+    "told by nobody": (Task.VQA, talk()),
+    "told by gpt, human": (Task.VQA, talk("a", "b", "c")
+                           | {"conversations": talk("a", "b", "c")["conversations"][1:]}),
+    "has 1 image and 2 <image>": (Task.VQA, talk("<image><image>?", "b")),
+    "question 0: the answer is empty": (Task.VQA, talk("<image>?", "")),
+    "no conversation has an image": (Task.VQA, {"id": 1, "conversations": []}),
+    "1 of 1 image has faults": (Task.VQA, talk("<image>?", "b", image="gone.png")),
+    "label 'fox' is not one of cat, dog": (Task.CLASSIFICATION, talk("<image>?", "fox")),
+    "'over there' holds no box": (Task.GROUNDING, talk("<image>?", "over there")),
+    "has no area": (Task.GROUNDING, talk("<image>?", "[0.5, 0.5, 0.5, 0.9]")),
+    "count 'some' is no whole number": (Task.COUNTING, talk("<image>?", "some")),
+    "llava has no answers for task detection": (Task.DETECTION, talk("<image>?", "b")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", list(FAULTS))
+def test_conversations_of_no_use(tmp_path: Path, message: str) -> None:
+    task, entry = FAULTS[message]
     picture(tmp_path / "a.png", 0)
     labels = ["cat", "dog"] if task is Task.CLASSIFICATION else []
     with pytest.raises(DataError, match=message):

@@ -1,6 +1,5 @@
 """Ultralytics data sets: read like Ultralytics reads them, written so that it can."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -35,10 +34,10 @@ def data(tmp_path: Path) -> Path:
     return write_yolo(SAMPLES, LABELS, tmp_path / "set")
 
 
-def edit(path: Path, **changes: object) -> Path:
-    content = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**content, **changes}))
-    return path
+def edit(file: Path, /, **changes: object) -> Path:
+    content = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**content, **changes}))
+    return file
 
 
 def test_round_trip(data: Path) -> None:
@@ -102,37 +101,14 @@ def test_names_as_a_list_and_images_as_a_text_file(data: Path) -> None:
     assert ids == ["images/train/000000.png", "images/train/000002.png"]
 
 
-def test_several_folders(data: Path) -> None:
-    edit(data, train=["images/train", "images/val"])
-    assert len(list(read_split("yolo", data, "train", LABELS))) == 4
-
-
-def test_path_may_be_left_out(data: Path) -> None:
-    content = yaml.safe_load(data.read_text())
-    del content["path"]
-    data.write_text(yaml.safe_dump(content))
-    assert len(list(read_split("yolo", data, "train", LABELS))) == 3
-
-
 @pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            "0 0.5 0.5 1.2 0.5",
-            r"0\.txt, row 1: box \(-2, 5, 22, 15\) lies outside its 20 × 20",
-        ),
-        ("0 5 6 12 12", "lies outside.*check the unit"),
-        ("0 0.5 0.5 0 0.5", "has no area"),
-        ("2 0.5 0.5 0.1 0.1", "row 1: class 2 is none of 0, 1: make the ids and names match"),
-        ("0.5 0.5 0.5 0.1 0.1", "class 0.5 is none of"),
-        ("0 0.5 0.5 0.1", "expected a class and 4 numbers .* got 3"),
-        ("dog 0.5 0.5 0.1 0.1", "is not a row of numbers"),
-    ],
+    ("changes", "count"),
+    [({"train": ["images/train", "images/val"]}, 4), ({"path": None}, 3), ({"path": "/gone"}, 3)],
+    ids=["several folders", "no path", "moved"],
 )
-def test_bad_rows(data: Path, row: str, message: str) -> None:
-    (data.parent / "labels/val/000000.txt").write_text(row + "\n")
-    with pytest.raises(DataError, match=message):
-        list(read_split("yolo", data, "val", LABELS))
+def test_folders(data: Path, changes: dict[str, object], count: int) -> None:
+    edit(data, **changes)
+    assert len(list(read_split("yolo", data, "train", LABELS))) == count
 
 
 def test_rounding_is_clipped(data: Path) -> None:
@@ -141,39 +117,37 @@ def test_rounding_is_clipped(data: Path) -> None:
     assert box.xyxy == pytest.approx((0, 5, 20, 15))
 
 
-def test_bad_files(data: Path, tmp_path: Path) -> None:
+FAULTS: dict[str, dict[str, object]] = {
+    "class -1 is none of 0, 1: make the ids and names match": {"row": "-1 0.5 0.5 0.1 0.1"},
+    r"0\.txt, row 1: box \(-2, 5, 22, 15\) lies outside its 20 × 20": {"row": "0 0.5 0.5 1.2 0.5"},
+    "got 5 numbers, of which the last may be a confidence": {"row": "0 0.5 0.5 0.1 0.1 0.9"},
+    "or 10 of keypoints, got 6": {"row": "0 0.5 0.5 0.1 0.1 0 0", "kpt_shape": [5, 2]},
+    r"kpt_shape \[5\] is not": {"row": "0 0.5 0.5 0.1 0.1", "kpt_shape": [5]},
+    "no category 'cat', only dog, pig": {"names": ["dog", "pig"]},
+    "has no 'names'": {"names": None},
+    "write them in quotes": {"names": [False, True]},
+    "split 'val' names .*gone, which does not exist": {"val": "gone"},
+    "split 'val' holds no images": {"val": "labels"},
+}
+
+
+@pytest.mark.parametrize("message", list(FAULTS))
+def test_what_is_refused(data: Path, message: str) -> None:
+    changes = dict(FAULTS[message])
+    row = changes.pop("row", "")
+    (data.parent / "labels/val/000000.txt").write_text(f"{row}\n")
+    edit(data, **changes)
+    with pytest.raises(DataError, match=message):
+        list(read_split("yolo", data, "val", LABELS))
+
+
+def test_files_that_are_no_set(data: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read .*no\.yaml .*check the path"):
-        list(read_split("yolo", tmp_path / "no.yaml", "train", LABELS))
-    with pytest.raises(DataError, match="no category 'horse', only dog, cat"):
-        list(read_split("yolo", data, "train", ("dog", "horse")))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no images: the data set is empty"):
-        list(read_split("yolo", edit(data, val=str(tmp_path / "empty")), "val", LABELS))
-    with pytest.raises(DataError, match=r"names .*gone, which does not exist"):
-        list(read_split("yolo", edit(data, val="gone"), "val", LABELS))
-    with pytest.raises(DataError, match=r"train lists 000000\.png twice"):
-        list(read_split("yolo", edit(data, train=["images/train"] * 2), "train", LABELS))
-    with pytest.raises(DataError, match="has no 'names'"):
-        list(read_split("yolo", edit(data, names=None), "train", LABELS))
-    data.write_text("names: [dog")
-    with pytest.raises(DataError, match=r"data\.yaml is not valid YAML"):
-        list(read_split("yolo", data, "train", LABELS))
-    data.write_text("- a list")
-    with pytest.raises(DataError, match="is no Ultralytics data set"):
-        list(read_split("yolo", data, "train"))
-
-
-def test_images_that_do_not_decode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    many = {Split.TRAIN: [sample(f"{i}", (8, 8)) for i in range(20)]}
-    data = write_yolo(many, LABELS, tmp_path)
-    images = tmp_path / "images/train"
-    (images / "000005.png").write_text("no image")
-    with caplog.at_level(logging.WARNING):
-        assert len(list(read_split("yolo", data, "train", LABELS))) == 19
-    assert "data.yaml: 1 of 20 images skipped" in caplog.text
-    (images / "000006.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"2 of 20 images have faults.*000005\.png cannot be"):
-        list(read_split("yolo", data, "train", LABELS))
+        list(read_split("yolo", data.with_name("no.yaml"), "train", LABELS))
+    for text, message in (("names: [", "is not valid YAML"), ("[1]", "no Ultralytics data set")):
+        data.write_text(text)
+        with pytest.raises(DataError, match=message):
+            list(read_split("yolo", data, "train", LABELS))
 
 
 def test_writing_refuses_what_nobody_could_read(tmp_path: Path) -> None:

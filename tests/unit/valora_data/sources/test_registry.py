@@ -1,12 +1,11 @@
 """One door to all sources: kinds are recognised, splits are found, what does not fit is refused."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.data_sets import metadata, picture, write_video
+from tests.support.data_sets import picture, write_json, write_video
 from valora_data import shards
 from valora_data.cli import main
 from valora_data.errors import DataError
@@ -28,13 +27,8 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
         picture(tmp_path / name, 9 + index)
     splits = open_source(Source("imagefolder", Task.CLASSIFICATION, path=str(tmp_path)))
     assert set(splits) == set(Split)
-    assert [s.answer for s in splits[Split.UNLABELLED]()] == [Answer()]
-
-
-def test_streams_can_be_read_again(tmp_path: Path) -> None:
-    picture(tmp_path / "cat" / "a.png", 0)
-    (stream,) = open_source(Source("imagefolder", Task.CLASSIFICATION, path=str(tmp_path))).values()
-    assert [s.id for s in stream()] == [s.id for s in stream()] == ["cat/a.png"]
+    stream = splits[Split.UNLABELLED]  # which can be read again
+    assert [s.answer for s in stream()] == [s.answer for s in stream()] == [Answer()]
 
 
 def test_built_in_scenes() -> None:
@@ -45,17 +39,16 @@ def test_built_in_scenes() -> None:
 
 
 def test_kinds_are_recognised(tmp_path: Path) -> None:
-    def write(name: str, content: object) -> Path:
-        (tmp_path / name).write_text(json.dumps(content))
-        return tmp_path / name
-
-    assert detect_kind(write("a.json", {"images": [], "annotations": []})) == "coco"
-    assert detect_kind(write("b.json", [{"conversations": []}])) == "llava"
-    assert detect_kind(write("c.json", {"questions": []})) == "vqa"
-    assert detect_kind(write("d.json", {"refs": [], "images": []})) == "refcoco"
-    assert detect_kind(write("e.json", [{"sentences": []}])) == "refcoco"
-    assert detect_kind(write("f.jsonl", {})) == "llava"
-    assert detect_kind(write("g.yaml", {})) == "yolo"
+    for name, content, kind in (
+        ("a.json", {"images": [], "annotations": []}, "coco"),
+        ("b.json", [{"conversations": []}], "llava"),
+        ("c.json", {"questions": []}, "vqa"),
+        ("d.json", {"refs": [], "images": []}, "refcoco"),
+        ("e.json", [{"sentences": []}], "refcoco"),
+        ("f.jsonl", {}, "llava"),
+        ("g.yaml", {}, "yolo"),
+    ):
+        assert detect_kind(write_json(tmp_path / name, content)) == kind
     image = picture(tmp_path / "images" / "cat" / "a.png", 0)
     assert detect_kind(tmp_path / "images") == "imagefolder"
     shards.write([Sample("a", image, Answer())], (), tmp_path / "shard")
@@ -64,7 +57,7 @@ def test_kinds_are_recognised(tmp_path: Path) -> None:
     write_video(tmp_path / "clips" / "a.mp4", [1, 2])
     assert detect_kind(tmp_path / "clips") == "videofolder"
     with pytest.raises(DataError, match=r"h\.json is of no known kind: expected a folder"):
-        detect_kind(write("h.json", {"x": 1}))
+        detect_kind(write_json(tmp_path / "h.json", {"x": 1}))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no images, videos or tables"):
         detect_kind(tmp_path / "empty")
@@ -78,12 +71,10 @@ def test_the_only_annotation_file_of_a_folder_is_found(tmp_path: Path) -> None:
     label = tmp_path / "labels" / "train" / "a.txt"
     label.parent.mkdir(parents=True)
     label.write_text("1 0.5 0.5 0.5 0.5\n")
-    assert detect_kind(tmp_path) == "yolo"
     bare = Source("yolo", Task.DETECTION, path=str(tmp_path))
-    with pytest.raises(
-        DataError,
-        match=r"has no data\.yaml: .* train: images/train, and names",
-    ):
+    lacking = r"has no data\.yaml: .* train: images/train, and names"
+    assert detect_kind(tmp_path) == "yolo"
+    with pytest.raises(DataError, match=lacking):
         open_source(bare)
     (tmp_path / "pets.yml").write_text("{train: images/train, names: [cat, dog]}")
     assert detect_kind(tmp_path) == "yolo"
@@ -91,24 +82,8 @@ def test_the_only_annotation_file_of_a_folder_is_found(tmp_path: Path) -> None:
     assert [box.label for box in found.answer.boxes] == ["dog"]
     assert tmp_path / "pets.yml" in set(files_of(bare))
     (tmp_path / "other.yaml").write_text("{}")  # which of them?
-    with pytest.raises(DataError, match=r"has no data\.yaml"):
+    with pytest.raises(DataError, match=lacking):
         open_source(bare)
-
-    folder = tmp_path / "export"
-    picture(folder / "b.png", 0)
-    box = {"id": 1, "image_id": 7, "category_id": 3, "bbox": [1, 2, 3, 4]}
-    content = {
-        "images": [{"id": 7, "file_name": "b.png", "width": 12, "height": 8}],
-        "categories": [{"id": 3, "name": "owl"}],
-        "annotations": [box],
-    }
-    (folder / "result.json").write_text(json.dumps(content))
-    assert detect_kind(folder) == "coco"
-    source = Source("coco", Task.DETECTION, path=str(folder))
-    assert FORMATS["coco"]().guess_task(str(folder)) is Task.DETECTION
-    (found,) = open_source(source)[None]()
-    assert [box.label for box in found.answer.boxes] == ["owl"]
-    assert folder / "result.json" in set(files_of(source))
 
 
 def test_a_folder_of_classes_with_settings_beside_them_is_one(tmp_path: Path) -> None:
@@ -131,16 +106,6 @@ def test_what_does_not_fit() -> None:
         open_source(Source("vqa", Task.VQA, path="q.json"))
     for task in Task.all():
         assert sum(found().supports(task) for found in FORMATS.values()) >= 3
-
-
-def test_metadata_of_another_split_is_its_own(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        picture(tmp_path / split / "a.png", len(split))
-        metadata(tmp_path / split, {"file_name": "a.png", "question": "q?", "answer": split})
-    splits = open_source(Source("imagefolder", Task.VQA, path=str(tmp_path)))
-    assert {key: [s.answer.choice for s in stream()] for key, stream in splits.items()} == {
-        None: ["train"], Split.TEST: ["test"],
-    }  # fmt: skip
 
 
 CSV = """

@@ -96,9 +96,18 @@ def test_a_data_set_that_has_moved_is_found_beside_the_shelf(tmp_path, before):
 def test_what_cannot_be_used_is_a_sentence(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         read_shelf(tmp_path / "runs")
-    run(tmp_path / "runs" / "train", "gone.yaml")
-    with pytest.raises(DataError, match=r"gone\.yaml is not there any more"):
-        read_shelf(tmp_path / "runs")
+    folder = run(tmp_path / "runs" / "train", "gone.yaml")
+    for args, message in (
+        (None, r"gone\.yaml is not there any more"),
+        ("task: [", "is no YAML"),
+        ("{task: detect, mode: val}", "is no training"),
+        ("{task: obb}", "task obb has no upright boxes"),
+        ("{task: detect}", "names no data"),
+    ):
+        if args is not None:
+            (folder / "args.yaml").write_text(args)
+        with pytest.raises(DataError, match=message):
+            read_shelf(tmp_path / "runs")
 
 
 def test_check_shows_what_it_would_fuse(tmp_path, capsys):

@@ -51,14 +51,6 @@ def test_values_are_drawn_alike_whatever_the_key():
         assert max(counts.values()) / sum(counts.values()) < 2 / len(choices) + 0.02
 
 
-def test_documents_differ_and_wordings_of_self_study_are_not_those_of_measuring():
-    first, second = (draw_document(np.random.default_rng(seed), 5) for seed in (3, 4))
-    assert first.text != second.text
-    for wordings in WORDINGS.values():
-        assert len(set(wordings)) == len(wordings)
-        assert all("{key}" in wording for wording in wordings)
-
-
 def test_documents_are_made_of_the_base_models_tokens():
     from tokenizers import Tokenizer
 

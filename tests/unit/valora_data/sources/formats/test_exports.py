@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from PIL import Image
-from pycocotools.coco import COCO
 
 from tests.support.detection_sets import (
     BOXES,
@@ -24,20 +23,19 @@ from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.base import Source
 from valora_data.sources.formats import labelled
-from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import FORMATS, detect_kind, files_of, open_source
 
 EXPORTS: dict[str, Callable[[Path], Path]] = {
     "roboflow": write_roboflow, "voc": write_voc, "cvat": write_cvat,
-    "labelstudio": write_labelstudio,
+    "labelstudio": write_labelstudio, "labelstudio-min": partial(write_labelstudio, small=True),
 }  # fmt: skip
 SPLITS = {"a": None, "c": None, "b": Split.VAL, "d": Split.TEST}
 """The split of each image; None for the part from which the unlabelled split is taken."""
 
 
 def source_of(kind: str, path: Path, task: Task = Task.DETECTION, **more: object) -> Source:
-    images = path.parent / "images"
-    folder = str(images) if kind == "labelstudio" else None
+    kind = kind.removesuffix("-min")
+    folder = str(path.parent / "images") if kind == "labelstudio" else None
     return Source(kind, task, path=str(path), **({"images": folder} | more))
 
 
@@ -62,12 +60,13 @@ def _name(sample: Sample) -> str:
 @pytest.mark.parametrize("kind", list(EXPORTS))
 def test_boxes_and_splits(kind: str, tmp_path: Path) -> None:
     path = EXPORTS[kind](tmp_path / "set")
-    assert detect_kind(path) == kind
-    assert FORMATS[kind]().guess_task(str(path)) is Task.DETECTION
+    form = kind.removesuffix("-min")
+    assert detect_kind(path) == form
+    assert FORMATS[form]().guess_task(str(path)) is Task.DETECTION
     found = read(source_of(kind, path))
     assert set(found) == set(SIZES)
     for name, (split, sample) in found.items():
-        assert split == (None if kind == "labelstudio" else SPLITS[name])
+        assert split == (None if form == "labelstudio" else SPLITS[name])
         boxes = [(box.label, box.xyxy) for box in sample.answer.boxes]
         assert [label for label, _ in boxes] == [label for label, _ in BOXES[name]]
         for (_, edges), (_, expected) in zip(boxes, BOXES[name], strict=True):
@@ -99,24 +98,7 @@ def test_every_file_that_is_read_is_hashed(
     assert pictures <= listed
 
 
-def test_roboflow_agrees_with_pycocotools(tmp_path: Path) -> None:
-    path = write_roboflow(tmp_path / "set")
-    found = {sample.id: sample for _, sample in read(source_of("roboflow", path)).values()}
-    for folder in ("train", "valid", "test"):
-        theirs = COCO(str(path / folder / "_annotations.coco.json"))
-        for image_id in theirs.getImgIds():
-            expected = [
-                (theirs.cats[a["category_id"]]["name"], a["bbox"])
-                for a in theirs.loadAnns(theirs.getAnnIds(imgIds=image_id))
-            ]
-            boxes = [
-                (b.label, [b.x0, b.y0, b.x1 - b.x0, b.y1 - b.y0])
-                for b in found[f"{folder}/{image_id}"].answer.boxes
-            ]
-            assert boxes == expected
-
-
-def test_voc_agrees_with_supervision_and_the_devkit(tmp_path: Path) -> None:
+def test_voc_agrees_with_supervision(tmp_path: Path) -> None:
     import supervision as sv
 
     path = write_voc(tmp_path / "set")
@@ -125,20 +107,12 @@ def test_voc_agrees_with_supervision_and_the_devkit(tmp_path: Path) -> None:
     )
     found = {sample.id: sample for _, sample in read(source_of("voc", path)).values()}
     for place, detections in theirs.annotations.items():
-        sample = found[f"JPEGImages/{Path(place).name}"]
         expected = [
             (theirs.classes[index], *edges)
             for index, edges in zip(detections.class_id, detections.xyxy.tolist(), strict=True)
         ]
-        ours = [(box.label, *box.xyxy) for box in sample.answer.boxes]
-        assert sorted(ours) == sorted(expected)
-        # By hand: pixels are counted from 1, and the last one is part of the box.
-        root = ElementTree.parse(path / "Annotations" / f"{Path(place).stem}.xml").getroot()
-        covered = [
-            tuple(int(entry.findtext(f"bndbox/{edge}") or 0) for edge in ("xmin", "xmax"))
-            for entry in root.iter("object")
-        ]
-        assert [(box.x0 + 1, box.x1) for box in sample.answer.boxes] == covered
+        boxes = found[f"JPEGImages/{Path(place).name}"].answer.boxes
+        assert sorted((box.label, *box.xyxy) for box in boxes) == sorted(expected)
 
 
 def test_voc_with_files_beside_the_images(tmp_path: Path) -> None:
@@ -155,18 +129,6 @@ def test_voc_with_files_beside_the_images(tmp_path: Path) -> None:
     for name, (split, sample) in found.items():
         assert split == SPLITS[name]
         assert [(b.label, b.xyxy) for b in sample.answer.boxes] == BOXES[name]
-
-
-def test_cvat_agrees_with_its_xml(tmp_path: Path) -> None:
-    path = write_cvat(tmp_path / "set")
-    found = {sample.id: sample for _, sample in read(source_of("cvat", path)).values()}
-    for image in ElementTree.parse(path / "annotations.xml").getroot().iter("image"):
-        expected = [
-            (box.attrib["label"], *(float(box.attrib[k]) for k in ("xtl", "ytl", "xbr", "ybr")))
-            for box in image.iter("box")
-        ]
-        ours = [(box.label, *box.xyxy) for box in found[image.attrib["name"]].answer.boxes]
-        assert ours == expected
 
 
 def test_cvat_shapes_and_tags(tmp_path: Path) -> None:
@@ -187,24 +149,15 @@ def test_cvat_shapes_and_tags(tmp_path: Path) -> None:
     ]  # fmt: skip
     tagged = read(source_of("cvat", tmp_path, Task.CLASSIFICATION))
     assert [sample.answer.label for _, sample in tagged.values()] == ["indoors"]
-    file.write_text('<annotations><track id="0"/></annotations>')
-    with pytest.raises(DataError, match=r"tracks of a video: export the task"):
-        read(source_of("cvat", tmp_path))
-    file.write_text("<annotation/>")
-    with pytest.raises(DataError, match="is no export of CVAT"):
-        read(source_of("cvat", tmp_path))
-    file.write_text("<annotations><ima")
-    with pytest.raises(DataError, match="is not valid XML"):
-        read(source_of("cvat", tmp_path))
-
-
-def test_the_small_export_of_label_studio(tmp_path: Path) -> None:
-    path = write_labelstudio(tmp_path / "set", small=True)
-    assert detect_kind(path) == "labelstudio"
-    for name, (_, sample) in read(source_of("labelstudio", path)).items():
-        assert [b.label for b in sample.answer.boxes] == [label for label, _ in BOXES[name]]
-        for box, (_, edges) in zip(sample.answer.boxes, BOXES[name], strict=True):
-            assert box.xyxy == pytest.approx(edges, abs=1e-6)
+    for text, message in (
+        ('<annotations><track id="0"/></annotations>', "tracks of a video: export the task"),
+        ("<annotation/>", "is no export of CVAT"),
+        ("<annotations><ima", "is not valid XML"),
+        ("<annotations/>", "lists no images"),
+    ):
+        file.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read(source_of("cvat", tmp_path))
 
 
 def studio(folder: Path, *results: object, place: str = "/data/upload/1/c.jpg", **more) -> Path:
@@ -294,14 +247,3 @@ def test_images_alone(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no images"):
         (tmp_path / "empty").mkdir()
         list(open_source(Source("images", Task.DETECTION, path=str(tmp_path / "empty")))[None]())
-
-
-def test_readers_share_one_count_of_faults(tmp_path: Path) -> None:
-    path = write_voc(tmp_path / "set")
-    reader = ImageReader.for_check("set")
-    (path / "JPEGImages" / "a.jpg").write_bytes(b"broken")
-    (path / "JPEGImages" / "d.jpg").write_bytes(b"")
-    read(source_of("voc", path, reader=reader))
-    assert reader.total == 4
-    faults = reader.faults.found
-    assert sorted(fault.item for fault in faults if fault.kind.skips) == ["a.jpg", "d.jpg"]

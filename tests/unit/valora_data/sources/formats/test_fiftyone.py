@@ -7,105 +7,73 @@ import pytest
 
 from tests.support.data_sets import picture
 from valora_data.errors import DataError
-from valora_data.faults import Faults
 from valora_data.schema import Box, Split, Task
 from valora_data.sources.base import Source
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import detect_kind, files_of, open_source
 
-SIZE = (40, 20)
-
 
 def detections(*rows):
-    found = [
-        {"_id": {"$oid": "1"}, "_cls": "Detection", "label": label, "bounding_box": box, "tags": []}
-        for label, box in rows
-    ]
-    return {"_id": {"$oid": "2"}, "_cls": "Detections", "detections": found}
+    found = [{"_cls": "Detection", "label": label, "bounding_box": box} for label, box in rows]
+    return {"_cls": "Detections", "detections": found}
 
 
-def export(folder, samples, **more):
-    for sample in samples:
-        if not Path(sample["filepath"]).is_absolute():
-            picture(folder / sample["filepath"], len(sample["filepath"]), SIZE)
-    folder.mkdir(parents=True, exist_ok=True)
+def sample(name, tag="good", **fields):
+    return {"filepath": f"data/{name}.png", "tags": [tag], **fields}
+
+
+def export(folder, *samples):
+    for each in samples:
+        if "filepath" in each:
+            picture(folder / "data" / Path(each["filepath"]).name, 3, (40, 20))
     (folder / "samples.json").write_text(json.dumps({"samples": samples}))
-    (folder / "metadata.json").write_text(json.dumps({"name": "pets", "version": "1.7.0"} | more))
-    return folder
+    (folder / "metadata.json").write_text(json.dumps({"name": "pets", "version": "1.7.0"}))
 
 
-def sample(name, **fields):
-    return {"_id": {"$oid": name}, "filepath": f"data/{name}.png", "tags": [], **fields}
-
-
-def source(folder, task=Task.DETECTION, **more):
-    return Source("fiftyone", task, path=str(folder), **more)
+def read(folder, task=Task.DETECTION, **more):
+    splits = open_source(Source("fiftyone", task, path=str(folder), **more))
+    return {split: list(stream()) for split, stream in splits.items()}
 
 
 def test_boxes_are_shares_of_the_image(tmp_path):
     box = detections(("cat", [0.25, 0.5, 0.5, 0.25]))
-    folder = export(
-        tmp_path / "set", [sample("a", ground_truth=box), sample("b", ground_truth=None)]
-    )
-    assert detect_kind(folder) == "fiftyone"
-    assert detect_kind(folder / "samples.json") == "fiftyone"
-    (stream,) = open_source(source(folder, labels=("cat",))).values()
-    first, second = stream()
-    assert first.id == "data/a.png"
+    export(tmp_path, sample("a", ground_truth=box), sample("b", ground_truth=None))
+    assert detect_kind(tmp_path) == detect_kind(tmp_path / "samples.json") == "fiftyone"
+    first, second = read(tmp_path, labels=("cat",))[None]
+    assert (first.id, second.answer.boxes) == ("data/a.png", ())
     assert first.answer.boxes == (Box(10.0, 10.0, 30.0, 15.0, "cat"),)
-    assert second.answer.boxes == ()
-    names = {file.name for file in files_of(source(folder))}
-    assert names == {"samples.json", "a.png", "b.png"}
+    files = files_of(Source("fiftyone", Task.DETECTION, path=str(tmp_path)))
+    assert {file.name for file in files} == {"samples.json", "a.png", "b.png"}
 
 
 def test_tags_are_splits(tmp_path):
     box = detections(("cat", [0, 0, 0.5, 0.5]))
-    tags = {"a": ["good", "train"], "b": ["validation"], "c": ["test"], "d": ["train"]}
-    samples = [sample(name, ground_truth=box) | {"tags": tag} for name, tag in tags.items()]
-    folder = export(tmp_path / "set", samples)
-    found = open_source(source(folder))
-    ids = {split: [item.id for item in stream()] for split, stream in found.items()}
-    assert ids == {
-        None: ["data/a.png", "data/d.png"], Split.VAL: ["data/b.png"], Split.TEST: ["data/c.png"],
+    tags = {"a": "train", "b": "validation", "c": "Test", "d": "train"}
+    export(tmp_path, *(sample(name, tag, ground_truth=box) for name, tag in tags.items()))
+    assert {split: [one.id[5] for one in found] for split, found in read(tmp_path).items()} == {
+        None: ["a", "d"], Split.VAL: ["b"], Split.TEST: ["c"],
     }  # fmt: skip
 
 
 def test_labels_of_another_field_and_media_elsewhere(tmp_path):
-    samples = [
-        {"filepath": f"/gone/{name}.png", "kind": {"_cls": "Classification", "label": label}}
-        for name, label in (("a", "cat"), ("b", "dog"))
-    ]
-    folder = export(tmp_path / "set", samples)
-    for name in "ab":
-        picture(tmp_path / "media" / f"{name}.png", ord(name), SIZE)
-    (stream,) = open_source(
-        source(folder, Task.CLASSIFICATION, images=str(tmp_path / "media"), labels=("cat", "dog"))
-    ).values()
-    assert [item.answer.label for item in stream()] == ["cat", "dog"]
-    named = source(
-        folder, Task.CLASSIFICATION, images=str(tmp_path / "media"), columns={"label": "other"}
-    )
+    label = {"_cls": "Classification", "label": "cat"}
+    export(tmp_path, {"filepath": "/gone/a.png", "kind": label})
+    more = {"images": str(tmp_path / "data")}
+    assert read(tmp_path, Task.CLASSIFICATION, **more)[None][0].answer.label == "cat"
     with pytest.raises(DataError, match=r"source\.columns\.label names another"):
-        list(open_source(named)[None]())
+        read(tmp_path, Task.CLASSIFICATION, columns={"label": "other"}, **more)
 
 
 def test_faults_are_named(tmp_path):
-    samples = [
-        sample("a", ground_truth=detections(("cat", [0.5, 0.5, 0.9, 0.2]), ("cat", "none"))),
-        sample("b", predictions=detections(("cat", [0, 0, 0.5, 0.5])), other=detections()),
-        {"tags": []},
-    ]
-    folder = export(tmp_path / "set", samples[:2])
-    (folder / "samples.json").write_text(json.dumps({"samples": samples}))
+    wrong = detections(("cat", [0.5, 0.5, 0.9, 0.2]), ("cat", "none"), (None, [0, 0, 1, 1]))
+    two = {"predictions": detections(("cat", [0, 0, 0.5, 0.5])), "other": detections()}
+    export(tmp_path, sample("a", ground_truth=wrong), sample("b", **two), {"tags": []})
     reader = ImageReader.for_check("set")
-    list(open_source(source(folder, reader=reader))[None]())
-    assert isinstance(reader.faults, Faults)
+    read(tmp_path, reader=reader)
     said = " ".join(fault.text for fault in reader.faults.found)
-    for part in ("lies outside", "is not four numbers", "no filepath", "only in predictions"):
+    for part in ("lies outside", "is not four numbers", "detection 3 has no label",
+                 "sample 2 has no filepath", "only in predictions"):  # fmt: skip
         assert part in said
-
-
-def test_what_is_no_export_is_refused(tmp_path):
     (tmp_path / "samples.json").write_text("[1]")
     with pytest.raises(DataError, match="FiftyOneDataset"):
-        open_source(source(tmp_path))
+        read(tmp_path)

@@ -17,10 +17,8 @@ SIZE = (200, 100)
 def write(tmp_path, *entries, name="set.jsonl"):
     for image in ("a.png", "b.png"):
         picture(tmp_path / image, ord(image[0]), SIZE)
-    text = "".join(json.dumps(entry) + "\n" for entry in entries)
-    if name.endswith(".json"):
-        text = json.dumps(entries)
-    (tmp_path / name).write_text(text)
+    lines = "\n".join(map(json.dumps, entries))
+    (tmp_path / name).write_text(json.dumps(entries) if name.endswith(".json") else lines)
     return tmp_path / name
 
 

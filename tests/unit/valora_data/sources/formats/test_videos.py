@@ -50,14 +50,6 @@ def test_a_short_video_repeats_frames(tmp_path: Path) -> None:
     assert [level(f) > 120 for f in frames] == [False, False, True, True, True]
 
 
-def test_agrees_with_the_decoder(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.avi", [10 * i for i in range(10)])
-    with av.open(str(video)) as container:
-        every = [frame.to_image() for frame in container.decode(video=0)]
-    for frame, place in zip(read_frames(video, 3), frame_places(10, 3), strict=True):
-        assert frame.tobytes() == every[place].tobytes()
-
-
 def test_frames_are_turned_as_a_player_shows_them(tmp_path: Path) -> None:
     """A phone writes what it sees lying down, and says how to turn it."""
     video = write_video(tmp_path / "a.mp4", [60] * 6)
@@ -75,32 +67,24 @@ def test_frames_are_turned_as_a_player_shows_them(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"video no\.mp4 cannot be decoded"):
-        read_frames(tmp_path / "no.mp4")
-    broken = tmp_path / "broken.mp4"
-    broken.write_bytes(b"no video at all" * 40)
-    with pytest.raises(
-        DataError, match=r"video broken\.mp4 cannot be decoded.*repair or remove them"
-    ):
-        read_frames(broken)
+    (tmp_path / "broken.mp4").write_bytes(b"no video at all" * 40)
     with av.open(str(tmp_path / "sound.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=16000)
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
         frame.sample_rate = 16000
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    with pytest.raises(DataError, match=r"video sound\.mp4 has no frames"):
-        read_frames(tmp_path / "sound.mp4")
-    with pytest.raises(DataError, match=r"at least one frame, got 0: raise source\.frames"):
-        read_frames(tmp_path / "sound.mp4", 0)
-
-
-def test_a_video_that_was_cut_off(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.avi", [10 * i for i in range(20)])
-    content = video.read_bytes()
-    video.write_bytes(content[: len(content) * 2 // 3])
-    with pytest.raises(DataError, match=r"video a\.avi cannot be decoded"):
-        read_frames(video, 4)
+    video = write_video(tmp_path / "cut.avi", [10 * i for i in range(20)])
+    video.write_bytes(video.read_bytes()[: video.stat().st_size * 2 // 3])
+    for name, count, message in (
+        ("no.mp4", 4, r"video no\.mp4 cannot be decoded"),
+        ("broken.mp4", 4, r"video broken\.mp4 cannot be decoded.*repair or remove them"),
+        ("cut.avi", 4, r"video cut\.avi cannot be decoded"),
+        ("sound.mp4", 4, r"video sound\.mp4 has no frames"),
+        ("sound.mp4", 0, r"at least one frame, got 0: raise source\.frames"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_frames(tmp_path / name, count)
 
 
 def test_packets_without_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ TEXTS = {"answers": ("answer",), "captions": ("raw", "caption", "text"),
 
 
 def task_of_columns(columns: Collection[str], labelled: Task) -> Task:
-    """The most likely task of a table; `labelled` if its answers are labels or it has no columns."""
+    """The most likely task of a table; `labelled` if answers are labels or there are no columns."""
     for column, task in TASKS.items():
         if column in columns:
             return task

@@ -90,19 +90,21 @@ class YoloFormat(AnnotatedFormat):
         for path, count in images.items():
             below = path.relative_to(data.root) if path.is_relative_to(data.root) else path
             record = Record((path,), below.as_posix(), file=files[path])
-            if count > 1:
-                text = f"{part} lists {record.item} twice"
-                reading.add(FaultKind.IMAGE_TWICE, record.item, text)
-            if files[path].exists():
-                record.shapes = data.shapes(files[path], record.item, reading)
-            yield record
+            with reading.tolerate(record.item):
+                if files[path].exists():
+                    lines = enumerate(_lines(files[path]), start=1)
+                    rows = [(row, f"{files[path].name}, row {n}") for n, row in lines if row]
+                    record.shapes = collected(rows, data.shape, record.item, reading)
+                yield record
+                if count > 1:
+                    raise FaultError(FaultKind.IMAGE_TWICE, f"{part} lists {record.item} twice")
 
 
 class YoloSet:
     """A data set's YAML file.
 
-    It has `names`, and the splits' folders, lists of folders, or text files of image paths, relative
-    to `path`. All raise a `DataError` for what they find missing or corrupt.
+    It has `names`, and for each split a folder, a list of folders, or a text file of image paths,
+    relative to `path`. All raise a `DataError` for what they find missing or corrupt.
     """
 
     def __init__(self, file: Path) -> None:
@@ -166,45 +168,33 @@ class YoloSet:
             raise DataError(f"{self.name}: split '{split}' holds no images: the data set is empty")
         return dict(sorted(Counter(found).items()))
 
-    def shapes(self, file: Path, item: str, reading: ImageReader) -> list[Shape]:
-        """Objects of an image's label file."""
-        rows: list[tuple[str, str]] = []
+    def shape(self, row: tuple[str, str], _: int) -> Shape:
+        """The object of a row, given with its name for messages."""
+        text, where = row
         try:
-            for number, row in enumerate(read_text(file).splitlines(), start=1):
-                rows += [(row, f"{file.name}, row {number}")] if row.strip() else []
-        except DataError as error:
-            reading.add(FaultKind.FILE_MALFORMED, item, str(error))
-        return collected(rows, lambda row, _: self._shape(*row), item, reading)
-
-    def _shape(self, row: str, where: str) -> Shape:
-        try:
-            index, *numbers = (float(cell) for cell in row.split())
+            index, *numbers = (float(cell) for cell in text.split())
         except ValueError as error:
-            text = f"{where}: {row.strip()!r} is not a row of numbers"
+            text = f"{where}: {text!r} is not a row of numbers"
             raise FaultError(FaultKind.ROW_MALFORMED, text) from error
-        keypoints = self._keypoints
-        if keypoints and len(numbers) == 4 + keypoints:
-            numbers = numbers[:4]
-        if len(numbers) != 4 and (keypoints or len(numbers) < 6 or len(numbers) % 2):
-            more = f"{keypoints} of keypoints" if keypoints else "a polygon"
-            text = (
-                f"{where}: expected a class and 4 numbers (centre x, y, width, height) or {more}, "
-                f"got {plural(len(numbers), 'number')}"
-                + (", of which the last may be a confidence" if len(numbers) == 5 else "")
-            )
-            raise FaultError(FaultKind.ROW_MALFORMED, text)
         if index not in self.names:
             known = ", ".join(map(str, list(self.names)[:10]))
             text = f"{where}: class {index:g} is none of {known}"
             raise FaultError(FaultKind.CLASS_UNKNOWN, text)
-        xs, ys = numbers[0::2], numbers[1::2]
-        if len(numbers) == 4:
-            (x, width), (y, height) = xs, ys
-            xs, ys = [x - width / 2, x + width / 2], [y - height / 2, y + height / 2]
-            edges = xs[0], ys[0], xs[1], ys[1]
-        else:
-            edges = min(xs), min(ys), max(xs), max(ys)
-        return Shape(self.names[int(index)], shares(*edges), where)
+        label, count = self.names[int(index)], len(numbers)
+        if count in (4, 4 + self._keypoints):
+            x, y, width, height = numbers[:4]
+            edges = x - width / 2, y - height / 2, x + width / 2, y + height / 2
+            return Shape(label, shares(*edges), where)
+        if count >= 6 and count % 2 == 0 and not self._keypoints:
+            xs, ys = numbers[0::2], numbers[1::2]
+            return Shape(label, shares(min(xs), min(ys), max(xs), max(ys)), where)
+        more = f"{self._keypoints} of keypoints" if self._keypoints else "a polygon"
+        text = (
+            f"{where}: expected a class and 4 numbers (centre x, y, width, height) or {more}, "
+            f"got {plural(count, 'number')}"
+            + (", of which the last may be a confidence" if count == 5 else "")
+        )
+        raise FaultError(FaultKind.ROW_MALFORMED, text)
 
     @cached_property
     def _keypoints(self) -> int:
@@ -240,6 +230,13 @@ def _parsed(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{file.name} is no Ultralytics data set: it needs names and paths")
     return content
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line.strip() for line in read_text(file).splitlines()]
+    except DataError as error:
+        raise FaultError(FaultKind.FILE_MALFORMED, str(error)) from error
 
 
 def _resolved(root: Path, place: str) -> Path:

@@ -12,11 +12,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from valora_data.contract.architectures.registry import architecture_of
 from valora_data.contract.base_model import base_folder, base_hash
 from valora_data.contract.bundle import write_manifest
 from valora_data.contract.grid_pooling import PLACES
 from valora_data.contract.heads import write_head
+from valora_data.models.registry import architecture_of
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_train.settings import HeadSettings
 from valora_train.tasks.detection import BoxHeadModule

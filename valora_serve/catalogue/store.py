@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.base_model import base_hash, check_base
-from valora_data.contract.bundle import GOLDEN, read_bundle
+from valora_data.contract.base_model import base_hash
+from valora_data.contract.bundle import GOLDEN, check_base, read_bundle
 from valora_data.contract.contexts import ENCODER_FILE, read_encoder
 from valora_data.contract.files import read_json, shown
 from valora_data.contract.heads import read_head

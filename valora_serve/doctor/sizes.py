@@ -9,10 +9,9 @@ from pathlib import Path
 from valora_data.contract.base_model import base_folder
 from valora_data.contract.files import UnreadableError, read_json
 from valora_data.errors import BundleError, ValoraError
+from valora_data.models.generic import VISION_MODULES
 from valora_serve.engine.settings import EngineSettings
 
-VISION = ("vision", "visual", "multi_modal", "mm_projector")
-"""Parts of the names of weights that adapters are not merged into."""
 BYTES = 2
 """Bytes of a number in 16 bits."""
 
@@ -79,7 +78,8 @@ def read_sizes(base: str) -> Sizes | None:
                 for name in opened.keys():  # noqa: SIM118 - it is no mapping
                     count = BYTES * math.prod(opened.get_slice(name).get_shape())
                     weights += count
-                    if name.endswith("proj.weight") and not any(part in name for part in VISION):
+                    vision = any(part in name for part in VISION_MODULES)
+                    if name.endswith("proj.weight") and not vision:
                         merged += count
     except (ValoraError, OSError, SafetensorError):
         return None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.contract.quantized import shape_of
+from valora_data.models.base import LLAMA
 from valora_kernels.launching import ALIGNMENT
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.operators.registry import ATMM, operator
@@ -32,11 +33,9 @@ from valora_serve.memory.unified import GroupSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from valora_data.models.base import LinearNames
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
-
-SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linear layers of one module that read the same input."""
 
 
 class LoraScope:
@@ -330,7 +329,13 @@ class Linears:
     by_matrix: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, parts: Mapping[str, str], make: MakeGroup | None = None) -> Self:
+    def of(
+        cls,
+        model: nn.Module,
+        parts: Mapping[str, str],
+        make: MakeGroup | None = None,
+        names: LinearNames = LLAMA,
+    ) -> Self:
         """Replace a model's linear layers in place.
 
         Args:
@@ -338,6 +343,7 @@ class Linears:
             parts: Names of the modules whose linear layers are replaced, each with its part:
                 ``text`` or ``vision``.
             make: Makes a group of linear layers; `LinearGroup` if None.
+            names: Names of the linear layers in the model's family.
         """
         found = cls({}, {}, LoraScope(), LastOutputs())
         linears = {
@@ -350,7 +356,7 @@ class Linears:
         for name, (module, part) in linears.items():
             if name in taken:
                 continue
-            members = _members(name, linears)
+            members = _members(name, linears, names)
             taken.update(members)
             parts_of = [linears[member][0] for member in members]
             # The sizes of the weights: a process of a tensor-parallel group holds parts of them.
@@ -500,12 +506,14 @@ class Linears:
         self.merged.append(memory)
 
 
-def _members(name: str, linears: Mapping[str, tuple[nn.Linear, str]]) -> list[str]:
+def _members(
+    name: str, linears: Mapping[str, tuple[nn.Linear, str]], names: LinearNames
+) -> list[str]:
     """Names of the linear layers that share the input of one, itself included."""
     parent, _, leaf = name.rpartition(".")
-    for names in SHARING:
-        if leaf in names:
-            members = [f"{parent}.{other}" for other in names]
+    for sharing in names.column:
+        if leaf in sharing:
+            members = [f"{parent}.{other}" for other in sharing]
             if all(member in linears for member in members):
                 return members
     return [name]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from valora_data.contract.architectures.base import ModelPart
 from valora_data.contract.base_model import BaseModel, load_model
 from valora_data.contract.quantized import BLOCK, check_library, unpack
 from valora_data.errors import BundleError
+from valora_data.models.base import ModelPart
 from valora_kernels.launching import has_dependent_launch
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import SettingsError
@@ -129,7 +129,7 @@ class Lmm(BaseModel):
             elif packed:
                 check_library(device.type)
                 make = make_nf4(self.dtype)
-            self.linears = Linears.of(model, within, make)
+            self.linears = Linears.of(model, within, make, self.architecture.linears)
             if make is not None:
                 self._check_rounded(fp8)
             return
@@ -137,7 +137,8 @@ class Lmm(BaseModel):
         assert lora is not None
         group = split.group
         self.targets = split.targets
-        self.linears = SplitLinears.split(model, within, group, split.slices, lora)
+        names = self.architecture.linears
+        self.linears = SplitLinears.split(model, within, group, split.slices, lora, names)
         self._vocabulary = split_head(model, group)
         first = group.rank * self.kv_heads // group.size
         self.heads, self.kv_heads = local_heads(self.heads, self.kv_heads, group.size)
@@ -217,11 +218,7 @@ class Lmm(BaseModel):
             )
 
     def _check_rounded(self, fp8: bool) -> None:
-        """Say how many layers stay as they are; refuse it if all do, for nothing could be merged.
-
-        Raises:
-            SettingsError: No layer of the language model is rounded.
-        """
+        """Say how many layers stay as they are; refuse it if all do: nothing could be merged."""
         groups = [group for group in self.linears.groups.values() if group.spec.part == "text"]
         left = sum(len(group.spec.modules) for group in groups if not group.rounded)
         name, why, instead = (

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from valora_data.contract.architectures.base import IMAGE, PIXELS, VIDEO
 from valora_data.contract.contexts import (
     ADAPTER,
     MEMORY_TOKENS,
@@ -17,6 +16,7 @@ from valora_data.contract.contexts import (
     tail_text,
 )
 from valora_data.contract.grid_pooling import places_of
+from valora_data.models.base import IMAGE, PIXELS, VIDEO
 from valora_serve.errors import ImageError, RequestError
 from valora_serve.memory.block_manager import ImageSpan
 
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = 0
 """Token id that stands for a token of a context, whose embedding is replaced or not needed."""
-
-PIXELS_PER_TOKEN = 2048
-"""Most resized pixels that one visual token stands for: Qwen3-VL's, 32 x 32 of two frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +311,7 @@ def _check_resized(
 
     An image of 1 x 40,000,000 pixels whose shorter side is resized to 336 would take terabytes.
     """
-    most = model.context_length * PIXELS_PER_TOKEN
+    most = model.context_length * model.architecture.pixels_per_token
     frames = (frame for video in videos for frame in video)
     pixels = sum(model.resized_pixels(*image.size) for image in (*images, *frames))
     if pixels > most:

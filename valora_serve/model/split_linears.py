@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from valora_data.models.base import LLAMA
 from valora_kernels import two_steps
 from valora_kernels.weights import LoraWeights
 from valora_serve.model.linears import LastOutputs, LinearGroup, Linears, LoraScope
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from valora_data.models.base import LinearNames
     from valora_kernels.metadata import LoraBatch
     from valora_serve.memory.unified import GroupSpec
     from valora_serve.parallel.group import Group
@@ -205,15 +207,11 @@ class SplitLinears(Linears):
         group: Group,
         slices: Mapping[str, Slice],
         lora: ChooseLora,
+        names: LinearNames = LLAMA,
     ) -> SplitLinears:
         """Replace a model's linear layers, whose weights are this process's parts, in place.
 
-        Args:
-            model: The model.
-            parts: As in `of`.
-            group: The processes.
-            slices: Parts of the weights, by path of the layer; others are whole.
-            lora: Returns how the LoRA matrices of a group are split.
+        Args as in `of`; `slices` are the parts of the weights, by path; others are whole.
         """
 
         def make(
@@ -230,7 +228,7 @@ class SplitLinears(Linears):
             )
             return SplitGroup(replace(spec, share=share), linears, scope, last, group)
 
-        found = cls.of(model, parts, make)
+        found = cls.of(model, parts, make, names)
         found.group = group
         return found
 

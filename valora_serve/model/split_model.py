@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.contract import quantized
-from valora_data.contract.architectures.base import ModelPart
-from valora_data.contract.architectures.registry import architecture_of
 from valora_data.contract.base_model import base_folder
+from valora_data.models.base import ModelPart
+from valora_data.models.registry import architecture_of
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import SettingsError
 from valora_serve.parallel.group import Group
@@ -104,7 +104,8 @@ class SplitReader:
         text = model.config.get_text_config()
         heads = int(text.num_attention_heads)
         head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-        self._refuse_others(model, paths, set(linears), head_dim)
+        whole = architecture.linears.head_norms
+        self._refuse_others(model, paths, set(linears), dict.fromkeys(whole, head_dim))
         self.slices = partition(
             {path: (one.out_features, one.in_features) for path, one in linears.items()},
             heads=heads,
@@ -113,6 +114,7 @@ class SplitReader:
             rank=self.group.rank,
             size=self.group.size,
             base=self.base,
+            names=architecture.linears,
         )
         for path, part in self.slices.items():
             _cut(linears[path], part)
@@ -122,20 +124,15 @@ class SplitReader:
             _cut(head, part)
 
     def _refuse_others(
-        self, model: Any, paths: Sequence[str], linears: set[str], head_dim: int
+        self, model: Any, paths: Sequence[str], linears: set[str], norms: dict[str, int]
     ) -> None:
-        """Refuse layers whose parameters are neither linear layers nor norms of one head or row.
-
-        Raises:
-            SettingsError: There are such parameters.
-        """
+        """Refuse layers whose parameters are neither linear layers nor norms of one head or row."""
         for name, weight in model.named_parameters():
             owner = name.rpartition(".")[0]
             if owner in linears or not name.startswith(tuple(f"{path}." for path in paths)):
                 continue
             leaf = owner.rpartition(".")[2]
-            per_head = leaf in ("q_norm", "k_norm")
-            if weight.ndim > 1 or (per_head and len(weight) != head_dim):
+            if weight.ndim > 1 or len(weight) != norms.get(leaf, len(weight)):
                 raise SettingsError(
                     f"tensor_parallel: {name} of base model {self.base} cannot be split: serve it "
                     "on one GPU"
@@ -203,7 +200,6 @@ class SplitReader:
         return found
 
     def _round(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """Return a function that rounds a whole matrix as `contract.quantized` does."""
         quantized.check_library(self.group.device.type)
         device = self.group.device
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from valora_data.contract.architectures.base import IMAGE, PIXELS
+from valora_data.models.base import IMAGE, PIXELS
 from valora_serve.model.graphs import Graphs
 from valora_serve.model.prompt import VisualFeatures
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from valora_data.contract.architectures.base import PIXELS
-from valora_data.contract.architectures.qwen_vl import GRIDS
+from valora_data.models.base import PIXELS
+from valora_data.models.qwen_vl import GRIDS
 from valora_serve.model.attention.base import to_device
 from valora_serve.model.graphs import Graphs
 from valora_serve.model.prompt import VisualFeatures
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from valora_data.contract.architectures.windows import WindowEncoder
+    from valora_data.models.qwen_vl import WindowEncoder
     from valora_serve.model.graphs import GraphRecorder, Replay
     from valora_serve.model.prompt import Visual
     from valora_serve.model.work import StepResources

@@ -7,10 +7,12 @@ S-LoRA §6, or are partly replicated; see `LoraParallel`.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from valora_data.models.base import LLAMA
 from valora_serve.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -19,11 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Linear layers that are split by their outputs."""
-
-ROW = ("o_proj", "down_proj")
-"""Linear layers that are split by their inputs; their partial sums are all-reduced."""
+    from valora_data.models.base import LinearNames
 
 LARGEST_GROUP = 64
 """Largest number of GPUs that messages propose."""
@@ -148,6 +146,7 @@ def partition(
     rank: int,
     size: int,
     base: str,
+    names: LinearNames = LLAMA,
 ) -> dict[str, Slice]:
     """Return the part of every linear layer of a decoder that a process holds.
 
@@ -162,20 +161,21 @@ def partition(
         rank: Number of the process.
         size: Number of processes.
         base: Name of the base model, for messages.
+        names: Names of the linear layers in its family.
 
     Raises:
         SettingsError: The model cannot be split over so many processes.
     """
-    widths = set()
+    known, widths = (*itertools.chain(*names.column), *names.row), set()
     for path, (outputs, inputs) in linears.items():
         leaf = path.rpartition(".")[2]
-        if leaf not in COLUMN + ROW:
+        if leaf not in known:
             raise SettingsError(
                 f"tensor_parallel: {path} of base model {base} cannot be split (known layers: "
-                f"{', '.join(COLUMN + ROW)}); serve it on one GPU"
+                f"{', '.join(known)}); serve it on one GPU"
             )
-        if leaf not in ("k_proj", "v_proj"):
-            widths.add(inputs if leaf in ROW else outputs)
+        if leaf not in names.kv:
+            widths.add(inputs if leaf in names.row else outputs)
     fitting = [
         count for count in range(1, LARGEST_GROUP + 1) if _fits(count, heads, kv_heads, widths)
     ]
@@ -188,13 +188,13 @@ def partition(
     found = {}
     for path, (outputs, inputs) in linears.items():
         leaf = path.rpartition(".")[2]
-        if leaf in ("k_proj", "v_proj"):
+        if leaf in names.kv:
             count = max(kv_heads // size, 1)
             first = rank * kv_heads // size
             found[path] = Slice(False, first * head_dim, (first + count) * head_dim)
         else:
-            part = (inputs if leaf in ROW else outputs) // size
-            found[path] = Slice(leaf in ROW, rank * part, (rank + 1) * part)
+            part = (inputs if leaf in names.row else outputs) // size
+            found[path] = Slice(leaf in names.row, rank * part, (rank + 1) * part)
     return found
 
 

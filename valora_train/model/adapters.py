@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from valora_data.contract.architectures.base import Architecture
     from valora_data.contract.base_model import BaseModel
+    from valora_data.models.base import Architecture
     from valora_train.settings import LoraSettings
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from valora_data.contract.architectures.base import IMAGE, PIXELS, VIDEO
 from valora_data.contract.contexts import tail_tokens
 from valora_data.contract.grid_pooling import places_of
 from valora_data.errors import BundleError, DataError
+from valora_data.models.base import IMAGE, PIXELS, VIDEO
 from valora_train.model.prompts import Encoded
 
 if TYPE_CHECKING:

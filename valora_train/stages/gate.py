@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
+from safetensors import safe_open
 
 from valora_data import shards
-from valora_data.contract.base_model import check_base
-from valora_data.contract.bundle import GOLDEN, Bundle, read_bundle
+from valora_data.contract.bundle import GOLDEN, Bundle, check_base, read_bundle
 from valora_data.errors import ValoraError
 from valora_data.schema import Answer, Domain, Sample, Split, Task, no_image
 from valora_data.wording import plural
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from valora_train.tasks.base import DomainTask, Prediction
 
-CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 ACCURACY_TOLERANCE = 1e-3
 
 
@@ -47,14 +47,9 @@ class BundleModel:
     def __init__(self, bundle: Bundle, base: str | None = None, device: str = "cpu") -> None:
         self._bundle = bundle
         # Features must not be cached if an adapter changes the vision side.
-        patterns = [
-            str(json.loads((bundle.folder / facts["path"] / CONFIG).read_text())["target_modules"])
-            for facts in bundle.adapters.values()
-        ]
-        lora = LoraSettings(
-            vision_tower=any("vision_tower" in pattern for pattern in patterns),
-            projector=any("projector" in pattern for pattern in patterns),
-        )
+        weights = [bundle.folder / facts["path"] / WEIGHTS for facts in bundle.adapters.values()]
+        names = [name for file in weights for name in safe_open(file, "pt").keys()]  # noqa: SIM118
+        lora = LoraSettings(vision_tower=any("language_model" not in name for name in names))
         facts = bundle.manifest["base"]
         model = ModelSettings(
             id=base or facts["id"],

@@ -8,30 +8,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract import quantized
-from valora_data.contract.architectures.registry import ARCHITECTURES, architecture_of
-from valora_data.contract.bundle import file_hash
 from valora_data.contract.files import expanded
 from valora_data.contract.plain_text import PlainText
 from valora_data.errors import BundleError
 from valora_data.hashing import hash_files
+from valora_data.models.base import Architecture
+from valora_data.models.registry import ARCHITECTURES, architecture_of
 from valora_data.wording import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy as np
     import torch
     from PIL.Image import Image
     from torch import Tensor
 
-    from valora_data.contract.architectures.base import EncoderInput
-    from valora_data.contract.bundle import Bundle
+    from valora_data.models.base import EncoderInput
 
 TINY = "tiny"
 PROCESSOR_FILES = frozenset(
     {".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt"}
 )
 """Suffixes of the files that tokenizers, processors and further heads are read from."""
+MANY_PIXELS = 4_000_000
+"""Images of more pixels together are processed one by one, which takes less memory."""
 
 
 def base_folder(base: str) -> str:
@@ -58,20 +58,16 @@ def base_folder(base: str) -> str:
 
 
 def base_hash(base: str) -> str:
-    """Return the hash of a base model's weights and configuration.
+    """Return the sha256 of a base model's config.json and model*.safetensors, in hexadecimal.
 
     Args:
         base: As in `base_folder`; a hub name must be in the local cache.
-
-    Returns:
-        sha256 over config.json and every safetensors file by name, in hexadecimal.
 
     Raises:
         BundleError: If no weights are found.
     """
     folder = _local_folder(base)
-    files = sorted(folder.glob("*.safetensors"))
-    weights = [file for file in files if file.name.startswith("model")]
+    weights = sorted(folder.glob("model*.safetensors"))
     if not weights:
         raise BundleError(f"{base} holds no model*.safetensors: save the model as safetensors")
     total = hashlib.sha256()
@@ -82,16 +78,10 @@ def base_hash(base: str) -> str:
 
 
 def processor_hash(base: str) -> str:
-    """Return the hash of what else in a base model's folder decides on its inputs and outputs.
+    """Return the sha256 of what else in a base model's folder decides on its inputs and outputs.
 
     These are the files of tokenizer, image processor, chat template and generation, and further
     heads. Bundles do not name this hash, so that those of earlier versions stay valid.
-
-    Args:
-        base: As in `base_folder`; a hub name must be in the local cache.
-
-    Returns:
-        sha256, in hexadecimal.
     """
     folder = _local_folder(base)
     files = [
@@ -106,6 +96,12 @@ def processor_hash(base: str) -> str:
     return hash_files(files, folder)
 
 
+def file_hash(path: Path) -> str:
+    """Return the sha256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _local_folder(base: str) -> Path:
     folder = Path(base_folder(base))
     if folder.is_dir():
@@ -113,44 +109,6 @@ def _local_folder(base: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(base, allow_patterns=["*.json", "*.safetensors"]))
-
-
-def check_base(
-    bundle: Bundle, base: str, actual: str | None = None, quantize: str | None = None
-) -> None:
-    """Check that a bundle was made for a base model.
-
-    Args:
-        bundle: The bundle.
-        base: The base model, as in `base_folder`.
-        actual: `base_hash` of the base model if it is known already.
-        quantize: How the base model's weights are rounded; None if they are not.
-
-    Raises:
-        BundleError: If the bundle names another hash than that of `base`, or its adapters were
-            trained on weights that are rounded in another way.
-    """
-    wanted = bundle.manifest["base"]
-    actual = actual or base_hash(base)
-    if actual != wanted["sha256"]:
-        raise BundleError(
-            f"bundle {bundle.folder} was made for base model {wanted['id']} "
-            f"({wanted['sha256'][:12]}), got {base} ({actual[:12]}): use that base model, or fuse "
-            "again onto this one"
-        )
-    trained_on = bundle.manifest["base"].get("quantize")
-    if trained_on != quantize:
-        raise BundleError(
-            f"bundle {bundle.folder} was trained on a base model with "
-            f"{rounding(trained_on)}, but this one has {rounding(quantize)}, with which it would "
-            f"answer differently: use quantize={trained_on or 'none'} (valora-serve --quantize), "
-            "or fuse again"
-        )
-
-
-def rounding(quantize: str | None) -> str:
-    """Return words for how the weights of a base model are rounded."""
-    return "unrounded weights" if quantize is None else f"weights rounded to {quantize}"
 
 
 def load_model(
@@ -168,13 +126,11 @@ def load_model(
     Args:
         base: As in `base_folder`.
         dtype: Type of the weights.
-        quantize: ``nf4`` to round the language model to 4 bits (`contract.quantized`); None to
-            keep its weights.
+        quantize: ``nf4`` to round the language model to 4 bits; None to keep its weights.
         device: Device that a rounded model is loaded onto.
-        read: Reads the weights; transformers' ``from_pretrained`` if None, whose arguments it
-            takes.
+        read: Reads the weights in place of transformers' ``from_pretrained``.
         plain: Whether a model that is saved in a quantised form is refused.
-        options: Further arguments of transformers' ``from_pretrained``.
+        options: Further arguments of ``from_pretrained``.
 
     Returns:
         transformers' model and processor.
@@ -182,25 +138,22 @@ def load_model(
     Raises:
         BundleError: If there is no such model, it takes no images, or it cannot be rounded.
     """
-    from transformers import AutoModelForImageTextToText, AutoProcessor, PretrainedConfig
+    from transformers import PretrainedConfig
 
     source = base_folder(base)
     try:
         described, _ = PretrainedConfig.get_config_dict(source)
         kind = str(described.get("model_type"))
-        if kind in ARCHITECTURES:
-            # Imports the package that registers it, which may bring the transformers model along.
-            _ = ARCHITECTURES[kind]
+        # Imports the package that registers it, which may bring the transformers model along.
+        family = ARCHITECTURES[kind]() if kind in ARCHITECTURES else Architecture()
         if plain:
             quantized.check_plain(base, described)
-        processor: Any = AutoProcessor.from_pretrained(source)
+        processor = family.load_processor(source)
         if quantize is not None:
             options |= quantized.loading_options(base, source, dtype, device)
-        read = read or AutoModelForImageTextToText.from_pretrained
-        model: Any = read(source, dtype=dtype, **options)
+        model: Any = (read or family.load_model)(source, dtype=dtype, **options)
     except (OSError, ValueError, ImportError) as error:
-        reason = first_line(error)
-        raise BundleError(f"cannot load base model {base}: {reason}") from error
+        raise BundleError(f"cannot load base model {base}: {first_line(error)}") from error
     check_image_token(base, model.config, processor)
     if quantize is not None:
         quantized.prepare_packed(model)
@@ -229,17 +182,11 @@ def check_image_token(base: str, config: Any, processor: Any) -> None:
         )
 
 
-MANY_PIXELS = 4_000_000
-"""Images of more pixels together are processed one by one, which takes less memory."""
-STRIP_BYTES = 1 << 20
-"""Size of the pieces in which pixels are copied, in bytes."""
-
-
 class _OneByOne:
     """An image processor that processes each image alone: the same tensors, in less memory.
 
     transformers' image processors hold all images as tensors, and once more as stacks of equal
-    size, before the first one is resized. Of one image of Pillow they make up to four copies.
+    size, before the first one is resized.
     """
 
     def __init__(self, image_processor: Any) -> None:
@@ -250,93 +197,15 @@ class _OneByOne:
 
     def __call__(self, images: Sequence[Any], *others: Any, **options: Any) -> Any:
         import torch
-        from PIL.Image import Image
 
-        if not all(isinstance(image, Image) for image in images):
-            return self._image_processor(images, *others, **options)
-        tensors = getattr(self._image_processor, "backend", None) == "torchvision"
-        parts = [
-            self._image_processor(
-                [planes(image) if tensors and image.mode == "RGB" else image], *others, **options
-            )
-            for image in images
-        ]
-        first = parts[0]
-        for name in list(first):
+        parts = [self._image_processor([image], *others, **options) for image in images]
+        found = parts[0]
+        for name in list(found):
             values = [part[name] for part in parts]
             if len({value.shape[1:] for value in values}) > 1:
                 raise ValueError("images of different sizes do not fit into one batch")
-            first[name] = torch.cat(values)
-        return first
-
-
-def planes(image: Image) -> Tensor:
-    """Return an RGB image as a tensor; beside it, only a strip is copied at a time.
-
-    Args:
-        image: The image.
-
-    Returns:
-        [3, height, width] uint8.
-    """
-    import numpy as np
-    import torch
-
-    found = torch.empty((3, image.height, image.width), dtype=torch.uint8)
-    levels = found.numpy()
-    rows = max(1, STRIP_BYTES // (3 * image.width))
-    for top in range(0, image.height, rows):
-        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
-        levels[:, top : top + rows] = np.asarray(strip).transpose(2, 0, 1)
-    return found
-
-
-def _sparing(processor: Any) -> Any:
-    """Return a processor that processes images one by one."""
-    found = copy.copy(processor)
-    found.image_processor = _OneByOne(processor.image_processor)
-    return found
-
-
-def _frames(video: Sequence[Image]) -> np.ndarray:
-    """Return the frames of a video, of one size: [frames, height, width, 3] uint8.
-
-    Raises:
-        ValueError: They are of several sizes.
-    """
-    import numpy as np
-
-    if len({(frame.size, frame.mode) for frame in video}) > 1:
-        raise ValueError("the frames of a video must be of one size")
-    first = np.asarray(video[0])
-    found = np.empty((len(video), *first.shape), first.dtype)
-    for number, frame in enumerate(video):  # one copy of all frames, not two
-        found[number] = np.asarray(frame)
-    return found
-
-
-def resized_pixels(image_processor: Any, width: int, height: int) -> int:
-    """Return to about how many pixels an image processor resizes an image, before it crops it.
-
-    Args:
-        image_processor: transformers' image processor.
-        width: Width of the image, in pixels.
-        height: Height of the image, in pixels.
-    """
-    if not getattr(image_processor, "do_resize", False):
-        return width * height
-    size = getattr(image_processor, "size", None) or {}
-    short, long, rows, columns = (
-        size.get(name) for name in ("shortest_edge", "longest_edge", "height", "width")
-    )
-    if rows and columns:
-        return int(rows * columns)
-    if short and long and hasattr(image_processor, "merge_size"):  # Qwen-VL: numbers of pixels
-        return int(min(max(width * height, short), long))
-    if short:  # the shorter side is enlarged to this length, and the longer one with it
-        pixels = int(short * short * max(width, height) / min(width, height))
-        return min(pixels, long * long) if long else pixels
-    return int(long * long) if long else width * height
+            found[name] = torch.cat(values)
+        return found
 
 
 class BaseModel:
@@ -360,6 +229,7 @@ class BaseModel:
         width: Size of the hidden states.
         image_token: Id of the placeholder of images.
         video_token: Id of the placeholder of videos; None if their frames are passed as images.
+        three_positions: Whether rotary positions have three parts: time, height and width.
         fixed_grid: Rows and columns of visual tokens if all images have the same, else None.
         stop_ids: Ids of the tokens that end an answer.
         plain: Makes special tokens in texts of users plain text.
@@ -382,14 +252,12 @@ class BaseModel:
         self.width = int(self.config.get_text_config().hidden_size)
         self.image_token = int(self.config.image_token_id)
         self.video_token = self.architecture.video_token(self.config)
+        self.three_positions = self.architecture.three_positions
         self.fixed_grid = self.architecture.fixed_grid(self.config)
-        self.stop_ids = self._stop_ids()
+        ends = getattr(model.generation_config, "eos_token_id", None)
+        ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
+        self.stop_ids = frozenset(int(token) for token in ends if token is not None)
         self.plain = PlainText(self.tokenizer, (self.image_token, self.video_token))
-
-    def _stop_ids(self) -> frozenset[int]:
-        found = getattr(self.model.generation_config, "eos_token_id", None)
-        ids = found if isinstance(found, list) else [found]
-        return frozenset(int(i) for i in [*ids, self.tokenizer.eos_token_id] if i is not None)
 
     def to(self, device: torch.device | str) -> None:
         """Move the model to a device."""
@@ -406,16 +274,7 @@ class BaseModel:
         """Number of logits."""
         return int(self.model.lm_head.weight.shape[0])
 
-    @property
-    def three_positions(self) -> bool:
-        """Whether rotary positions have three parts: time, height and width."""
-        return self.architecture.three_positions
-
-    def grid_of(self, image: Image) -> tuple[int, int]:
-        """Return rows and columns of visual tokens of an image."""
-        return self.architecture.grid_of(image, self.processor, self.config)
-
-    # ------------------------------------------------------------------ prompts
+    # --- prompts
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
         """Write messages as the chat template has them; special tokens in them are plain text.
@@ -424,9 +283,7 @@ class BaseModel:
             messages: Turns whose contents are lists of parts.
             generate: Whether the text ends where the model's answer begins.
         """
-        messages = self.plain.messages(messages)
-        text = self.processor.apply_chat_template(messages, add_generation_prompt=generate)
-        return str(text)
+        return self.architecture.render(self.processor, self.plain.messages(messages), generate)
 
     def tokenize(self, text: str, *, special: bool | None = None) -> list[int]:
         """Return the token ids of a prompt without images or videos.
@@ -445,15 +302,6 @@ class BaseModel:
         end = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
         return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True).strip())
 
-    def resized_pixels(self, width: int, height: int) -> int:
-        """Return to how many pixels the processor resizes an image, before it crops or pads it.
-
-        Args:
-            width: Width of the image, in pixels.
-            height: Height of the image, in pixels.
-        """
-        return resized_pixels(self.processor.image_processor, width, height)
-
     def process(
         self,
         text: str,
@@ -469,17 +317,20 @@ class BaseModel:
             images: The images, in the order of the prompt.
             videos: The frames of the videos, in the order of the prompt; all frames are used.
             special: As in `tokenize`.
+
+        Raises:
+            ValueError: The images do not fit the prompt, or each other.
         """
-        media: dict[str, Any] = {}
-        if images:
-            media["images"] = list(images)
+        import numpy as np
+
+        media: dict[str, Any] = {"images": list(images)} if images else {}
         if videos:
-            media["videos"] = [_frames(video) for video in videos]
+            media["videos"] = [np.stack([np.asarray(frame) for frame in video]) for video in videos]
             media["videos_kwargs"] = {"do_sample_frames": False}
-        pixels = sum(image.width * image.height for image in images)
         processor = self.processor
-        if pixels > MANY_PIXELS:
-            processor = _sparing(processor)
+        if sum(image.width * image.height for image in images) > MANY_PIXELS:
+            processor = copy.copy(processor)
+            processor.image_processor = _OneByOne(processor.image_processor)
         return processor(
             text=[text],
             return_tensors="pt",
@@ -492,6 +343,16 @@ class BaseModel:
         bos = self.tokenizer.bos_token
         return not (bool(bos) and text.startswith(bos))
 
+    # --- visual tokens, as the architecture reads them
+
+    def grid_of(self, image: Image) -> tuple[int, int]:
+        """Return rows and columns of visual tokens of an image."""
+        return self.architecture.grid_of(image, self.processor, self.config)
+
+    def resized_pixels(self, width: int, height: int) -> int:
+        """Return to about how many pixels an image is resized, before it is cropped or padded."""
+        return self.architecture.resized_pixels(self.processor.image_processor, width, height)
+
     def split(self, kind: str, inputs: Mapping[str, Any], tokens: int) -> list[EncoderInput]:
         """Split the processor's output into images or videos, see `Architecture.split`."""
         return self.architecture.split(kind, inputs, tokens, self.config)
@@ -500,19 +361,14 @@ class BaseModel:
         """Return the rotary positions of a prompt with images, see `Architecture.positions`."""
         return self.architecture.positions(self.model, inputs, self.config)
 
-    # ------------------------------------------------------------------ computing
-
     def visual_features(
         self, batch: Sequence[Mapping[str, Tensor]]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Encode images, or videos, together.
+        """Encode images, or videos, together; see `Architecture.visual_features`.
 
         Args:
             batch: Tensors of `EncoderInput.tensors`, all with the same names and, unless they are
                 concatenated patches, of the same shape.
-
-        Returns:
-            As `Architecture.visual_features`.
         """
         import torch
 

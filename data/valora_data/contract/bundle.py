@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from valora_data.contract.contexts import ContextEntry, context_entry
-from valora_data.contract.files import UnreadableError, open_regular, read_json, shown
+from valora_data.contract.base_model import base_hash, file_hash
+from valora_data.contract.contexts import CONTEXT, ContextEntry, context_entry
+from valora_data.contract.files import UnreadableError, check_form, open_regular, read_json, shown
+from valora_data.contract.quantized import NF4
 from valora_data.errors import BundleError
 
 MANIFEST = "bundle.json"
 GOLDEN = "golden/golden.json"
 """File of a bundle's golden examples, relative to its folder."""
-NF4 = "nf4"
-"""How the weights of a base model can be rounded, see `valora_data.contract.quantized`."""
 SCHEMA_VERSION = 2
 """Version of the format. Since 2, the adapter of a domain may be null, and a bundle may have no
 adapter at all."""
@@ -32,13 +31,30 @@ MOST_FILES = 10_000
 PROMPT_LENGTH = 32_768
 """Most characters of a domain's prompt, which every request without text is sent with."""
 
-_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
-
-
-def file_hash(path: Path) -> str:
-    """sha256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+FORM = {
+    "files": {"*": str},
+    "name": str,
+    "version": int,
+    "base": {"id": str, "sha256": str, "quantize?": str},
+    "adapters": {"*": {"path": str, "decode_only?": bool}},
+    "domains": {
+        "*": {
+            "head?": str,
+            "task?": str,
+            "metric?": str,
+            "prompt?": str,
+            "media?": str,
+            "labels?": [str],
+            "max_tokens?": int,
+            "required?": float,
+            "threshold?": float,
+            "accuracy?": {"test?": float, "teacher?": float},
+        }
+    },
+    "contexts?": {"*": CONTEXT},
+    "encoders?": {"*": {"path": str, "tokens": int}},
+}
+"""What readers rely on in a manifest, see `check_form`; docs/bundle.md says what it means."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,7 @@ class Bundle:
     def contexts(self) -> dict[str, ContextEntry]:
         """Contexts, by the name of the domain that answers about them."""
         found = self.manifest.get("contexts") or {}
-        return {name: context_entry(facts, "") for name, facts in found.items()}
+        return {name: context_entry(facts, name) for name, facts in found.items()}
 
     @property
     def encoders(self) -> dict[str, dict[str, Any]]:
@@ -102,7 +118,7 @@ def read_bundle(folder: Path) -> Bundle:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read ``bundle.json`` and check that every entry has the type that readers rely on.
+    """Read ``bundle.json`` and check every entry that readers rely on.
 
     Args:
         folder: Folder of the bundle.
@@ -117,21 +133,59 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} is no bundle: it holds no readable {MANIFEST}, as that {error.reason}; name "
             "a folder that make fuse exported"
         ) from error
-    if not isinstance(manifest, dict):
-        raise BundleError(f"bundle {folder}: its manifest is damaged: export it again")
-    version = manifest.get("schema_version")
-    if isinstance(version, bool) or version not in READABLE:
-        raise BundleError(
-            f"bundle {folder} has schema version {shown(version)}, expected at most "
-            f"{WITH_CONTEXTS}: export it again with this version of VaLoRA"
-        )
     try:
-        _check(manifest)
+        check_form(manifest, {}, MANIFEST)
+        version = manifest.get("schema_version")
+        if isinstance(version, bool) or version not in READABLE:
+            raise BundleError(
+                f"bundle {folder} has schema version {shown(version)}, expected at most "
+                f"{WITH_CONTEXTS}: export it again with this version of VaLoRA"
+            )
+        check_form(manifest, FORM)
+        _check_values(manifest)
     except (TypeError, ValueError) as error:
         raise BundleError(
             f"bundle {folder}: its manifest is damaged ({error}): export it again"
         ) from error
-    return manifest
+    return dict(manifest)
+
+
+def _check_values(manifest: dict[str, Any]) -> None:
+    """Check that the entries of a manifest fit together; a `ValueError` names one that does not."""
+
+    def expect(fits: object, place: str, expected: str, value: object) -> None:
+        if not fits:
+            raise ValueError(f"{place}: expected {expected}, got {shown(value)}")
+
+    name, version, base = manifest["name"], manifest["schema_version"], manifest["base"]
+    adapters, domains, files = manifest["adapters"], manifest["domains"], manifest["files"]
+    contexts, encoders = manifest.get("contexts") or {}, manifest.get("encoders") or {}
+    expect(name.strip() and not {"@", "/"} & set(name), "name", "a name without @ and /", name)
+    expect(manifest["version"] >= 1, "version", "1 or more", manifest["version"])
+    expect(len(files) <= MOST_FILES, "files", f"at most {MOST_FILES}", len(files))
+    rounded = base.get("quantize")
+    expect(rounded in (None, NF4), "base.quantize", f"{NF4} or nothing", rounded)
+    for domain, facts in domains.items():
+        place, most = f"domains.{shown(domain)}", facts.get("max_tokens")
+        expect(most is None or most >= 1, f"{place}.max_tokens", "1 or more", most)
+        length = len(facts.get("prompt") or "")
+        expect(length <= PROMPT_LENGTH, f"{place}.prompt", f"at most {PROMPT_LENGTH}", length)
+        if facts.get("adapter", "") is not None or version == 1:  # else the base model answers
+            check_form(facts, {"adapter": str}, place)
+            by = facts["adapter"]
+            expect(by in adapters, f"{place}.adapter", "an adapter", by)
+    expect(not contexts or version >= WITH_CONTEXTS, "schema_version", str(WITH_CONTEXTS), version)
+    for context, facts in contexts.items():
+        place = f"contexts.{shown(context)}"
+        entry = context_entry(facts, place)
+        expect(context in domains, place, "a domain of the same name", None)
+        if entry.file is None:
+            by = domains[context]["adapter"]
+            expect(by, f"{place}.form", "an adapter of its domain", by)
+        else:
+            expect(entry.file in files, f"{place}.file", "a file with a sha256", entry.file)
+        known = entry.encoder is None or entry.encoder in encoders
+        expect(known, f"{place}.encoder", "an encoder", entry.encoder)
 
 
 def _verify(folder: Path, name: str, expected: str) -> None:
@@ -149,115 +203,46 @@ def _verify(folder: Path, name: str, expected: str) -> None:
         with open_regular(file, FILE_BYTES) as opened:
             same = hashlib.file_digest(opened, "sha256").hexdigest() == expected
     except (UnreadableError, OSError) as error:
-        reason = getattr(error, "reason", error)
         raise BundleError(
-            f"file {name} of bundle {folder} is missing or was changed, as it {reason}: export it "
-            "again"
+            f"file {name} of bundle {folder} is missing or was changed, as it "
+            f"{getattr(error, 'reason', error)}: export it again"
         ) from error
     if not same:
         raise BundleError(f"file {name} of bundle {folder} was changed: export it again")
 
 
-def _check(manifest: dict[str, Any]) -> None:
-    """Check the types of the entries.
+def check_base(
+    bundle: Bundle, base: str, actual: str | None = None, quantize: str | None = None
+) -> None:
+    """Check that a bundle was made for a base model.
+
+    Args:
+        bundle: The bundle.
+        base: The base model, as in `base_folder`.
+        actual: `base_hash` of the base model if it is known already.
+        quantize: How the base model's weights are rounded; None if they are not.
 
     Raises:
-        TypeError: One has another type; the message names it.
-        ValueError: One has an impossible value; the message names it.
+        BundleError: If the bundle names another hash than that of `base`, or its adapters were
+            trained on weights that are rounded in another way.
     """
-    _entries(manifest, "", {"files": dict, "name": str, "base": dict, "domains": dict})
-    _entries(manifest, "", {"adapters": dict, "version": int})
-    if not (name := manifest["name"]).strip() or {"@", "/"} & set(name):
-        raise ValueError(f"name: expected a name without @ and /, got {shown(name)}")
-    if manifest["version"] < 1:
-        raise ValueError(f"version: expected 1 or more, got {manifest['version']}")
-    if len(manifest["files"]) > MOST_FILES:
-        raise ValueError(f"files: expected at most {MOST_FILES}, got {len(manifest['files'])}")
-    _entries(manifest["base"], "base.", {"id": str, "sha256": str})
-    if (rounded := manifest["base"].get("quantize")) not in (None, NF4):
-        raise ValueError(f"base.quantize: expected {NF4} or nothing, got {shown(rounded)}")
-    for file in manifest["files"]:
-        _entries(manifest["files"], "files.", {file: str})
-    for name in manifest["adapters"]:
-        _entries(manifest["adapters"], "adapters.", {name: dict})
-        _entries(manifest["adapters"][name], f"adapters.{shown(name)}.", {"path": str})
-    for name in manifest["domains"]:
-        _entries(manifest["domains"], "domains.", {name: dict})
-        facts = manifest["domains"][name]
-        _check_domain(facts, f"domains.{shown(name)}.")
-        if facts.get("adapter", "") is None and manifest["schema_version"] > 1:
-            continue  # the base model answers
-        _entries(facts, f"domains.{shown(name)}.", {"adapter": str})
-        if facts["adapter"] not in manifest["adapters"]:
-            by = shown(facts["adapter"])
-            raise ValueError(f"domains.{shown(name)}.adapter: expected an adapter, got {by}")
-    _check_contexts(manifest)
-
-
-def _check_contexts(manifest: dict[str, Any]) -> None:
-    """Check contexts and encoders: that they fit together, and that their files have hashes."""
-    _entries(manifest, "", {"contexts": dict, "encoders": dict}, needed=False)
-    contexts, encoders = manifest.get("contexts") or {}, manifest.get("encoders") or {}
-    if contexts and manifest["schema_version"] < WITH_CONTEXTS:
-        raise ValueError(f"schema_version: expected {WITH_CONTEXTS} of a bundle with contexts")
-    for name, facts in manifest["adapters"].items():
-        if not isinstance(facts.get("decode_only", False), bool):
-            raise TypeError(f"adapters.{shown(name)}.decode_only: expected true or false")
-    for name in encoders:
-        _entries(encoders, "encoders.", {name: dict})
-        _entries(encoders[name], f"encoders.{shown(name)}.", {"path": str, "tokens": int})
-    for name in contexts:
-        _entries(contexts, "contexts.", {name: dict})
-        place = f"contexts.{shown(name)}."
-        entry = context_entry(contexts[name], place)
-        domain = manifest["domains"].get(name)
-        if domain is None:
-            raise ValueError(f"{place[:-1]}: expected a domain of the same name")
-        if entry.file is None and domain.get("adapter") is None:
-            raise ValueError(f"{place}form: expected an adapter in domains.{shown(name)}")
-        if entry.file is not None and entry.file not in manifest["files"]:
-            raise ValueError(f"{place}file: expected a sha256 of {shown(entry.file)} in files")
-        if entry.encoder is not None and entry.encoder not in encoders:
-            raise ValueError(f"{place}encoder: expected an encoder, got {shown(entry.encoder)}")
-
-
-def _check_domain(facts: dict[str, Any], place: str) -> None:
-    texts = dict.fromkeys(("head", "task", "metric", "prompt", "media"), str)
-    others = {"accuracy": dict, "labels": list, "max_tokens": int}
-    _entries(facts, place, {**texts, **others}, needed=False)
-    if (most := facts.get("max_tokens")) is not None and most < 1:
-        raise ValueError(f"{place}max_tokens: expected 1 or more, got {most}")
-    for label in facts.get("labels") or ():
-        if not isinstance(label, str):
-            raise TypeError(f"{place}labels: expected texts, got {shown(label)}")
-    if len(facts.get("prompt") or "") > PROMPT_LENGTH:
-        raise ValueError(f"{place}prompt: expected at most {PROMPT_LENGTH} characters")
-    accuracy = facts.get("accuracy") or {}
-    for name, value in (
-        ("accuracy.test", accuracy.get("test")),
-        ("accuracy.teacher", accuracy.get("teacher")),
-        ("required", facts.get("required")),
-        ("threshold", facts.get("threshold")),
-    ):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and math.isfinite(value)):
-            raise ValueError(f"{place}{name}: expected a number, got {shown(value)}")
-
-
-def _entries(
-    found: dict[str, Any], place: str, types: dict[str, type], *, needed: bool = True
-) -> None:
-    """Check that an object has entries of these types; None counts as absent."""
-    for name, wanted in types.items():
-        value = found.get(name)
-        if value is None and not needed:
-            continue
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise TypeError(
-                f"{place}{name}: expected {_NAMES[wanted]}, got {shown(value)}"
-                if name in found
-                else f"it lacks '{place}{name}'"
-            )
+    wanted = bundle.manifest["base"]
+    actual = actual or base_hash(base)
+    if actual != wanted["sha256"]:
+        raise BundleError(
+            f"bundle {bundle.folder} was made for base model {wanted['id']} "
+            f"({wanted['sha256'][:12]}), got {base} ({actual[:12]}): use that base model, or fuse "
+            "again onto this one"
+        )
+    trained_on = wanted.get("quantize")
+    if trained_on != quantize:
+        ways = [f"weights rounded to {way}" if way else "unrounded weights"
+                for way in (trained_on, quantize)]  # fmt: skip
+        raise BundleError(
+            f"bundle {bundle.folder} was trained on a base model with {ways[0]}, but this one has "
+            f"{ways[1]}, with which it would answer differently: use "
+            f"quantize={trained_on or 'none'} (valora-serve --quantize), or fuse again"
+        )
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

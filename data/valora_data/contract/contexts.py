@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.files import read_safetensors, shown
+from valora_data.contract.files import check_form, read_safetensors, shown
 from valora_data.errors import BundleError
-from valora_data.wording import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
     from torch import Tensor
+
+    from valora_data.contract.base_model import BaseModel
 
 ADAPTER = "adapter"
 """Form without a file: an adapter alone answers."""
@@ -44,53 +45,27 @@ MOST_TOKENS = 1 << 20
 ENCODER_FILE = "memory.safetensors"
 """File with the queries of an encoder, in the folder of its adapter."""
 _MARK = "@@context@@"
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class Template(Protocol):
-    """What a `valora_data.contract.base_model.BaseModel` does with text."""
-
-    base: str
-    tokenizer: Any
-
-    def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
-        """Write messages as the chat template has them."""
-        ...
-
-    def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a prompt."""
-        ...
-
-
-# ------------------------------------------------------------------ prompts
+# --- prompts
 
 
 def system_turn(text: str, images: int = 0) -> dict[str, Any]:
-    """Return the turn that holds a document.
-
-    Args:
-        text: The document.
-        images: Number of images behind it (an album).
-    """
+    """Return the turn that holds a document, with so many images behind it (an album)."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
     return {"role": "system", "content": [*parts, *[{"type": "image"}] * images]}
 
 
-def head_text(model: Template, document: str, images: int = 0) -> str:
+def head_text(model: BaseModel, document: str, images: int = 0) -> str:
     """Return the head of prompts about a document, as text.
 
     Its tokens are `model.tokenize(head_text(…))`, with the beginning-of-sequence token at position
     0; with images, those of the model's processor.
-
-    Args:
-        model: The base model.
-        document: The document's text.
-        images: Number of images of an album.
     """
     return model.render([system_turn(document, images)], generate=False)
 
 
-def tail_text(model: Template, turns: Sequence[Mapping[str, Any]]) -> str:
+def tail_text(model: BaseModel, turns: Sequence[Mapping[str, Any]]) -> str:
     """Return the tail of a prompt: its turns, up to where the answer begins.
 
     Args:
@@ -100,40 +75,41 @@ def tail_text(model: Template, turns: Sequence[Mapping[str, Any]]) -> str:
     Raises:
         BundleError: The chat template writes no system turn before the others.
     """
-    head = head_text(model, _MARK)
-    whole = model.render([system_turn(_MARK), *turns])
+    head, whole = head_text(model, _MARK), model.render([system_turn(_MARK), *turns])
     if _MARK not in head or not whole.startswith(head):
-        raise BundleError(
-            f"the chat template of base model {model.base} writes no system turn before the "
-            "others, so it cannot read contexts: choose another base model"
-        )
+        raise _no_system_turn(model)
     return whole[len(head) :]
 
 
-def tail_tokens(model: Template, turns: Sequence[Mapping[str, Any]]) -> list[int]:
+def tail_tokens(model: BaseModel, turns: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the token ids of a tail without images, see `tail_text`."""
-    text = tail_text(model, turns)
-    return [int(i) for i in model.tokenizer(text, add_special_tokens=False)["input_ids"]]
+    return model.tokenize(tail_text(model, turns), special=False)
 
 
-def around_memory(model: Template) -> tuple[list[int], list[int]]:
+def around_memory(model: BaseModel) -> tuple[list[int], list[int]]:
     """Return the token ids of a head before and after the memory tokens.
 
     Returns:
         Those before, which begin with the beginning-of-sequence token if the model has one, and
         those after, of which there may be none.
+
+    Raises:
+        BundleError: The chat template writes no system turn.
     """
     before, mark, after = head_text(model, _MARK).partition(_MARK)
     if not mark:
-        raise BundleError(
-            f"the chat template of base model {model.base} writes no system turn, so it cannot "
-            "read contexts: choose another base model"
-        )
-    ends = model.tokenizer(after, add_special_tokens=False)["input_ids"]
-    return model.tokenize(before), [int(i) for i in ends]
+        raise _no_system_turn(model)
+    return model.tokenize(before), model.tokenize(after, special=False)
 
 
-# ------------------------------------------------------------------ the manifest
+def _no_system_turn(model: BaseModel) -> BundleError:
+    return BundleError(
+        f"the chat template of base model {model.base} writes no system turn before the others, so "
+        "it cannot read contexts: choose another base model"
+    )
+
+
+# --- the manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +140,14 @@ class ContextEntry:
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry as the manifest holds it."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
+
+
+CONTEXT = {
+    "form": str, "file?": str, "tokens": int, "position": int, "bytes": int, "source_tokens": int,
+    "source_sha256": str, "encoder?": str,
+}  # fmt: skip
+"""Form of an entry, see `valora_data.contract.files.check_form`."""
 
 
 def source_hash(document: str, images: Sequence[Image] = ()) -> str:
@@ -187,34 +170,26 @@ def context_entry(facts: Mapping[str, Any], place: str) -> ContextEntry:
         TypeError: A value has another type.
         ValueError: A value is impossible.
     """
-    form, file, encoder = facts.get("form"), facts.get("file"), facts.get("encoder")
-    if form not in FORMS:
-        raise ValueError(f"{place}form: expected one of {', '.join(FORMS)}, got {shown(form)}")
-    counts: dict[str, int] = {}
-    for name in ("tokens", "position", "bytes", "source_tokens"):
-        value = facts.get(name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{place}{name}: expected a whole number, got {shown(value)}")
-        if value < 0:
-            raise ValueError(f"{place}{name}: expected 0 or more, got {value}")
-        counts[name] = value
-    digest = facts.get("source_sha256")
-    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        raise ValueError(f"{place}source_sha256: expected a sha256, got {shown(digest)}")
-    for name, text in (("file", file), ("encoder", encoder)):
-        if text is not None and not isinstance(text, str):
-            raise TypeError(f"{place}{name}: expected a text, got {shown(text)}")
-    if (form == ADAPTER) != (file is None):
-        raise ValueError(f"{place}file: expected {'none' if file else 'one'} for form {form}")
-    least = 0 if form == ADAPTER else 1
-    if not least <= counts["tokens"] <= (MOST_TOKENS if least else 0):
-        raise ValueError(f"{place}tokens: {counts['tokens']} is impossible for form {form}")
-    if form == PREFIX and not counts["position"]:
-        raise ValueError(f"{place}position: expected 1 or more, got 0")
-    return ContextEntry(form=form, file=file, source_sha256=digest, encoder=encoder, **counts)
+    check_form(facts, CONTEXT, place)
+    known = {name.removesuffix("?"): facts.get(name.removesuffix("?")) for name in CONTEXT}
+    entry = ContextEntry(**known)
+    has_file = entry.form != ADAPTER
+    for name, fits, expected in (
+        ("form", entry.form in FORMS, f"one of {', '.join(FORMS)}"),
+        ("file", (entry.file is not None) == has_file, "one" if has_file else "none"),
+        ("tokens", has_file <= entry.tokens <= has_file * MOST_TOKENS, "others for this form"),
+        ("position", entry.position >= (entry.form == PREFIX), "1 or more"),
+        ("bytes", entry.bytes >= 0, "0 or more"),
+        ("source_tokens", entry.source_tokens >= 0, "0 or more"),
+        ("source_sha256", re.fullmatch(r"[0-9a-f]{64}", entry.source_sha256), "a sha256"),
+    ):
+        if not fits:
+            where = f"{place}.{name}".removeprefix(".")
+            raise ValueError(f"{where}: expected {expected}, got {shown(known[name])}")
+    return entry
 
 
-# ------------------------------------------------------------------ the files
+# --- the files
 
 
 @dataclass(frozen=True)
@@ -244,7 +219,7 @@ class Memory:
     @property
     def bytes(self) -> int:
         """Size of the tensors."""
-        return sum(part.nelement() * part.element_size() for part in self.tensors.values())
+        return sum(part.nbytes for part in self.tensors.values())
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values by layer, each [1, kv_heads, tokens, head_dim].
@@ -256,15 +231,17 @@ class Memory:
 
     def write(self, file: Path) -> None:
         """Write the memory as safetensors."""
-        from safetensors.torch import save_file
-
-        facts = {"form": self.form, "base": self.base, "position": str(self.position)}
-        tensors = {name: part.detach().cpu().contiguous() for name, part in self.tensors.items()}
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, file, facts)
+        facts = {"form": self.form, "base": self.base, "position": str(self.position)}
+        write_tensors(file, self.tensors, facts)
 
 
-_DIMENSIONS = {PREFIX: {"keys": 4, "values": 4}, MEMORY_TOKENS: {"embeddings": 2}}
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
+    """Write tensors of any device, with metadata, as safetensors."""
+    from safetensors.torch import save_file
+
+    plain = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
+    save_file(plain, file, dict(facts) or None)
 
 
 def read_memory(file: Path, base: str, config: Any) -> Memory:
@@ -279,38 +256,44 @@ def read_memory(file: Path, base: str, config: Any) -> Memory:
         BundleError: It is damaged, of an unknown form, made for another base model, not finite, or
             of the wrong shape.
     """
-    import torch
-
     facts, tensors = read_safetensors(file, FILE_BYTES)
-    form = facts.get("form", "")
-    wanted = _DIMENSIONS.get(form)
-    if wanted is None or set(tensors) != set(wanted):
+    form, position = facts.get("form", ""), facts.get("position", "0")
+    first = next(iter(tensors.values()), None)
+    tokens = 0 if first is None or first.dim() < 2 else int(first.shape[-2])
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    width = int(getattr(config, "head_dim", None) or int(config.hidden_size) // heads)
+    kept = (int(config.num_hidden_layers), kv_heads, tokens, width)
+    shapes = {
+        PREFIX: {"keys": kept, "values": kept},
+        MEMORY_TOKENS: {"embeddings": (tokens, int(config.hidden_size))},
+    }.get(form, {})
+    if not shapes or set(tensors) != set(shapes) or not re.fullmatch(r"[0-9]{1,9}", position):
         raise BundleError(f"{file} holds no memory of a context: export the bundle again")
     if facts.get("base") != base:
         raise BundleError(
             f"{file} was made for base model {facts.get('base', '')[:12]}, got {base[:12]}: use "
             "that base model, or make the context again"
         )
+    _check_tensors(file, tensors, shapes)
+    if not tokens or (form == PREFIX and not int(position)):
+        raise BundleError(f"{file} has {tokens} tokens before position {position}: make it again")
+    return Memory(form, base, tensors, int(position))
+
+
+def _check_tensors(
+    file: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    import torch
+
     for name, part in tensors.items():
-        shape = tuple(part.shape)
-        if part.dim() != wanted[name] or shape != _shape(form, config, shape):
+        if tuple(part.shape) != shapes[name]:
             raise BundleError(
-                f"{file}: {name} has shape {list(shape)}, which does not fit the base model "
-                f"(expected {list(_shape(form, config, shape))}): make the context again"
+                f"{file}: {name} has shape {list(part.shape)}, which does not fit the base model "
+                f"(expected {list(shapes[name])}): make it again"
             )
         if not part.is_floating_point() or not bool(torch.isfinite(part).all()):
-            raise BundleError(
-                f"{file}: {name} has values that are no finite numbers: make it again"
-            )
-    memory = Memory(form, base, tensors, _position(facts, file))
-    if form == PREFIX and tensors["keys"].shape != tensors["values"].shape:
-        raise BundleError(f"{file} has keys and values of different sizes: make it again")
-    if not memory.tokens or (form == PREFIX and not memory.position):
-        raise BundleError(
-            f"{file} has {plural(memory.tokens, 'token')} before position {memory.position}: make "
-            "it again"
-        )
-    return memory
+            raise BundleError(f"{file}: {name} has no finite numbers: make it again")
 
 
 @dataclass(frozen=True)
@@ -336,13 +319,7 @@ class Encoder:
 
     def write(self, folder: Path) -> None:
         """Write `ENCODER_FILE` into the folder of the encoder's adapter."""
-        from safetensors.torch import save_file
-
-        tensors = {"queries": self.queries, "scale": self.scale}
-        save_file(
-            {name: part.detach().cpu().contiguous() for name, part in tensors.items()},
-            folder / ENCODER_FILE,
-        )
+        write_tensors(folder / ENCODER_FILE, vars(self), {})
 
 
 def read_encoder(folder: Path, config: Any) -> Encoder:
@@ -355,36 +332,10 @@ def read_encoder(folder: Path, config: Any) -> Encoder:
     Raises:
         BundleError: It is damaged or does not fit the base model.
     """
-    import torch
-
-    _, tensors = read_safetensors(folder / ENCODER_FILE, FILE_BYTES)
-    width = int(config.hidden_size)
-    if set(tensors) != {"queries", "scale"} or tensors["scale"].shape != (width,):
-        raise BundleError(f"{folder} holds no encoder of this base model: export the bundle again")
-    queries = tensors["queries"]
-    if queries.dim() != 2 or queries.shape[1] != width or not len(queries):
-        raise BundleError(
-            f"{folder}: queries have shape {list(queries.shape)}, expected [tokens, {width}]: "
-            "export the bundle again"
-        )
-    if not all(bool(torch.isfinite(part).all()) for part in tensors.values()):
-        raise BundleError(f"{folder}: queries are no finite numbers: export the bundle again")
+    file, width = folder / ENCODER_FILE, int(config.hidden_size)
+    _, tensors = read_safetensors(file, FILE_BYTES)
+    if set(tensors) != {"queries", "scale"} or not len(tensors["queries"]):
+        raise BundleError(f"{file} holds no encoder: export the bundle again")
+    shapes = {"queries": (len(tensors["queries"]), width), "scale": (width,)}
+    _check_tensors(file, tensors, shapes)
     return Encoder(**tensors)
-
-
-def _shape(form: str, config: Any, found: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that fits a language model, for as many tokens as were found."""
-    tokens = found[-2] if len(found) > 1 else 1
-    if form == MEMORY_TOKENS:
-        return (tokens, int(config.hidden_size))
-    heads = int(config.num_attention_heads)
-    width = getattr(config, "head_dim", None) or int(config.hidden_size) // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return (int(config.num_hidden_layers), int(kv_heads), tokens, int(width))
-
-
-def _position(facts: Mapping[str, str], file: Path) -> int:
-    text = facts.get("position", "0")
-    if not text.isascii() or not text.isdecimal() or len(text) > 9:
-        raise BundleError(f"{file} names no position ({shown(text)}): make the context again")
-    return int(text)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
-import re
 import reprlib
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import BundleError
 
@@ -21,20 +22,17 @@ JSON_BYTES = 8 << 20
 """Most bytes of a JSON file: a manifest of thousands of domains is smaller."""
 JSON_DEPTH = 64
 """Most levels of nested objects and lists."""
-JSON_VALUES = 300_000
-"""Most values and keys of a JSON file."""
 HEADER_BYTES = 4 << 20
 """Most bytes of a safetensors header: room for 20,000 tensors."""
 NAME_LENGTH = 512
 """Most characters of a tensor's name."""
 DIGITS = 18
 """Most digits of a whole number in JSON."""
-PACKED = {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"}
-"""Dtypes of safetensors that PyTorch's tensors have not: parts of bytes, and exponents alone."""
 
-# Whatever opens or closes nothing: strings, and what is neither a bracket nor a quotation mark.
-_NO_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+|[^"\[\]{}]++', re.DOTALL)
-
+_NAMES = {
+    dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number",
+    bool: "true or false",
+}  # fmt: skip
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
 _short.maxlevel = 3
@@ -53,12 +51,8 @@ def expanded(path: str | Path) -> Path:
 class UnreadableError(BundleError):
     """A file is missing, no regular file, too large or damaged.
 
-    Args:
-        reason: What is wrong, as the end of "… cannot be used: it".
-        file: The file; None for a text that came out of one.
-
     Attributes:
-        reason: What is wrong, e.g. ``has 900 bytes, more than 500``.
+        reason: What is wrong, as the end of "… cannot be used: it", e.g. ``has 9 bytes, more …``.
     """
 
     def __init__(self, reason: str, file: Path | None = None) -> None:
@@ -66,33 +60,8 @@ class UnreadableError(BundleError):
         self.reason = reason
 
 
-def read_bytes(file: Path, most: int) -> bytes:
-    """Read a regular file.
-
-    Args:
-        file: The file.
-        most: Most bytes that it may have.
-
-    Raises:
-        UnreadableError: It is missing, no regular file, larger, or changed while it was read.
-    """
-    with open_regular(file, most) as opened:
-        size = os.fstat(opened.fileno()).st_size
-        try:
-            content = opened.read(size + 1)
-        except OSError as error:
-            raise UnreadableError(f"cannot be read ({error.strerror})", file) from error
-    if len(content) != size:
-        raise UnreadableError("changed while it was read", file)
-    return content
-
-
 def open_regular(file: Path, most: int) -> BufferedReader:
-    """Open a regular file for reading; pipes and devices in its place do not block.
-
-    Args:
-        file: The file.
-        most: Most bytes that it may have.
+    """Open a regular file of at most so many bytes; pipes and devices in its place do not block.
 
     Raises:
         UnreadableError: It is missing, no regular file, or larger.
@@ -111,12 +80,25 @@ def open_regular(file: Path, most: int) -> BufferedReader:
     raise UnreadableError("is no regular file", file)
 
 
-def read_json(file: Path, most: int = JSON_BYTES) -> Any:
-    """Read a JSON file, see `parse_json`.
+def read_bytes(file: Path, most: int) -> bytes:
+    """Read a regular file of at most so many bytes.
 
-    Args:
-        file: The file.
-        most: Most bytes that it may have.
+    Raises:
+        UnreadableError: As `open_regular`, or it changed while it was read.
+    """
+    with open_regular(file, most) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        try:
+            content = opened.read(size + 1)
+        except OSError as error:
+            raise UnreadableError(f"cannot be read ({error.strerror})", file) from error
+    if len(content) != size:
+        raise UnreadableError("changed while it was read", file)
+    return content
+
+
+def read_json(file: Path, most: int = JSON_BYTES) -> Any:
+    """Read a JSON file of at most so many bytes, see `parse_json`.
 
     Raises:
         UnreadableError: It cannot be read, or is beyond a limit.
@@ -128,42 +110,33 @@ def read_json(file: Path, most: int = JSON_BYTES) -> Any:
         raise UnreadableError(error.reason, file) from error
 
 
-def parse_json(content: bytes | str) -> Any:
-    """Parse JSON within limits; numbers may be infinite or NaN, which callers must check.
-
-    Objects with a key twice are refused, because readers differ in which value counts.
-
-    Args:
-        content: The text, in UTF-8 if it is bytes.
+def parse_json(content: str | bytes) -> Any:
+    """Parse JSON without twice the same key, within `JSON_DEPTH` and `DIGITS`.
 
     Raises:
-        UnreadableError: It is no JSON, or is beyond a limit on depth, values or digits.
+        UnreadableError: It is no JSON, no UTF-8, or beyond a limit.
     """
-    raw = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
-    # Before anything is parsed, as parsing is recursive.
-    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > JSON_VALUES:
-        raise UnreadableError(f"holds more than {JSON_VALUES} values")
-    depth = deepest = 0
-    for bracket in _NO_BRACKET.sub(b"", raw):
-        depth += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, depth)
-    if deepest > JSON_DEPTH:
-        raise UnreadableError(f"is nested more than {JSON_DEPTH} levels deep")
+    deep = UnreadableError(f"is nested more than {JSON_DEPTH} levels deep")
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_int=_integer)
-        if b"\\u" in raw:  # only escapes can make lone surrogates
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnreadableError:
-        raise
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        text = content.decode("utf-8") if isinstance(content, bytes) else content
+        value = json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # escapes can make lone surrogates
+    except RecursionError as error:
+        raise deep from error
+    except UnicodeError as error:
         raise UnreadableError(f"holds text that is not Unicode ({error.reason})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UnreadableError(f"is no JSON ({error})") from error
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(JSON_DEPTH):
+        inside = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for inner in itertools.chain(*inside) if isinstance(inner, dict | list)]
+    if level:
+        raise deep
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs, if no key is there twice."""
     made: dict[str, Any] = {}
     for key, value in pairs:
         if key in made:
@@ -176,6 +149,40 @@ def _integer(digits: str) -> int:
     if len(digits) > DIGITS:
         raise UnreadableError(f"holds a number of {len(digits)} digits")
     return int(digits)
+
+
+def check_form(value: Any, form: Any, place: str = "") -> None:
+    """Check the types in a JSON value.
+
+    Args:
+        value: The value.
+        form: A type (`float` for any finite number), a list with the form of its items, or an
+            object of forms by name; those of names with ``?`` may be absent or null, and ``*``
+            stands for all names. Other names are not looked at.
+        place: Where the value stands, for messages.
+
+    Raises:
+        TypeError: Something has another type, or is missing.
+    """
+    kind = form if isinstance(form, type) else type(form)
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    fits = fits and (kind is bool) == isinstance(value, bool)
+    if not fits or (kind is float and not math.isfinite(value)):
+        raise TypeError(f"{place}: expected {_NAMES[kind]}, got {shown(value)}")
+    if isinstance(form, list):
+        for item in value:
+            check_form(item, form[0], place)
+    elif isinstance(form, dict) and "*" in form:
+        for name, item in value.items():
+            check_form(item, form["*"], f"{place}.{shown(name)}")
+    elif isinstance(form, dict):
+        for key, inner in form.items():
+            name = key.removesuffix("?")
+            where = f"{place}.{name}".removeprefix(".")
+            if name not in value and name == key:
+                raise TypeError(f"it lacks {where!r}")
+            if name == key or value.get(name) is not None:
+                check_form(value[name], inner, where)
 
 
 def read_safetensors(file: Path, most: int) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -195,29 +202,18 @@ def read_safetensors(file: Path, most: int) -> tuple[dict[str, str], dict[str, T
     from safetensors.torch import load
 
     content = read_bytes(file, most)
-
-    def damaged(reason: str) -> NoReturn:
+    length = min(int.from_bytes(content[:8], "little"), HEADER_BYTES)
+    try:
+        header = dict(parse_json(content[8 : 8 + length]))
+        tensors = load(content)
+        odd = [name for name in header if len(name) > NAME_LENGTH or not name.isprintable()]
+    except KeyError as error:
+        name = next(name for name in header if header[name].get("dtype") == error.args[0])
+        raise UnreadableError(f"holds tensor {shown(name)[1:-1]} of dtype {error}", file) from error
+    except (SafetensorError, UnreadableError, ValueError, TypeError, RuntimeError) as error:
+        reason = getattr(error, "reason", None) or shown(str(error))
+        raise UnreadableError(f"is truncated or damaged ({reason})", file) from error
+    if odd:
+        reason = f"the name {shown(odd[0])} is too long or not printable"
         raise UnreadableError(f"is truncated or damaged ({reason})", file)
-
-    length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or length > min(len(content) - 8, HEADER_BYTES):
-        damaged("its header is cut off or too long")
-    try:
-        header = parse_json(content[8 : 8 + length])
-    except UnreadableError as error:
-        damaged(f"its header {error.reason}")
-    if not isinstance(header, dict):
-        damaged("its header is no object")
-    for name, facts in header.items():
-        if len(name) > NAME_LENGTH or not name.isprintable():
-            damaged(f"the name {shown(name)} is too long or not printable")
-        dtype = facts.get("dtype") if isinstance(facts, dict) else None
-        if isinstance(dtype, str) and dtype in PACKED and name != "__metadata__":
-            raise UnreadableError(f"holds tensor {name} of dtype {dtype}", file)
-    metadata = header.get("__metadata__") or {}
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        damaged("its metadata are no texts")
-    try:
-        return metadata, load(content)
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
-        damaged(shown(str(error)).strip("'\""))
+    return header.get("__metadata__") or {}, tensors

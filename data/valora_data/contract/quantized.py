@@ -1,8 +1,7 @@
 """A base model whose language model is held in 4 bits (QLoRA), through bitsandbytes.
 
 Adapters that were trained on rounded weights keep their accuracy on these weights. Training holds
-them packed, in about half a byte a weight. Serving unpacks them into the type that it computes in,
-the same numbers in as much memory as the base model always takes, or keeps them packed, too.
+them packed. Serving unpacks them into the type that it computes in, or keeps them packed, too.
 """
 
 from __future__ import annotations
@@ -11,20 +10,21 @@ import importlib.util
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.architectures.base import ModelPart
-from valora_data.contract.architectures.registry import architecture_of
-from valora_data.contract.bundle import NF4
 from valora_data.errors import BundleError
+from valora_data.models.base import ModelPart
+from valora_data.models.registry import architecture_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
+NF4 = "nf4"
+"""How the weights of a base model can be rounded: 4-bit NormalFloat with double quantisation."""
 PACKAGE = "bitsandbytes"
+INSTALL = "pip install 'valora[quantize]'"
 BLOCK = 64
 """Weights that share a scale."""
-INSTALL = "pip install 'valora[quantize]'"
 
 
 def is_installed() -> bool:
@@ -37,7 +37,6 @@ def loading_options(
 ) -> dict[str, Any]:
     """Return the arguments of transformers' ``from_pretrained`` that round a base model to NF4.
 
-    NF4 is 4-bit NormalFloat with double quantisation: blocks of 64 weights share a scale of 8 bits.
     The linear layers of the language model are rounded while they are read, one after the other, so
     that the device never holds the unrounded model. Vision tower, projector, embeddings and norms,
     a small part of the weights, stay as they are.
@@ -61,33 +60,25 @@ def loading_options(
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(config)
     rounded = _rounded(base, model)
-    kept = [
-        path
-        for path, module in model.named_modules()
-        if type(module) is torch.nn.Linear and path not in rounded
-    ]
+    linears = {path for path, one in model.named_modules() if type(one) is torch.nn.Linear}
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=NF4,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=kept,
+        llm_int8_skip_modules=sorted(linears - rounded),
     )
     return {"quantization_config": quantization, "device_map": {"": device}}
 
 
 def check_plain(base: str, described: Mapping[str, Any]) -> None:
-    """Check that a base model's weights are saved as numbers.
+    """Check that a base model, with this ``config.json``, is not saved in a quantised form.
 
-    Adapters are served on weights that are read or rounded here. transformers would load others
-    all the same, and each request would then fail, or multiply by numbers without their scales.
-
-    Args:
-        base: Id of the base model, for messages.
-        described: Its ``config.json``.
+    transformers would load it all the same, and each request would then fail, or multiply by
+    numbers without their scales.
 
     Raises:
-        BundleError: They are saved in a quantised form.
+        BundleError: It is.
     """
     form = described.get("quantization_config")
     if form is not None:
@@ -100,7 +91,7 @@ def check_plain(base: str, described: Mapping[str, Any]) -> None:
 
 
 def check_library(device: str) -> None:
-    """Check that the library rounds weights on a device.
+    """Check that the library is installed and rounds weights on a device.
 
     Raises:
         BundleError: It is missing, or does not know the device.
@@ -112,38 +103,32 @@ def check_library(device: str) -> None:
         )
     import bitsandbytes
 
-    known = set(bitsandbytes.supported_torch_devices)
+    known = sorted(bitsandbytes.supported_torch_devices)
     if device not in known:
         raise BundleError(
             f"{PACKAGE} {bitsandbytes.__version__} holds no 4-bit weights on device {device}: use "
-            f"one of {', '.join(sorted(known))}, or set quantize to null"
+            f"one of {', '.join(known)}, or set quantize to null"
         )
 
 
 def _rounded(base: str, model: Any) -> set[str]:
-    """Paths of the linear layers that are rounded: all those in the language model's layers.
-
-    Raises:
-        BundleError: A layer keeps matrices elsewhere, such as experts in one tensor.
-    """
+    """Paths of all linear layers in the language model's layers; experts in one tensor are none."""
     import torch
 
-    inside = architecture_of(model, base).adaptable(model)
-    layers = [f"{path}." for path, part in inside.items() if part is ModelPart.LANGUAGE]
+    parts = architecture_of(model, base).adaptable(model)
+    inside = tuple(f"{path}." for path, part in parts.items() if part is ModelPart.LANGUAGE)
     found = {
         path
         for path, module in model.named_modules()
-        if type(module) is torch.nn.Linear and path.startswith(tuple(layers))
+        if type(module) is torch.nn.Linear and path.startswith(inside)
     }
-    others = sorted(
+    others = [
         name
         for name, weight in model.named_parameters()
-        if name.startswith(tuple(layers))
-        and weight.ndim > 1
-        and name.rpartition(".")[0] not in found
-    )
+        if name.startswith(inside) and weight.ndim > 1 and name.rpartition(".")[0] not in found
+    ]
     if others or not found:
-        what = f"weights such as {others[0]} are no" if others else "there are no"
+        what = f"weights such as {min(others)} are no" if others else "there are no"
         raise BundleError(
             f"base model {base} cannot be held in 4 bits, because {what} linear layers: set "
             "quantize to null"
@@ -152,14 +137,11 @@ def _rounded(base: str, model: Any) -> set[str]:
 
 
 def prepare_packed(model: Any) -> None:
-    """Work around two faults of bitsandbytes on CPUs with AVX512.
+    """Work around two faults of bitsandbytes on CPUs with AVX512, in place.
 
     It repacks weights at the first forward pass without gradients, and later ones with gradients
     then give none. And it unpacks blocks that reach into the next row wrongly: layers that have
     such blocks multiply with weights that `unpacked` gives.
-
-    Args:
-        model: The transformers model, in place.
     """
     from torch.nn import functional as F
 
@@ -174,21 +156,33 @@ def prepare_packed(model: Any) -> None:
                 module.forward = MethodType(forward, module)
 
 
+def unpack(model: Any, dtype: torch.dtype) -> Any:
+    """Give a packed model ordinary linear layers with the same rounded weights, in place."""
+    from torch import nn
+
+    for path, module in list(model.named_modules()):
+        if hasattr(getattr(module, "weight", None), "quant_state"):
+            plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            numbers = unpacked(module.weight).to(dtype)
+            plain.weight, plain.bias = nn.Parameter(numbers, requires_grad=False), module.bias
+            model.set_submodule(path, plain)
+    return model
+
+
 def unpacked(weight: Any) -> torch.Tensor:
     """Return the numbers of a packed weight: [outputs, inputs]."""
     return _unpack(weight.data, weight.quant_state)
 
 
-def _unpack(packed: torch.Tensor, state: Any) -> torch.Tensor:
-    from bitsandbytes.functional import dequantize_4bit
+def rounded_matrix(weight: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a whole matrix [outputs, inputs], rounded to NF4 and unpacked again."""
+    return _unpack(*_packed(weight))
 
-    shape = state.shape
-    state.shape = _blocks(shape)
-    try:
-        found: torch.Tensor = dequantize_4bit(packed, state)
-    finally:
-        state.shape = shape
-    return found.view(shape)
+
+def shape_of(weight: Any) -> torch.Size:
+    """Return the shape of a matrix, packed or not: [outputs, inputs]."""
+    found: torch.Size = getattr(weight, "quant_state", weight).shape
+    return found
 
 
 class PackedMatrix:
@@ -208,10 +202,11 @@ class PackedMatrix:
 
         parts = [_packed(weight) for weight in weights]
         states = [state for _, state in parts]
+        rows = sum(int(state.shape[0]) for state in states)
         self.packed = torch.cat([packed.reshape(-1, 1) for packed, _ in parts])
         self._state = QuantState(
             torch.cat([_scales(state) for state in states]),
-            torch.Size((sum(int(state.shape[0]) for state in states), int(states[0].shape[1]))),
+            torch.Size((rows, int(states[0].shape[1]))),
             states[0].code,
             BLOCK,
             NF4,
@@ -237,15 +232,8 @@ class PackedMatrix:
         return found
 
 
-def shape_of(weight: Any) -> torch.Size:
-    """Return the shape of a matrix, packed or not: [outputs, inputs]."""
-    state = getattr(weight, "quant_state", None)
-    found: torch.Size = weight.shape if state is None else state.shape
-    return found
-
-
 def _packed(weight: Any) -> tuple[torch.Tensor, Any]:
-    """Return a matrix rounded to NF4, as bytes and what they mean."""
+    """A matrix rounded to NF4, as bytes and what they mean."""
     from bitsandbytes.functional import quantize_4bit
 
     if (state := getattr(weight, "quant_state", None)) is not None:
@@ -256,28 +244,19 @@ def _packed(weight: Any) -> tuple[torch.Tensor, Any]:
     return packed, state
 
 
-def _scales(state: Any) -> torch.Tensor:
-    """Return the scale of each block: [blocks] float32."""
-    from bitsandbytes.functional import dequantize_blockwise
+def _unpack(packed: torch.Tensor, state: Any) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
 
-    if not state.nested:
-        plain: torch.Tensor = state.absmax.float()
-        return plain
-    scales: torch.Tensor = dequantize_blockwise(state.absmax, state.state2) + state.offset
-    return scales.float()
-
-
-def rounded_matrix(weight: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that a matrix has after it was rounded to NF4 and unpacked again.
-
-    Args:
-        weight: [outputs, inputs], the whole matrix.
-    """
-    return _unpack(*_packed(weight))
+    shape, state.shape = state.shape, _blocks(state.shape)
+    try:
+        found: torch.Tensor = dequantize_4bit(packed, state)
+    finally:
+        state.shape = shape
+    return found.view(shape)
 
 
 def _blocks(shape: torch.Size) -> torch.Size:
-    """Return the shape of a matrix with a row for each block, where blocks fill it.
+    """The shape of a matrix with a row for each block, where blocks fill it.
 
     bitsandbytes 0.50 unpacks blocks that reach into the next row wrongly on CPUs with AVX512.
     """
@@ -287,28 +266,12 @@ def _blocks(shape: torch.Size) -> torch.Size:
     return torch.Size((1, count) if count % BLOCK else (count // BLOCK, BLOCK))
 
 
-def unpack(model: Any, dtype: torch.dtype) -> Any:
-    """Return a packed model with ordinary linear layers that hold the same rounded weights.
+def _scales(state: Any) -> torch.Tensor:
+    """The scale of each block: [blocks] float32."""
+    from bitsandbytes.functional import dequantize_blockwise
 
-    Args:
-        model: The transformers model, in place.
-        dtype: Type of the weights.
-    """
-    from torch import nn
-    from transformers.utils import logging
-
-    shapes = {}
-    for name, module in model.named_modules():
-        state = getattr(getattr(module, "weight", None), "quant_state", None)
-        if state is not None:
-            shapes[name], state.shape = state.shape, _blocks(state.shape)
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()  # it warns of the loss that is wanted here
-    try:
-        found = model.dequantize(dtype)
-    finally:
-        logging.set_verbosity(level)
-    for name, shape in shapes.items():
-        linear = found.get_submodule(name)
-        linear.weight = nn.Parameter(linear.weight.detach().view(shape))
-    return found.requires_grad_(False)
+    if not state.nested:
+        plain: torch.Tensor = state.absmax.float()
+        return plain
+    scales: torch.Tensor = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    return scales.float()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from valora_data.contract.architectures.base import IMAGE
 from valora_data.contract.contexts import head_text
 from valora_data.errors import DataError
+from valora_data.models.base import IMAGE
 from valora_data.wording import plural
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from valora_data.contract.architectures.base import IMAGE
-from valora_data.contract.architectures.qwen_vl import GRIDS
+from valora_data.models.base import IMAGE
+from valora_data.models.qwen_vl import GRIDS
 from valora_serve.model.prompt import Prompt, Visual
 from valora_serve.types import Request, SamplingParams
 

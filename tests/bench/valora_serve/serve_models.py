@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from valora_data.contract.architectures.base import ModelPart
 from valora_data.contract.label_head import LabelHead, Pooling
+from valora_data.models.base import ModelPart
 from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.catalogue.store import ResolvedModel, Staged
 from valora_serve.types import ServedModel

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tests.bench.valora_serve.serve_models import llava_7b
 from tests.support.lmm_checkpoints import save_llava
-from valora_data.contract.architectures.registry import architecture_of
+from valora_data.models.registry import architecture_of
 from valora_data.schema import Answer, Domain, Sample, Split, Task
 from valora_train.fusion.samples import DomainData
 from valora_train.fusion.trainer import Trainer

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tests.bench.valora_serve.serve_models import BASES, modules_of
-from valora_data.contract.architectures.base import IMAGE, PIXELS
+from valora_data.models.base import IMAGE, PIXELS
 
 MOST = 32
 """Most requests of a batch."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, llava_7b
-from valora_data.contract.architectures.base import ModelPart
+from valora_data.models.base import ModelPart
 from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.catalogue.store import ResolvedModel, Staged
 from valora_serve.engine.engine import Engine

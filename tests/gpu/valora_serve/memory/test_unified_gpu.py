@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from valora_data.contract.architectures.base import ModelPart
+from valora_data.models.base import ModelPart
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
 from valora_serve.catalogue.adapters import Adapter, LoraPair

@@ -19,8 +19,8 @@ from tests.support.engine_reference import (
 )
 from tests.support.lmm_checkpoints import save_llava, save_qwen2_5_vl, save_qwen2_vl
 from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapter
-from valora_data.contract.architectures.windows import WindowEncoder
 from valora_data.contract.base_model import load_model
+from valora_data.models.qwen_vl import WindowEncoder
 from valora_kernels.grouping import NONE
 from valora_serve.engine.engine import Engine
 from valora_serve.types import Request, SamplingParams

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.random_tests import examples
-from valora_data.contract.architectures.base import ModelPart
+from valora_data.models.base import ModelPart
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference

@@ -18,9 +18,9 @@ from transformers import (
 from tests.support.engine_reference import make_engine, noise
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract import base_model
-from valora_data.contract.architectures.generic import GenericSquare
 from valora_data.contract.base_model import BaseModel, base_folder, check_image_token, load_model
 from valora_data.errors import BundleError
+from valora_data.models.generic import GenericSquare
 from valora_serve.errors import ImageError
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.types import Request

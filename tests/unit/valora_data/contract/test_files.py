@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from valora_data.contract import files
 from valora_data.contract.files import (
     UnreadableError,
+    check_form,
     expanded,
     parse_json,
     read_bytes,
@@ -27,57 +28,36 @@ def test_home_folders_that_there_are_and_are_not(monkeypatch, tmp_path):
     assert expanded(Path("model~")) == Path("model~")
 
 
-def pipe(place):
-    os.mkfifo(place)
-
-
 def written_pipe(place):
     os.mkfifo(place)
     os.open(place, os.O_RDWR)  # stays open, so that somebody could be writing
 
 
-def sparse(place):
-    with place.open("wb") as file:
-        file.truncate(10 << 30)
+NO_SMALL_FILES = [
+    (lambda place: None, "cannot be read (No such file"),
+    (lambda place: place.mkdir(), "is no regular file"),
+    (os.mkfifo, "is no regular file"),
+    (written_pipe, "is no regular file"),
+    (lambda place: place.symlink_to("/dev/zero"), "is no regular file"),
+    (lambda place: place.symlink_to("/dev/null"), "is no regular file"),
+    (lambda place: place.symlink_to(place), "cannot be read ("),
+    (lambda place: (place.touch(), os.truncate(place, 10 << 30)), "has 10737418240 bytes, more"),
+    (lambda place: place.write_bytes(b"x" * 1001), "has 1001 bytes, more than 1000"),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda place: None, "cannot be read (No such file"),
-        (lambda place: place.mkdir(), "is no regular file"),
-        (pipe, "is no regular file"),
-        (written_pipe, "is no regular file"),
-        (lambda place: place.symlink_to("/dev/zero"), "is no regular file"),
-        (lambda place: place.symlink_to("/dev/null"), "is no regular file"),
-        (lambda place: place.symlink_to(place), "cannot be read ("),
-        (sparse, "has 10737418240 bytes, more than 1000"),
-        (lambda place: place.write_bytes(b"x" * 1001), "has 1001 bytes, more than 1000"),
-    ],
-)
-def test_what_is_no_small_regular_file(tmp_path, make, reason):
-    place = tmp_path / "file"
-    make(place)
-    with pytest.raises(UnreadableError) as caught:
-        read_bytes(place, 1000)
-    assert caught.value.reason.startswith(reason)
-    assert str(place) in str(caught.value)
-
-
-def test_names_that_no_file_can_have(tmp_path):
-    for name in ("a\0b", "x" * 300):
-        with pytest.raises(UnreadableError, match="cannot be read"):
-            read_bytes(tmp_path / name, 10)
-
-
-def test_no_descriptor_is_left_open(tmp_path):
+def test_what_is_no_small_regular_file(tmp_path):
+    names = [tmp_path / str(number) for number, _ in enumerate(NO_SMALL_FILES)]
+    for (make, _), place in zip(NO_SMALL_FILES, names, strict=True):
+        make(place)
     before = len([*Path("/proc/self/fd").iterdir()])
-    for number, make in enumerate((pipe, lambda place: place.mkdir(), sparse)):
-        make(tmp_path / str(number))
-        for _ in range(20):
-            with pytest.raises(UnreadableError):
-                read_bytes(tmp_path / str(number), 1000)
-    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    odd = [(tmp_path / name, "cannot be read") for name in ("a\0b", "x" * 300)]
+    for place, reason in [*zip(names, [reason for _, reason in NO_SMALL_FILES], strict=True), *odd]:
+        with pytest.raises(UnreadableError) as caught:
+            read_bytes(place, 1000)
+        assert caught.value.reason.startswith(reason)
+        assert str(place) in str(caught.value)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before  # none is left open
 
 
 def test_json_is_what_json_says(tmp_path):
@@ -88,9 +68,8 @@ def test_json_is_what_json_says(tmp_path):
         assert parse_json(text) == parse_json(text.encode()) == value
         (tmp_path / "file").write_text(text, encoding="utf-8")
         assert read_json(tmp_path / "file") == value
-    deep = "[" * files.JSON_DEPTH + "]" * files.JSON_DEPTH
+    deep = "[" * files.JSON_DEPTH + "1" + "]" * files.JSON_DEPTH
     assert parse_json(deep) == json.loads(deep)
-    assert parse_json(json.dumps("[{" * 1000)) == "[{" * 1000
 
 
 @pytest.mark.parametrize(
@@ -99,18 +78,14 @@ def test_json_is_what_json_says(tmp_path):
         ("[" * 65 + "]" * 65, "is nested more than 64 levels deep"),
         ("[" * 100_000, "is nested more than 64"),
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "is nested more than 64"),
-        ('["\\"", ' * 70 + "1" + "]" * 70, "is nested more than 64"),
-        ("[" + "1," * 400_000 + "1]", "holds more than 300000 values"),
         ('{"a": 1, "b": 2, "a": 1}', "holds the key 'a' twice"),
         ('[{"x": {"": 1, "": 2}}]', "holds the key '' twice"),
         ("1" * 19, "holds a number of 19 digits"),
         ("-" + "9" * 100_000, "holds a number of"),
         ('"\\ud800"', "holds text that is not Unicode"),
         ('{"\\udc00": 1}', "holds text that is not Unicode"),
-        (b"\xff\xfe", "holds text that is not Unicode"),
         (b'{"a": "\xff"}', "holds text that is not Unicode"),
         ("", "is no JSON"),
-        ("{", "is no JSON"),
         ("{'a': 1}", "is no JSON"),
         ("[1] [2]", "is no JSON"),
         ('"' + "\\" * 99_999, "is no JSON"),
@@ -128,6 +103,30 @@ def test_values_in_messages_are_short():
     assert shown("all") == "'all'"
     for long in ("x" * 10**6, ["y" * 10**5] * 10**4, {str(n): n for n in range(10**4)}):
         assert len(shown(long)) < 700
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "wrong"),
+    [
+        ({"a": 1, "b": {"x": [0.5, 2]}}, {"a": int, "b": {"*": [float]}, "c?": str}, None),
+        ({"c": None}, {"c?": str}, None),
+        ({"a": None}, {"a": str}, "a: expected a text, got None"),
+        ({}, {"a": {"b": str}}, "it lacks 'a'"),
+        ({"a": {"x": {}}}, {"a": {"*": {"b": str}}}, "it lacks \"a.'x'.b\""),
+        ({"a": True}, {"a": int}, "a: expected a whole number, got True"),
+        ({"a": 1}, {"a": bool}, "a: expected true or false, got 1"),
+        ({"a": [float("nan")]}, {"a": [float]}, "a: expected a number, got nan"),
+        ({"a": 1.0}, {"a": int}, "a: expected a whole number"),
+        ([], {"a": int}, ": expected an object"),
+    ],
+)
+def test_values_have_the_types_of_a_form(value, form, wrong):
+    if wrong is None:
+        check_form(value, form)
+        return
+    with pytest.raises(TypeError) as caught:
+        check_form(value, form)
+    assert str(caught.value).startswith(wrong)
 
 
 def test_safetensors_are_read_and_not_mapped(tmp_path):

@@ -9,8 +9,8 @@ from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract import quantized
-from valora_data.contract.base_model import check_base, load_model
-from valora_data.contract.bundle import NF4
+from valora_data.contract.base_model import load_model
+from valora_data.contract.bundle import NF4, check_base
 from valora_data.contract.quantized import loading_options, rounded_matrix, unpack
 from valora_data.errors import BundleError
 

@@ -27,7 +27,7 @@ from tests.support.serve_helpers import (
     make_adapter,
     targets_of,
 )
-from valora_data.contract.architectures.base import ModelPart
+from valora_data.models.base import ModelPart
 from valora_serve.catalogue import patterns
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, read_adapter
 from valora_serve.catalogue.effect import check_effect

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from valora_data.contract.architectures.base import ModelPart
+from valora_data.models.base import ModelPart
 from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.catalogue.effect import check_effect
 from valora_serve.errors import AdapterError

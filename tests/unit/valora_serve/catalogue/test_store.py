@@ -316,7 +316,7 @@ def entry(value, *way):
         (entry("high", "domains", "scene", "accuracy", "test"), "test: expected a number"),
         (entry("high", "domains", "scene", "accuracy", "teacher"), "teacher: expected a number"),
         (entry("forest", "domains", "scene", "labels"), "labels: expected a list"),
-        (entry([1, 2, 3], "domains", "scene", "labels"), "labels: expected texts"),
+        (entry([1, 2, 3], "domains", "scene", "labels"), "labels: expected a text"),
         (entry("x" * 40_000, "domains", "scene", "prompt"), "prompt: expected at most"),
         (entry(7, "adapters", "adapter-1", "path"), "path: expected a text"),
         (entry({}, "adapters"), "expected an adapter"),

@@ -15,10 +15,12 @@ from transformers import (
 
 from tests.support.engine_reference import make_engine, noise, run
 from tests.support.lmm_checkpoints import CHECKPOINTS
-from valora_data.contract.architectures.base import ModelPart
-from valora_data.contract.architectures.generic import GenericGrid, GenericSquare
-from valora_data.contract.architectures.registry import ARCHITECTURES, architecture_of
 from valora_data.errors import BundleError
+from valora_data.models.base import LinearNames, ModelPart
+from valora_data.models.generic import GenericGrid, GenericSquare
+from valora_data.models.registry import ARCHITECTURES, architecture_of
+from valora_serve.model.split_model import check_split
+from valora_serve.parallel.partition import Slice, partition
 from valora_serve.types import Request, SamplingParams
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example
@@ -28,7 +30,8 @@ EXAMPLE = '''
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaModel
 
-from valora_data.contract.architectures.llava import Llava
+from valora_data.models.base import LinearNames
+from valora_data.models.llava import Llava
 
 
 class KestrelConfig(LlavaConfig):
@@ -65,6 +68,10 @@ class Kestrel(Llava):
     vision_modules = ("vision_tower", "bridge")
     projector = "bridge"
     projector_targets = (r".*bridge\\.linear_[12]",)
+    linears = LinearNames(column=(("q_proj", "k_proj"), ("v_proj",), ("gate_proj", "up_proj")))
+
+    def render(self, processor, messages, generate):
+        return "Fly. " + super().render(processor, messages, generate)
 
 
 extension = Kestrel
@@ -104,6 +111,7 @@ def test_one_of_another_package_is_trained_and_served(installed, tmp_path):
     lmm.adapters.save("one", tmp_path / "one", base)
     image = noise(40, 30, 1)
     encoded = lmm.encode([Example("Say it.", (image,))])
+    assert lmm.tokenizer.decode(encoded[0].ids).startswith("Fly.")
     assert lmm.states(encoded).head_inputs().visual.shape == (1, 16, lmm.width)
     written = lmm.write(encoded, 8)
     lmm.adapters.activate(None)
@@ -111,6 +119,11 @@ def test_one_of_another_package_is_trained_and_served(installed, tmp_path):
 
     engine = make_engine(base, {"one": tmp_path / "one"}, fresh=True)
     assert engine.lmm.targets.parts["model.bridge.linear_1"] is ModelPart.PROJECTOR
+    attention = "model.language_model.layers.0.self_attn"
+    groups = {name: one.spec.modules for name, one in engine.lmm.linears.groups.items()}
+    assert groups[f"{attention}.q_proj"] == (f"{attention}.q_proj", f"{attention}.k_proj")
+    assert groups[f"{attention}.v_proj"] == (f"{attention}.v_proj",)
+    check_split(base, 2)
     parts = [{"type": "text", "text": "Say it."}, {"type": "image"}]
     request = Request(
         "x",
@@ -120,6 +133,16 @@ def test_one_of_another_package_is_trained_and_served(installed, tmp_path):
         sampling=SamplingParams(max_tokens=8),
     )
     assert run(engine, [request])["x"].text.strip() == written[0]
+
+
+def test_linears_of_other_names_are_split():
+    names = LinearNames((("wq", "wk"), ("w1",)), row=("w2",), kv=("wk",))
+    layers = {"0.wq": (64, 32), "0.wk": (8, 32), "0.w1": (48, 32), "0.w2": (32, 48)}
+    sizes = {"heads": 8, "kv_heads": 1, "head_dim": 8, "rank": 1, "size": 2}
+    assert partition(layers, **sizes, base="b", names=names) == {
+        "0.wq": Slice(False, 32, 64), "0.wk": Slice(False, 0, 8), "0.w1": Slice(False, 24, 48),
+        "0.w2": Slice(True, 24, 48),
+    }  # fmt: skip
 
 
 def build(kind, **config):

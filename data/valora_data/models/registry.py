@@ -1,12 +1,12 @@
-"""Architectures by the ``model_type`` of transformers' configuration."""
+"""Families of base models by the ``model_type`` of transformers' configuration."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from valora_data.contract.architectures.base import Architecture
-from valora_data.contract.architectures.generic import GenericGrid, GenericSquare
 from valora_data.errors import BundleError
+from valora_data.models.base import Architecture
+from valora_data.models.generic import GenericGrid, GenericSquare
 from valora_data.registry import Registry
 
 GROUP = "valora.architectures"
@@ -15,27 +15,24 @@ ARCHITECTURES: Registry[type[Architecture]] = Registry(
     GROUP,
     "LMM architecture",
     {
-        "llava": "valora_data.contract.architectures.llava:Llava",
-        "qwen2_vl": "valora_data.contract.architectures.qwen_vl:QwenVL",
-        "qwen2_5_vl": "valora_data.contract.architectures.qwen_vl:QwenVL",
-        "qwen3_vl": "valora_data.contract.architectures.qwen_vl:QwenVL",
+        "llava": "valora_data.models.llava:Llava",
+        "qwen2_vl": "valora_data.models.qwen_vl:QwenVL",
+        "qwen2_5_vl": "valora_data.models.qwen_vl:QwenVL",
+        "qwen3_vl": "valora_data.models.qwen_vl:QwenVL",
     },
     BundleError,
 )
 
 
 def architecture_of(model: Any, base: str = "custom") -> Architecture:
-    """Return the architecture of a transformers model.
-
-    A registered one is chosen by the model's ``model_type``. A model of another type gets a
-    generic one if it has everything that this one builds on.
+    """Return the family of a transformers model.
 
     Args:
         model: The model; it may lie on the meta device.
         base: Its id, for the error message.
 
     Raises:
-        BundleError: The type is not registered and the model fits no generic architecture.
+        BundleError: Its type is not registered, and it does not have the shape of a known one.
     """
     name = str(model.config.model_type)
     if name in ARCHITECTURES:

@@ -1,16 +1,12 @@
-"""Architectures that nobody registered, but whose models have the shape of a registered one.
-
-They are used only for a model in which every capability that they build on was found, see
-`unmet`; other models are refused.
-"""
+"""Models of unregistered types that have the shape of LLaVA or Qwen-VL, see `unmet`."""
 
 from __future__ import annotations
 
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.architectures.llava import Llava
-from valora_data.contract.architectures.qwen_vl import QwenVL
+from valora_data.models.llava import Llava
+from valora_data.models.qwen_vl import QwenVL
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -22,15 +18,15 @@ PROJECTOR_TARGETS = Llava.projector_targets + QwenVL.projector_targets
 
 
 class GenericSquare(Llava):
-    """Like LLaVA: the processor makes one row of pixels of each image, and positions are indices.
+    """Like LLaVA: one row of pixels for each image, and positions are indices.
 
     The grid is known if the vision configuration has the sizes of images and patches.
     """
 
-    vision_modules: tuple[str, ...] = VISION_MODULES
+    vision_modules = VISION_MODULES
     projector = PROJECTOR
-    tower_targets: tuple[str, ...] = TOWER_TARGETS
-    projector_targets: tuple[str, ...] = PROJECTOR_TARGETS
+    tower_targets = TOWER_TARGETS
+    projector_targets = PROJECTOR_TARGETS
 
     def language_model(self, model: Any) -> Any:
         """Return the decoder, by either of the names that transformers has for it."""
@@ -39,12 +35,11 @@ class GenericSquare(Llava):
     def fixed_grid(self, config: Any) -> tuple[int, int] | None:
         """Return rows and columns of patches, None if the configuration does not say."""
         vision = getattr(config, "vision_config", None)
-        if not hasattr(vision, "image_size") or not hasattr(vision, "patch_size"):
-            return None
-        return super().fixed_grid(config)
+        known = hasattr(vision, "image_size") and hasattr(vision, "patch_size")
+        return super().fixed_grid(config) if known else None
 
     def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
-        """Return None: what an unknown encoder does with its pixels is not known."""
+        """Return None: an unknown encoder may wait for the host."""
         return None
 
     def unmet(self, model: Any) -> str | None:
@@ -57,10 +52,10 @@ class GenericSquare(Llava):
 class GenericGrid(QwenVL):
     """Like Qwen-VL: the grid follows from an image's size, positions have three parts."""
 
-    vision_modules: tuple[str, ...] = VISION_MODULES
+    vision_modules = VISION_MODULES
     projector = PROJECTOR
-    tower_targets: tuple[str, ...] = TOWER_TARGETS
-    projector_targets: tuple[str, ...] = PROJECTOR_TARGETS
+    tower_targets = TOWER_TARGETS
+    projector_targets = PROJECTOR_TARGETS
 
     def language_model(self, model: Any) -> Any:
         """Return the decoder, by either of the names that transformers has for it."""

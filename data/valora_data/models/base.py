@@ -1,4 +1,4 @@
-"""What an LMM architecture declares, so that training and serving read it in the same way."""
+"""What a family of base models declares, so that training and serving read it alike."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from PIL.Image import Image
     from torch import Tensor
-
-    from valora_data.contract.architectures.windows import WindowEncoder
 
 IMAGE, VIDEO = "image", "video"
 PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
@@ -36,7 +34,7 @@ class EncoderInput:
         kind: ``image`` or ``video``.
         tensors: Arguments of the encoder by name, the pixels first.
         tokens: Number of visual tokens in the prompt.
-        grid: Frames, rows and columns of visual tokens; None if the architecture does not say.
+        grid: Frames, rows and columns of visual tokens; None if the family does not say.
         size: Width and height that the encoder sees, in pixels.
     """
 
@@ -47,31 +45,82 @@ class EncoderInput:
     size: tuple[int, int]
 
 
-class Architecture:
-    """A family of LMMs: what differs between families and transformers does not unify.
-
-    A subclass is registered under the ``model_type`` of transformers' configuration, see
-    `valora_data.contract.architectures.registry`. It holds no state. The model is expected to
-    have the two parts that transformers gives LMMs: ``model.model`` with ``get_image_features``
-    and ``language_model``, and ``model.lm_head``.
+@dataclass(frozen=True, slots=True)
+class LinearNames:
+    """Names of the linear layers in a decoder layer, and how tensor parallelism splits them.
 
     Attributes:
+        column: Layers that read the hidden states and are split by their outputs. Those of one
+            tuple have the same input, and are computed as one product.
+        row: Layers that write the hidden states and are split by their inputs.
+        kv: Those of `column` whose outputs are the heads of keys and values.
+        head_norms: Norms of single heads, which every process holds whole.
+    """
+
+    column: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    row: tuple[str, ...] = ("o_proj", "down_proj")
+    kv: tuple[str, ...] = ("k_proj", "v_proj")
+    head_norms: tuple[str, ...] = ("q_norm", "k_norm")
+
+
+LLAMA = LinearNames()
+"""The names in Llama, Mistral, Qwen and most others."""
+
+
+class Architecture:
+    """A family of base models: what differs between families and transformers does not unify.
+
+    A subclass is registered under the ``model_type`` of transformers' configuration, see
+    `valora_data.models.registry`; it has no state. The model is expected to have the parts that
+    transformers gives LMMs: ``model.model`` with ``get_image_features`` and ``language_model``, and
+    ``model.lm_head``.
+
+    Attributes:
+        linears: Names of the decoder's linear layers.
         vision_modules: Last component of the paths of the modules that encode images: vision
             tower and projector. Adapters may change every linear layer in them.
         projector: Regular expression over one component of a path: the module that is the
             projector, or holds it.
         tower_targets: Regular expressions over full module paths: linear layers that
             `train.lora.vision_tower` adapts.
-        projector_targets: Regular expressions over full module paths: linear layers that
-            `train.lora.projector` adapts.
+        projector_targets: The same for `train.lora.projector`.
         three_positions: Whether rotary positions have three parts: time, height and width.
+        pixels_per_token: Most resized pixels that one visual token stands for.
     """
 
+    linears: LinearNames = LLAMA
     vision_modules: tuple[str, ...] = ()
     projector: str = ""
     tower_targets: tuple[str, ...] = ()
     projector_targets: tuple[str, ...] = ()
     three_positions: bool = False
+    pixels_per_token: int = 2048
+
+    # --- loading and prompts
+
+    def load_processor(self, source: str) -> Any:
+        """Load the processor from a folder or a name on the hub."""
+        from transformers import AutoProcessor
+
+        return AutoProcessor.from_pretrained(source)
+
+    def load_model(self, source: str, **options: Any) -> Any:
+        """Load the model; `options` are those of transformers' ``from_pretrained``."""
+        from transformers import AutoModelForImageTextToText
+
+        return AutoModelForImageTextToText.from_pretrained(source, **options)
+
+    def render(self, processor: Any, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
+        """Write messages as a prompt.
+
+        Args:
+            processor: The model's processor.
+            messages: Turns whose contents are lists of parts.
+            generate: Whether the prompt ends where the model's answer begins.
+        """
+        return str(processor.apply_chat_template(messages, add_generation_prompt=generate))
+
+    # --- parts of the model
 
     def language_model(self, model: Any) -> Any:
         """Return the decoder: a module with ``layers``, without the output embeddings."""
@@ -86,15 +135,15 @@ class Architecture:
         modules = dict(model.named_modules())
         decoder = self.language_model(model)
         text = next(path for path, module in modules.items() if module is decoder)
-        found = {f"{text}.layers": ModelPart.LANGUAGE}
-        for leaf in self.vision_modules:
-            found |= {path: ModelPart.VISION for path in modules if path.split(".")[-1] == leaf}
-        return found
+        vision = [path for path in modules if path.split(".")[-1] in self.vision_modules]
+        return {f"{text}.layers": ModelPart.LANGUAGE, **dict.fromkeys(vision, ModelPart.VISION)}
 
     def part_of(self, path: str) -> ModelPart:
         """Return the part of the vision side that a linear layer belongs to."""
         inside = re.fullmatch(rf"(.*\.)?({self.projector})(\..*)?", path)
         return ModelPart.PROJECTOR if inside else ModelPart.VISION
+
+    # --- visual tokens
 
     def video_token(self, config: Any) -> int | None:
         """Return the id of the placeholder of videos; None if frames are passed as images."""
@@ -104,25 +153,28 @@ class Architecture:
         """Return rows and columns of visual tokens if all images have the same, else None."""
         return None
 
-    def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
-        """Return channels, height and width of pixels if all images have the same, else None.
-
-        An encoder with a fixed shape must not wait for the host, so that it can be captured in a
-        CUDA graph.
-        """
-        return None
-
-    def window_encoder(self, model: Any) -> WindowEncoder | None:
-        """Return an encoder of images of any size in windows that a CUDA graph can hold, or None.
-
-        Args:
-            model: The transformers model.
-        """
-        return None
-
     def grid_of(self, image: Image, processor: Any, config: Any) -> tuple[int, int]:
         """Return rows and columns of visual tokens of an image."""
         raise NotImplementedError
+
+    def resized_pixels(self, image_processor: Any, width: int, height: int) -> int:
+        """Return to about how many pixels an image is resized, before it is cropped or padded.
+
+        Args:
+            image_processor: transformers' image processor.
+            width: Width of the image, in pixels.
+            height: Height of the image, in pixels.
+        """
+        if not getattr(image_processor, "do_resize", False):
+            return width * height
+        size = getattr(image_processor, "size", None) or {}
+        short, long = size.get("shortest_edge"), size.get("longest_edge")
+        if size.get("height") and size.get("width"):
+            return int(size["height"] * size["width"])
+        if short:  # the shorter side is enlarged to this length, and the longer one with it
+            pixels = int(short * short * max(width, height) / min(width, height))
+            return min(pixels, long * long) if long else pixels
+        return int(long * long) if long else width * height
 
     def split(
         self, kind: str, inputs: Mapping[str, Any], tokens: int, config: Any
@@ -186,3 +238,19 @@ class Architecture:
             deep: For each layer [visual tokens, width].
         """
         raise NotImplementedError
+
+    # --- CUDA graphs of the vision tower
+
+    def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
+        """Return channels, height and width of pixels if all images have the same, else None.
+
+        An encoder with a fixed shape must not wait for the host, so that it can be captured.
+        """
+        return None
+
+    def window_encoder(self, model: Any) -> Any:
+        """Return an encoder of images of any size in windows that a graph can hold, or None.
+
+        `valora_data.models.qwen_vl.WindowEncoder` shows what it must have.
+        """
+        return None

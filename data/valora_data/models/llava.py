@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.architectures.base import PIXELS, Architecture, EncoderInput
+from valora_data.models.base import PIXELS, Architecture, EncoderInput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,18 +21,17 @@ class Llava(Architecture):
     projector_targets: tuple[str, ...] = (r".*multi_modal_projector\.linear_[12]",)
 
     def fixed_grid(self, config: Any) -> tuple[int, int] | None:
-        """Return patches of the vision tower's images: rows and columns."""
-        vision = config.vision_config
-        side = int(vision.image_size) // int(vision.patch_size)
+        """Return rows and columns of the vision tower's patches."""
+        side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
         return side, side
 
     def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
         """Return channels and sides of the vision tower's images."""
-        vision = config.vision_config
-        return int(vision.num_channels), int(vision.image_size), int(vision.image_size)
+        side = int(config.vision_config.image_size)
+        return int(config.vision_config.num_channels), side, side
 
     def grid_of(self, image: Image, processor: Any, config: Any) -> tuple[int, int]:
-        """Return the grid of visual tokens, which is the same for every image."""
+        """Return the grid that all images have."""
         grid = self.fixed_grid(config)
         assert grid is not None
         return grid
@@ -41,8 +40,7 @@ class Llava(Architecture):
         self, kind: str, inputs: Mapping[str, Any], tokens: int, config: Any
     ) -> list[EncoderInput]:
         """Return one entry for each row of the pixels, with equal numbers of tokens."""
-        pixels = inputs[PIXELS[kind]]
-        grid = self.fixed_grid(config)
+        pixels, grid = inputs[PIXELS[kind]], self.fixed_grid(config)
         return [
             EncoderInput(
                 kind,

@@ -1,1 +1,0 @@
-"""LMM architectures: one file for each family, see `base.Architecture`."""

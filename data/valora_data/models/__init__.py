@@ -1,0 +1,1 @@
+"""Families of base models: one file and one line in `registry` for each."""

@@ -1,0 +1,233 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, videos, positions with three parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from valora_data.models.base import IMAGE, PIXELS, VIDEO, Architecture, EncoderInput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+    from torch import Tensor
+
+GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
+"""Name of the patches' grids (frames, rows, columns) in a processor's output, by kind."""
+SECONDS = "second_per_grid_ts"
+
+
+class QwenVL(Architecture):
+    """The Qwen-VL family.
+
+    Text, images and videos have rotary positions in time, height and width (M-RoPE). Qwen3-VL also
+    adds visual features to the outputs of its first layers (DeepStack).
+    """
+
+    vision_modules: tuple[str, ...] = ("visual",)
+    projector = r"\w*merger\w*"
+    tower_targets: tuple[str, ...] = (r".*visual\.blocks.*\.attn\.(qkv|proj)",)
+    projector_targets: tuple[str, ...] = (r".*visual\..*merger.*\.(mlp\.[02]|linear_fc[12])",)
+    three_positions = True
+    pixels_per_token = 2048  # Qwen3-VL's: 32 x 32 of two frames
+
+    def video_token(self, config: Any) -> int | None:
+        """Return ``video_token_id`` of the configuration."""
+        return getattr(config, "video_token_id", None)
+
+    def grid_of(self, image: Image, processor: Any, config: Any) -> tuple[int, int]:
+        """Return the grid that the image processor chooses for the image's size."""
+        grid = processor.image_processor(image, return_tensors="pt")[GRIDS[IMAGE]][0]
+        merge = int(config.vision_config.spatial_merge_size)
+        return int(grid[1]) // merge, int(grid[2]) // merge
+
+    def resized_pixels(self, image_processor: Any, width: int, height: int) -> int:
+        """Return the image's pixels, within the bounds that its processor names as edges."""
+        size = getattr(image_processor, "size", None) or {}
+        least, most = size.get("shortest_edge"), size.get("longest_edge")
+        if least and most and getattr(image_processor, "do_resize", False):
+            return int(min(max(width * height, least), most))
+        return super().resized_pixels(image_processor, width, height)
+
+    def split(
+        self, kind: str, inputs: Mapping[str, Any], tokens: int, config: Any
+    ) -> list[EncoderInput]:
+        """Return one entry for each grid; the pixels of all are concatenated."""
+        pixels, grids = PIXELS[kind], GRIDS[kind]
+        merge = int(config.vision_config.spatial_merge_size)
+        patch = int(config.vision_config.patch_size)
+        found = []
+        pieces = inputs[pixels].split(inputs[grids].prod(-1).tolist())
+        for piece, row in zip(pieces, inputs[grids], strict=True):
+            times, rows, columns = (int(n) for n in row)
+            found.append(
+                EncoderInput(
+                    kind,
+                    {pixels: piece, grids: row[None]},
+                    times * rows * columns // merge**2,
+                    (times, rows // merge, columns // merge),
+                    (columns * patch, rows * patch),
+                )
+            )
+        return found
+
+    def positions(
+        self, model: Any, inputs: Mapping[str, Any], config: Any
+    ) -> tuple[Tensor, int] | None:
+        """Return what transformers' ``get_rope_index`` says."""
+        import torch
+
+        ids = inputs["input_ids"]
+        kinds = torch.zeros_like(ids, dtype=torch.int32)
+        kinds[ids == config.image_token_id] = 1
+        video = self.video_token(config)
+        if video is not None:
+            kinds[ids == video] = 2
+        extra = {name: inputs[name] for name in GRIDS.values() if name in inputs}
+        if SECONDS in inputs:
+            extra[SECONDS] = torch.as_tensor(inputs[SECONDS])
+        positions, delta = model.model.get_rope_index(ids, kinds, **extra)
+        return positions[:, 0], int(delta[0, 0])
+
+    def deep_features(self, output: Any) -> list[Tensor]:
+        """Return the features that DeepStack adds to the first layers' outputs (Qwen3-VL)."""
+        import torch
+
+        # Versions of transformers differ in whether they are split by image.
+        return [
+            layer if torch.is_tensor(layer) else torch.cat(tuple(layer))
+            for layer in getattr(output, "deepstack_features", None) or ()
+        ]
+
+    def deep_arguments(self, visual: Tensor, deep: list[Tensor]) -> dict[str, Any]:
+        """Return the arguments of Qwen3-VL's decoder."""
+        return {"visual_pos_masks": visual, "deepstack_visual_embeds": deep}
+
+    def window_encoder(self, model: Any) -> WindowEncoder | None:
+        """Return that of Qwen2.5-VL, whose attention is split into windows."""
+        visual = model.model.visual
+        return WindowEncoder(visual) if hasattr(visual.config, "fullatt_block_indexes") else None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where the patches of an image, or of a video's frame, lie in its windows.
+
+    Attributes:
+        windows: Number of windows.
+        slots: [patches] int64, slot of each patch in the processor's order.
+        places: [patches, 2] int64, row and column of each patch.
+        tokens: [visual tokens] int64, index of each among the merged slots.
+    """
+
+    windows: int
+    slots: NDArray[np.int64]
+    places: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+
+class WindowEncoder:
+    """Qwen2.5-VL's encoder on windows of one fixed size, which a CUDA graph can hold.
+
+    transformers splits attention into windows on the host. Here every window of an image has as
+    many slots as the largest one, those at the edges are filled up, and masks say which slots hold
+    a patch: all shapes follow from the number of windows.
+
+    Args:
+        visual: transformers' module, vision tower and merger.
+
+    Attributes:
+        slots: Patches of a window.
+        tokens: Visual tokens of a window.
+        columns: Numbers of a patch's pixels.
+    """
+
+    def __init__(self, visual: Any) -> None:
+        config = visual.config
+        self._visual, self._merge = visual, int(config.spatial_merge_size)
+        self._side = int(config.window_size) // self._merge // int(config.patch_size)
+        self._heads = int(config.num_heads)
+        self._head_dim = int(config.hidden_size) // self._heads
+        self._whole = frozenset(config.fullatt_block_indexes)
+        self._theta = float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 1e4))
+        self.tokens = self._side**2
+        self.slots = self.tokens * self._merge**2
+        pixels = int(config.temporal_patch_size) * int(config.patch_size) ** 2
+        self.columns = int(config.in_channels) * pixels
+
+    def windows(self, rows: int, columns: int) -> int:
+        """Return the number of windows of an image of so many rows and columns of patches."""
+        side = self._side * self._merge
+        return -(-rows // side) * -(-columns // side)
+
+    def arrange(self, rows: int, columns: int) -> Arrangement:
+        """Return where the patches of an image of so many rows and columns of patches lie."""
+        merge, side = self._merge, self._side
+        down, across = np.divmod(np.arange(rows * columns // merge**2), columns // merge)
+        window = down // side * -(-columns // (side * merge)) + across // side
+        tokens = window * self.tokens + down % side * side + across % side
+        inner = np.arange(merge**2)  # the patches of a token follow each other
+        slots = tokens[:, None] * merge**2 + inner
+        places = np.stack(
+            [down[:, None] * merge + inner // merge, across[:, None] * merge + inner % merge], -1
+        )
+        return Arrangement(
+            self.windows(rows, columns), slots.reshape(-1), places.reshape(-1, 2), tokens
+        )
+
+    def encode(self, pixels: Tensor, places: Tensor, present: Tensor) -> Tensor:
+        """Encode an image; nothing waits for the device.
+
+        Args:
+            pixels: [windows · slots, columns], zeros where there is no patch.
+            places: [windows · slots, 2] int64, row and column of each patch.
+            present: [windows · slots] bool, which slots hold a patch.
+
+        Returns:
+            [windows · tokens, width]; those without a patch have no meaning.
+        """
+        from torch.nn import functional as F
+
+        visual, heads, size = self._visual, self._heads, self._head_dim
+        x = visual.patch_embed(pixels)
+        cos, sin = self._rotations(places)
+        inside = present.view(-1, 1, 1, self.slots)
+        inside = inside | ~inside.any(-1, keepdim=True)  # a row must attend to something
+        for number, block in enumerate(visual.blocks):
+            whole = number in self._whole
+            batch = 1 if whole else len(inside)
+            mask = present.view(1, 1, 1, -1) if whole else inside
+            qkv = block.attn.qkv(block.norm1(x)).view(len(x), 3, heads, size)
+            query, key, value = (part.to(x.dtype) for part in qkv.unbind(1))
+            query, key, value = (
+                part.view(batch, -1, heads, size).transpose(1, 2)
+                for part in (_rotated(query, cos, sin), _rotated(key, cos, sin), value)
+            )
+            found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            x = x + block.attn.proj(found.transpose(1, 2).reshape(len(x), -1))
+            x = x + block.mlp(block.norm2(x))
+        encoded: Tensor = visual.merger(x)
+        return encoded
+
+    def _rotations(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary positions: [slots, 1, head_dim] float32."""
+        import torch
+
+        half = self._head_dim // 2
+        steps = torch.arange(0, half, 2, dtype=torch.float32, device=places.device)
+        angles = places[:, :, None].float() / self._theta ** (steps / half)
+        angles = angles.flatten(1).repeat(1, 2)[:, None]
+        return angles.cos(), angles.sin()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [slots, heads, head_dim] in float32."""
+    import torch
+
+    wide = x.float()
+    first, second = wide.chunk(2, -1)
+    return (wide * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.bundle import file_hash
+from valora_data.contract.base_model import file_hash
 from valora_data.contract.contexts import (
     ADAPTER,
     MEMORY_TOKENS,

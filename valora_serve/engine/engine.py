@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valora_data.contract.bundle import NF4
+from valora_data.contract.quantized import NF4
 from valora_kernels.operators.registry import operator
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from valora_data.contract.bundle import file_hash
+from valora_data.contract.base_model import file_hash
 from valora_data.contract.contexts import FILE_BYTES
 from valora_data.contract.files import read_safetensors
 from valora_serve.catalogue.adapters import read_adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from valora_data.contract.bundle import NF4
+from valora_data.contract.quantized import NF4
 from valora_kernels.operators.registry import ATMM, OPERATORS
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import keeps_shares, modes_of

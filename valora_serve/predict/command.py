@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from valora_data.contract.bundle import MANIFEST, file_hash, read_manifest
+from valora_data.contract.base_model import file_hash
+from valora_data.contract.bundle import MANIFEST, read_manifest
 from valora_data.errors import ValoraError
 from valora_data.wording import plural
 from valora_serve.errors import SettingsError

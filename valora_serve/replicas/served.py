@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valora_data.contract.bundle import MANIFEST, file_hash
+from valora_data.contract.base_model import file_hash
+from valora_data.contract.bundle import MANIFEST
 from valora_serve.catalogue.contexts import FACTS_FILE, MEMORY_FILE
 from valora_serve.errors import AdapterError
 

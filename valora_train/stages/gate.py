@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
-from safetensors import safe_open
 
 from valora_data import shards
-from valora_data.contract.bundle import GOLDEN, Bundle, check_base, read_bundle
+from valora_data.contract.bundle import FILE_BYTES, GOLDEN, Bundle, check_base, read_bundle
+from valora_data.contract.files import read_safetensors
 from valora_data.errors import ValoraError
 from valora_data.schema import Answer, Domain, Sample, Split, Task, no_image
 from valora_data.wording import plural
@@ -48,7 +48,7 @@ class BundleModel:
         self._bundle = bundle
         # Features must not be cached if an adapter changes the vision side.
         weights = [bundle.folder / facts["path"] / WEIGHTS for facts in bundle.adapters.values()]
-        names = [name for file in weights for name in safe_open(file, "pt").keys()]  # noqa: SIM118
+        names = [name for file in weights for name in read_safetensors(file, FILE_BYTES)[1]]
         lora = LoraSettings(vision_tower=any("language_model" not in name for name in names))
         facts = bundle.manifest["base"]
         model = ModelSettings(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,8 @@ MANY_PIXELS = 4_000_000
 def base_folder(base: str) -> str:
     """Return the folder, or the name on the hub, that a base model's id stands for.
 
-    Args:
-        base: ``tiny`` (shipped with the project), a folder, or a name on the hub.
-
-    Raises:
-        BundleError: If the id is empty, a folder that holds no model, or a path to nothing.
+    The id is ``tiny`` (shipped with the project), a folder, or a name on the hub. A `BundleError`
+    says that it is empty, a folder that holds no model, or a path to nothing.
     """
     if not base:
         raise BundleError("the base model's name is empty: name a folder, or a model on the hub")
@@ -58,14 +56,7 @@ def base_folder(base: str) -> str:
 
 
 def base_hash(base: str) -> str:
-    """Return the sha256 of a base model's config.json and model*.safetensors, in hexadecimal.
-
-    Args:
-        base: As in `base_folder`; a hub name must be in the local cache.
-
-    Raises:
-        BundleError: If no weights are found.
-    """
+    """Return the sha256 of config.json and model*.safetensors, in hexadecimal."""
     folder = _local_folder(base)
     weights = sorted(folder.glob("model*.safetensors"))
     if not weights:
@@ -80,18 +71,16 @@ def base_hash(base: str) -> str:
 def processor_hash(base: str) -> str:
     """Return the sha256 of what else in a base model's folder decides on its inputs and outputs.
 
-    These are the files of tokenizer, image processor, chat template and generation, and further
-    heads. Bundles do not name this hash, so that those of earlier versions stay valid.
+    Bundles do not name this hash, so that those of earlier versions stay valid.
     """
     folder = _local_folder(base)
+    weights = ("config.json", "figures.json", "model*.safetensors", "*.index.json")
     files = [
         file
         for file in folder.rglob("[!.]*")
         if file.is_file()
         and file.suffix in PROCESSOR_FILES
-        and not (file.suffix == ".safetensors" and file.name.startswith("model"))
-        and file.name not in ("config.json", "figures.json")
-        and not file.name.endswith(".index.json")
+        and not any(fnmatchcase(file.name, pattern) for pattern in weights)
     ]
     return hash_files(files, folder)
 
@@ -121,7 +110,7 @@ def load_model(
     plain: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Load a base model and its processor onto the CPU, or a rounded one onto its device.
+    """Load transformers' model and processor onto the CPU, or a rounded one onto its device.
 
     Args:
         base: As in `base_folder`.
@@ -132,11 +121,8 @@ def load_model(
         plain: Whether a model that is saved in a quantised form is refused.
         options: Further arguments of ``from_pretrained``.
 
-    Returns:
-        transformers' model and processor.
-
     Raises:
-        BundleError: If there is no such model, it takes no images, or it cannot be rounded.
+        BundleError: There is no such model, it takes no images, or it cannot be rounded.
     """
     from transformers import PretrainedConfig
 
@@ -161,11 +147,7 @@ def load_model(
 
 
 def check_image_token(base: str, config: Any, processor: Any) -> None:
-    """Check that a model takes images and that its tokenizer keeps their placeholder whole.
-
-    Raises:
-        BundleError: If not.
-    """
+    """Check that a model takes images and that its tokenizer keeps their placeholder whole."""
     token = getattr(config, "image_token_id", None)
     tokenizer = getattr(processor, "tokenizer", None)
     if token is None or tokenizer is None or not hasattr(processor, "image_processor"):
@@ -185,8 +167,7 @@ def check_image_token(base: str, config: Any, processor: Any) -> None:
 class _OneByOne:
     """An image processor that processes each image alone: the same tensors, in less memory.
 
-    transformers' image processors hold all images as tensors, and once more as stacks of equal
-    size, before the first one is resized.
+    transformers' hold all images twice as tensors before the first one is resized.
     """
 
     def __init__(self, image_processor: Any) -> None:
@@ -211,14 +192,9 @@ class _OneByOne:
 class BaseModel:
     """A frozen LMM with its processor.
 
-    Args:
-        base: Id of the base model.
-        model: The transformers model, e.g. of `load_model`.
-        processor: Its processor.
-
     Attributes:
         base: Id of the base model.
-        model: The transformers model.
+        model: The transformers model, e.g. of `load_model`.
         processor: transformers' processor.
         tokenizer: The processor's tokenizer.
         architecture: What differs between families of LMMs.
@@ -233,10 +209,10 @@ class BaseModel:
         fixed_grid: Rows and columns of visual tokens if all images have the same, else None.
         stop_ids: Ids of the tokens that end an answer.
         plain: Makes special tokens in texts of users plain text.
+        context_length: Tokens of the longest sequence, prompt and answer together.
 
     Raises:
-        BundleError: The model's architecture is not registered and does not have the shape of
-            a registered one.
+        BundleError: The model is of no known family, see `architecture_of`.
     """
 
     def __init__(self, base: str, model: Any, processor: Any) -> None:
@@ -250,6 +226,7 @@ class BaseModel:
         self.dtype: torch.dtype = model.dtype
         self.config: Any = model.config
         self.width = int(self.config.get_text_config().hidden_size)
+        self.context_length = int(self.config.get_text_config().max_position_embeddings)
         self.image_token = int(self.config.image_token_id)
         self.video_token = self.architecture.video_token(self.config)
         self.three_positions = self.architecture.three_positions
@@ -265,11 +242,6 @@ class BaseModel:
         self.device = self.model.device
 
     @property
-    def context_length(self) -> int:
-        """Tokens of the longest sequence, prompt and answer together."""
-        return int(self.config.get_text_config().max_position_embeddings)
-
-    @property
     def vocabulary(self) -> int:
         """Number of logits."""
         return int(self.model.lm_head.weight.shape[0])
@@ -277,21 +249,17 @@ class BaseModel:
     # --- prompts
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
-        """Write messages as the chat template has them; special tokens in them are plain text.
+        """Write turns of parts as a prompt, in which special tokens of users are plain text.
 
-        Args:
-            messages: Turns whose contents are lists of parts.
-            generate: Whether the text ends where the model's answer begins.
+        With `generate`, the text ends where the model's answer begins.
         """
         return self.architecture.render(self.processor, self.plain.messages(messages), generate)
 
     def tokenize(self, text: str, *, special: bool | None = None) -> list[int]:
         """Return the token ids of a prompt without images or videos.
 
-        Args:
-            text: The prompt.
-            special: Whether the tokenizer adds the beginning-of-sequence token; None to add it
-                unless the chat template did.
+        `special` says whether the tokenizer adds the beginning-of-sequence token; None to add it
+        unless the chat template did.
         """
         special = self._adds_special_tokens(text) if special is None else special
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
@@ -310,16 +278,10 @@ class BaseModel:
         *,
         special: bool | None = None,
     ) -> Any:
-        """Return the processor's output for one prompt.
+        """Return the processor's output for a prompt with a placeholder for each image and video.
 
-        Args:
-            text: The prompt, with a placeholder for each image and video.
-            images: The images, in the order of the prompt.
-            videos: The frames of the videos, in the order of the prompt; all frames are used.
-            special: As in `tokenize`.
-
-        Raises:
-            ValueError: The images do not fit the prompt, or each other.
+        Videos are all their frames; `special` is as in `tokenize`. A `ValueError` says that images
+        do not fit the prompt, or each other.
         """
         import numpy as np
 
@@ -345,10 +307,6 @@ class BaseModel:
 
     # --- visual tokens, as the architecture reads them
 
-    def grid_of(self, image: Image) -> tuple[int, int]:
-        """Return rows and columns of visual tokens of an image."""
-        return self.architecture.grid_of(image, self.processor, self.config)
-
     def resized_pixels(self, width: int, height: int) -> int:
         """Return to about how many pixels an image is resized, before it is cropped or padded."""
         return self.architecture.resized_pixels(self.processor.image_processor, width, height)
@@ -364,19 +322,15 @@ class BaseModel:
     def visual_features(
         self, batch: Sequence[Mapping[str, Tensor]]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Encode images, or videos, together; see `Architecture.visual_features`.
-
-        Args:
-            batch: Tensors of `EncoderInput.tensors`, all with the same names and, unless they are
-                concatenated patches, of the same shape.
-        """
+        """Encode images, or videos, together: `EncoderInput.tensors` of each."""
         import torch
 
-        names = list(batch[0])
         inputs = {
-            name: torch.cat([tensors[name] for tensors in batch]).to(self.device) for name in names
+            name: torch.cat([tensors[name] for tensors in batch]).to(self.device)
+            for name in batch[0]
         }
-        inputs[names[0]] = inputs[names[0]].to(self.dtype)
+        pixels = next(iter(inputs))
+        inputs[pixels] = inputs[pixels].to(self.dtype)
         return self.architecture.visual_features(self.model, inputs)
 
     def logits(self, hidden: Tensor) -> Tensor:

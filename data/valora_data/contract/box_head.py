@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from valora_data.contract.files import parse_json, shown
-from valora_data.contract.head import Head, parse_labels
+from valora_data.contract.head import Head, check_shapes, parse_labels
 from valora_data.contract.results import BoxesResult, Detection
 from valora_data.wording import plural
 
@@ -51,42 +51,36 @@ class BoxHead(Head):
         cls, kind: str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], width: int
     ) -> Self:
         """Build the head from the contents of its file."""
-        labels = parse_labels(metadata)
-        grid = parse_json(metadata["grid"])
-        if not isinstance(grid, list) or [type(side) for side in grid] != [int, int]:
+        labels, weight, bias = parse_labels(metadata), tensors["weight"], tensors["bias"]
+        grid, outputs = parse_json(metadata["grid"]), cls.outputs(labels)
+        if [type(side) for side in grid] != [int, int] or min(grid) < 1:
             raise ValueError(f"grid: expected rows and columns, got {shown(grid)}")
-        rows, columns = grid
-        outputs, expected = tensors["weight"].shape[0], cls.outputs(labels)
-        if outputs != expected:
+        if weight.shape[0] != outputs:
             raise ValueError(
-                f"tensor weight: expected {expected} outputs for {plural(len(labels), 'label')}, "
-                f"got {outputs}"
+                f"expected {outputs} outputs for {plural(len(labels), 'label')}, "
+                f"got {weight.shape[0]}"
             )
-        if tuple(tensors["calibration"].shape) != (2,) or min(rows, columns) < 1:
-            raise ValueError("expected a calibration of 2 numbers and a grid of rows and columns")
-        head = cls(
-            kind=kind,
-            labels=labels,
-            weight=tensors["weight"].contiguous(),
-            bias=tensors["bias"],
-            grid=(rows, columns),
-            calibration=tensors["calibration"],
-            threshold=float(tensors["threshold"].reshape(1)[0]),
-            nms_iou=float(metadata["nms_iou"]),
-            most=int(metadata["most"]),
-            vote_sigma=float(metadata["vote_sigma"]) if "vote_sigma" in metadata else None,
+        check_shapes(
+            {
+                "weight": (weight, (outputs, width)),
+                "bias": (bias, (outputs,)),
+                "calibration": (tensors["calibration"], (2,)),
+            }
         )
-        if not 0 <= head.nms_iou <= 1 or not 1 <= head.most <= MOST_BOXES:
-            raise ValueError(
-                f"expected nms_iou from 0 to 1 and most from 1 to {MOST_BOXES}, got "
-                f"{shown(metadata['nms_iou'])} and {shown(metadata['most'])}"
-            )
-        if head.vote_sigma is not None and not 0 < head.vote_sigma <= 1:
-            raise ValueError(
-                f"expected vote_sigma above 0 and up to 1, got {shown(metadata['vote_sigma'])}"
-            )
-        head.check({"weight": (head.weight, (outputs, width)), "bias": (head.bias, (outputs,))})
-        return head
+        nms_iou, most = float(metadata["nms_iou"]), int(metadata["most"])
+        sigma = float(metadata["vote_sigma"]) if "vote_sigma" in metadata else None
+        for name, fits, expected in (
+            ("nms_iou", 0 <= nms_iou <= 1, "from 0 to 1"),
+            ("most", 1 <= most <= MOST_BOXES, f"from 1 to {MOST_BOXES}"),
+            ("vote_sigma", sigma is None or 0 < sigma <= 1, "above 0 and up to 1"),
+        ):
+            if not fits:
+                raise ValueError(f"expected {name} {expected}, got {shown(metadata[name])}")
+        return cls(
+            kind=kind, labels=labels, weight=weight.contiguous(), bias=bias, grid=tuple(grid),
+            calibration=tensors["calibration"], threshold=tensors["threshold"].item(),
+            nms_iou=nms_iou, most=most, vote_sigma=sigma,
+        )  # fmt: skip
 
     @staticmethod
     def outputs(labels: Sequence[str]) -> int:
@@ -95,15 +89,9 @@ class BoxHead(Head):
 
     def metadata(self) -> dict[str, str]:
         """Labels, grid and settings of non-maximum suppression and votes."""
-        found = {
-            "labels": json.dumps(self.labels),
-            "grid": json.dumps(self.grid),
-            "nms_iou": str(self.nms_iou),
-            "most": str(self.most),
-        }
-        if self.vote_sigma is not None:
-            found["vote_sigma"] = str(self.vote_sigma)
-        return found
+        lists = {name: json.dumps(getattr(self, name)) for name in ("labels", "grid")}
+        votes = {} if self.vote_sigma is None else {"vote_sigma": str(self.vote_sigma)}
+        return {**lists, "nms_iou": str(self.nms_iou), "most": str(self.most), **votes}
 
     def tensors(self) -> dict[str, Tensor]:
         """The linear layer, the calibration and the threshold."""
@@ -134,13 +122,7 @@ class BoxHead(Head):
         return visual.float()
 
     def detections(self, raw: Tensor, size: Size, min_score: float) -> tuple[Detection, ...]:
-        """The objects in one image, by falling confidence.
-
-        Args:
-            raw: (tokens, 5 + classes), see `boxes.read_detections`.
-            size: Width and height of the image in pixels.
-            min_score: Calibrated confidence below which boxes are dropped.
-        """
+        """The objects in one image, by falling confidence; `raw` as in `boxes.read_detections`."""
         from valora_data.contract.boxes import read_detections
 
         boxes, scores, classes = read_detections(
@@ -153,11 +135,10 @@ class BoxHead(Head):
             vote_sigma=self.vote_sigma,
         )
         width, height = size
+        rows = zip(boxes.tolist(), scores.tolist(), classes.tolist(), strict=True)
         return tuple(
             Detection(self.labels[index], score, (x0 * width, y0 * height, x1 * width, y1 * height))
-            for (x0, y0, x1, y1), score, index in zip(
-                boxes.tolist(), scores.tolist(), classes.tolist(), strict=True
-            )
+            for (x0, y0, x1, y1), score, index in rows
         )
 
     def interpret(
@@ -166,7 +147,5 @@ class BoxHead(Head):
         """The objects in each image."""
         images = logits.view(len(sizes), self.grid[0] * self.grid[1], -1)
         least = self.threshold if min_score is None else min_score
-        found = tuple(
-            self.detections(raw, size, least) for raw, size in zip(images, sizes, strict=True)
-        )
-        return BoxesResult(kind=self.kind, detections=found, logits=logits.numpy().copy())
+        found = [self.detections(raw, size, least) for raw, size in zip(images, sizes, strict=True)]
+        return BoxesResult(kind=self.kind, detections=tuple(found), logits=logits.numpy().copy())

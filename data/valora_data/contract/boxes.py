@@ -4,6 +4,7 @@ The token in row i and column j of a rows × columns grid predicts boxes relativ
 centre is ((j + ½)/columns, (i + ½)/rows) of the image. Its four outputs (ox, oy, ow, oh) encode a
 box whose centre is that of the cell plus (ox, oy) cells, and whose size is (exp ow, exp oh) cells.
 Boxes are (x0, y0, x1, y1) relative to the image's width and height, independent of its resolution.
+A grid is given as its rows and columns.
 """
 
 from __future__ import annotations
@@ -16,14 +17,7 @@ LOG_SIZE = (-4.0, 3.0)
 
 
 def cell_centres(grid: tuple[int, int]) -> Tensor:
-    """Return the centres of a grid's cells.
-
-    Args:
-        grid: Rows and columns.
-
-    Returns:
-        (rows · columns, 2) float32, x and y in [0, 1], row by row.
-    """
+    """Return the centres of a grid's cells: (rows · columns, 2) float32, x and y, row by row."""
     rows, columns = grid
     y, x = torch.meshgrid(
         (torch.arange(rows) + 0.5) / rows, (torch.arange(columns) + 0.5) / columns, indexing="ij"
@@ -32,16 +26,7 @@ def cell_centres(grid: tuple[int, int]) -> Tensor:
 
 
 def encode(boxes: Tensor, cells: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Encode boxes relative to the cells that predict them.
-
-    Args:
-        boxes: (n, 4) float, (x0, y0, x1, y1) relative to the image size.
-        cells: (n,) int64, index of the cell that predicts each box.
-        grid: Rows and columns.
-
-    Returns:
-        (n, 4) float, (ox, oy, ow, oh).
-    """
+    """Encode boxes (n, 4) relative to the cells (n,) that predict them, as (ox, oy, ow, oh)."""
     cell = boxes.new_tensor([1.0 / grid[1], 1.0 / grid[0]])
     centres = (boxes[:, :2] + boxes[:, 2:]) / 2
     offset = (centres - cell_centres(grid).to(boxes)[cells]) / cell
@@ -50,15 +35,7 @@ def encode(boxes: Tensor, cells: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def decode(raw: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Decode the boxes that the cells of a grid predict; the inverse of `encode`.
-
-    Args:
-        raw: (..., rows · columns, 4) float, (ox, oy, ow, oh) of every cell.
-        grid: Rows and columns.
-
-    Returns:
-        (..., rows · columns, 4) float32, (x0, y0, x1, y1) relative to the image size, in [0, 1].
-    """
+    """Decode what all cells predict, (..., rows · columns, 4), to float32 boxes in the image."""
     raw = raw.float()
     cell = raw.new_tensor([1.0 / grid[1], 1.0 / grid[0]])
     centre = cell_centres(grid).to(raw) + raw[..., :2] * cell
@@ -69,18 +46,10 @@ def decode(raw: Tensor, grid: tuple[int, int]) -> Tensor:
 def suppress(
     boxes: Tensor, scores: Tensor, classes: Tensor, iou: float, min_score: float, most: int
 ) -> Tensor:
-    """Apply non-maximum suppression within each class.
+    """Apply non-maximum suppression within each class to n boxes.
 
-    Args:
-        boxes: (n, 4) float, (x0, y0, x1, y1).
-        scores: (n,) float confidences.
-        classes: (n,) int64.
-        iou: IoU above which the less confident of two boxes of a class is dropped.
-        min_score: Confidence below which boxes are dropped first.
-        most: Largest number of boxes to keep.
-
-    Returns:
-        (k,) int64 indices into `boxes`, by descending score.
+    Returns the int64 indices of at most `most` boxes of at least `min_score`, by descending score,
+    of which no two of a class overlap by more than `iou`.
     """
     from torchvision.ops import batched_nms
 
@@ -94,17 +63,8 @@ def vote(boxes: Tensor, log_scores: Tensor, classes: Tensor, kept: Tensor, sigma
 
     Cells around the centre of an object predict the same box, each with an error of its own. A box
     counts with its score · exp(-(1 - IoU)² / sigma), as in softer-NMS (He et al. 2019, "Bounding
-    Box Regression with Uncertainty", without learnt variances); boxes apart do not count.
-
-    Args:
-        boxes: (n, 4) float, (x0, y0, x1, y1).
-        log_scores: (n,) float, logarithms of the confidences.
-        classes: (n,) int64.
-        kept: (k,) int64 indices into `boxes`.
-        sigma: How far from overlapping fully boxes still count, greater than 0.
-
-    Returns:
-        (k, 4) float.
+    Box Regression with Uncertainty", without learnt variances); boxes apart do not count. `kept`
+    are (k,) int64 indices into the n boxes; (k, 4) are returned.
     """
     from torchvision.ops import box_iou
 
@@ -129,19 +89,13 @@ def read_detections(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decode a box head's outputs for one image into boxes with calibrated confidences.
 
-    Args:
-        raw: (rows · columns, 5 + classes) float: objectness logit, (ox, oy, ow, oh), and class
-            logits, which a head of a single class does not have.
-        grid: Rows and columns.
-        calibration: (2,) float, (a, b): confidence is sigmoid(a · logit + b) (Platt scaling).
-        nms_iou: IoU above which the less confident of two boxes of a class is dropped.
-        min_score: Confidence below which boxes are dropped.
-        most: Largest number of boxes.
-        vote_sigma: Where boxes vote for their place, see `vote`; None: boxes stay as predicted.
+    `raw` (rows · columns, 5 + classes) are objectness logit, (ox, oy, ow, oh), and class logits,
+    which a head of a single class does not have; `calibration` (a, b) makes the confidence
+    sigmoid(a · logit + b) (Platt scaling). See `suppress` for `nms_iou`, `min_score`, `most`, and
+    `vote` for `vote_sigma`; boxes stay as predicted if it is None.
 
     Returns:
-        (k, 4) float32 boxes relative to the image size, (k,) float32 confidences and (k,) int64
-        classes.
+        (k, 4) float32 boxes, (k,) float32 confidences and (k,) int64 classes.
     """
     raw = raw.float()
     logit = raw[:, 0]

@@ -17,17 +17,12 @@ from valora_data.errors import BundleError
 MANIFEST = "bundle.json"
 GOLDEN = "golden/golden.json"
 """File of a bundle's golden examples, relative to its folder."""
-SCHEMA_VERSION = 2
-"""Version of the format. Since 2, the adapter of a domain may be null, and a bundle may have no
-adapter at all."""
-WITH_CONTEXTS = 3
-"""Version of bundles with contexts, which earlier servers would ignore."""
-READABLE = (1, 2, 3)
-"""The versions that are read."""
+READABLE = FIRST, SCHEMA_VERSION, WITH_CONTEXTS = (1, 2, 3)
+"""Versions of the format. Since 2, the adapter of a domain may be null, and a bundle may have no
+adapter at all; 3 is that of bundles with contexts, which earlier servers would ignore."""
 FILE_BYTES = 16 << 30
 """Most bytes of a file of a bundle."""
 MOST_FILES = 10_000
-"""Most files of a bundle."""
 PROMPT_LENGTH = 32_768
 """Most characters of a domain's prompt, which every request without text is sent with."""
 
@@ -37,23 +32,14 @@ FORM = {
     "version": int,
     "base": {"id": str, "sha256": str, "quantize?": str},
     "adapters": {"*": {"path": str, "decode_only?": bool}},
-    "domains": {
-        "*": {
-            "head?": str,
-            "task?": str,
-            "metric?": str,
-            "prompt?": str,
-            "media?": str,
-            "labels?": [str],
-            "max_tokens?": int,
-            "required?": float,
-            "threshold?": float,
-            "accuracy?": {"test?": float, "teacher?": float},
-        }
-    },
+    "domains": {"*": {
+        "head?": str, "task?": str, "metric?": str, "prompt?": str, "media?": str, "labels?": [str],
+        "max_tokens?": int, "required?": float, "threshold?": float,
+        "accuracy?": {"test?": float, "teacher?": float},
+    }},
     "contexts?": {"*": CONTEXT},
     "encoders?": {"*": {"path": str, "tokens": int}},
-}
+}  # fmt: skip
 """What readers rely on in a manifest, see `check_form`; docs/bundle.md says what it means."""
 
 
@@ -104,12 +90,8 @@ class Bundle:
 def read_bundle(folder: Path) -> Bundle:
     """Read a bundle and verify all its files.
 
-    Args:
-        folder: Folder of the bundle.
-
     Raises:
-        BundleError: If it is no bundle, of a schema that is not known, or was changed since it
-            was exported.
+        BundleError: If it is no bundle, of an unknown schema, or was changed since its export.
     """
     manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
@@ -120,11 +102,8 @@ def read_bundle(folder: Path) -> Bundle:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read ``bundle.json`` and check every entry that readers rely on.
 
-    Args:
-        folder: Folder of the bundle.
-
     Raises:
-        BundleError: It is no bundle, of a schema that is not known, or an entry is wrong.
+        BundleError: It is no bundle, of an unknown schema, or an entry is wrong.
     """
     try:
         manifest = read_json(folder / MANIFEST)
@@ -170,7 +149,7 @@ def _check_values(manifest: dict[str, Any]) -> None:
         expect(most is None or most >= 1, f"{place}.max_tokens", "1 or more", most)
         length = len(facts.get("prompt") or "")
         expect(length <= PROMPT_LENGTH, f"{place}.prompt", f"at most {PROMPT_LENGTH}", length)
-        if facts.get("adapter", "") is not None or version == 1:  # else the base model answers
+        if facts.get("adapter", "") is not None or version == FIRST:  # else the base model answers
             check_form(facts, {"adapter": str}, place)
             by = facts["adapter"]
             expect(by in adapters, f"{place}.adapter", "an adapter", by)
@@ -214,17 +193,13 @@ def _verify(folder: Path, name: str, expected: str) -> None:
 def check_base(
     bundle: Bundle, base: str, actual: str | None = None, quantize: str | None = None
 ) -> None:
-    """Check that a bundle was made for a base model.
+    """Check that a bundle was made for a base model, and on weights that are rounded alike.
 
     Args:
         bundle: The bundle.
         base: The base model, as in `base_folder`.
         actual: `base_hash` of the base model if it is known already.
         quantize: How the base model's weights are rounded; None if they are not.
-
-    Raises:
-        BundleError: If the bundle names another hash than that of `base`, or its adapters were
-            trained on weights that are rounded in another way.
     """
     wanted = bundle.manifest["base"]
     actual = actual or base_hash(base)
@@ -236,12 +211,10 @@ def check_base(
         )
     trained_on = wanted.get("quantize")
     if trained_on != quantize:
-        ways = [f"weights rounded to {way}" if way else "unrounded weights"
-                for way in (trained_on, quantize)]  # fmt: skip
         raise BundleError(
-            f"bundle {bundle.folder} was trained on a base model with {ways[0]}, but this one has "
-            f"{ways[1]}, with which it would answer differently: use "
-            f"quantize={trained_on or 'none'} (valora-serve --quantize), or fuse again"
+            f"bundle {bundle.folder} was trained on a base model with quantize="
+            f"{trained_on or 'none'}, but this one has {quantize or 'none'}, with which it would "
+            f"answer differently: use valora-serve --quantize {trained_on or 'none'}, or fuse again"
         )
 
 

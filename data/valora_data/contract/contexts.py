@@ -8,8 +8,7 @@ its *head*, the system turn with the document, and its *tail*, the conversation:
 
 A memory replaces the head: by keys and values (`prefix`), by embeddings in place of the document
 (`memory_tokens`), or by nothing (`adapter`: LoRA alone answers, closed book). The tail is the same
-in every form. docs/bundle.md describes the files; training writes them with this module and the
-server reads them with it.
+in every form. docs/bundle.md describes the files.
 """
 
 from __future__ import annotations
@@ -19,7 +18,12 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.files import check_form, read_safetensors, shown
+from valora_data.contract.files import (
+    check_form,
+    read_safetensors,
+    shown,
+    write_safetensors,
+)
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
@@ -31,13 +35,7 @@ if TYPE_CHECKING:
 
     from valora_data.contract.base_model import BaseModel
 
-ADAPTER = "adapter"
-"""Form without a file: an adapter alone answers."""
-PREFIX = "prefix"
-"""Form: keys and values of every layer."""
-MEMORY_TOKENS = "memory_tokens"
-"""Form: input embeddings in place of the document."""
-FORMS = (ADAPTER, PREFIX, MEMORY_TOKENS)
+FORMS = ADAPTER, PREFIX, MEMORY_TOKENS = "adapter", "prefix", "memory_tokens"
 FILE_BYTES = 4 << 30
 """Most bytes of a memory's file."""
 MOST_TOKENS = 1 << 20
@@ -57,24 +55,12 @@ def system_turn(text: str, images: int = 0) -> dict[str, Any]:
 
 
 def head_text(model: BaseModel, document: str, images: int = 0) -> str:
-    """Return the head of prompts about a document, as text.
-
-    Its tokens are `model.tokenize(head_text(…))`, with the beginning-of-sequence token at position
-    0; with images, those of the model's processor.
-    """
+    """Return the head of prompts about a document, with so many images, as text."""
     return model.render([system_turn(document, images)], generate=False)
 
 
 def tail_text(model: BaseModel, turns: Sequence[Mapping[str, Any]]) -> str:
-    """Return the tail of a prompt: its turns, up to where the answer begins.
-
-    Args:
-        model: The base model.
-        turns: The conversation, without a system turn: the context takes its place.
-
-    Raises:
-        BundleError: The chat template writes no system turn before the others.
-    """
+    """Return the tail of a prompt: its turns, without a system turn, up to the answer."""
     head, whole = head_text(model, _MARK), model.render([system_turn(_MARK), *turns])
     if _MARK not in head or not whole.startswith(head):
         raise _no_system_turn(model)
@@ -87,15 +73,7 @@ def tail_tokens(model: BaseModel, turns: Sequence[Mapping[str, Any]]) -> list[in
 
 
 def around_memory(model: BaseModel) -> tuple[list[int], list[int]]:
-    """Return the token ids of a head before and after the memory tokens.
-
-    Returns:
-        Those before, which begin with the beginning-of-sequence token if the model has one, and
-        those after, of which there may be none.
-
-    Raises:
-        BundleError: The chat template writes no system turn.
-    """
+    """Return the token ids of a head before (the beginning-of-sequence token, …) and after it."""
     before, mark, after = head_text(model, _MARK).partition(_MARK)
     if not mark:
         raise _no_system_turn(model)
@@ -116,17 +94,12 @@ def _no_system_turn(model: BaseModel) -> BundleError:
 class ContextEntry:
     """A context in the manifest; the domain of the same name says how well it answers.
 
-    Attributes:
-        form: One of `FORMS`.
-        file: File of the memory, relative to the bundle; None for `ADAPTER`.
-        tokens: Tokens of the memory; 0 for `ADAPTER`.
-        position: Position of the tail's first token with `PREFIX`. It may be more than `tokens`
-            (keys may keep the positions that they had in the document) or less (where positions
-            have three parts, those of images grow more slowly than their tokens).
-        bytes: Size of the memory's tensors; 0 for `ADAPTER`.
-        source_tokens: Tokens of the document's head.
-        source_sha256: Hash of the document, see `source_hash`.
-        encoder: Name of the encoder that made the memory tokens; None if they were trained.
+    `position` is that of the tail's first token with `PREFIX`. It may be more than `tokens` (keys
+    may keep the positions that they had in the document) or less (where positions have three parts,
+    those of images grow more slowly than their tokens). `bytes` is the size of the memory's
+    tensors, `source_tokens` the length of the document's head, `source_sha256` its `source_hash`,
+    and `encoder` the name of what made the memory tokens, None if they were trained. Without a file
+    (`ADAPTER`), tokens and bytes are 0.
     """
 
     form: str
@@ -151,7 +124,7 @@ CONTEXT = {
 
 
 def source_hash(document: str, images: Sequence[Image] = ()) -> str:
-    """Return the hash of a document: sha256 of its text, and of sizes and pixels of its images."""
+    """Return the sha256 of a text, and of sizes and pixels of its images."""
     total = hashlib.sha256(document.encode("utf-8", "surrogatepass"))
     for image in images:
         total.update(f"\0{image.mode} {image.width}x{image.height} ".encode())
@@ -160,18 +133,14 @@ def source_hash(document: str, images: Sequence[Image] = ()) -> str:
 
 
 def context_entry(facts: Mapping[str, Any], place: str) -> ContextEntry:
-    """Read an entry of the manifest's `contexts`.
-
-    Args:
-        facts: The entry.
-        place: Where it stands, for messages.
+    """Read an entry of the manifest's `contexts`, which stands at `place`.
 
     Raises:
         TypeError: A value has another type.
         ValueError: A value is impossible.
     """
     check_form(facts, CONTEXT, place)
-    known = {name.removesuffix("?"): facts.get(name.removesuffix("?")) for name in CONTEXT}
+    known: dict[str, Any] = {name: facts.get(name) for name in ContextEntry.__slots__}
     entry = ContextEntry(**known)
     has_file = entry.form != ADAPTER
     for name, fits, expected in (
@@ -202,8 +171,7 @@ class Memory:
         tensors: With `PREFIX`, `keys` and `values`, each [layers, kv_heads, tokens, head_dim], as
             transformers caches them: keys after their rotary positions. With `MEMORY_TOKENS`,
             `embeddings` [tokens, width].
-        position: Position of the tail's first token; with `MEMORY_TOKENS` unused (positions are
-            consecutive).
+        position: Position of the tail's first token; only with `PREFIX`.
     """
 
     form: str
@@ -222,10 +190,7 @@ class Memory:
         return sum(part.nbytes for part in self.tensors.values())
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values by layer, each [1, kv_heads, tokens, head_dim].
-
-        `transformers.DynamicCache(memory.layers())` is the reference of a `PREFIX`.
-        """
+        """Return keys and values by layer, as `transformers.DynamicCache` takes them."""
         keys, values = self.tensors["keys"], self.tensors["values"]
         return [(key[None], value[None]) for key, value in zip(keys, values, strict=True)]
 
@@ -233,28 +198,16 @@ class Memory:
         """Write the memory as safetensors."""
         file.parent.mkdir(parents=True, exist_ok=True)
         facts = {"form": self.form, "base": self.base, "position": str(self.position)}
-        write_tensors(file, self.tensors, facts)
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
-    """Write tensors of any device, with metadata, as safetensors."""
-    from safetensors.torch import save_file
-
-    plain = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
-    save_file(plain, file, dict(facts) or None)
+        write_safetensors(file, self.tensors, facts)
 
 
 def read_memory(file: Path, base: str, config: Any) -> Memory:
-    """Read a memory and check that it fits a base model.
+    """Read a memory and check that it fits the base model with this `base_hash`.
 
-    Args:
-        file: The safetensors file.
-        base: `base_hash` of the base model.
-        config: transformers' configuration of its language model (`config.get_text_config()`).
+    `config` is transformers' configuration of its language model (`config.get_text_config()`).
 
     Raises:
-        BundleError: It is damaged, of an unknown form, made for another base model, not finite, or
-            of the wrong shape.
+        BundleError: It is damaged, or does not fit.
     """
     facts, tensors = read_safetensors(file, FILE_BYTES)
     form, position = facts.get("form", ""), facts.get("position", "0")
@@ -264,11 +217,12 @@ def read_memory(file: Path, base: str, config: Any) -> Memory:
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     width = int(getattr(config, "head_dim", None) or int(config.hidden_size) // heads)
     kept = (int(config.num_hidden_layers), kv_heads, tokens, width)
-    shapes = {
+    known: dict[str, dict[str, tuple[int, ...]]] = {
         PREFIX: {"keys": kept, "values": kept},
         MEMORY_TOKENS: {"embeddings": (tokens, int(config.hidden_size))},
-    }.get(form, {})
-    if not shapes or set(tensors) != set(shapes) or not re.fullmatch(r"[0-9]{1,9}", position):
+    }
+    shapes = known.get(form)
+    if shapes is None or set(tensors) != set(shapes) or not re.fullmatch(r"[0-9]{1,9}", position):
         raise BundleError(f"{file} holds no memory of a context: export the bundle again")
     if facts.get("base") != base:
         raise BundleError(
@@ -301,13 +255,9 @@ class Encoder:
     """What an encoder has beside its adapter: it compresses documents to memory tokens.
 
     The base model with the encoder's adapter reads `around_memory`'s tokens before the memory, the
-    document's (tokenised alone, without special tokens), and then `queries` as input embeddings, at
-    consecutive positions. The memory tokens are its last hidden states, after the final norm, at
-    the queries, times `scale`.
-
-    Attributes:
-        queries: [tokens, width].
-        scale: [width].
+    document's (tokenised alone, without special tokens), and then `queries` [tokens, width] as
+    input embeddings, at consecutive positions. The memory tokens are its last hidden states, after
+    the final norm, at the queries, times `scale` [width].
     """
 
     queries: Tensor
@@ -319,19 +269,11 @@ class Encoder:
 
     def write(self, folder: Path) -> None:
         """Write `ENCODER_FILE` into the folder of the encoder's adapter."""
-        write_tensors(folder / ENCODER_FILE, vars(self), {})
+        write_safetensors(folder / ENCODER_FILE, vars(self), {})
 
 
 def read_encoder(folder: Path, config: Any) -> Encoder:
-    """Read the queries of an encoder.
-
-    Args:
-        folder: Folder of its adapter.
-        config: transformers' configuration of the language model.
-
-    Raises:
-        BundleError: It is damaged or does not fit the base model.
-    """
+    """Read an encoder in the folder of its adapter; `config` as in `read_memory`."""
     file, width = folder / ENCODER_FILE, int(config.hidden_size)
     _, tensors = read_safetensors(file, FILE_BYTES)
     if set(tensors) != {"queries", "scale"} or not len(tensors["queries"]):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from io import BufferedReader
 
     from torch import Tensor
@@ -51,8 +52,7 @@ def expanded(path: str | Path) -> Path:
 class UnreadableError(BundleError):
     """A file is missing, no regular file, too large or damaged.
 
-    Attributes:
-        reason: What is wrong, as the end of "… cannot be used: it", e.g. ``has 9 bytes, more …``.
+    `reason` says what is wrong, as the end of "… cannot be used, as it": ``has 900 bytes, more …``.
     """
 
     def __init__(self, reason: str, file: Path | None = None) -> None:
@@ -61,11 +61,7 @@ class UnreadableError(BundleError):
 
 
 def open_regular(file: Path, most: int) -> BufferedReader:
-    """Open a regular file of at most so many bytes; pipes and devices in its place do not block.
-
-    Raises:
-        UnreadableError: It is missing, no regular file, or larger.
-    """
+    """Open a regular file of at most so many bytes; pipes and devices do not block."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
@@ -81,11 +77,7 @@ def open_regular(file: Path, most: int) -> BufferedReader:
 
 
 def read_bytes(file: Path, most: int) -> bytes:
-    """Read a regular file of at most so many bytes.
-
-    Raises:
-        UnreadableError: As `open_regular`, or it changed while it was read.
-    """
+    """Read a regular file of at most so many bytes, which may not change meanwhile."""
     with open_regular(file, most) as opened:
         size = os.fstat(opened.fileno()).st_size
         try:
@@ -98,11 +90,7 @@ def read_bytes(file: Path, most: int) -> bytes:
 
 
 def read_json(file: Path, most: int = JSON_BYTES) -> Any:
-    """Read a JSON file of at most so many bytes, see `parse_json`.
-
-    Raises:
-        UnreadableError: It cannot be read, or is beyond a limit.
-    """
+    """Read a JSON file of at most so many bytes, see `parse_json`."""
     content = read_bytes(file, most)
     try:
         return parse_json(content)
@@ -111,11 +99,7 @@ def read_json(file: Path, most: int = JSON_BYTES) -> Any:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON without twice the same key, within `JSON_DEPTH` and `DIGITS`.
-
-    Raises:
-        UnreadableError: It is no JSON, no UTF-8, or beyond a limit.
-    """
+    """Parse JSON in UTF-8 without twice the same key, within `JSON_DEPTH` and `DIGITS`."""
     deep = UnreadableError(f"is nested more than {JSON_DEPTH} levels deep")
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
@@ -123,7 +107,7 @@ def parse_json(content: str | bytes) -> Any:
         json.dumps(value, ensure_ascii=False).encode("utf-8")  # escapes can make lone surrogates
     except RecursionError as error:
         raise deep from error
-    except UnicodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise UnreadableError(f"holds text that is not Unicode ({error.reason})") from error
     except ValueError as error:
         raise UnreadableError(f"is no JSON ({error})") from error
@@ -152,17 +136,11 @@ def _integer(digits: str) -> int:
 
 
 def check_form(value: Any, form: Any, place: str = "") -> None:
-    """Check the types in a JSON value.
+    """Check the types in a JSON value; a `TypeError` says what is wrong, and where.
 
-    Args:
-        value: The value.
-        form: A type (`float` for any finite number), a list with the form of its items, or an
-            object of forms by name; those of names with ``?`` may be absent or null, and ``*``
-            stands for all names. Other names are not looked at.
-        place: Where the value stands, for messages.
-
-    Raises:
-        TypeError: Something has another type, or is missing.
+    A form is a type (`float` for any finite number), a list with the form of its items, or an
+    object of forms by name; those of names with ``?`` may be absent or null, and ``*`` stands for
+    all names. Other names are not looked at.
     """
     kind = form if isinstance(form, type) else type(form)
     fits = isinstance(value, (int, float) if kind is float else kind)
@@ -186,17 +164,9 @@ def check_form(value: Any, form: Any, place: str = "") -> None:
 
 
 def read_safetensors(file: Path, most: int) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read a safetensors file into memory; it may be replaced or truncated meanwhile.
+    """Read metadata and tensors (on the CPU) of a safetensors file of at most so many bytes.
 
-    Args:
-        file: The file.
-        most: Most bytes that it may have.
-
-    Returns:
-        Its metadata, and its tensors on the CPU by name.
-
-    Raises:
-        UnreadableError: It cannot be read or is damaged.
+    They lie in memory: the file may be replaced or truncated meanwhile.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -217,3 +187,11 @@ def read_safetensors(file: Path, most: int) -> tuple[dict[str, str], dict[str, T
         reason = f"the name {shown(odd[0])} is too long or not printable"
         raise UnreadableError(f"is truncated or damaged ({reason})", file)
     return header.get("__metadata__") or {}, tensors
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
+    """Write tensors of any device, with metadata, as safetensors."""
+    from safetensors.torch import save_file
+
+    plain = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
+    save_file(plain, file, dict(facts) or None)

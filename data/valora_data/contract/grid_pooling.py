@@ -1,7 +1,4 @@
-"""Pooling `grid` of label heads: means of the visual tokens in 4 × 4 places of an image.
-
-docs/bundle.md describes the format.
-"""
+"""Pooling `grid` of label heads: means of the visual tokens in 4 × 4 places of an image."""
 
 from __future__ import annotations
 
@@ -16,15 +13,10 @@ PLACES = SIDE * SIDE
 
 
 def places_of(rows: int, columns: int, images: int = 1) -> Tensor:
-    """Return the place of each visual token in its image.
+    """Return the place of each visual token in its image: (images · rows · columns,) int64.
 
-    Args:
-        rows: Rows of visual tokens of an image.
-        columns: Columns of visual tokens of an image.
-        images: Number of images or frames of this size.
-
-    Returns:
-        (images · rows · columns,) int64, indices from 0 (top left) to `PLACES` − 1, row by row.
+    `rows` and `columns` are those of an image's visual tokens. Places are indices from 0 (top left)
+    to `PLACES` − 1, row by row.
     """
     row = torch.arange(rows) * SIDE // rows
     column = torch.arange(columns) * SIDE // columns
@@ -32,15 +24,10 @@ def places_of(rows: int, columns: int, images: int = 1) -> Tensor:
 
 
 def pool_places(seen: Tensor, places: Tensor, real: Tensor) -> Tensor:
-    """Average the visual tokens of each place, over all images; zeros where a place has none.
+    """Average hidden states (n, tokens, width) by place: (n, PLACES · width).
 
-    Args:
-        seen: (n, tokens, width), hidden states of the visual tokens.
-        places: (n, tokens) int64, place of each token as `places_of` returns it.
-        real: (n, tokens) bool, False for padding.
-
-    Returns:
-        (n, PLACES · width), the means concatenated in the order of places.
+    `places` are those of `places_of`, `real` is False for padding, both (n, tokens). A place
+    without a token is zeros; one that several images share has the mean over all of them.
     """
     weights = F.one_hot(places, PLACES).to(seen.dtype) * real[..., None]
     weights = weights / weights.sum(1, keepdim=True).clamp(min=1)

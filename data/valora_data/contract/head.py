@@ -59,17 +59,10 @@ class Head(ABC):
     def parse(
         cls, kind: str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], width: int
     ) -> Self:
-        """Build the head from the contents of its file.
+        """Build the head from its file's metadata and tensors (float32 on the CPU).
 
-        Args:
-            kind: Kind of the head.
-            metadata: Metadata of the file.
-            tensors: Tensors of the file, float32 on the CPU.
-            width: Size of the base model's hidden states.
-
-        Raises:
-            KeyError: A tensor or an entry of the metadata is missing.
-            ValueError: Something does not fit; the message says what was expected.
+        `width` is the size of the base model's hidden states. A `KeyError` names what is missing, a
+        `ValueError` says what does not fit.
         """
 
     @abstractmethod
@@ -80,28 +73,10 @@ class Head(ABC):
         """Tensors of the file."""
         return {"weight": self.weight, "bias": self.bias}
 
-    def check(self, shapes: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
-        """Compare the shapes of tensors with what they must be.
-
-        Args:
-            shapes: Each tensor and its expected shape, by name; None is not compared.
-
-        Raises:
-            ValueError: A shape is another one.
-        """
-        for name, (tensor, shape) in shapes.items():
-            if tensor is not None and tuple(tensor.shape) != shape:
-                got = tuple(tensor.shape)
-                raise ValueError(f"tensor {name}: expected shape {shape}, got {got}")
-
     # --- serving
 
     def configured(self, promise: Mapping[str, Any]) -> Self:
-        """The head with what the bundle's manifest says of its domain.
-
-        Args:
-            promise: The domain's entry in the manifest.
-        """
+        """The head with what the domain's entry in the manifest says."""
         return self
 
     def to(self, device: torch.device | str) -> Self:
@@ -109,52 +84,40 @@ class Head(ABC):
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def misfit(self, visual: int, images: int) -> str | None:
-        """Why the head cannot read a prompt, in one sentence; None if it can.
-
-        Args:
-            visual: Number of visual tokens in the prompt.
-            images: Number of images in it.
-        """
+        """Why a prompt of so many visual tokens and images cannot be read, None if it can."""
         if self.reads_visual and not visual:
             return f"a {self.kind} head reads visual tokens: send an image"
         return None
 
     @abstractmethod
     def inputs(self, last: Tensor, visual: Tensor, places: Tensor | None) -> Tensor:
-        """What the linear layer acts on, for one prompt.
+        """What the linear layer acts on, for one prompt: (rows, inputs) float32.
 
         Args:
             last: (1, width), hidden state of the last token that was kept.
-            visual: (tokens, width), hidden states of the visual tokens; none unless
-                `reads_visual`.
+            visual: (tokens, width), those of the visual tokens; none unless `reads_visual`.
             places: (tokens,) int64, see `grid_pooling.places_of`; None unless `reads_places`.
-
-        Returns:
-            (rows, inputs) float32.
         """
 
     @abstractmethod
     def interpret(
         self, logits: Tensor, sizes: Sequence[Size], min_score: float | None = None
     ) -> HeadResult:
-        """The answer that raw outputs stand for.
+        """The answer that raw outputs (rows, outputs), float32 on the CPU, stand for.
 
-        Args:
-            logits: (rows, outputs) float32 on the CPU: weight · inputs + bias.
-            sizes: Width and height in pixels of each image.
-            min_score: Confidence below which answers are dropped; the head's own threshold if
-                None. Heads without a threshold ignore it.
+        `sizes` are those of the images in pixels; `min_score` replaces the head's own threshold.
         """
 
 
-def parse_labels(metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """The label set in a head's metadata.
+def check_shapes(shapes: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
+    """Compare tensors, by name, with the shapes that they must have; None has any."""
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"tensor {name}: expected shape {shape}, got {tuple(tensor.shape)}")
 
-    Raises:
-        KeyError: There is none.
-        ValueError: It is empty or holds a label twice.
-        TypeError: It is no list of strings.
-    """
+
+def parse_labels(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """The label set in a head's metadata: different names, at least one."""
     labels = parse_json(metadata["labels"])
     if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
         raise TypeError(f"labels: expected a list of names, got {shown(labels)}")

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
-from valora_data.contract.head import Head, parse_labels
+from valora_data.contract.head import Head, check_shapes, parse_labels
 from valora_data.contract.results import LabelResult
-from valora_data.wording import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,12 +33,7 @@ class Pooling(StrEnum):
 
 
 def pooled_width(pooling: str, width: int) -> int:
-    """Number of inputs of a linear layer behind a pooling.
-
-    Args:
-        pooling: One of `Pooling`.
-        width: Size of the hidden states.
-    """
+    """Number of inputs of a linear layer behind a pooling of hidden states of this width."""
     from valora_data.contract.grid_pooling import PLACES
 
     return width * (PLACES if pooling == Pooling.GRID else 1)
@@ -53,7 +47,7 @@ def pool(
     places: Tensor | None,
     query: Tensor | None,
 ) -> Tensor:
-    """Pool the hidden states of n prompts, in float32.
+    """Pool the hidden states of n prompts: (n, `pooled_width`) float32.
 
     Args:
         pooling: One of `Pooling`; the arguments that it does not need are not read.
@@ -62,9 +56,6 @@ def pool(
         real: (n, tokens) bool, False for padding.
         places: (n, tokens) int64, see `grid_pooling.places_of`.
         query: (width,) float32, the learnt weighting of `Pooling.ATTENTION`.
-
-    Returns:
-        (n, `pooled_width`) float32.
     """
     from valora_data.contract.grid_pooling import pool_places
 
@@ -83,15 +74,7 @@ def pool(
 
 
 def confidences(logits: Tensor, temperature: Tensor | float) -> Tensor:
-    """Calibrated probabilities of labels.
-
-    Args:
-        logits: (..., labels) float32.
-        temperature: Logits are divided by it before the softmax (Guo et al. 2017).
-
-    Returns:
-        (..., labels) float32.
-    """
+    """Probabilities of (..., labels) logits, calibrated by a temperature (Guo et al. 2017)."""
     return (logits / temperature).softmax(-1)
 
 
@@ -119,48 +102,39 @@ class LabelHead(Head):
         """Whether it needs to know where in its image each visual token lies."""
         return self.pooling is Pooling.GRID
 
+    @property
+    def width(self) -> int:
+        """Size of the hidden states that it reads."""
+        return self.weight.shape[1] // pooled_width(self.pooling, 1)
+
     @classmethod
     def parse(
         cls, kind: str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], width: int
     ) -> Self:
         """Build the head from the contents of its file."""
-        labels = parse_labels(metadata)
-        outputs = tensors["weight"].shape[0]
-        if outputs != len(labels) or len(labels) < 2:
+        labels, weight, bias = parse_labels(metadata), tensors["weight"], tensors["bias"]
+        outputs = weight.shape[0]
+        if outputs != len(labels) or outputs < 2:
             raise ValueError(
-                f"tensor weight: expected an output for each of at least 2 labels, got "
-                f"{plural(outputs, 'output')}, {plural(len(labels), 'label')}"
+                f"expected 2 or more labels, got {outputs} outputs, {len(labels)} labels"
             )
-        temperature = 1.0
-        if "temperature" in tensors:
-            temperature = float(tensors["temperature"].reshape(1)[0])
-            if temperature < SMALLEST_TEMPERATURE:
-                raise ValueError(
-                    f"temperature: expected at least {SMALLEST_TEMPERATURE}, got {temperature}"
-                )
+        temperature = tensors["temperature"].item() if "temperature" in tensors else 1.0
+        if temperature < SMALLEST_TEMPERATURE:
+            least = SMALLEST_TEMPERATURE
+            raise ValueError(f"temperature: expected at least {least}, got {temperature}")
         pooling = Pooling(metadata["pooling"])
-        head = cls(
-            kind=kind,
-            labels=labels,
-            weight=tensors["weight"].contiguous(),
-            bias=tensors["bias"],
-            pooling=pooling,
-            query=tensors["query"] if pooling is Pooling.ATTENTION else None,
-            temperature=temperature,
-        )
-        head.check(
+        query = tensors["query"] if pooling is Pooling.ATTENTION else None
+        check_shapes(
             {
-                "weight": (head.weight, (outputs, pooled_width(pooling, width))),
-                "bias": (head.bias, (outputs,)),
-                "query": (head.query, (width,)),
+                "weight": (weight, (outputs, pooled_width(pooling, width))),
+                "bias": (bias, (outputs,)),
+                "query": (query, (width,)),
             }
         )
-        return head
-
-    @property
-    def width(self) -> int:
-        """Size of the hidden states that it reads."""
-        return self.weight.shape[1] // pooled_width(self.pooling, 1)
+        return cls(
+            kind=kind, labels=labels, weight=weight.contiguous(), bias=bias, pooling=pooling,
+            query=query, temperature=temperature,
+        )  # fmt: skip
 
     def metadata(self) -> dict[str, str]:
         """Labels and pooling."""
@@ -170,8 +144,8 @@ class LabelHead(Head):
         """The linear layer, the temperature and, if there is one, the query."""
         import torch
 
-        tensors = {**super().tensors(), "temperature": torch.tensor([self.temperature])}
-        return tensors if self.query is None else {**tensors, "query": self.query}
+        query = {} if self.query is None else {"query": self.query}
+        return {**super().tensors(), "temperature": torch.tensor([self.temperature]), **query}
 
     def to(self, device: torch.device | str) -> Self:
         """The head with its weights on a device."""
@@ -191,10 +165,8 @@ class LabelHead(Head):
     ) -> LabelResult:
         """The most probable label and the probability of each."""
         shares = confidences(logits[0], self.temperature).tolist()
-        best = max(range(len(shares)), key=shares.__getitem__)
+        found = dict(zip(self.labels, shares, strict=True))
+        best = max(found, key=found.__getitem__)
         return LabelResult(
-            kind=self.kind,
-            label=self.labels[best],
-            confidences=dict(zip(self.labels, shares, strict=True)),
-            logits=logits.numpy().copy(),
+            kind=self.kind, label=best, confidences=found, logits=logits.numpy().copy()
         )

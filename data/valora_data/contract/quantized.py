@@ -38,18 +38,11 @@ def loading_options(
     """Return the arguments of transformers' ``from_pretrained`` that round a base model to NF4.
 
     The linear layers of the language model are rounded while they are read, one after the other, so
-    that the device never holds the unrounded model. Vision tower, projector, embeddings and norms,
-    a small part of the weights, stay as they are.
-
-    Args:
-        base: Id of the base model, for messages.
-        source: Its folder, or its name on the hub.
-        dtype: Type of the weights that are not rounded, and of the computation.
-        device: Device that the model is read to.
+    that the device never holds the unrounded model. What else there is, a small part of the
+    weights, stays in `dtype`, in which the model computes.
 
     Raises:
-        BundleError: The library is missing or does not know the device, or the model cannot be
-            rounded.
+        BundleError: The library or the model cannot do it.
     """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText, BitsAndBytesConfig
@@ -74,11 +67,7 @@ def loading_options(
 def check_plain(base: str, described: Mapping[str, Any]) -> None:
     """Check that a base model, with this ``config.json``, is not saved in a quantised form.
 
-    transformers would load it all the same, and each request would then fail, or multiply by
-    numbers without their scales.
-
-    Raises:
-        BundleError: It is.
+    transformers would load it all the same, and requests fail, or multiply without the scales.
     """
     form = described.get("quantization_config")
     if form is not None:
@@ -91,11 +80,7 @@ def check_plain(base: str, described: Mapping[str, Any]) -> None:
 
 
 def check_library(device: str) -> None:
-    """Check that the library is installed and rounds weights on a device.
-
-    Raises:
-        BundleError: It is missing, or does not know the device.
-    """
+    """Check that the library is installed and rounds weights on a device."""
     if not is_installed():
         raise BundleError(
             f"a base model in 4 bits ({NF4}) needs the package {PACKAGE}: {INSTALL}, or set "
@@ -188,12 +173,8 @@ def shape_of(weight: Any) -> torch.Size:
 class PackedMatrix:
     """Matrices of 4 bits one below the other, which are multiplied without being unpacked for good.
 
-    Scales of blocks are kept in 32 bits: a weight takes 4.5 bits, and all matrices are one product.
-
-    Args:
-        weights: [outputs, inputs] of each matrix; packed weights of a loaded model, or others,
-            which are rounded. Blocks must fill each of them.
-        dtype: Type of the computation.
+    Each is [outputs, inputs], packed or to be rounded, and filled by blocks. Scales are kept in 32
+    bits: a weight takes 4.5 bits. `dtype` is the type of the computation.
     """
 
     def __init__(self, weights: Sequence[Any], dtype: torch.dtype) -> None:
@@ -204,25 +185,16 @@ class PackedMatrix:
         states = [state for _, state in parts]
         rows = sum(int(state.shape[0]) for state in states)
         self.packed = torch.cat([packed.reshape(-1, 1) for packed, _ in parts])
-        self._state = QuantState(
-            torch.cat([_scales(state) for state in states]),
-            torch.Size((rows, int(states[0].shape[1]))),
-            states[0].code,
-            BLOCK,
-            NF4,
-            dtype,
-        )
+        scales = torch.cat([_scales(state) for state in states])
+        shape = torch.Size((rows, int(states[0].shape[1])))
+        self._state = QuantState(scales, shape, states[0].code, BLOCK, NF4, dtype)
 
     def matrix(self) -> torch.Tensor:
         """Return the numbers: [sum of outputs, inputs]."""
         return _unpack(self.packed, self._state)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute x·Wᵀ + bias: [rows, inputs] → [rows, sum of outputs].
-
-        bitsandbytes multiplies by packed weights where that is faster, and otherwise unpacks them
-        for the call.
-        """
+        """Compute x·Wᵀ + bias: [rows, inputs] → [rows, sum of outputs]."""
         from bitsandbytes import matmul_4bit
         from torch.nn import functional as F
 

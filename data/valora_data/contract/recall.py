@@ -1,7 +1,7 @@
 """How a base model reads a document and answers from what it kept, with transformers alone.
 
 This is the reference of `valora_data.contract.contexts` in code: training, teachers and tests use
-it, and the server must compute the same.
+it, and the server must compute the same. The model's active adapter counts.
 """
 
 from __future__ import annotations
@@ -30,25 +30,14 @@ ROOM = 64
 
 
 def head_inputs(model: BaseModel, document: str, images: Sequence[Image] = ()) -> Any:
-    """Return the processor's output for the head of prompts about a document.
-
-    Args:
-        model: The base model.
-        document: The document's text.
-        images: Images of an album.
-    """
+    """Return the processor's output for the head of prompts about a document or album."""
     return model.process(head_text(model, document, len(images)), images)
 
 
 def read_head(
     model: BaseModel, document: str, images: Sequence[Image] = ()
 ) -> tuple[Tensor, Tensor, int]:
-    """Compute keys and values of the head of prompts about a document.
-
-    Args:
-        model: The base model; its active adapter counts.
-        document: The document's text.
-        images: Images of an album.
+    """Compute keys and values of the head of prompts about a document or album.
 
     Returns:
         Keys and values, [layers, kv_heads, tokens, head_dim] each, and the position of the tail.
@@ -104,18 +93,11 @@ def run_tails(
     *,
     cached: bool = False,
 ) -> tuple[Tensor, Any]:
-    """Compute hidden states behind a prefix, or without one.
+    """Compute hidden states (n, length, width) and the cache behind a prefix, or without one.
 
-    Args:
-        model: The base model, with its active adapter.
-        embedded: (n, length, width), input embeddings, padded on the right.
-        first: Position of their first token.
-        keys: [layers, n, kv_heads, tokens, head_dim], those of the prefix of each row.
-        values: As `keys`.
-        cached: Whether to keep keys and values for `write_on`.
-
-    Returns:
-        (n, length, width), hidden states after the final norm, and the cache.
+    `embedded` are input embeddings (n, length, width), padded on the right, whose first token has
+    position `first`; keys and values are those of the prefix of each row, [layers, n, kv_heads,
+    tokens, head_dim]. Without them the cache is kept for `write_on` if `cached`.
     """
     from transformers import DynamicCache
 
@@ -141,15 +123,10 @@ def write_on(
     most: int,
     precision: AbstractContextManager[Any] | None = None,
 ) -> list[str]:
-    """Write the likeliest answers, token by token.
+    """Write the likeliest answers of at most `most` tokens, token by token.
 
-    Args:
-        model: The base model, with its active adapter.
-        hidden: (n, length, width), hidden states of prompts of one length.
-        cache: Their keys and values.
-        position: Position of the first token of the answers.
-        most: Most tokens of an answer.
-        precision: What the model computes in, see `valora_train.model.lmm.Lmm.precision`.
+    They follow `hidden` (n, length, width), states of prompts of one length with this cache; their
+    first token has this position. `precision` is what the model computes in.
     """
     stops = torch.tensor(sorted(model.stop_ids), device=hidden.device)
     tokens = [model.logits(hidden[:, -1]).argmax(-1)]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Size = tuple[int, int]
-    """Width and height of an image in pixels."""
+    """Width and height of an image in pixels, as it was sent."""
 
 PIXEL_TOLERANCE = 0.5
 """Pixels by which an edge of a golden box may differ when it is computed again."""
@@ -31,12 +31,9 @@ BOX_GRID = 1000
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """A detected object.
+    """A detected object: its class, its calibrated confidence in [0, 1], and (x0, y0, x1, y1).
 
-    Attributes:
-        label: Name of its class.
-        confidence: Calibrated confidence, in [0, 1].
-        box: (x0, y0, x1, y1) in pixels of the image as it was sent.
+    Boxes are in pixels of the image as it was sent.
     """
 
     label: str
@@ -58,27 +55,15 @@ class HeadResult(ABC):
 
     @abstractmethod
     def image_fields(self, number: int) -> dict[str, Any]:
-        """The answer to one image, as fields of a JSON object.
-
-        Args:
-            number: Index of the image in the prompt.
-        """
+        """The answer to the image of this index, as fields of a JSON object."""
 
     def prompt_fields(self, sizes: Sequence[Size]) -> dict[str, Any]:
-        """The answer to the whole prompt, as fields of a JSON object.
-
-        Args:
-            sizes: Width and height in pixels of each image, as it was sent.
-        """
+        """The answer to the whole prompt with images of these sizes, as fields of a JSON object."""
         return self.image_fields(0)
 
     @abstractmethod
     def text(self, sizes: Sequence[Size]) -> str:
-        """The answer in words, for clients that read only the text of a message.
-
-        Args:
-            sizes: Width and height in pixels of each image, as it was sent.
-        """
+        """The answer in words, for clients that read only the text of a message."""
 
     @abstractmethod
     def golden(self) -> Any:
@@ -86,24 +71,13 @@ class HeadResult(ABC):
 
     @classmethod
     def matches(cls, found: Any, expected: Any, threshold: float) -> bool:
-        """Whether an answer reproduces a golden one.
-
-        Args:
-            found: The answer, as `golden` returns it.
-            expected: The answer in the golden example.
-            threshold: Confidence from which an answer counts; 0 where all count.
-        """
+        """Whether an answer reproduces a golden one; `threshold` is that of confidences, or 0."""
         return bool(found == expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelResult(HeadResult):
-    """One label out of a closed set.
-
-    Attributes:
-        label: The most probable label.
-        confidences: The probability of each label, in the head's order.
-    """
+    """One label out of a closed set, the most probable one, with the probability of each."""
 
     label: str
     confidences: dict[str, float] = field(default_factory=dict)
@@ -115,11 +89,7 @@ class LabelResult(HeadResult):
 
     def image_fields(self, number: int) -> dict[str, Any]:
         """The label, its confidence and those of all labels."""
-        return {
-            "label": self.label,
-            "confidence": self.confidence,
-            "confidences": dict(self.confidences),
-        }
+        return {**self.golden(), "confidences": dict(self.confidences)}
 
     def text(self, sizes: Sequence[Size]) -> str:
         """The label."""
@@ -131,26 +101,16 @@ class LabelResult(HeadResult):
 
     @classmethod
     def matches(cls, found: Any, expected: Any, threshold: float) -> bool:
-        """Whether the labels are equal and the confidences within `CONFIDENCE_TOLERANCE`.
-
-        A golden example may hold the label alone.
-        """
+        """Whether the labels are equal and the confidences, where there is one, close."""
         if not isinstance(expected, dict):
             return bool(found["label"] == expected)
-        confidence = expected.get("confidence")
-        close = confidence is None or (
-            abs((found["confidence"] or 0.0) - float(confidence)) <= CONFIDENCE_TOLERANCE
-        )
+        close = expected.get("confidence") is None or _close(found, expected)
         return bool(found["label"] == expected.get("label") and close)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxesResult(HeadResult):
-    """Objects in each image.
-
-    Attributes:
-        detections: The objects of each image, by falling confidence.
-    """
+    """The objects of each image, by falling confidence."""
 
     detections: tuple[tuple[Detection, ...], ...] = ()
 
@@ -170,11 +130,11 @@ class BoxesResult(HeadResult):
     def text(self, sizes: Sequence[Size]) -> str:
         """One box a line, as Qwen-VL writes them, in a grid of `BOX_GRID` by `BOX_GRID`."""
         lines = []
-        for found, (width, height) in zip(self.detections, sizes, strict=False):
+        for found, size in zip(self.detections, sizes, strict=False):
             for item in found:
                 x0, y0, x1, y1 = (
-                    round(BOX_GRID * min(max(value / size, 0.0), 1.0))
-                    for value, size in zip(item.box, (width, height, width, height), strict=True)
+                    round(BOX_GRID * min(max(value / side, 0.0), 1.0))
+                    for value, side in zip(item.box, (*size, *size), strict=True)
                 )
                 lines.append(f"<ref>{item.label}</ref><box>({x0},{y0}),({x1},{y1})</box>")
         return "\n".join(lines)
@@ -192,7 +152,7 @@ class BoxesResult(HeadResult):
         """
         left = list(found)
         for wanted in expected:
-            twin = next((row for row in left if cls._close(row, wanted)), None)
+            twin = next((row for row in left if cls._same(row, wanted)), None)
             if twin is not None:
                 left.remove(twin)
             elif wanted["confidence"] > threshold + CONFIDENCE_TOLERANCE:
@@ -200,15 +160,11 @@ class BoxesResult(HeadResult):
         return all(row["confidence"] <= threshold + CONFIDENCE_TOLERANCE for row in left)
 
     @staticmethod
-    def _close(row: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-        pairs = zip(row["box"], wanted["box"], strict=True)
+    def _same(row: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
         x0, y0, x1, y1 = wanted["box"]
         most = max(PIXEL_TOLERANCE, EDGE_TOLERANCE * max(x1 - x0, y1 - y0))
-        return bool(
-            row["label"] == wanted["label"]
-            and abs(row["confidence"] - wanted["confidence"]) <= CONFIDENCE_TOLERANCE
-            and all(abs(a - b) <= most for a, b in pairs)
-        )
+        near = all(abs(a - b) <= most for a, b in zip(row["box"], wanted["box"], strict=True))
+        return bool(row["label"] == wanted["label"] and near and _close(row, wanted))
 
     @staticmethod
     def _rows(detections: Sequence[Detection]) -> list[dict[str, Any]]:
@@ -218,17 +174,17 @@ class BoxesResult(HeadResult):
         ]
 
 
+def _close(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    difference = float(found["confidence"] or 0.0) - float(expected["confidence"])
+    return abs(difference) <= CONFIDENCE_TOLERANCE
+
+
 def golden_text(text: str) -> dict[str, Any]:
     """A written answer as golden examples hold it."""
     return {"text": text}
 
 
 def text_matches(found: str, expected: Any) -> bool:
-    """Whether a written answer reproduces a golden one; outer white space does not count.
-
-    Args:
-        found: The text.
-        expected: The answer in the golden example: ``{"text": …}``, or the text alone.
-    """
+    """Whether a text reproduces a golden one, ``{"text": …}`` or the text, but for white space."""
     text = expected.get("text") if isinstance(expected, dict) else expected
     return isinstance(text, str) and found.strip() == text.strip()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from PIL.Image import Image
     from torch import Tensor
 
 IMAGE, VIDEO = "image", "video"
@@ -28,21 +27,13 @@ class ModelPart(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """One image or video as the vision encoder takes it.
+    """One image or video as the vision encoder takes it."""
 
-    Attributes:
-        kind: ``image`` or ``video``.
-        tensors: Arguments of the encoder by name, the pixels first.
-        tokens: Number of visual tokens in the prompt.
-        grid: Frames, rows and columns of visual tokens; None if the family does not say.
-        size: Width and height that the encoder sees, in pixels.
-    """
-
-    kind: str
-    tensors: dict[str, Tensor]
-    tokens: int
-    grid: tuple[int, int, int] | None
-    size: tuple[int, int]
+    kind: str  # `IMAGE` or `VIDEO`
+    tensors: dict[str, Tensor]  # arguments of the encoder by name, the pixels first
+    tokens: int  # visual tokens in the prompt
+    grid: tuple[int, int, int] | None  # frames, rows and columns of them, if the family says
+    size: tuple[int, int]  # width and height that the encoder sees, in pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +62,9 @@ class Architecture:
     """A family of base models: what differs between families and transformers does not unify.
 
     A subclass is registered under the ``model_type`` of transformers' configuration, see
-    `valora_data.models.registry`; it has no state. The model is expected to have the parts that
-    transformers gives LMMs: ``model.model`` with ``get_image_features`` and ``language_model``, and
-    ``model.lm_head``.
+    `valora_data.models.registry`; it has no state. `model`, `processor` and `config` are those of
+    transformers. The model has the parts that transformers gives LMMs: ``model.model`` with
+    ``get_image_features`` and ``language_model``, and ``model.lm_head``.
 
     Attributes:
         linears: Names of the decoder's linear layers.
@@ -105,19 +96,13 @@ class Architecture:
         return AutoProcessor.from_pretrained(source)
 
     def load_model(self, source: str, **options: Any) -> Any:
-        """Load the model; `options` are those of transformers' ``from_pretrained``."""
+        """Load the model with these options of transformers' ``from_pretrained``."""
         from transformers import AutoModelForImageTextToText
 
         return AutoModelForImageTextToText.from_pretrained(source, **options)
 
     def render(self, processor: Any, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
-        """Write messages as a prompt.
-
-        Args:
-            processor: The model's processor.
-            messages: Turns whose contents are lists of parts.
-            generate: Whether the prompt ends where the model's answer begins.
-        """
+        """Write turns of parts as a prompt, up to where an answer begins if `generate`."""
         return str(processor.apply_chat_template(messages, add_generation_prompt=generate))
 
     # --- parts of the model
@@ -153,22 +138,12 @@ class Architecture:
         """Return rows and columns of visual tokens if all images have the same, else None."""
         return None
 
-    def grid_of(self, image: Image, processor: Any, config: Any) -> tuple[int, int]:
-        """Return rows and columns of visual tokens of an image."""
-        raise NotImplementedError
-
     def resized_pixels(self, image_processor: Any, width: int, height: int) -> int:
-        """Return to about how many pixels an image is resized, before it is cropped or padded.
-
-        Args:
-            image_processor: transformers' image processor.
-            width: Width of the image, in pixels.
-            height: Height of the image, in pixels.
-        """
-        if not getattr(image_processor, "do_resize", False):
-            return width * height
+        """Return to about how many pixels an image is resized, before it is cropped or padded."""
         size = getattr(image_processor, "size", None) or {}
         short, long = size.get("shortest_edge"), size.get("longest_edge")
+        if not getattr(image_processor, "do_resize", False):
+            return width * height
         if size.get("height") and size.get("width"):
             return int(size["height"] * size["width"])
         if short:  # the shorter side is enlarged to this length, and the longer one with it
@@ -179,47 +154,26 @@ class Architecture:
     def split(
         self, kind: str, inputs: Mapping[str, Any], tokens: int, config: Any
     ) -> list[EncoderInput]:
-        """Split a processor's output into the images or the videos of a prompt.
-
-        Args:
-            kind: ``image`` or ``video``.
-            inputs: Output of the processor; it holds pixels of this kind.
-            tokens: Number of visual tokens of this kind in the prompt.
-            config: Configuration of the model.
-
-        Returns:
-            One entry for each image or video, in the order of the prompt.
-        """
+        """Split a processor's output into the images or videos of a prompt, of `tokens` in all."""
         raise NotImplementedError
 
     def positions(
         self, model: Any, inputs: Mapping[str, Any], config: Any
     ) -> tuple[Tensor, int] | None:
-        """Return the rotary positions of one prompt with images or videos.
+        """Return the rotary positions of one prompt with images or videos, a processor's output.
 
-        Args:
-            model: The transformers model.
-            inputs: Output of the processor for the prompt.
-            config: Configuration of the model.
-
-        Returns:
-            None if a token's position is its index; otherwise [3, tokens] int64, and the
-            position minus the index of every token that follows the prompt.
+        They are [3, tokens] int64, and the position minus the index of every token that follows the
+        prompt; None if a token's position is its index.
         """
         return None
 
     def visual_features(
         self, model: Any, inputs: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Encode images, or videos.
+        """Encode images, or videos: `EncoderInput.tensors`, concatenated, on the device.
 
-        Args:
-            model: The transformers model.
-            inputs: Tensors of `EncoderInput.tensors`, concatenated, on the model's device.
-
-        Returns:
-            For each image [visual tokens, width]; and for each of the first decoder layers to
-            whose output features are added (DeepStack), [all visual tokens, width].
+        Returns [visual tokens, width] for each image; and for each of the first decoder layers to
+        whose output features are added (DeepStack), [all visual tokens, width].
         """
         video = PIXELS[VIDEO] in inputs
         function = model.model.get_video_features if video else model.model.get_image_features
@@ -231,26 +185,18 @@ class Architecture:
         return []
 
     def deep_arguments(self, visual: Tensor, deep: list[Tensor]) -> dict[str, Any]:
-        """Return the decoder's arguments that pass on the features of `deep_features`.
-
-        Args:
-            visual: [batch, tokens] bool, which tokens are visual.
-            deep: For each layer [visual tokens, width].
-        """
+        """Return the decoder's arguments for them; `visual` [batch, tokens] says where they are."""
         raise NotImplementedError
 
     # --- CUDA graphs of the vision tower
 
     def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
-        """Return channels, height and width of pixels if all images have the same, else None.
+        """Return channels, height and width of all images' pixels, None if images differ.
 
-        An encoder with a fixed shape must not wait for the host, so that it can be captured.
+        Such an encoder must not wait for the host, so that it can be captured.
         """
         return None
 
     def window_encoder(self, model: Any) -> Any:
-        """Return an encoder of images of any size in windows that a graph can hold, or None.
-
-        `valora_data.models.qwen_vl.WindowEncoder` shows what it must have.
-        """
+        """Return an encoder like `qwen_vl.WindowEncoder` of images of any size, or None."""
         return None

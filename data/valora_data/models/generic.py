@@ -5,6 +5,7 @@ from __future__ import annotations
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
+from valora_data.models.base import Architecture
 from valora_data.models.llava import Llava
 from valora_data.models.qwen_vl import QwenVL
 
@@ -12,31 +13,55 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 VISION_MODULES = ("vision_tower", "visual", "multi_modal_projector")
-PROJECTOR = r"multi_modal_projector|mm_projector|connector|aligner|\w*merger\w*"
-TOWER_TARGETS = Llava.tower_targets + QwenVL.tower_targets
-PROJECTOR_TARGETS = Llava.projector_targets + QwenVL.projector_targets
 
 
-class GenericSquare(Llava):
+class _Generic(Architecture):
+    """What both have: modules by the names of either."""
+
+    vision_modules: tuple[str, ...] = VISION_MODULES
+    projector = r"multi_modal_projector|mm_projector|connector|aligner|\w*merger\w*"
+    tower_targets: tuple[str, ...] = Llava.tower_targets + QwenVL.tower_targets
+    projector_targets: tuple[str, ...] = Llava.projector_targets + QwenVL.projector_targets
+
+    def language_model(self, model: Any) -> Any:
+        """Return the decoder, by either of the names that transformers has for it."""
+        inner = getattr(model.model, "language_model", None)
+        return model.get_decoder() if inner is None else inner
+
+    def lacks(self, model: Any, given: Collection[str]) -> str | None:
+        """What a model lacks whose encoder is called with these arguments, None if nothing."""
+        function = getattr(getattr(model, "model", None), "get_image_features", None)
+        if getattr(model.config, "image_token_id", None) is None:
+            return "it has no image token"
+        if function is None:
+            return "it has no get_image_features"
+        missing = [
+            name
+            for name, parameter in signature(function).parameters.items()
+            if parameter.default is Parameter.empty
+            and parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+            and name not in given
+        ]
+        if missing:
+            return f"its get_image_features needs {', '.join(missing)}"
+        if "token_type_ids" in signature(model.model.forward).parameters:
+            return "its visual tokens attend to those behind them"
+        if not hasattr(self.language_model(model), "layers"):
+            return "it has no language model with layers"
+        return None
+
+
+class GenericSquare(_Generic, Llava):
     """Like LLaVA: one row of pixels for each image, and positions are indices.
 
     The grid is known if the vision configuration has the sizes of images and patches.
     """
 
-    vision_modules = VISION_MODULES
-    projector = PROJECTOR
-    tower_targets = TOWER_TARGETS
-    projector_targets = PROJECTOR_TARGETS
-
-    def language_model(self, model: Any) -> Any:
-        """Return the decoder, by either of the names that transformers has for it."""
-        return _language_model(model)
-
     def fixed_grid(self, config: Any) -> tuple[int, int] | None:
         """Return rows and columns of patches, None if the configuration does not say."""
         vision = getattr(config, "vision_config", None)
         known = hasattr(vision, "image_size") and hasattr(vision, "patch_size")
-        return super().fixed_grid(config) if known else None
+        return Llava.fixed_grid(self, config) if known else None
 
     def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
         """Return None: an unknown encoder may wait for the host."""
@@ -46,20 +71,11 @@ class GenericSquare(Llava):
         """Return what a model lacks to be read like this, None if nothing."""
         if hasattr(getattr(model, "model", None), "get_rope_index"):
             return "its rotary positions follow a rule of its own"
-        return _unmet(model, {"pixel_values"})
+        return self.lacks(model, {"pixel_values"})
 
 
-class GenericGrid(QwenVL):
+class GenericGrid(_Generic, QwenVL):
     """Like Qwen-VL: the grid follows from an image's size, positions have three parts."""
-
-    vision_modules = VISION_MODULES
-    projector = PROJECTOR
-    tower_targets = TOWER_TARGETS
-    projector_targets = PROJECTOR_TARGETS
-
-    def language_model(self, model: Any) -> Any:
-        """Return the decoder, by either of the names that transformers has for it."""
-        return _language_model(model)
 
     def unmet(self, model: Any) -> str | None:
         """Return what a model lacks to be read like this, None if nothing."""
@@ -72,32 +88,4 @@ class GenericGrid(QwenVL):
         vision = getattr(model.config, "vision_config", None)
         if not hasattr(vision, "spatial_merge_size") or not hasattr(vision, "patch_size"):
             return "its vision_config has no spatial_merge_size or no patch_size"
-        return _unmet(model, {"pixel_values", "image_grid_thw"})
-
-
-def _language_model(model: Any) -> Any:
-    inner = getattr(model.model, "language_model", None)
-    return model.get_decoder() if inner is None else inner
-
-
-def _unmet(model: Any, given: Collection[str]) -> str | None:
-    """What both need; `given` are the arguments that the encoder is called with."""
-    if getattr(model.config, "image_token_id", None) is None:
-        return "it has no image token"
-    function = getattr(getattr(model, "model", None), "get_image_features", None)
-    if function is None:
-        return "it has no get_image_features"
-    missing = [
-        name
-        for name, parameter in signature(function).parameters.items()
-        if parameter.default is Parameter.empty
-        and parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        and name not in given
-    ]
-    if missing:
-        return f"its get_image_features needs {', '.join(missing)}"
-    if "token_type_ids" in signature(model.model.forward).parameters:
-        return "its visual tokens attend to those behind them"
-    if not hasattr(_language_model(model), "layers"):
-        return "it has no language model with layers"
-    return None
+        return self.lacks(model, {"pixel_values", "image_grid_thw"})

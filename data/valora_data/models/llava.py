@@ -9,8 +9,6 @@ from valora_data.models.base import PIXELS, Architecture, EncoderInput
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from PIL.Image import Image
-
 
 class Llava(Architecture):
     """LLaVA-1.5, and families that differ from it in the names of their modules only."""
@@ -30,24 +28,11 @@ class Llava(Architecture):
         side = int(config.vision_config.image_size)
         return int(config.vision_config.num_channels), side, side
 
-    def grid_of(self, image: Image, processor: Any, config: Any) -> tuple[int, int]:
-        """Return the grid that all images have."""
-        grid = self.fixed_grid(config)
-        assert grid is not None
-        return grid
-
     def split(
         self, kind: str, inputs: Mapping[str, Any], tokens: int, config: Any
     ) -> list[EncoderInput]:
         """Return one entry for each row of the pixels, with equal numbers of tokens."""
-        pixels, grid = inputs[PIXELS[kind]], self.fixed_grid(config)
-        return [
-            EncoderInput(
-                kind,
-                {PIXELS[kind]: row[None]},
-                tokens // len(pixels),
-                None if grid is None else (1, *grid),
-                (int(row.shape[-1]), int(row.shape[-2])),
-            )
-            for row in pixels
-        ]
+        pixels, fixed = inputs[PIXELS[kind]], self.fixed_grid(config)
+        grid = None if fixed is None else (1, *fixed)
+        each, size = tokens // len(pixels), (int(pixels.shape[-1]), int(pixels.shape[-2]))
+        return [EncoderInput(kind, {PIXELS[kind]: row[None]}, each, grid, size) for row in pixels]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
-    from PIL.Image import Image
     from torch import Tensor
 
 GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
@@ -39,12 +39,6 @@ class QwenVL(Architecture):
         """Return ``video_token_id`` of the configuration."""
         return getattr(config, "video_token_id", None)
 
-    def grid_of(self, image: Image, processor: Any, config: Any) -> tuple[int, int]:
-        """Return the grid that the image processor chooses for the image's size."""
-        grid = processor.image_processor(image, return_tensors="pt")[GRIDS[IMAGE]][0]
-        merge = int(config.vision_config.spatial_merge_size)
-        return int(grid[1]) // merge, int(grid[2]) // merge
-
     def resized_pixels(self, image_processor: Any, width: int, height: int) -> int:
         """Return the image's pixels, within the bounds that its processor names as edges."""
         size = getattr(image_processor, "size", None) or {}
@@ -64,15 +58,10 @@ class QwenVL(Architecture):
         pieces = inputs[pixels].split(inputs[grids].prod(-1).tolist())
         for piece, row in zip(pieces, inputs[grids], strict=True):
             times, rows, columns = (int(n) for n in row)
-            found.append(
-                EncoderInput(
-                    kind,
-                    {pixels: piece, grids: row[None]},
-                    times * rows * columns // merge**2,
-                    (times, rows // merge, columns // merge),
-                    (columns * patch, rows * patch),
-                )
-            )
+            grid = (times, rows // merge, columns // merge)
+            tensors = {pixels: piece, grids: row[None]}
+            size = (columns * patch, rows * patch)
+            found.append(EncoderInput(kind, tensors, math.prod(grid), grid, size))
         return found
 
     def positions(
@@ -115,19 +104,12 @@ class QwenVL(Architecture):
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Where the patches of an image, or of a video's frame, lie in its windows.
-
-    Attributes:
-        windows: Number of windows.
-        slots: [patches] int64, slot of each patch in the processor's order.
-        places: [patches, 2] int64, row and column of each patch.
-        tokens: [visual tokens] int64, index of each among the merged slots.
-    """
+    """Where the patches of an image, or of a video's frame, lie in its windows."""
 
     windows: int
-    slots: NDArray[np.int64]
-    places: NDArray[np.int64]
-    tokens: NDArray[np.int64]
+    slots: NDArray[np.int64]  # [patches], slot of each patch in the processor's order
+    places: NDArray[np.int64]  # [patches, 2], row and column of each patch
+    tokens: NDArray[np.int64]  # [visual tokens], index of each among the merged slots
 
 
 class WindowEncoder:
@@ -136,14 +118,6 @@ class WindowEncoder:
     transformers splits attention into windows on the host. Here every window of an image has as
     many slots as the largest one, those at the edges are filled up, and masks say which slots hold
     a patch: all shapes follow from the number of windows.
-
-    Args:
-        visual: transformers' module, vision tower and merger.
-
-    Attributes:
-        slots: Patches of a window.
-        tokens: Visual tokens of a window.
-        columns: Numbers of a patch's pixels.
     """
 
     def __init__(self, visual: Any) -> None:
@@ -154,18 +128,18 @@ class WindowEncoder:
         self._head_dim = int(config.hidden_size) // self._heads
         self._whole = frozenset(config.fullatt_block_indexes)
         self._theta = float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 1e4))
-        self.tokens = self._side**2
-        self.slots = self.tokens * self._merge**2
+        self.tokens = self._side**2  # of a window
+        self.slots = self.tokens * self._merge**2  # patches of a window
         pixels = int(config.temporal_patch_size) * int(config.patch_size) ** 2
-        self.columns = int(config.in_channels) * pixels
+        self.columns = int(config.in_channels) * pixels  # numbers of a patch
 
     def windows(self, rows: int, columns: int) -> int:
-        """Return the number of windows of an image of so many rows and columns of patches."""
+        """Return the number of windows of so many rows and columns of patches."""
         side = self._side * self._merge
         return -(-rows // side) * -(-columns // side)
 
     def arrange(self, rows: int, columns: int) -> Arrangement:
-        """Return where the patches of an image of so many rows and columns of patches lie."""
+        """Return where the patches of so many rows and columns lie."""
         merge, side = self._merge, self._side
         down, across = np.divmod(np.arange(rows * columns // merge**2), columns // merge)
         window = down // side * -(-columns // (side * merge)) + across // side
@@ -180,15 +154,11 @@ class WindowEncoder:
         )
 
     def encode(self, pixels: Tensor, places: Tensor, present: Tensor) -> Tensor:
-        """Encode an image; nothing waits for the device.
+        """Encode an image to [windows · tokens, width]; nothing waits for the device.
 
-        Args:
-            pixels: [windows · slots, columns], zeros where there is no patch.
-            places: [windows · slots, 2] int64, row and column of each patch.
-            present: [windows · slots] bool, which slots hold a patch.
-
-        Returns:
-            [windows · tokens, width]; those without a patch have no meaning.
+        `pixels` [windows · slots, columns] are zeros where there is no patch, `places` [windows ·
+        slots, 2] row and column of each patch, `present` [windows · slots] says which slots hold
+        one.
         """
         from torch.nn import functional as F
 

@@ -25,11 +25,7 @@ ARCHITECTURES: Registry[type[Architecture]] = Registry(
 
 
 def architecture_of(model: Any, base: str = "custom") -> Architecture:
-    """Return the family of a transformers model.
-
-    Args:
-        model: The model; it may lie on the meta device.
-        base: Its id, for the error message.
+    """Return the family of a transformers model, which may lie on the meta device.
 
     Raises:
         BundleError: Its type is not registered, and it does not have the shape of a known one.

@@ -15,10 +15,10 @@ from transformers import (
     VipLlavaForConditionalGeneration,
 )
 
-from tests.support.engine_reference import make_engine, noise
+from tests.support.engine_reference import ask, make_engine, noise
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract import base_model
-from valora_data.contract.base_model import BaseModel, base_folder, check_image_token, load_model
+from valora_data.contract.base_model import BaseModel, check_image_token, load_model
 from valora_data.errors import BundleError
 from valora_data.models.generic import GenericSquare
 from valora_serve.errors import ImageError
@@ -95,12 +95,8 @@ def test_an_image_that_the_processor_would_enlarge_a_thousandfold(width, height)
     model.processor.image_processor.size = {"shortest_edge": 336}
     assert model.resized_pixels(width, height) == 336 * 336 * max(width, height)
     assert model.resized_pixels(400, 200) == 336 * 672
-    content = [{"type": "text", "text": "What?"}, {"type": "image"}]
-    asked = Request(
-        "x",
-        messages=[{"role": "user", "content": content}],
-        images=[Image.new("L", (width, height)).convert("RGB")],
-    )
+    image = Image.new("L", (width, height)).convert("RGB")
+    asked = Request("x", messages=ask("What?", images=1), images=[image])
     with pytest.raises(ImageError, match="would resize them to"):
         prepare_prompt(model, asked)
 
@@ -108,7 +104,6 @@ def test_an_image_that_the_processor_would_enlarge_a_thousandfold(width, height)
 def test_the_shipped_model():
     model = BaseModel("tiny", *load_model("tiny", torch.float32))
     assert model.stop_ids == {model.tokenizer.eos_token_id}
-    assert model.fixed_grid == model.grid_of(noise(50, 20, 1))
     assert model.vocabulary == model.logits(torch.zeros(1, model.width)).shape[1]
     tokenizer = model.tokenizer
     written = model.render([{"role": "user", "content": [{"type": "text", "text": "word"}]}])
@@ -128,17 +123,15 @@ def test_a_model_of_a_known_shape_is_loaded(random_llava, tmp_path):
     assert found.fixed_grid == (4, 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+def test_a_missing_base_model_is_one_sentence(tmp_path):
+    for name, said in (
         ("/nowhere/model", "does not exist: check the path"),
         ("./nothing", "does not exist: check the path"),
         ("", "name is empty: name a folder, or a model on the hub"),
-    ],
-)
-def test_a_missing_base_model_is_one_sentence(name, said):
-    with pytest.raises(BundleError, match=said):
-        load_model(name, torch.float32)
+        (str(tmp_path), r"holds no config\.json: name a folder"),
+    ):
+        with pytest.raises(BundleError, match=said):
+            load_model(name, torch.float32)
 
 
 def test_a_tokenizer_that_splits_the_image_token_is_refused(random_llava, tmp_path):
@@ -167,8 +160,3 @@ def test_a_model_without_images_is_refused(tmp_path):
     plain = SimpleNamespace(tokenizer=None)
     with pytest.raises(BundleError, match="has no image token, so it takes no images"):
         check_image_token("words", config, plain)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(BundleError, match=r"holds no config\.json: name a folder"):
-        base_folder(str(tmp_path))

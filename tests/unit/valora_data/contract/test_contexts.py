@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused(model, tmp_path):
         "5 tokens before position 0", {"keys": part, "values": part + 1}, form=PREFIX, position=0
     )
     uneven = {"keys": part, "values": part[:, :, :4]}
-    refused("values has shape", uneven, form=PREFIX, position=5)
+    refused("has shape", uneven, form=PREFIX, position=5)
 
 
 def test_an_encoder_reads_its_queries(model, tmp_path):

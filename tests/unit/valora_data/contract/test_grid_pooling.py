@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from valora_data.contract.grid_pooling import PLACES, places_of, pool_places
+from valora_data.contract.grid_pooling import places_of, pool_places
 
 
 def test_places_part_an_image_evenly():
@@ -24,10 +24,6 @@ def test_equal_places_are_average_pooling():
 def test_images_of_other_sizes_count_by_their_tokens():
     # Two images, 4 × 4 and 1 × 4, and two tokens of padding.
     places = torch.cat([places_of(4, 4), places_of(1, 4), torch.zeros(2, dtype=torch.int64)])
-    seen = torch.arange(22.0)[None, :, None]
-    real = torch.ones(1, 22, dtype=torch.bool)
-    real[0, 20:] = False
-    pooled = pool_places(seen, places[None], real)
-    assert pooled.shape == (1, PLACES)
-    assert pooled[0, :4].tolist() == [(n + 16 + n) / 2 for n in range(4)]
-    assert pooled[0, 4:].tolist() == list(range(4, 16))
+    real = torch.arange(22)[None] < 20
+    pooled = pool_places(torch.arange(22.0)[None, :, None], places[None], real)
+    assert pooled.tolist() == [[(n + 16 + n) / 2 for n in range(4)] + list(range(4, 16))]

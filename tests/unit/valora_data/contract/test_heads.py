@@ -1,7 +1,7 @@
 """Heads on disk and their answers: the file format, what is refused, golden comparison, text."""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,9 +38,12 @@ def contents(file):
         return parts.metadata(), {name: parts.get_tensor(name) for name in parts.keys()}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("pooling", list(Pooling))
-def test_a_label_head_is_written_as_it_was_read(pooling, tmp_path):
-    file = linear(tmp_path, 3, 1, pooling=pooling, temperature=1.7)
+@pytest.mark.parametrize("pooling", [*Pooling, None])
+def test_a_head_is_written_as_it_was_read(pooling, tmp_path):
+    if pooling is None:
+        file = detection(tmp_path, ["a", "b"], 3)
+    else:
+        file = linear(tmp_path, 3, 1, pooling=pooling, temperature=1.7)
     head = read_head(file, WIDTH)
     assert (head.reads_visual, head.reads_places) == (pooling != "last", pooling == "grid")
     write_head(tmp_path / "again.safetensors", head)
@@ -48,34 +51,22 @@ def test_a_label_head_is_written_as_it_was_read(pooling, tmp_path):
     assert metadata == again
     assert tensors.keys() == others.keys()
     assert all(torch.equal(tensors[name], others[name]) for name in tensors)
-
-
-def test_a_box_head_is_written_as_it_was_read(tmp_path):
-    file = detection(tmp_path, ["a", "b"], 3)
-    write_head(tmp_path / "again.safetensors", read_head(file, WIDTH))
-    (metadata, tensors), (again, others) = contents(file), contents(tmp_path / "again.safetensors")
-    assert metadata == again == {
-        "kind": "detection", "labels": '["a", "b"]', "grid": "[3, 4]", "nms_iou": "0.5",
-        "most": "32", "vote_sigma": "0.05",
-    }  # fmt: skip
-    assert tensors.keys() == others.keys() == {"weight", "bias", "calibration", "threshold"}
-    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+    if pooling is None:
+        assert metadata == {
+            "kind": "detection", "labels": '["a", "b"]', "grid": "[3, 4]", "nms_iou": "0.5",
+            "most": "32", "vote_sigma": "0.05",
+        }  # fmt: skip
+        assert tensors.keys() == {"weight", "bias", "calibration", "threshold"}
 
 
 def test_only_heads_that_say_so_let_boxes_vote(tmp_path):
     file = detection(tmp_path, ["a"], 3)
     damage(file, vote_sigma=None)
-    assert read_head(file, WIDTH).vote_sigma is None  # as in bundles of earlier versions
-    damage(file, vote_sigma="0.07")
-    head = read_head(file, WIDTH)
-    assert head.vote_sigma == 0.07
-    write_head(tmp_path / "again.safetensors", head)
-    assert contents(file)[0] == contents(tmp_path / "again.safetensors")[0]
+    plain = read_head(file, WIDTH)
+    assert plain.vote_sigma is None  # as in bundles of earlier versions
     logits = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
-    voted, kept = (
-        one.interpret(logits, [(40, 30)], 0.0).detections[0]
-        for one in (head, dataclasses.replace(head, vote_sigma=None))
-    )
+    (kept,) = plain.interpret(logits, [(40, 30)], 0.0).detections
+    (voted,) = replace(plain, vote_sigma=0.07).interpret(logits, [(40, 30)], 0.0).detections
     assert [one.confidence for one in voted] == [one.confidence for one in kept]
     assert any(one.box != other.box for one, other in zip(voted, kept, strict=True))
 
@@ -84,8 +75,6 @@ def test_the_threshold_of_the_manifest_counts(tmp_path):
     head = read_head(detection(tmp_path, ["a"], 3), WIDTH)
     assert head.configured({}).threshold == pytest.approx(0.2)
     assert head.configured({"threshold": 0.4}).threshold == 0.4
-    label = read_head(linear(tmp_path, 3, 1), WIDTH)
-    assert label.configured({"threshold": None}) is label
 
 
 def boxes(*confidences, label="car", shift=0.0, right=30.0):
@@ -165,7 +154,7 @@ LABEL = [
     ({"kind": None}, "lacks 'kind'"),
     ({"kind": "x" * 10**5}, "choose one of"),
     ({"labels": None}, "lacks 'labels'"),
-    ({"labels": "{"}, "does not fit"),
+    ({"labels": "{"}, "is no JSON"),
     ({"labels": "[" * 10**5}, "nested more than 64"),
     ({"labels": '["a", "b"]'}, "3 outputs, 2 labels"),
     ({"labels": '["a", "b", "a"]'}, "different names"),
@@ -177,8 +166,11 @@ LABEL = [
     ({"bias": None}, "lacks 'bias'"),
     ({"bias": torch.ones(4)}, r"bias: expected shape \(3,\), got \(4,\)"),
     ({"weight": torch.ones(3, 21)}, r"weight: expected shape \(3, 20\), got \(3, 21\)"),
-    ({"weight": torch.full((3, 20), math.nan)}, "weight holds NaN"),
-    ({"weight": torch.full((3, 20), 1e30)}, r"weight reaches 1e\+30, more than the 1e\+06"),
+    ({"weight": torch.full((3, 20), math.nan)}, "weight reaches nan"),
+    (
+        {"weight": torch.full((3, 20), 1e30)},
+        r"weight reaches 1e\+30, expected .* 1e\+06",
+    ),
     ({"weight": torch.ones(3, 20, dtype=torch.complex64)}, "weight is complex"),
     ({"temperature": torch.tensor([1e-30])}, "temperature: expected at least 1e-06"),
     ({"temperature": torch.tensor([0.0])}, "temperature"),
@@ -196,7 +188,7 @@ BOXES = [
     ({"vote_sigma": "0"}, "expected vote_sigma above 0 and up to 1, got '0'"),
     ({"vote_sigma": "1.5"}, "expected vote_sigma above 0"),
     ({"vote_sigma": "wide"}, "does not fit"),
-    ({"most": "0"}, "most from 1 to 10000"),
+    ({"most": "0"}, "expected most from 1 to 10000"),
     ({"most": "9" * 5000}, "does not fit"),
     ({"most": None}, "lacks 'most'"),
     ({"labels": '["a"]'}, "expected 5 outputs for 1 label, got 7"),

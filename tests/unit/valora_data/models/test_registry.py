@@ -145,85 +145,62 @@ def test_linears_of_other_names_are_split():
     }  # fmt: skip
 
 
-def build(kind, **config):
-    with torch.device("meta"):
-        return kind.from_config(AutoConfig.for_model(**config))
-
-
 TEXT = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
 }  # fmt: skip
+LLAMA = {"model_type": "llama", **TEXT}
 CLIP = {
     "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16,
     "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
 }  # fmt: skip
+GLM = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+    "intermediate_size": 16,
+}
 
 
-def test_the_shape_of_llava_is_enough():
-    model = build(
-        AutoModelForImageTextToText,
-        model_type="vipllava",
-        image_token_index=3,
-        vision_feature_layers=[-1, -2],
-        text_config={"model_type": "llama", **TEXT},
-        vision_config=CLIP,
-    )
+def build(kind, parts):
+    config = AutoConfig.for_model(kind, **parts)
+    model = AutoModelForCausalLM if kind == "llama" else AutoModelForImageTextToText
+    with torch.device("meta"):
+        return model.from_config(config)
+
+
+def test_the_shape_of_llava_or_qwen_vl_is_enough():
+    more = {"image_token_index": 3, "vision_feature_layers": [-1, -2]}
+    model = build("vipllava", {"text_config": LLAMA, "vision_config": CLIP, **more})
     found = architecture_of(model)
     assert isinstance(found, GenericSquare)
     assert found.fixed_grid(model.config) == (4, 4)
     assert set(found.adaptable(model)) == {
         "model.language_model.layers", "model.vision_tower", "model.multi_modal_projector"
     }  # fmt: skip
-
-
-def test_the_shape_of_qwen_vl_is_enough():
-    model = build(
-        AutoModelForImageTextToText,
-        model_type="glm4v",
-        text_config=TEXT,
-        vision_config={
-            "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16,
-            "intermediate_size": 16,
-        },
-    )  # fmt: skip
-    found = architecture_of(model)
+    found = architecture_of(build("glm4v", {"text_config": TEXT, "vision_config": GLM}))
     assert isinstance(found, GenericGrid)
     assert found.three_positions
 
 
+SIGLIP = {**CLIP, "model_type": "siglip_vision_model"}
+GEMMA = {"model_type": "gemma", **TEXT}
+
+
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("kind", "parts", "reason"),
     [
-        ({"model_type": "llama", **TEXT}, "it has no image token"),
-        (
-            {
-                "model_type": "paligemma",
-                "text_config": {"model_type": "gemma", **TEXT},
-                "vision_config": {**CLIP, "model_type": "siglip_vision_model"},
-            },
-            "its visual tokens attend to those behind them",
-        ),
-        (
-            {
-                "model_type": "llava_next",
-                "text_config": {"model_type": "llama", **TEXT},
-                "vision_config": CLIP,
-            },
-            "its get_image_features needs image_sizes",
-        ),
+        ("llama", TEXT, "it has no image token"),
+        ("paligemma", {"text_config": GEMMA, "vision_config": SIGLIP}, "attend to those behind"),
+        ("llava_next", {"text_config": LLAMA, "vision_config": CLIP}, "needs image_sizes"),
     ],
 )
-def test_others_are_refused_with_the_list_of_known_ones(config, reason):
-    kind = AutoModelForCausalLM if config["model_type"] == "llama" else AutoModelForImageTextToText
-    with pytest.raises(BundleError) as caught:
-        architecture_of(build(kind, **config), "some/model")
+def test_others_are_refused_with_the_list_of_known_ones(kind, parts, reason):
+    with pytest.raises(BundleError, match=reason) as caught:
+        architecture_of(build(kind, parts), "some/model")
     message = str(caught.value)
-    assert f"base model some/model has the architecture {config['model_type']!r}" in message
+    assert f"base model some/model has the architecture {kind!r}" in message
     assert "llava, qwen2_5_vl, qwen2_vl, qwen3_vl" in message
-    assert reason in message
-
-
-def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(BundleError, match="unknown LMM architecture 'kite': choose one of llava, "):
         ARCHITECTURES["kite"]

@@ -7,8 +7,7 @@ import torch
 
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract.base_model import load_model
-from valora_data.contract.bundle import NF4
-from valora_data.contract.quantized import is_installed, unpack
+from valora_data.contract.quantized import NF4, is_installed, unpack
 from valora_serve.errors import SettingsError
 from valora_serve.model.split_model import SplitReader, check_split
 from valora_serve.parallel.group import Group

@@ -18,7 +18,7 @@ def test_hidden_states_equal_transformers(random_llava, images):
     hidden = visual(lmm, PROMPTS, images)
     model = AutoModelForImageTextToText.from_pretrained(random_llava)
     processor = AutoProcessor.from_pretrained(random_llava)
-    assert lmm.grid_of(images[0]) == (4, 4)
+    assert lmm.fixed_grid == (4, 4)
     for row, prompt, image in zip(hidden, PROMPTS, images, strict=True):
         torch.testing.assert_close(
             row, reference(model, processor, prompt, image), atol=2e-5, rtol=1e-4

@@ -141,8 +141,7 @@ class _Pipeline:
         """Run the stages before fusion: read the data, train the teacher, run the teacher."""
         from valora_data.schema import Split
         from valora_data.shards import open_shard
-        from valora_train.fusion.requirement import contract_of
-        from valora_train.fusion.validation import few_samples, few_test_samples
+        from valora_train.fusion.requirement import contract_of, few_samples
         from valora_train.stages import data as domains
         from valora_train.stages import distill
         from valora_train.stages.fuse import DomainInputs
@@ -157,10 +156,8 @@ class _Pipeline:
         if fusion.of_dedicated is not None:
             contract = replace(contract, required=None, of_teacher=fusion.of_dedicated)
         val, test = (len(open_shard(data / split)) for split in (Split.VAL, Split.TEST))
-        few = few_samples(domain.name, val, contract, fusion.margin)
-        for told in (few, few_test_samples(domain.name, test, contract)):
-            if told is not None:
-                self._display.note("data", told)
+        for told in few_samples(domain.name, val, test, contract, fusion.margin):
+            self._display.note("data", told)
         stage = distill.teach_stage(domain, teacher, data, work)
         taught = None
         if stage is not None:

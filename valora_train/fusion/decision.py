@@ -18,23 +18,14 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Train `new` into `adapter`, which already holds `held`, then evaluate all of them.
+    """Train `new` into `adapter`, which already holds `held`, then evaluate all of them."""
 
-    Attributes:
-        number: Position of the attempt in the whole fusion, from 1.
-        new: The domains to add, which are trained together.
-        adapter: Name of the adapter to train.
-        held: Domains that the adapter already holds; empty for a new adapter.
-        rehearse: Whether training mixes in samples of `held` and also trains their heads.
-        moved: Domains of `new` that another adapter holds, which they leave if they stay here.
-    """
-
-    number: int
-    new: tuple[str, ...]
+    number: int  # position in the whole fusion, from 1
+    new: tuple[str, ...]  # domains to add, which are trained together
     adapter: str
-    held: tuple[str, ...]
-    rehearse: bool
-    moved: tuple[str, ...] = ()
+    held: tuple[str, ...]  # empty for a new adapter
+    rehearse: bool  # whether samples of `held` are mixed in, and their heads trained, too
+    moved: tuple[str, ...] = ()  # of `new`, held by another adapter, which they leave for this one
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -44,10 +35,10 @@ class Attempt:
     @property
     def label(self) -> str:
         """The new domains for people: ``bicycle + person``, ``bicycle + person + 3 more``."""
-        few = len(self.new) <= MOST_NAMED
-        named = self.new if few else self.new[: MOST_NAMED - 1]
-        more = () if few else (f"{len(self.new) - len(named)} more",)
-        return " + ".join((*named, *more))
+        if len(self.new) <= MOST_NAMED:
+            return " + ".join(self.new)
+        named = self.new[: MOST_NAMED - 1]
+        return " + ".join([*named, f"{len(self.new) - len(named)} more"])
 
     @property
     def name(self) -> str:
@@ -57,43 +48,28 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class HeadOnlyDecision:
-    """A domain takes no adapter: its head on the frozen base model answers, or the model itself.
-
-    Attributes:
-        domain: The domain.
-        accuracy: Accuracy on the validation split without LoRA.
-        met: Whether that keeps the requirement plus the margin; otherwise an adapter of its own
-            reaches no more.
-        reason: One sentence for people.
-    """
+    """A domain takes no adapter: its head on the frozen base model answers, or the model itself."""
 
     domain: str
-    accuracy: float
-    met: bool
-    reason: str
+    accuracy: float  # on the validation split, without LoRA
+    met: bool  # whether that keeps the bar; otherwise an adapter of its own reaches no more
+    reason: str  # one sentence for people
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptDecision:
     """The verdict on an attempt.
 
-    Attributes:
-        attempt: The attempt.
-        accuracy: Accuracy on the validation split of each domain in `attempt.domains`; NaN if
-            training diverged.
-        verdict: What becomes of the attempt. An attempt with several new domains is committed if
-            one of them keeps its bar and no held domain misses it; the others are left out.
-        below: The domains that missed what they must keep (see `Requirement.kept_from`).
-        reason: One sentence for people.
-        kept: The domains that the trained adapter holds; empty if it was restored or discarded.
+    An attempt with several new domains is committed if one of them keeps its bar and no held domain
+    misses it; the others are left out.
     """
 
     attempt: Attempt
-    accuracy: dict[str, float]
+    accuracy: dict[str, float]  # of all its domains on validation; NaN if training diverged
     verdict: Verdict
-    below: tuple[str, ...]
-    reason: str
-    kept: tuple[str, ...] = ()
+    below: tuple[str, ...]  # domains that missed what they must keep
+    reason: str  # one sentence for people
+    kept: tuple[str, ...] = ()  # domains that the trained adapter holds; empty if it is discarded
 
     @property
     def left_out(self) -> tuple[str, ...]:

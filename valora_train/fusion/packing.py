@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from valora_data.schema import Split
 from valora_train.errors import UnreachableError
 from valora_train.fusion.plan import FusionPlan, order_domains
 from valora_train.fusion.state import attempt_facts, of_domains
-from valora_train.fusion.strategies.base import Probe, Probes
+from valora_train.fusion.strategies.base import Probe
 from valora_train.fusion.strategies.registry import make_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -36,45 +36,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DedicatedAdapter:
-    """The adapter in which a domain was trained alone before the fusion.
+    """The adapter in which a domain was trained alone before the fusion."""
 
-    Attributes:
-        key: What names its training among all others.
-        read: Reads its snapshot.
-    """
-
-    key: str
-    read: Callable[[], Mapping[str, Tensor]]
+    key: str  # names its training among all others
+    read: Callable[[], Mapping[str, Tensor]]  # reads its snapshot
 
 
 def dedicated_of(
     attempt: Attempt, dedicated: Mapping[str, DedicatedAdapter]
 ) -> DedicatedAdapter | None:
-    """The adapter that an attempt takes instead of training, if its domain is alone in it.
-
-    Args:
-        attempt: The attempt.
-        dedicated: The dedicated adapters by domain.
-    """
-    if len(attempt.domains) > 1:
-        return None
-    return dedicated.get(attempt.domains[0])
+    """The adapter that an attempt takes instead of training, if its domain is alone in it."""
+    return dedicated.get(attempt.domains[0]) if len(attempt.domains) == 1 else None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of an attempt.
-
-    Attributes:
-        decision: The verdict of the plan.
-        evaluations: Evaluation on the validation split of every domain of the attempt; empty if
-            training diverged.
-        seconds: Duration of training, evaluation and snapshot, in seconds.
-    """
+    """What came out of an attempt."""
 
     decision: AttemptDecision
-    evaluations: Mapping[str, Evaluation]
-    seconds: float
+    evaluations: Mapping[str, Evaluation]  # on validation, of all its domains; none if it diverged
+    seconds: float  # of training, evaluation and snapshot
 
 
 def make_plan(
@@ -84,30 +65,21 @@ def make_plan(
     seed: int,
     parent: Parent | None,
 ) -> FusionPlan:
-    """The plan of a fusion before its first attempt.
+    """The plan of a fusion, which may extend another one, before its first attempt.
 
-    Args:
-        settings: Strategy, order, and whether domains may take no adapter.
-        requirements: What each domain must reach, in the order of the configuration.
-        head_only: Accuracy of each domain without LoRA (see `FusionState`).
-        seed: Seed of a random order.
-        parent: The fusion to extend, if any.
+    `requirements` are in the order of the configuration, `head_only` as in `FusionState`.
     """
-    probes: Probes = {
+    probes = {
         name: Probe(requirement.required, head_only[name]["val"])
         for name, requirement in requirements.items()
     }
     order = order_domains(list(requirements), settings.order, seed, probes)
-    return FusionPlan(
-        {name: requirements[name] for name in order},
-        make_strategy(settings.strategy),
-        probes=probes,
-        head_only=settings.head_only,
-        packed=parent.kept if parent else None,
-        unpacked=parent.unpacked if parent else (),
-        alone=parent.alone if parent else None,
-        used=parent.used if parent else 0,
-    )
+    asked, strategy = {name: requirements[name] for name in order}, make_strategy(settings.strategy)
+    extended: dict[str, Any] = {}
+    if parent is not None:
+        extended = {"packed": parent.kept, "unpacked": parent.unpacked}
+        extended |= {"alone": parent.alone, "used": parent.used}
+    return FusionPlan(asked, strategy, probes=probes, head_only=settings.head_only, **extended)
 
 
 def check_reachable(
@@ -116,17 +88,10 @@ def check_reachable(
     met: Sequence[str],
     waiting: Sequence[str] = (),
 ) -> None:
-    """Refuse a fusion, finished or not, in which a domain misses its requirement.
-
-    Args:
-        unreachable: Accuracy on the validation split of the domains that miss their requirement
-            even alone.
-        requirements: What each domain must reach.
-        met: The domains that reach it.
-        waiting: The domains that were not tried yet.
+    """Refuse a fusion, finished or not, in which a domain misses its requirement even alone.
 
     Raises:
-        UnreachableError: If there is such a domain.
+        UnreachableError: It names what such domains reach, and those that are `met` or `waiting`.
     """
     if not unreachable:
         return
@@ -165,72 +130,47 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
             raise DivergedError
 
 
+@dataclass
 class Packing:
     """The attempts of a fusion.
 
-    Args:
-        plan: Decides what to try and judges it.
-        trainer: Trains and evaluates.
-        state: Files of the fusion on disk.
-        seed: Seed of the fusion.
-        team: The processes that train together.
-        parent: The fusion to extend, if any.
-        dedicated: Dedicated adapters by domain. An attempt at a domain alone takes its own instead
-            of training the domain again.
-
-    Attributes:
-        taken: Numbers of the attempts so far that took a dedicated adapter.
-        evaluated: Evaluation on the validation split of domains, in the adapters that hold them; of
-            those that this process committed.
+    An attempt at a domain alone takes its dedicated adapter, if it has one, instead of training.
     """
 
-    def __init__(
-        self,
-        plan: FusionPlan,
-        trainer: Trainer,
-        state: FusionState,
-        seed: int,
-        team: Team,
-        parent: Parent | None,
-        dedicated: Mapping[str, DedicatedAdapter] | None = None,
-    ) -> None:
-        self._plan = plan
-        self._trainer = trainer
-        self._state = state
-        self._seed = seed
-        self._team = team
-        self._parent = parent
-        self._dedicated = dedicated or {}
-        self.taken: set[int] = set()
-        self.evaluated: dict[str, Evaluation] = {}
+    plan: FusionPlan
+    trainer: Trainer
+    state: FusionState
+    seed: int
+    team: Team
+    parent: Parent | None = None  # the fusion to extend
+    dedicated: Mapping[str, DedicatedAdapter] | None = None  # by domain
+    taken: set[int] = field(default_factory=set)  # numbers of attempts that took one of these
+    # On validation, of domains in the adapters that hold them; what this process committed.
+    evaluated: dict[str, Evaluation] = field(default_factory=dict)
 
     def resume(self) -> int:
-        """Replay the decisions on disk and load the adapters that they left.
-
-        Returns:
-            Number of attempts that were replayed.
-        """
-        decisions = [self._plan.tell(accuracy) for accuracy in self._state.told]
+        """Replay the decisions on disk, load the adapters that they left, and count them."""
+        decisions = [self.plan.tell(accuracy) for accuracy in self.state.told]
         # An earlier version kept no facts of attempts.
-        for decision, facts in zip(decisions, self._state.attempts, strict=False):
+        for decision, facts in zip(decisions, self.state.attempts, strict=False):
             if facts.get("dedicated"):
                 self.taken.add(decision.attempt.number)
-        for adapter in self._state.snapshots:
+        for adapter in self.state.snapshots:
             self.load(adapter)
-        return len(self._state.told)
+        return len(decisions)
 
     def load(self, adapter: str) -> None:
         """Make an adapter resident, from its own snapshot or from the fusion that is extended."""
-        if adapter in self._trainer.adapters:
+        if adapter in self.trainer.adapters:
             return
-        if adapter in self._state.snapshots:
-            snapshot = self._state.read_snapshot(adapter)
-        elif self._parent is not None:
-            snapshot = self._parent.snapshot(adapter)
+        if adapter in self.state.snapshots:
+            snapshot = self.state.read_snapshot(adapter)
+        elif self.parent is not None:
+            snapshot = self.parent.snapshot(adapter)
         else:
             return
         # Domains may have left the adapter since.
-        self._trainer.restore(adapter, of_domains(snapshot, self._plan.packing[adapter]))
+        self.trainer.restore(adapter, of_domains(snapshot, self.plan.packing[adapter]))
 
     def run(
         self,
@@ -238,18 +178,12 @@ class Packing:
         on_step: Callable[[int, int, float], None],
         on_figures: OnFigures = lambda *_: None,
     ) -> Outcome:
-        """Train and judge the plan's next attempt, then commit it or roll it back.
-
-        Args:
-            attempt: What `FusionPlan.next` returned.
-            on_step: Called with step (from 1), number of steps, and loss.
-            on_figures: Called with step and further figures by name, see `Trainer.train`.
-        """
+        """Train and judge what `FusionPlan.next` returned, then commit it or roll it back."""
         start = time.monotonic()
-        trainer, adapter = self._trainer, attempt.adapter
+        trainer, adapter = self.trainer, attempt.adapter
         # Everything random in an attempt follows from these two numbers and from the snapshot.
-        seed = self._seed * 1_000 + attempt.number
-        alone = dedicated_of(attempt, self._dedicated)
+        seed = self.seed * 1_000 + attempt.number
+        alone = dedicated_of(attempt, self.dedicated or {})
         if attempt.held:
             self.load(adapter)
             before = trainer.snapshot(adapter)
@@ -262,27 +196,21 @@ class Packing:
         try:
             if alone is None:
                 trainer.train(
-                    adapter,
-                    attempt.new,
-                    held=attempt.held,
-                    rehearse=attempt.rehearse,
-                    seed=seed,
-                    on_step=stop_if_diverged(on_step),
-                    on_figures=on_figures,
-                    checkpoint=self._state.checkpoint,
-                )
-            trained = trainer.snapshot(adapter)
-            check_finite(trained)
+                    adapter, attempt.new, held=attempt.held, rehearse=attempt.rehearse, seed=seed,
+                    on_step=stop_if_diverged(on_step), on_figures=on_figures,
+                    checkpoint=self.state.checkpoint,
+                )  # fmt: skip
+            check_finite(trainer.snapshot(adapter))
             for name in attempt.domains:
                 evaluations[name] = trainer.evaluate(adapter, name, Split.VAL)
             reached = {name: evaluation.accuracy for name, evaluation in evaluations.items()}
         except DivergedError:
             reached = dict.fromkeys(attempt.domains, math.nan)
-        decision = self._plan.tell(self._team.agree(reached))
+        decision = self.plan.tell(self.team.agree(reached))
         if decision.kept:
             # Evaluating has calibrated the heads.
             kept = of_domains(trainer.snapshot(adapter), decision.kept)
-            self._state.write_snapshot(adapter, attempt.number, kept)
+            self.state.write_snapshot(adapter, attempt.number, kept)
             self.evaluated |= {name: evaluations[name] for name in decision.kept}
             if decision.left_out:
                 trainer.restore(adapter, kept)
@@ -291,30 +219,27 @@ class Packing:
             trainer.restore(adapter, before)
         else:
             trainer.close(adapter)
-        seconds = self._state.checkpoint.spent + time.monotonic() - start
+        seconds = self.state.checkpoint.spent + time.monotonic() - start
         return Outcome(decision, evaluations, seconds)
 
-    def _take_out(self, moved: Iterable[str], adapter: str) -> None:
+    def _take_out(self, moved: Collection[str], adapter: str) -> None:
         """Take domains out of the adapters that held them, and drop adapters that hold nothing."""
-        if not moved:
-            return
-        packing = self._plan.packing
-        for other in set(self._trainer.adapters) - {adapter}:
+        packing = self.plan.packing
+        for other in set(self.trainer.adapters) - {adapter} if moved else ():
             if other not in packing:
-                self._trainer.close(other)
-            elif set(self._trainer.heads(other)) & set(moved):
-                self._trainer.restore(
-                    other, of_domains(self._trainer.snapshot(other), packing[other])
-                )
-        self._state.forget(packing)
+                self.trainer.close(other)
+                self.state.snapshots.pop(other, None)
+            elif set(self.trainer.heads(other)) & set(moved):
+                left = of_domains(self.trainer.snapshot(other), packing[other])
+                self.trainer.restore(other, left)
 
     def record(self, outcome: Outcome) -> None:
         """Write a decision to disk; without this, the attempt is repeated after a restart."""
-        self._state.told.append(outcome.decision.accuracy)
-        self._state.seconds.append(outcome.seconds)
         attempt = outcome.decision.attempt
-        alone = dedicated_of(attempt, self._dedicated)
-        self._state.attempts.append(attempt_facts(attempt, alone.key if alone else None))
-        self._state.save()
-        self._state.checkpoint.discard()
-        self._state.discard_old_snapshots()
+        alone = dedicated_of(attempt, self.dedicated or {})
+        self.state.told.append(outcome.decision.accuracy)
+        self.state.seconds.append(outcome.seconds)
+        self.state.attempts.append(attempt_facts(attempt, alone.key if alone else None))
+        self.state.save()
+        self.state.checkpoint.discard()
+        self.state.discard_old_snapshots()

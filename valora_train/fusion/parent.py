@@ -7,8 +7,7 @@ adapter's weights stay as they are and every domain has a head of its own.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,29 +26,17 @@ if TYPE_CHECKING:
     from valora_train.fusion.requirement import Requirement
     from valora_train.stage import Stage
 
-MUST_MATCH = ("model", "heads")
-"""Groups of settings that must equal those of the earlier fusion, besides the LoRA settings."""
-
 
 @dataclass(frozen=True)
 class Parent:
-    """An earlier fusion that is extended.
+    """An earlier fusion that is extended."""
 
-    Attributes:
-        folder: Output folder of its stage.
-        version: Version of its bundle.
-        kept: Adapters with their unchanged domains, oldest first.
-        unpacked: The unchanged domains that take no adapter.
-        flagged: Accuracy on validation of the unchanged domains that miss their requirement.
-        result: Content of its `fusion.json`.
-    """
-
-    folder: Path
-    version: int
-    kept: dict[str, tuple[str, ...]]
-    unpacked: tuple[str, ...]
-    flagged: dict[str, float]
-    result: dict[str, Any]
+    folder: Path  # output of its stage
+    version: int  # of its bundle
+    kept: dict[str, tuple[str, ...]]  # adapters with their unchanged domains, oldest first
+    unpacked: tuple[str, ...]  # unchanged domains that take no adapter
+    flagged: dict[str, float]  # accuracy on validation of unchanged ones that miss their bar
+    result: dict[str, Any]  # content of its `fusion.json`
 
     @property
     def used(self) -> int:
@@ -60,14 +47,16 @@ class Parent:
     def alone(self) -> dict[str, float]:
         """What the flagged domains reached in an adapter of their own."""
         # Before domains could share the adapter of a flagged one, it kept what it reached alone.
-        alone = self.result.get("alone", {})
-        return {name: alone.get(name, accuracy) for name, accuracy in self.flagged.items()}
+        return self.flagged | {
+            name: value
+            for name, value in self.result.get("alone", {}).items()
+            if name in self.flagged
+        }
 
     @property
     def domains(self) -> tuple[str, ...]:
         """The unchanged domains."""
-        packed = (name for names in self.kept.values() for name in names)
-        return (*packed, *self.unpacked)
+        return (*(name for names in self.kept.values() for name in names), *self.unpacked)
 
     @property
     def head_only(self) -> dict[str, dict[str, float]]:
@@ -82,16 +71,7 @@ class Parent:
 
 
 def find_parent(bundle: Path, work: Path) -> Path:
-    """The output folder of the fusion that a bundle was exported from.
-
-    Args:
-        bundle: Folder of the bundle.
-        work: Folder of all stages.
-
-    Raises:
-        BundleError: If the folder holds no bundle.
-        SettingsError: If the fusion's output is no longer there.
-    """
+    """The output folder, in the folder of all stages, of the fusion that a bundle came from."""
     name = read_bundle(bundle).manifest["lineage"]["fusion_stage"]
     if not (work / name / FUSION).is_file():
         raise SettingsError(
@@ -102,48 +82,37 @@ def find_parent(bundle: Path, work: Path) -> Path:
 
 
 def load_parent(
-    folder: Path,
-    version: int,
-    stage: Stage,
-    requirements: Mapping[str, Requirement],
+    folder: Path, version: int, stage: Stage, requirements: Mapping[str, Requirement]
 ) -> Parent:
-    """Find the domains of an earlier fusion that a new fusion can keep.
-
-    Args:
-        folder: Output folder of the earlier fusion.
-        version: Version of its bundle.
-        stage: The new stage.
-        requirements: What each domain of the new fusion must reach.
+    """Find the domains of an earlier fusion that a new stage with these requirements can keep.
 
     Raises:
         SettingsError: If the earlier fusion used another model or other LoRA or head settings.
     """
-    record = read_json(folder / RECORD)
-    result = read_json(folder / FUSION)
-    for name, theirs, ours in (
-        *((key, record["settings"][key], stage.settings[key]) for key in MUST_MATCH),
-        (
-            "train.lora",
-            dataclasses.asdict(LoraSettings()) | record["settings"]["train"]["lora"],
-            stage.settings["train"]["lora"],
-        ),
+    record, result = read_json(folder / RECORD), read_json(folder / FUSION)
+    theirs, ours = record["settings"], stage.settings
+    lora = asdict(LoraSettings()) | theirs["train"]["lora"]
+    for name, same in (
+        ("model", theirs["model"] == ours["model"]),
+        ("heads", theirs["heads"] == ours["heads"]),
+        ("train.lora", lora == ours["train"]["lora"]),
     ):
-        if theirs != ours:
+        if not same:
             raise SettingsError(
                 f"the bundle of fusion.parent was made with other settings of {name}: use the same "
                 "ones, or set fusion.parent=null to fuse all domains"
             )
-    then = training_inputs(record["settings"], record["inputs"])
-    now = training_inputs(stage.settings, stage.inputs)
-    facts = result["domains"]
+    then, now = training_inputs(theirs, record["inputs"]), training_inputs(ours, stage.inputs)
 
     def stays(name: str) -> bool:
-        return name in now and now[name] == then[name] and _meets(facts[name], requirements[name])
+        if name not in now or now[name] != then[name]:
+            return False
+        facts, requirement = result["domains"][name], requirements[name]
+        met = requirement.met_by(float(facts["accuracy"]["val"]))
+        return met or requirement.promise == facts["required"]  # with the same it always stays
 
-    kept = {}
-    for adapter, names in result["packing"].items():
-        if staying := tuple(filter(stays, names)):
-            kept[adapter] = staying
+    kept = {adapter: tuple(filter(stays, held)) for adapter, held in result["packing"].items()}
+    kept = {adapter: held for adapter, held in kept.items() if held}
     unpacked = tuple(filter(stays, result.get("head_only", ())))
     unchanged = {*unpacked, *(name for names in kept.values() for name in names)}
     flagged = {
@@ -167,9 +136,3 @@ def training_inputs(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> d
         )
         for facts in settings["domains"]
     }
-
-
-def _meets(facts: Mapping[str, Any], requirement: Requirement) -> bool:
-    """Whether a domain would be committed as it is; with the same requirement it always is."""
-    same: bool = requirement.promise == facts["required"]
-    return same or requirement.met_by(float(facts["accuracy"]["val"]))

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from valora_data.wording import plural
 from valora_train.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -13,141 +14,31 @@ if TYPE_CHECKING:
 
     from valora_train.settings import DomainSettings
 
-ROUNDING = 1e-9
-"""What sums of decimal fractions may be off by: 0.80 + 0.02 is a little more than 0.82."""
-
-
-CONTRACT = "contract"
-"""Key of a domain's contract, in bundles and in the settings of stages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contract:
-    """What an application asks of a domain, before its teacher's accuracy is known.
-
-    Attributes:
-        required: Accuracy that it must keep in any case; None where only the teacher counts.
-        of_teacher: Share of its teacher's accuracy that it must keep as well, in (0, 1]; None
-            where only `required` counts.
-        largest: Largest value of the metric.
-    """
-
-    required: float | None
-    of_teacher: float | None = None
-    largest: float = 1.0
-
-    def accuracy(self, teacher: float | None) -> float:
-        """The accuracy to keep on a split: the larger of both figures.
-
-        Args:
-            teacher: The teacher's accuracy on the split; not used without `of_teacher`.
-        """
-        return max(self.required or 0.0, self._share(teacher))
-
-    def requirement(
-        self, name: str, margin: float, validation: float | None, test: float | None
-    ) -> Requirement:
-        """What the domain must reach.
-
-        Args:
-            name: Name of the domain, for messages.
-            margin: Asked for on top on the validation split (`fusion.margin`).
-            validation: The teacher's accuracy on the validation split, None if it is unknown.
-            test: Its accuracy on the test split.
-
-        Raises:
-            SettingsError: If a share is asked of a teacher that reaches nothing, or whose accuracy
-                is unknown.
-        """
-        if self.of_teacher is None:
-            return Requirement(self.accuracy(None), margin, self.largest)
-        remedy = (
-            f"set domains.{name}.of_teacher=null with an accuracy of its own in "
-            f"domains.{name}.required"
-        )
-        if validation is None:
-            raise SettingsError(
-                f"the accuracy of the teacher of domain {name} on validation is unknown, so that "
-                f"{self.of_teacher:g} of it says nothing: label validation images, or {remedy}"
-            )
-        if not validation > 0.0:
-            raise SettingsError(
-                f"the teacher of domain {name} reaches {validation:.3f} on validation, so that "
-                f"{self.of_teacher:g} of it asks for nothing: check the teacher, or {remedy}"
-            )
-        required, share = self.accuracy(validation), self._share(validation)
-        promised = required if test is None else self.accuracy(test)
-        asked = f"{share:.3f} = {self.of_teacher:g} × the teacher's {validation:.3f}"
-        if self.required is None:
-            return Requirement(required, margin, validation, asked, promised=promised)
-        floor = Requirement(self.required, margin, self.largest)
-        if share <= self.required:
-            origin = f"{self.required:.3f}, above {asked}"
-            return replace(floor, origin=origin, promised=promised)
-        # A bar above what the teacher itself reaches would make no sense, so that its accuracy
-        # limits the margin; what `required` alone asks for stays asked for.
-        origin = f"{asked}, above {self.required:.3f}"
-        return Requirement(required, margin, validation, origin, floor.bar, promised)
-
-    def _share(self, teacher: float | None) -> float:
-        return 0.0 if self.of_teacher is None or teacher is None else self.of_teacher * teacher
-
-    def as_json(self) -> dict[str, float | None]:
-        """The contract in a bundle."""
-        return {"required": self.required, "of_teacher": self.of_teacher}
-
-
-def dedicated_requirement(
-    validation: float, test: float | None, share: float, margin: float
-) -> Requirement:
-    """What a domain must reach that must keep a share of what it reaches in its own adapter.
-
-    Args:
-        validation: Accuracy of the domain in an adapter of its own on the validation split.
-        test: The same on the test split; None if it does not matter.
-        share: The share (`fusion.of_dedicated`), in (0, 1].
-        margin: Asked for on top on the validation split, but no more than the adapter reaches.
-    """
-    required = share * validation
-    origin = f"{required:.3f} = {share:g} × the dedicated adapter's {validation:.3f}"
-    return Requirement(
-        required, margin, validation, origin, promised=None if test is None else share * test
-    )
-
-
-def contract_of(domain: DomainSettings) -> Contract:
-    """The contract of a domain, as `Settings.chosen` completes it."""
-    assert domain.task is not None, "`Settings.chosen` fills it in"
-    return Contract(domain.required, domain.of_teacher, domain.task.spec.largest)
+ROUNDING = 1e-9  # sums of decimal fractions may be off: 0.80 + 0.02 is a little more than 0.82
+CONTRACT = "contract"  # key of a domain's contract, in bundles and in the settings of stages
+ENOUGH = 50  # samples of a split from which one of them weighs less than the usual margin
+REMEDY = "source.counts, source.fractions, or a larger split"
+NORMAL_95 = 1.959963984540054  # two-sided 95 % quantile
 
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """The accuracy that a domain must keep.
+    """The accuracy that a domain must keep."""
 
-    Attributes:
-        required: Accuracy on the validation split, by the task's metric.
-        margin: Asked for on top when a decision is made on the validation split. At most half of
-            what lies between the requirement and `largest` is used, so that the bar can be reached
-            and is still stricter than the requirement.
-        largest: Largest value that can be asked for: that of the metric, or the teacher's accuracy
-            where a share of it is required.
-        origin: The requirement with its origin, e.g. ``0.777 = 0.85 × the teacher's 0.914``.
-        least: Least value of the bar.
-        promised: Accuracy on the test split; None for `required`. They differ where a share of the
-            teacher's accuracy is asked for, because the teacher reaches another one on test.
-    """
-
-    required: float
-    margin: float = 0.0
-    largest: float = 1.0
-    origin: str = ""
-    least: float = -math.inf
-    promised: float | None = None
+    required: float  # on the validation split, by the task's metric
+    margin: float = 0.0  # asked for on top when a decision is made on the validation split
+    largest: float = 1.0  # that can be asked for: the metric's, or the accuracy that is shared
+    origin: str = ""  # the requirement in words, e.g. ``0.777 = 0.85 × the teacher's 0.914``
+    least: float = -math.inf  # value of the bar
+    promised: float | None = None  # on test, where the teacher reaches another accuracy
 
     @property
     def bar(self) -> float:
-        """Accuracy on the validation split from which the requirement counts as kept."""
+        """Accuracy on the validation split from which the requirement counts as kept.
+
+        At most half of what lies between the requirement and `largest` is asked for on top, so that
+        the bar can be reached and is still stricter than the requirement.
+        """
         bar = min(self.required + self.margin, (self.required + self.largest) / 2)
         return max(bar, self.least)
 
@@ -158,12 +49,9 @@ class Requirement:
     def kept_from(self, alone: float | None, without: float | None = None) -> float:
         """Accuracy on the validation split from which a domain keeps what it must in an adapter.
 
-        That is the bar. A domain that misses it even alone keeps what it reached there, less the
-        margin, so that it may share an adapter although it is flagged.
-
-        Args:
-            alone: What the domain reached alone, if that missed the bar; otherwise None.
-            without: What it reaches without LoRA, if it may take no adapter: it keeps that, too.
+        That is the bar. A domain that misses it even alone keeps what it reached there (`alone`),
+        less the margin, so that it may share an adapter although it is flagged; and what it reaches
+        without LoRA (`without`), if it may take no adapter.
         """
         if alone is None:
             return self.bar - ROUNDING
@@ -171,11 +59,7 @@ class Requirement:
         return (least if without is None else max(least, without)) - ROUNDING
 
     def kept_by(self, facts: Mapping[str, Any]) -> bool:
-        """Whether a measured domain keeps the promise.
-
-        Args:
-            facts: Its accuracies on validation (`val`) and test (`test`).
-        """
+        """Whether a domain keeps it, by its accuracies on validation (`val`) and test (`test`)."""
         beyond: float = min(facts["val"] - self.required, facts["test"] - self.promise)
         return beyond >= -ROUNDING
 
@@ -195,3 +79,135 @@ class Requirement:
         sign = "+" if used >= 0 else "−"
         cut = "" if self.margin <= used + ROUNDING else f", cut from {self.margin:.3f}"
         return f"{self.bar:.3f} ({required} {sign} margin {abs(used):.3f}{cut})"
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What an application asks of a domain, before its teacher's accuracy is known."""
+
+    required: float | None  # accuracy to keep in any case; None where only the teacher counts
+    of_teacher: float | None = None  # share of its teacher's accuracy to keep as well, in (0, 1]
+    largest: float = 1.0  # value of the metric
+
+    def requirement(
+        self, name: str, margin: float, validation: float | None, test: float | None
+    ) -> Requirement:
+        """What domain `name` must reach: the larger of both figures on each split.
+
+        `validation` and `test` are the teacher's accuracies, None if they are unknown.
+
+        Raises:
+            SettingsError: If a share is asked of a teacher that reaches nothing, or whose accuracy
+                is unknown.
+        """
+        least = self.required or 0.0
+        if self.of_teacher is None:
+            return Requirement(least, margin, self.largest)
+        remedy = (
+            f"set domains.{name}.of_teacher=null with an accuracy of its own in "
+            f"domains.{name}.required"
+        )
+        if validation is None:
+            raise SettingsError(
+                f"the accuracy of the teacher of domain {name} on validation is unknown, so that "
+                f"{self.of_teacher:g} of it says nothing: label validation images, or {remedy}"
+            )
+        if not validation > 0.0:
+            raise SettingsError(
+                f"the teacher of domain {name} reaches {validation:.3f} on validation, so that "
+                f"{self.of_teacher:g} of it asks for nothing: check the teacher, or {remedy}"
+            )
+        share = self.of_teacher * validation
+        required = max(least, share)
+        promised = required if test is None else max(least, self.of_teacher * test)
+        asked = f"{share:.3f} = {self.of_teacher:g} × the teacher's {validation:.3f}"
+        if self.required is None:
+            return Requirement(required, margin, validation, asked, promised=promised)
+        floor = Requirement(self.required, margin, self.largest)
+        if share <= self.required:
+            origin = f"{self.required:.3f}, above {asked}"
+            return replace(floor, origin=origin, promised=promised)
+        # A bar above what the teacher itself reaches would make no sense, so that its accuracy
+        # limits the margin; what `required` alone asks for stays asked for.
+        origin = f"{asked}, above {self.required:.3f}"
+        return Requirement(required, margin, validation, origin, floor.bar, promised)
+
+    def as_json(self) -> dict[str, float | None]:
+        """The contract in a bundle."""
+        return {"required": self.required, "of_teacher": self.of_teacher}
+
+
+def contract_of(domain: DomainSettings) -> Contract:
+    """The contract of a domain, as `Settings.chosen` completes it."""
+    assert domain.task is not None, "`Settings.chosen` fills it in"
+    return Contract(domain.required, domain.of_teacher, domain.task.spec.largest)
+
+
+def dedicated_requirement(
+    validation: float, test: float | None, share: float, margin: float
+) -> Requirement:
+    """What a domain must reach that must keep a share of what its own adapter reaches."""
+    required, promised = share * validation, None if test is None else share * test
+    origin = f"{required:.3f} = {share:g} × the dedicated adapter's {validation:.3f}"
+    return Requirement(required, margin, validation, origin, promised=promised)
+
+
+def few_samples(
+    domain: str, validation: int, test: int, contract: Contract, margin: float
+) -> list[str]:
+    """What to tell of splits that are too small to decide on, or to promise on.
+
+    Raises:
+        SettingsError: If there is one validation sample, which can decide nothing.
+    """
+    if validation < 2:
+        raise SettingsError(
+            f"domain {domain} has {validation} validation sample, which can decide nothing: give "
+            f"it more ({REMEDY})"
+        )
+    told = []
+    for split, count in (("validation", validation), ("test", test)):
+        if count >= ENOUGH:
+            continue
+        text = f"{domain}: {plural(count, f'{split} sample')} can "
+        text += "decide" if split == "validation" else "confirm"
+        text += " little of what is asked for"
+        if contract.largest == 1.0:  # CIDEr is no share of the samples
+            asked = contract.required or contract.of_teacher or 1.0
+            low, high = wilson_interval(asked, count)
+            text += f": at {asked:.3f} the 95 % interval is {low:.2f} to {high:.2f}, "
+            text += f"{high - low:.2f} wide"
+            if split == "validation":
+                text += f", and one sample weighs {1 / count:.3f} (margin {margin:g})"
+        told.append(f"{text}; give it at least {ENOUGH}, better 300 ({REMEDY})")
+    return told
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share that was counted on `count` samples."""
+    z = NORMAL_95**2 / max(count, 1)
+    centre = (share + z / 2) / (1 + z)
+    half = math.sqrt(share * (1 - share) * z + z * z / 4) / (1 + z)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def weak_teacher(
+    domain: str, requirement: Requirement, alone: float, teacher: float | None
+) -> str | None:
+    """What to tell of a teacher that teaches little, where the head alone reaches `alone`."""
+    if teacher is None:
+        return None
+    if alone > teacher:
+        met = requirement.met_by(alone)
+        so = "what is asked for is met without LoRA" if met else "it has nothing to teach"
+        return (
+            f"{domain}: the teacher reaches {teacher:.3f} on validation, less than the {alone:.3f} "
+            f"without LoRA, so that {so}: check the teacher (its data and options), or learn from "
+            f"labels (domains.{domain}.teacher=labels)"
+        )
+    if requirement.bar > teacher:
+        return (
+            f"{domain}: {requirement.text} is asked for, more than the {teacher:.3f} that its "
+            "teacher reaches on validation: expect it to be out of reach, or improve the teacher"
+        )
+    return None

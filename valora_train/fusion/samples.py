@@ -1,34 +1,43 @@
-"""A domain's samples, encoded for training and evaluation."""
+"""A domain's samples, encoded for training and evaluation when they are first needed."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from safetensors.torch import load_file
+
+from valora_data import shards
+from valora_data.contract.base_model import base_folder
+from valora_data.cpu import usable_cores
+from valora_data.schema import Split
+from valora_train.stage import intact
 from valora_train.tasks.augment import Augmenter
+from valora_train.tasks.registry import make_task
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from valora_data.schema import Sample, Split
+    from torch import Tensor
+
+    from valora_data.schema import Sample
     from valora_train.model.lmm import Lmm
     from valora_train.model.prompts import Encoded
-    from valora_train.settings import AugmentSettings
+    from valora_train.settings import AugmentSettings, DomainSettings, Settings
     from valora_train.tasks.base import DomainTask
 
 logger = logging.getLogger(__name__)
 DECODED = 64  # original images that are decoded at a time
+TAUGHT = "taught"
+"""Name of the samples that a teacher labelled, beside those of the splits."""
 
 
 @dataclass(frozen=True)
 class LabelledSplit:
-    """A split that accuracy is measured on.
-
-    Attributes:
-        inputs: The encoded samples.
-        samples: The same samples with their true answers.
-    """
+    """A split that accuracy is measured on: encoded samples, and the same with true answers."""
 
     inputs: list[Encoded]
     samples: list[Sample]
@@ -36,8 +45,7 @@ class LabelledSplit:
     def every(self, most: int) -> LabelledSplit:
         """At most `most` samples of the split, evenly taken and always the same ones."""
         rows = evenly(len(self.samples), most)
-        inputs = [self.inputs[row] for row in rows]
-        return LabelledSplit(inputs, [self.samples[row] for row in rows])
+        return LabelledSplit([self.inputs[at] for at in rows], [self.samples[at] for at in rows])
 
 
 class DomainData:
@@ -45,18 +53,12 @@ class DomainData:
 
     Args:
         task: Task of the domain: prompts, targets, loss and metric.
-        taught: Samples that the teacher labelled, for training.
-        labelled: Splits with true answers, for evaluation.
+        taught: Samples that the teacher labelled, for training (`inputs`).
+        labelled: Splits with true answers, for evaluation (`splits`).
         lmm: Encodes every sample once.
         mirror: Whether mirrored images are trained on too.
         augment: Augmented views of the training samples; None for no views.
         seed: Seed of the views.
-
-    Attributes:
-        task: Task of the domain.
-        inputs: The encoded training samples.
-        targets: What the head learns of each training sample; None where the model writes.
-        splits: The splits with true answers.
     """
 
     def __init__(
@@ -71,9 +73,8 @@ class DomainData:
     ) -> None:
         self.task = task
         task.prepare(taught)
-        samples = list(taught)
         mirrored = [task.mirrored(sample) for sample in taught] if mirror else []
-        samples += mirrored
+        samples = [*taught, *mirrored]
         self.inputs = lmm.encode(
             [task.training_example(sample) for sample in samples], task.whole_prompt
         )
@@ -119,3 +120,52 @@ def _views_that_fit(
 def evenly(count: int, most: int) -> list[int]:
     """At most `most` numbers below `count`, evenly spaced and always the same ones."""
     return sorted({round(row * count / most) for row in range(most)} & set(range(count)))
+
+
+def load_domain(
+    settings: Settings, domain: DomainSettings, required: float, lmm: Lmm, taught: Path, data: Path
+) -> DomainData:
+    """Read and encode the samples of a domain: outputs of the stages `distill` and `data`."""
+    task = make_task(
+        replace(domain.domain(), required=required), settings.heads, lmm, video=domain.video,
+        first_head=_pretraining_head(settings.model.id),
+    )  # fmt: skip
+    splits = {split: shards.read(intact(data / split)) for split in (Split.VAL, Split.TEST)}
+    mirror, train = settings.train.flip and domain.mirrors, settings.train
+    samples = shards.read(intact(taught / TAUGHT))
+    return DomainData(task, samples, splits, lmm, mirror, train.augment, train.seed)
+
+
+class LazyDomains(dict[str, DomainData]):
+    """Domains whose samples are loaded when they are first looked up."""
+
+    def __init__(self, names: Iterable[str], load: Callable[[str], DomainData]) -> None:
+        super().__init__()
+        self._names, self._load = frozenset(names), load
+
+    def __missing__(self, name: str) -> DomainData:
+        if name not in self._names:
+            raise KeyError(name)
+        self[name] = self._load(name)
+        return self[name]
+
+
+def _pretraining_head(base: str) -> Tensor | None:
+    """The pretraining head that a base model may ship, (5, width + 1), bias last."""
+    file = Path(base_folder(base)) / "detection_head.safetensors"
+    if not file.is_file():
+        return None
+    parts = load_file(file)
+    rows = [
+        torch.cat([parts[f"{name}.weight"], parts[f"{name}.bias"][:, None]], dim=1)
+        for name in ("objectness", "box")
+    ]
+    return torch.cat(rows).float()
+
+
+def make_deterministic(threads: int) -> None:
+    """Make a seed give one packing: sums depend on the number of CPU threads (0: all cores)."""
+    torch.set_num_threads(threads or usable_cores())
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Nothing reads what it did not write; filling every new tensor takes a twentieth of a step.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -27,30 +27,17 @@ FUSION = "fusion.json"
 STATE = "state.json"
 SNAPSHOTS = "snapshots"
 CHECKPOINT = "checkpoint"
+SAVED = ("head_only", "told", "seconds", "attempts", "snapshots", "mlflow_run_id")
 
 
 class FusionState:
     """Progress of a fusion, read from its folder if it was started before.
 
-    Changes are written to `state.json` by `save`; snapshots are written at once.
-
-    Args:
-        folder: Folder of the fusion.
-        head_only: Accuracies without LoRA that an earlier fusion measured, for a new fusion.
-        checkpoint_seconds: Seconds between checkpoints; None for the default.
+    `save` writes `state.json`; snapshots are written at once. `head_only` are accuracies without
+    LoRA that an earlier fusion measured, for a new fusion.
 
     Raises:
         StageError: If `state.json` is damaged.
-
-    Attributes:
-        folder: Folder of the fusion.
-        head_only: Accuracy of each domain without LoRA, with the keys `val` and `test`.
-        told: Validation accuracies of every attempt that was decided, in order.
-        seconds: Duration of every attempt that was decided, in seconds.
-        attempts: Every attempt that was decided (see `attempt_facts`).
-        snapshots: File of the latest committed snapshot, by adapter.
-        mlflow_run_id: The MLflow run of the fusion, once it is started.
-        checkpoint: The checkpoint of the attempt that is running.
     """
 
     def __init__(
@@ -62,67 +49,37 @@ class FusionState:
         self.folder = folder
         self.checkpoint = Checkpoint(folder / CHECKPOINT, checkpoint_seconds)
         (folder / SNAPSHOTS).mkdir(exist_ok=True)
-        saved = self._read()
-        self.head_only: dict[str, dict[str, float]] = saved.get("head_only", dict(head_only))
-        self.told: list[dict[str, float]] = saved.get("told", [])
-        self.seconds: list[float] = saved.get("seconds", [])
-        self.attempts: list[dict[str, Any]] = saved.get("attempts", [])
-        self.snapshots: dict[str, str] = saved.get("snapshots", {})
-        self.mlflow_run_id: str | None = saved.get("mlflow_run_id")
-
-    def _read(self) -> dict[str, Any]:
-        file = self.folder / STATE
-        if not file.is_file():
-            return {}
-        try:
-            saved = read_json(file)
-            missing = [
-                name
-                for name in saved.get("snapshots", {}).values()
-                if not (self.folder / SNAPSHOTS / name).is_file()
-            ]
-        except (ValueError, AttributeError) as error:
-            raise _damaged(self.folder, f"{STATE} cannot be read") from error
-        if missing:
-            raise _damaged(self.folder, f"{SNAPSHOTS}/{missing[0]} is missing")
-        found: dict[str, Any] = saved
-        return found
+        self.head_only: dict[str, dict[str, float]] = dict(head_only)  # keys `val` and `test`
+        self.told: list[dict[str, float]] = []  # accuracies on validation of every decided attempt
+        self.seconds: list[float] = []  # duration of each
+        self.attempts: list[dict[str, Any]] = []  # what identifies each, see `attempt_facts`
+        self.snapshots: dict[str, str] = {}  # file of the latest committed one, by adapter
+        self.mlflow_run_id: str | None = None
+        if (folder / STATE).is_file():
+            try:
+                saved = dict(read_json(folder / STATE))
+                vars(self).update({key: saved[key] for key in SAVED if key in saved})
+            except (ValueError, TypeError) as error:
+                raise _damaged(folder, f"{STATE} cannot be read") from error
+        for name in self.snapshots.values():
+            if not (folder / SNAPSHOTS / name).is_file():
+                raise _damaged(folder, f"{SNAPSHOTS}/{name} is missing")
 
     def save(self) -> None:
         """Write `state.json`."""
-        values = {
-            "head_only": self.head_only,
-            "told": self.told,
-            "seconds": self.seconds,
-            "attempts": self.attempts,
-            "snapshots": self.snapshots,
-            "mlflow_run_id": self.mlflow_run_id,
-        }
-        write_json(self.folder / STATE, values)
+        write_json(self.folder / STATE, {name: getattr(self, name) for name in SAVED})
 
     def write_snapshot(self, adapter: str, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write a snapshot of an adapter; the previous one stays until it is discarded.
+        """Write what `Trainer.snapshot` returns after an attempt; 0 is an earlier fusion.
 
-        Args:
-            adapter: The adapter.
-            number: The attempt that the snapshot follows; 0 for an adapter of an earlier fusion.
-            tensors: Snapshot of the adapter, as `Trainer.snapshot` returns it.
+        The previous snapshot of the adapter stays until it is discarded.
         """
-        file = snapshot_file(adapter, number)
-        write_snapshot(self.folder, file, tensors)
-        self.snapshots[adapter] = file
+        self.snapshots[adapter] = snapshot_file(adapter, number)
+        write_snapshot(self.folder, self.snapshots[adapter], tensors)
 
     def read_snapshot(self, adapter: str) -> dict[str, Tensor]:
-        """The latest snapshot of an adapter.
-
-        Raises:
-            StageError: If its file is damaged.
-        """
+        """The latest snapshot of an adapter."""
         return read_snapshot(self.folder, self.snapshots[adapter])
-
-    def forget(self, adapters: Iterable[str]) -> None:
-        """Forget the snapshots of all adapters but these."""
-        self.snapshots = {name: self.snapshots[name] for name in adapters if name in self.snapshots}
 
     def discard_old_snapshots(self) -> None:
         """Delete the snapshots that newer ones have replaced."""
@@ -132,12 +89,7 @@ class FusionState:
 
 
 def of_domains(state: Mapping[str, Tensor], domains: Iterable[str]) -> dict[str, Tensor]:
-    """The part of an adapter's snapshot that is left when it holds these domains only.
-
-    Args:
-        state: A snapshot of the adapter, as `Trainer.snapshot` returns it.
-        domains: Domains whose heads stay, with their part of the optimiser's state.
-    """
+    """The part of an adapter's snapshot that is left when it holds these domains only."""
     names = "|".join(map(re.escape, domains)) or "$"
     mine = re.compile(rf"(lora|random)/|head/({names})/|optimizer/[^/]+/(({names})/|[^/]+$)")
     return {key: value for key, value in state.items() if mine.match(key)}
@@ -151,28 +103,17 @@ def snapshot_file(adapter: str, number: int) -> str:
 def attempt_facts(attempt: Attempt, dedicated: str | None = None) -> dict[str, Any]:
     """What identifies the training of an attempt among those of the same data, as JSON.
 
-    Args:
-        attempt: The attempt.
-        dedicated: Key of the dedicated adapter that it takes instead of training, if it does.
+    `dedicated` is the key of the dedicated adapter that it takes instead of training, if it does.
     """
     return {
-        "new": list(attempt.new),
-        "adapter": attempt.adapter,
-        "held": list(attempt.held),
-        "rehearse": attempt.rehearse,
+        "new": list(attempt.new), "adapter": attempt.adapter, "held": list(attempt.held),
+        "rehearse": attempt.rehearse, "dedicated": dedicated,
         "rank": None,  # in earlier versions, a strategy could raise it
-        "dedicated": dedicated,
-    }
+    }  # fmt: skip
 
 
 def write_snapshot(folder: Path, file: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write a snapshot of an adapter, whole or not at all.
-
-    Args:
-        folder: Folder of the fusion, or of trials.
-        file: Name of the snapshot's file, in the folder `SNAPSHOTS` there.
-        tensors: Snapshot of the adapter, as `Trainer.snapshot` returns it.
-    """
+    """Write a snapshot of an adapter below `SNAPSHOTS` in a folder, whole or not at all."""
     from safetensors.torch import save_file
 
     temporary = folder / SNAPSHOTS / f"{file}.tmp"
@@ -184,10 +125,6 @@ def write_snapshot(folder: Path, file: str, tensors: Mapping[str, Tensor]) -> No
 
 def read_snapshot(folder: Path, file: str) -> dict[str, Tensor]:
     """Read a snapshot of an adapter, with its tensors in the order in which they were written.
-
-    Args:
-        folder: Folder of the fusion, or of trials.
-        file: Name of the snapshot's file.
 
     Raises:
         StageError: If the file is damaged.

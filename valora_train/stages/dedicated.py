@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valora_data import shards
 from valora_data.checkpoint import Checkpoint
+from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
-from valora_train.fusion.facts import TRIAL_THREADS, domain_facts, trial_facts
+from valora_train.fusion.facts import domain_facts, training_facts
 from valora_train.fusion.packing import (
     DedicatedAdapter,
     DivergedError,
@@ -35,8 +35,6 @@ from valora_train.stages.distill import TAUGHT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_data.schema import Sample
-    from valora_train.fusion.samples import DomainData
     from valora_train.reporting.progress import Display
     from valora_train.settings import Settings
     from valora_train.stages.fuse import DomainInputs
@@ -45,18 +43,18 @@ ADAPTER = "adapter-1"
 REACHED = "reached.json"
 CHECKPOINT = "checkpoint"
 FILE = snapshot_file(ADAPTER, 1)
-SPLITS = (TAUGHT, str(Split.VAL), str(Split.TEST))
+THREADS = 1
+"""CPU threads of a training: it depends on them, and must not depend on how many run."""
+ELSEWHERE = (
+    "device", "precision", "shard", "batch_size", "keep_features", "gradient_checkpointing"
+)  # fmt: skip
+"""Settings of the model that say how it is computed, not what: results of a GPU hold here, too."""
 
 
 def measure_dedicated(
     settings: Settings, domains: Sequence[DomainInputs], display: Display
 ) -> list[DomainInputs]:
     """Train every domain in an adapter of its own, side by side, which its requirement follows.
-
-    Args:
-        settings: All settings.
-        domains: The domains.
-        display: The terminal.
 
     Returns:
         The domains, with what they reach in an adapter of their own (`fusion.of_dedicated`). One
@@ -96,23 +94,30 @@ def measure_dedicated(
 
 def dedicated_stage(settings: Settings, item: DomainInputs) -> Stage:
     """The stage that trains a domain alone."""
-    values = {"training": trial_facts(settings), "seed": settings.train.seed}
-    values["domain"] = _facts(item)
+    training, domain = _facts(settings, item)
+    values = {"training": training, "seed": settings.train.seed, "domain": domain}
     return Stage(f"alone-{item.settings.name}", 1, values, {}, resumable=True)
-
-
-def _facts(item: DomainInputs) -> dict[str, Any]:
-    return domain_facts(item.settings) | {part: digest(_part(item, part)) for part in SPLITS}
-
-
-def _part(item: DomainInputs, part: str) -> Path:
-    return (item.distilled if part == TAUGHT else item.data) / part
 
 
 def _key(settings: Settings, item: DomainInputs) -> str:
     """Names the training in the attempts of a fusion, as in earlier versions."""
-    facts = [2, trial_facts(settings), [_facts(item)], "joint", {}, settings.train.seed]
+    training, domain = _facts(settings, item)
+    facts = [2, training, [domain], "joint", {}, settings.train.seed]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _facts(settings: Settings, item: DomainInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the training depends on, without and in the domain."""
+    training, base = training_facts(settings), settings.model.id
+    for key in ELSEWHERE:
+        training["model"].pop(key, None)
+    training["train"]["threads"] = THREADS
+    if not settings.train.augment.views:  # augmented views depend on it
+        del training["train"]["seed"]
+    training |= {"base": base_hash(base), "processor": processor_hash(base)}
+    parts = {TAUGHT: item.distilled, str(Split.VAL): item.data, str(Split.TEST): item.data}
+    samples = {part: digest(folder / part) for part, folder in parts.items()}
+    return training, domain_facts(item.settings) | samples
 
 
 def _train_missing(settings: Settings, domains: Sequence[DomainInputs], display: Display) -> None:
@@ -142,31 +147,21 @@ class Worker:
 
     def __init__(self, settings: Settings, domains: Sequence[DomainInputs]) -> None:
         # These import torch.
-        from valora_train.fusion.loading import LazyMapping, make_deterministic
+        from valora_train.fusion.samples import LazyDomains, make_deterministic
         from valora_train.fusion.trainer import Trainer
         from valora_train.model.lmm import Lmm
 
-        make_deterministic(TRIAL_THREADS)
+        make_deterministic(THREADS)
         self.settings = settings
-        self.domains = {item.settings.name: item for item in domains}
+        self.inputs = {item.settings.name: item for item in domains}
         self.lmm = Lmm(settings.model, settings.train.lora)
-        train = replace(settings.train, threads=TRIAL_THREADS)
-        self.trainer = Trainer(self.lmm, LazyMapping(self.domains, self._load), train)
-
-    def _load(self, name: str) -> DomainData:
-        from valora_train.fusion.loading import load_domain
-
-        item = self.domains[name]
-
-        def read(part: str) -> list[Sample]:
-            return shards.read(intact(_part(item, part)))
-
-        required = item.requirement(self.settings.fusion.margin).required
-        return load_domain(self.settings, item.settings, required, self.lmm, read)
+        train = replace(settings.train, threads=THREADS)
+        data = LazyDomains(self.inputs, lambda name: self.inputs[name].load(settings, self.lmm))
+        self.trainer = Trainer(self.lmm, data, train)
 
     def run(self, name: str) -> None:
         """Run the stage of a domain, or wait for another process that runs it."""
-        stage = dedicated_stage(self.settings, self.domains[name])
+        stage = dedicated_stage(self.settings, self.inputs[name])
         stage.run(Path(self.settings.paths.work), partial(self._build, name), wait=True)
 
     def _build(self, name: str, folder: Path) -> None:

@@ -24,7 +24,7 @@ from valora_data.contract.bundle import GOLDEN, MANIFEST, Bundle, read_bundle, w
 from valora_data.errors import BundleError
 from valora_data.schema import Split
 from valora_train.errors import GateError, TrackingError
-from valora_train.fusion.promises import adapter_facts
+from valora_train.fusion.reported import adapter_facts
 from valora_train.fusion.state import FUSION
 from valora_train.reporting.attempt_text import rejected_lines
 from valora_train.reporting.bundle_card import BARS, bundle_card, confusion_file

@@ -13,26 +13,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valora_data import shards
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
 from valora_train.fusion.earlier import Earlier
 from valora_train.fusion.facts import domain_facts, training_facts
 from valora_train.fusion.history import History
-from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
-from valora_train.fusion.promises import HEAD_ONLY, Promises, fusion_result
+from valora_train.fusion.reported import HEAD_ONLY, Asked, Reported, adapter_facts
 from valora_train.fusion.requirement import (
     CONTRACT,
     Requirement,
     contract_of,
     dedicated_requirement,
+    weak_teacher,
 )
+from valora_train.fusion.samples import LazyDomains, load_domain, make_deterministic
 from valora_train.fusion.state import FUSION, FusionState
 from valora_train.fusion.trainer import Trainer
-from valora_train.fusion.validation import weak_teacher
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.mlflow_store import store_lock
@@ -40,17 +39,11 @@ from valora_train.reporting.progress import stopwatch
 from valora_train.reporting.tracking import Tracker, end_stale_runs
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
-from valora_train.stages.distill import (
-    TAUGHT,
-    teacher_accuracy,
-    teacher_figures,
-    teacher_speed,
-)
+from valora_train.stages.distill import TAUGHT, teacher_accuracy, teacher_figures, teacher_speed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from valora_data.schema import Sample
     from valora_train.fusion.packing import DedicatedAdapter
     from valora_train.fusion.plan import FusionPlan
     from valora_train.fusion.samples import DomainData
@@ -61,33 +54,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DomainInputs:
-    """A domain with the outputs of the stages before.
-
-    Attributes:
-        settings: The domain.
-        data: Output of stage `data`.
-        distilled: Output of stage `distill`.
-        dedicated: Accuracy in an adapter of its own, on validation and test, and the share of it
-            that the domain must keep; None where its contract counts.
-        adapter: That adapter.
-    """
+    """A domain with the outputs of the stages before."""
 
     settings: DomainSettings
-    data: Path
-    distilled: Path
+    data: Path  # output of stage `data`
+    distilled: Path  # output of stage `distill`
+    # Accuracy in an adapter of its own, on validation and test, and the share of it to keep; None
+    # where its contract counts.
     dedicated: tuple[float, float, float] | None = None
-    adapter: DedicatedAdapter | None = None
+    adapter: DedicatedAdapter | None = None  # its own
 
     def requirement(self, margin: float = 0.0) -> Requirement:
-        """What the domain must reach.
-
-        Args:
-            margin: Asked for on top on the validation split (`fusion.margin`).
-
-        Raises:
-            SettingsError: If a share is asked of a teacher that reaches nothing, or whose accuracy
-                is unknown.
-        """
+        """What the domain must reach; `margin` is asked for on top on the validation split."""
         if self.dedicated is not None:
             return dedicated_requirement(*self.dedicated, margin)
         return contract_of(self.settings).requirement(
@@ -105,40 +83,38 @@ class DomainInputs:
         """The teacher's accuracy on a split; None where there is no teacher or no truth."""
         return teacher_accuracy(self.distilled, split)
 
+    def load(self, settings: Settings, lmm: Lmm) -> DomainData:
+        """Its samples, encoded."""
+        required = self.requirement().promise
+        return load_domain(settings, self.settings, required, lmm, self.distilled, self.data)
+
 
 def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     """The stage that packs the domains into adapters."""
-    inputs = {
-        "base": base_hash(settings.model.id),
-        "processor": processor_hash(settings.model.id),
-    }
-    for domain in domains:
-        name = domain.settings.name
-        inputs[f"{name}/taught"] = digest(domain.distilled / TAUGHT)
+    base = settings.model.id
+    inputs = {"base": base_hash(base), "processor": processor_hash(base)}
+    values = training_facts(settings) | {"fusion": as_dict(settings.fusion), "domains": []}
+    for item in domains:
+        name = item.settings.name
+        contract: dict[str, Any] = {"required": item.requirement().required}
+        inputs[f"{name}/taught"] = digest(item.distilled / TAUGHT)
         for split in (Split.VAL, Split.TEST):
-            inputs[f"{name}/{split}"] = digest(domain.data / split)
+            inputs[f"{name}/{split}"] = digest(item.data / split)
         # Bundles say what the teacher reaches.
-        inputs[f"{name}/teacher"] = json.dumps(teacher_figures(domain.distilled))
-    values = training_facts(settings) | {"fusion": as_dict(settings.fusion)}
-    values["domains"] = [domain_facts(item.settings) | _contract_facts(item) for item in domains]
-    # Where the fusion continues is an input; what becomes of its result is decided afterwards.
-    for key in ("parent", "unreachable", "processes"):
+        inputs[f"{name}/teacher"] = json.dumps(teacher_figures(item.distilled))
+        # The bar depends on more than the requirement.
+        if item.dedicated is not None:
+            contract[CONTRACT] = {"dedicated": list(item.dedicated)}
+        elif item.settings.of_teacher is not None:
+            contract[CONTRACT] = item.contract | {"teacher": item.teacher(Split.VAL)}
+        values["domains"].append(domain_facts(item.settings) | contract)
+    # Where the fusion continues is an input, what becomes of its result is decided afterwards, and
+    # the domains' requirements follow from `of_dedicated`.
+    for key in ("parent", "unreachable", "processes", "of_dedicated"):
         del values["fusion"][key]
-    del values["fusion"]["of_dedicated"]  # the domains' requirements follow from it
     if settings.fusion.parent is not None:
         inputs["parent"] = find_parent(Path(settings.fusion.parent), Path(settings.paths.work)).name
     return Stage(f"fuse-{settings.task.name}", 6, values, inputs, resumable=True)
-
-
-def _contract_facts(item: DomainInputs) -> dict[str, Any]:
-    """What the bar of a domain follows from, besides the margin, as JSON values."""
-    values: dict[str, Any] = {"required": item.requirement().required}
-    # The bar depends on more than the requirement.
-    if item.dedicated is not None:
-        values[CONTRACT] = {"dedicated": list(item.dedicated)}
-    elif item.settings.of_teacher is not None:
-        values[CONTRACT] = item.contract | {"teacher": item.teacher(Split.VAL)}
-    return values
 
 
 def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage) -> Parent | None:
@@ -147,22 +123,16 @@ def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage)
         return None
     bundle = Path(settings.fusion.parent)
     folder = find_parent(bundle, Path(settings.paths.work))
-    version = read_bundle(bundle).version
-    return load_parent(folder, version, stage, _requirements(settings, domains))
+    return load_parent(folder, read_bundle(bundle).version, stage, _asked(settings, domains))
 
 
-def _requirements(settings: Settings, domains: Sequence[DomainInputs]) -> dict[str, Requirement]:
+def _asked(settings: Settings, domains: Sequence[DomainInputs]) -> dict[str, Requirement]:
     """What each domain must reach, by name."""
     return {item.settings.name: item.requirement(settings.fusion.margin) for item in domains}
 
 
 def check_result(settings: Settings, domains: Sequence[DomainInputs], folder: Path) -> None:
     """Refuse a finished fusion in which a domain misses its requirement, if that is asked for.
-
-    Args:
-        settings: All settings.
-        domains: The domains.
-        folder: Output folder of the fusion.
 
     Raises:
         UnreachableError: If a domain is flagged and `fusion.unreachable` is `fail`.
@@ -171,22 +141,18 @@ def check_result(settings: Settings, domains: Sequence[DomainInputs], folder: Pa
         result = read_json(intact(folder / FUSION))
         flagged = result["unreachable"]
         met = [name for name in result["domains"] if name not in flagged]
-        check_reachable(flagged, _requirements(settings, domains), met)
+        check_reachable(flagged, _asked(settings, domains), met)
 
 
 def unchanged_parent(
     settings: Settings, domains: Sequence[DomainInputs], stage: Stage
 ) -> Path | None:
     """Output of the fusion to extend, if it already holds just what is asked for; else None."""
-    parent = parent_of(settings, domains, stage)
-    if parent is None:
+    if (parent := parent_of(settings, domains, stage)) is None:
         return None
-    before = parent.result["domains"]
+    before = {name: facts["required"] for name, facts in parent.result["domains"].items()}
     asked = {item.settings.name: item.requirement().promise for item in domains}
-    same = set(parent.domains) == set(before) == set(asked)
-    if same and all(before[name]["required"] == asked[name] for name in asked):
-        return parent.folder
-    return None
+    return parent.folder if before == asked and set(parent.domains) == set(asked) else None
 
 
 def build_fusion(
@@ -206,213 +172,213 @@ def build_fusion(
         UnreachableError: If a domain misses its requirement even alone and `fusion.unreachable` is
             `fail`.
     """
-    if (folder / FUSION).is_file():  # killed after the last write
-        return
-    make_deterministic(settings.train.threads)
-    parent = parent_of(settings, domains, stage)
-    state = FusionState(
-        folder, parent.head_only if parent else {}, settings.train.checkpoint_seconds
-    )
-    earlier = Earlier(stage, Path(settings.paths.work), folder)
-    if team.size == 1:  # several processes might not find the same
-        earlier.take_head_only(state)
-    with display.work("fuse", "loading the base model"):
-        lmm = Lmm(settings.model, settings.train.lora, team)
-    trainer = Trainer(lmm, _load_lazily(settings, domains, lmm, display), settings.train, team)
-    requirements = _requirements(settings, domains)
-    required = {name: requirement.required for name, requirement in requirements.items()}
-    tracker = _start_tracker(settings, domains, stage, state, team)
-    data_sets = {item.settings.name: (item.distilled, item.data) for item in domains}
-    report = FusionReport(tracker, display, trainer, required, data_sets)
-    teachers = {item.settings.name: teacher_figures(item.distilled) for item in domains}
-    promises = Promises(
-        settings.model.id, {item.settings.name: item.settings for item in domains}, requirements,
-        {item.settings.name: item.contract for item in domains}, teachers, trainer, lmm, state,
-    )  # fmt: skip
-    with report.running():
-        _measure_baselines(settings, domains, requirements, promises, state, display, team, report)
+    if not (folder / FUSION).is_file():  # else killed after the last write
+        _Fusion(settings, domains, stage, folder, display, team).run()
 
-        def new_plan() -> FusionPlan:
-            return make_plan(
-                settings.fusion, requirements, state.head_only, settings.train.seed, parent
+
+class _Fusion:
+    """The fusion from top to bottom; the arguments are those of `build_fusion`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        domains: Sequence[DomainInputs],
+        stage: Stage,
+        folder: Path,
+        display: Display,
+        team: Team,
+    ) -> None:
+        make_deterministic(settings.train.threads)
+        self.settings, self.display, self.team = settings, display, team
+        self.inputs = {item.settings.name: item for item in domains}
+        self.requirements = _asked(settings, domains)
+        self.parent = parent_of(settings, domains, stage)
+        known = self.parent.head_only if self.parent else {}
+        self.state = FusionState(folder, known, settings.train.checkpoint_seconds)
+        self.earlier = Earlier(stage, Path(settings.paths.work), folder)
+        if team.size == 1:  # several processes might not find the same
+            self.earlier.take_head_only(self.state)
+        with display.work("fuse", "loading the base model"):
+            self.lmm = Lmm(settings.model, settings.train.lora, team)
+        data = LazyDomains(self.inputs, self._load)
+        self.trainer = Trainer(self.lmm, data, settings.train, team)
+        asked = {
+            name: Asked(
+                item.settings, self.requirements[name], item.contract,
+                teacher_figures(item.distilled),
             )
+            for name, item in self.inputs.items()
+        }  # fmt: skip
+        self.reported = Reported(asked, self.trainer, self.lmm, self.state)
+        self.report = FusionReport(
+            self._tracker(stage), display, self.trainer,
+            {name: requirement.required for name, requirement in self.requirements.items()},
+            {name: (item.distilled, item.data) for name, item in self.inputs.items()},
+        )  # fmt: skip
 
-        plan = new_plan()
-        history = _history(requirements, state, parent)
-        dedicated: dict[str, DedicatedAdapter] = {}
-        if team.size == 1:  # they are on the leader's disk only
-            dedicated = {item.settings.name: item.adapter for item in domains if item.adapter}
-            if not state.told:
-                earlier.take_attempts(new_plan, state, dedicated)
-        packing = Packing(plan, trainer, state, settings.train.seed, team, parent, dedicated)
+    def _load(self, name: str) -> DomainData:
+        with self.display.work("fuse", f"encoding images of {name}"):
+            return self.inputs[name].load(self.settings, self.lmm)
 
-        def told() -> list[dict[str, Any]]:
-            return history.told(plan.decisions, plan.packing, plan.head_only, packing.taken)
+    def _tracker(self, stage: Stage) -> Tracker | None:
+        """Start or continue the fusion's MLflow run, on the leader, and remember it on disk."""
+        if not self.team.leads:
+            return None
+        settings, paths = self.settings, self.settings.paths
+        with store_lock(paths.work):
+            end_stale_runs(paths.tracking, paths.work)
+            tracker = Tracker(paths.tracking, f"valora/{settings.task.name}", stage.key)
+        name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
+        note = f"Packs {', '.join(self.inputs)} into the fewest adapters."
+        chosen = {name: item.settings for name, item in self.inputs.items()}
+        config = as_dict(replace(settings, domains=chosen))
+        self.state.mlflow_run_id = tracker.start(name, config, note, self.state.mlflow_run_id)
+        self.state.save()
+        return tracker
 
-        report.follow(told)
-        for decision in plan.head_only.values():
-            report.placed_without_adapter(decision, folder / HEAD_ONLY)
-        report.resumed(packing.resume())
-        if state.told:
-            report.log_progress(plan, state)
-        _stop_if_unreachable(settings, plan, requirements, parent)
-        while (attempt := plan.next()) is not None:
-            with report.attempt(attempt) as shown:
-                outcome = packing.run(attempt, shown.on_step, shown.on_figures)
-                shown.finish(outcome)
-            # Tracked first, then on disk: an attempt that is interrupted in between is repeated,
-            # and its MLflow run replaced.
-            packing.record(outcome)
-            report.log_progress(plan, state)
-            _stop_if_unreachable(settings, plan, requirements, parent)
-        _measure_packing(plan, packing, promises, state, parent, report)
-        for item in domains:
-            if (speed := promises.speed.get(item.settings.name)) is not None:
-                speed["teacher"] = teacher_speed(item.distilled) or None
-        result = fusion_result(settings.fusion.strategy, plan, promises, state, parent, told())
-        report.finish(result)
-        write_json(folder / FUSION, result)
+    def run(self) -> None:
+        """Measure, pack, measure on the test split, and write the result."""
+        report, state = self.report, self.state
+        with report.running():
+            for name in self.inputs:
+                if name not in state.head_only:
+                    self._measure_alone(name)
+            self._report_baselines()
 
+            plan = self._new_plan()
+            dedicated: dict[str, DedicatedAdapter] = {}
+            if self.team.size == 1:  # they are on the leader's disk only
+                dedicated = {n: item.adapter for n, item in self.inputs.items() if item.adapter}
+                if not state.told:
+                    self.earlier.take_attempts(self._new_plan, state, dedicated)
+            packing = Packing(
+                plan, self.trainer, state, self.settings.train.seed, self.team, self.parent,
+                dedicated,
+            )  # fmt: skip
+            history = self._history()
 
-def _stop_if_unreachable(
-    settings: Settings,
-    plan: FusionPlan,
-    requirements: Mapping[str, Requirement],
-    parent: Parent | None,
-) -> None:
-    """End the fusion at the first domain that is out of reach, if `fusion.unreachable` is `fail`.
+            def told() -> list[dict[str, Any]]:
+                return history.told(plan.decisions, plan.packing, plan.head_only, packing.taken)
 
-    The attempts so far stay on disk: the same fusion continues with `fusion.unreachable=keep`.
+            report.follow(told)
+            for decision in plan.head_only.values():
+                report.placed_without_adapter(decision, state.folder / HEAD_ONLY)
+            report.resumed(packing.resume())
+            if state.told:
+                report.log_progress(plan, state)
+            self._stop_if_unreachable(plan)
+            while (attempt := plan.next()) is not None:
+                with report.attempt(attempt) as shown:
+                    outcome = packing.run(attempt, shown.on_step, shown.on_figures)
+                    shown.finish(outcome)
+                # Tracked first, then on disk: an attempt that is interrupted in between is
+                # repeated, and its MLflow run replaced.
+                packing.record(outcome)
+                report.log_progress(plan, state)
+                self._stop_if_unreachable(plan)
 
-    Raises:
-        UnreachableError: If a domain is out of reach.
-    """
-    if settings.fusion.unreachable != "fail":
-        return
-    flagged = (parent.flagged if parent else {}) | plan.unreachable
-    met = [name for name in requirements if name not in {*flagged, *plan.waiting}]
-    check_reachable(flagged, requirements, met, plan.waiting)
+            self._measure_packing(plan, packing)
+            result = self._result(plan, told())
+            report.finish(result)
+            write_json(state.folder / FUSION, result)
 
+    def _new_plan(self) -> FusionPlan:
+        """The plan before the first attempt."""
+        settings = self.settings
+        return make_plan(
+            settings.fusion, self.requirements, self.state.head_only, settings.train.seed,
+            self.parent,
+        )  # fmt: skip
 
-def _start_tracker(
-    settings: Settings,
-    domains: Sequence[DomainInputs],
-    stage: Stage,
-    state: FusionState,
-    team: Team,
-) -> Tracker | None:
-    """Start or continue the fusion's MLflow run, on the leader, and remember it on disk."""
-    if not team.leads:
-        return None
-    with store_lock(settings.paths.work):
-        end_stale_runs(settings.paths.tracking, settings.paths.work)
-        tracker = Tracker(settings.paths.tracking, f"valora/{settings.task.name}", stage.key)
-    name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
-    note = f"Packs {', '.join(item.settings.name for item in domains)} into the fewest adapters."
-    chosen = {item.settings.name: item.settings for item in domains}
-    config = as_dict(replace(settings, domains=chosen))
-    state.mlflow_run_id = tracker.start(name, config, note, state.mlflow_run_id)
-    state.save()
-    return tracker
-
-
-def _measure_baselines(
-    settings: Settings,
-    domains: Sequence[DomainInputs],
-    requirements: Mapping[str, Requirement],
-    promises: Promises,
-    state: FusionState,
-    display: Display,
-    team: Team,
-    report: FusionReport,
-) -> None:
-    """Measure every domain without LoRA, unless that is on disk, and log what is known so far."""
-    for item in domains:
-        name = item.settings.name
-        if name in state.head_only:
-            continue
-        with report.head_only(name) as shown, stopwatch() as seconds:
-            reached, test = promises.measure_alone(
-                name, settings.train.seed, shown.on_step, shown.on_figures
+    def _measure_alone(self, name: str) -> None:
+        """Measure a domain without LoRA."""
+        with self.report.head_only(name) as shown, stopwatch() as seconds:
+            reached, test = self.reported.measure_alone(
+                name, self.settings.train.seed, shown.on_step, shown.on_figures
             )
-            sheet = report.contact_sheet(name, test, Split.TEST)
-            sheet.save(state.folder / HEAD_ONLY / f"{name}.png")
-            state.head_only[name] = team.agree(reached)
-            state.save()
-        report.head_only_measured(name, reached["val"], requirements[name], seconds())
-    for item in domains:
-        name = item.settings.name
-        alone, taught = state.head_only[name]["val"], item.teacher(Split.VAL)
-        if (text := weak_teacher(name, requirements[name], alone, taught)) is not None:
-            display.note("fuse", text)
-    report.log_baselines(
-        {
-            "head_only": {name: reached["val"] for name, reached in state.head_only.items()},
-            "teacher": {item.settings.name: item.teacher(Split.TEST) for item in domains},
-            "agreement": {item.settings.name: item.teacher(Split.UNLABELLED) for item in domains},
+            sheet = self.report.contact_sheet(name, test, Split.TEST)
+            sheet.save(self.state.folder / HEAD_ONLY / f"{name}.png")
+            self.state.head_only[name] = self.team.agree(reached)
+            self.state.save()
+        self.report.head_only_measured(name, reached["val"], self.requirements[name], seconds())
+
+    def _report_baselines(self) -> None:
+        """Report what is known of the domains before the first attempt."""
+        alone = {name: reached["val"] for name, reached in self.state.head_only.items()}
+        for name, item in self.inputs.items():
+            text = weak_teacher(name, self.requirements[name], alone[name], item.teacher(Split.VAL))
+            if text is not None:
+                self.display.note("fuse", text)
+        splits = {"teacher": Split.TEST, "agreement": Split.UNLABELLED}
+        teachers = {
+            metric: {name: item.teacher(split) for name, item in self.inputs.items()}
+            for metric, split in splits.items()
         }
-    )
+        self.report.log_baselines({"head_only": alone, **teachers})
 
+    def _history(self) -> History:
+        """Tells what attempts change, beginning with what is known before the first one."""
+        start = {name: reached["val"] for name, reached in self.state.head_only.items()}
+        if self.parent is None:
+            return History(self.requirements, start)
+        known = self.parent.result["domains"]
+        start |= {name: known[name]["accuracy"]["val"] for name in self.parent.domains}
+        return History(self.requirements, start, self.parent.alone)
 
-def _history(
-    requirements: Mapping[str, Requirement], state: FusionState, parent: Parent | None
-) -> History:
-    """Tells what attempts change, beginning with what is known before the first one."""
-    start = {name: reached["val"] for name, reached in state.head_only.items()}
-    if parent is None:
-        return History(requirements, start)
-    known = parent.result["domains"]
-    start |= {name: known[name]["accuracy"]["val"] for name in parent.domains}
-    return History(requirements, start, parent.alone)
+    def _stop_if_unreachable(self, plan: FusionPlan) -> None:
+        """End the fusion at the first domain that is out of reach, if that is asked for.
 
+        The attempts so far stay on disk: the same fusion continues with `fusion.unreachable=keep`.
+        """
+        if self.settings.fusion.unreachable == "fail":
+            flagged = (self.parent.flagged if self.parent else {}) | plan.unreachable
+            met = [name for name in self.requirements if name not in {*flagged, *plan.waiting}]
+            check_reachable(flagged, self.requirements, met, plan.waiting)
 
-def _measure_packing(
-    plan: FusionPlan,
-    packing: Packing,
-    promises: Promises,
-    state: FusionState,
-    parent: Parent | None,
-    report: FusionReport,
-) -> None:
-    """Write adapters, heads, pictures and promises, which are measured on the test split."""
-    for decision in plan.head_only.values():
-        promises.place_without_adapter(decision)
-        if not decision.met:  # the others were reported before the first attempt
-            report.placed_without_adapter(decision, state.folder / HEAD_ONLY)
-    if parent is not None:
-        for name in parent.unpacked:
-            promises.carry_over_domain(name, parent)
-    reasons = {name: decision.reason for decision in plan.decisions for name in decision.kept}
-    for adapter, names in plan.packing.items():
-        if parent is not None and adapter not in state.snapshots:
-            promises.carry_over(adapter, names, parent)
-            continue
-        packing.load(adapter)
-        for name in names:
-            with report.measuring(name):
+    def _measure_packing(self, plan: FusionPlan, packing: Packing) -> None:
+        """Write adapters, heads, pictures and figures, which are measured on the test split."""
+        folder, reported, parent = self.state.folder, self.reported, self.parent
+        for decision in plan.head_only.values():
+            reported.place_without_adapter(decision)
+            if not decision.met:  # the others were reported before the first attempt
+                self.report.placed_without_adapter(decision, folder / HEAD_ONLY)
+        if parent is not None:
+            for name in parent.unpacked:
+                reported.carry_over_domain(name, parent)
+        reasons = {name: decision.reason for decision in plan.decisions for name in decision.kept}
+        for adapter, names in plan.packing.items():
+            if parent is not None and adapter not in self.state.snapshots:
+                reported.carry_over(adapter, names, parent)
+                continue
+            packing.load(adapter)
+            for name in names:
                 reason = reasons.get(name, "as in the parent fusion")
-                test = promises.measure(adapter, name, reason, packing.evaluated.get(name))
-            sheet = report.test_measured(name, test)
-            (state.folder / "pictures").mkdir(exist_ok=True)
-            sheet.save(state.folder / "pictures" / f"{name}.png")
-        promises.write_adapter(adapter)
+                with self.report.measuring(name):
+                    test = reported.measure(adapter, name, reason, packing.evaluated.get(name))
+                sheet = self.report.test_measured(name, test)
+                (folder / "pictures").mkdir(exist_ok=True)
+                sheet.save(folder / "pictures" / f"{name}.png")
+            self.lmm.adapters.save(adapter, folder / "adapters" / adapter, self.settings.model.id)
+        for name, item in self.inputs.items():
+            if name in reported.speed:
+                reported.speed[name]["teacher"] = teacher_speed(item.distilled) or None
 
-
-def _load_lazily(
-    settings: Settings, domains: Sequence[DomainInputs], lmm: Lmm, display: Display
-) -> Mapping[str, DomainData]:
-    """The samples of the domains, encoded when they are first needed."""
-    inputs = {item.settings.name: item for item in domains}
-
-    def load(name: str) -> DomainData:
-        item = inputs[name]
-
-        def read(part: str) -> list[Sample]:
-            folder = item.distilled if part == TAUGHT else item.data
-            return shards.read(intact(folder / part))
-
-        required = item.requirement().promise
-        with display.work("fuse", f"encoding images of {name}"):
-            return load_domain(settings, item.settings, required, lmm, read)
-
-    return LazyMapping(inputs, load)
+    def _result(self, plan: FusionPlan, attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The content of `fusion.json`: what was decided, reached and promised."""
+        parent, state, reported = self.parent, self.state, self.reported
+        adapters = state.folder / "adapters"
+        return {
+            "strategy": self.settings.fusion.strategy,
+            "packing": plan.packing,
+            "adapters": {name: adapter_facts(adapters / name) for name in plan.packing},
+            "alone": plan.alone,
+            "used": plan.used,
+            "parent": parent and {"version": parent.version, "fusion_stage": parent.folder.name},
+            "head_only": [*(parent.unpacked if parent else ()), *plan.head_only],
+            "unreachable": (parent.flagged if parent else {}) | plan.unreachable,
+            "domains": {n: reported.domains[n] for n in self.inputs if n in reported.domains},
+            "speed": reported.speed,
+            "attempts": attempts,
+            "seconds": state.seconds,
+            "mlflow_run_id": state.mlflow_run_id,
+        }

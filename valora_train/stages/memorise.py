@@ -16,7 +16,7 @@ import torch
 
 from valora_data import shards
 from valora_data.contract.base_model import base_hash, processor_hash
-from valora_train.fusion.loading import make_deterministic
+from valora_train.fusion.samples import make_deterministic
 from valora_train.model import memory
 from valora_train.model.encoder import ContextEncoder, train_encoder
 from valora_train.model.lmm import Lmm

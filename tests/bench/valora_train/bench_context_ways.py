@@ -20,13 +20,12 @@ from rich.table import Table
 from tests.bench.valora_train.context_table import COLUMNS, rows_of
 from tests.bench.valora_train.context_ways import METHODS, REFERENCE, Reader
 from tests.bench.valora_train.trials import prepared
-from valora_data import shards
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.errors import ValoraError
 from valora_data.schema import Split, Task
 from valora_train.errors import SettingsError
 from valora_train.fusion.facts import domain_facts, training_facts
-from valora_train.fusion.loading import LazyMapping, load_domain, make_deterministic
+from valora_train.fusion.samples import LazyDomains, make_deterministic
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.progress import Display
 from valora_train.reporting.text import markdown_table
@@ -106,17 +105,7 @@ def measure(
     done = {(one.method, one.size) for one in found}
     lmm = Lmm(settings.model, settings.train.lora)
     inputs = {item.settings.name: item for item in domains}
-
-    def load(name: str) -> Any:
-        item = inputs[name]
-
-        def samples(part: str) -> list[Any]:
-            place = (item.distilled if part == TAUGHT else item.data) / part
-            return shards.read(intact(place))
-
-        return load_domain(settings, item.settings, 1.0, lmm, samples)
-
-    data = LazyMapping(inputs, load)
+    data = LazyDomains(inputs, lambda name: inputs[name].load(settings, lmm))
     Reader(settings, lmm, data, lambda *_: None).check(max(size for _, size in asked))
     for name, size in asked:
         if (name, size) in done:

@@ -1,7 +1,14 @@
-"""The strategy that plans all adapters at once, by what the attempts so far say of every group."""
+"""The strategy that plans all adapters at once, by what the attempts so far say of every group.
+
+What a domain reaches is modelled as Gaussian: something alone, less what it loses to every domain
+beside it. That loss has a part that all pairs share, a part of the one that loses, one of the one
+that it loses to, and one of the pair. All are learned together from every accuracy that was
+measured, so that an attempt says something about groups that were never tried.
+"""
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -9,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from valora_train.fusion.strategies.base import Proposal, Strategy
-from valora_train.fusion.strategies.expectation import Expectation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Iterable, Sequence, Set
 
     from numpy.typing import NDArray
 
     from valora_train.fusion.strategies.base import View
 
+    Array = NDArray[np.floating[Any]]
     Masks = NDArray[np.int64]
+    """Groups of domains as bit masks."""
 
 MOST_EXACT = 10  # domains; more are tried jointly first, then groups are merged one by one
 ADAPTER = 4.0  # an adapter less is worth a packing that is e⁻⁴ times as likely, and the attempts
@@ -27,14 +35,18 @@ ATTEMPTS = 8  # for each domain; then the rest is packed as `rehearsal` does
 MOST_STEPS = 10_000  # of looking for room for the domains of one adapter
 NEVER = -1e9
 DIGITS = 6  # of a chance: equal ones, which rounding would order by the processor, go by order
+# Before anything was measured, as shares of a domain's bar: mean and standard deviation.
+ALONE = (1.03, 0.05)
+LOST = (0.012, 0.010)  # to each domain beside it
+OWN, OTHERS, PAIR = 0.010, 0.010, 0.025  # deviations of one that loses, of one lost to, of a pair
+NOISE = 0.006
+FARTHEST = 0.08  # more than this from what it must keep, an accuracy says no more
 
 
 class Affinity(Strategy):
     """Looks for the packing that most likely keeps every requirement, and tries a group of it.
 
-    What comes out changes the expectation of all other groups, and the packing is planned anew.
-    Domains may leave an adapter for another one, so that adapters that others can take over are
-    emptied.
+    Then it is planned anew. In the end, adapters that others can take over are emptied.
     """
 
     rehearse = True
@@ -54,13 +66,12 @@ class Affinity(Strategy):
         for group in sorted(packing, key=lambda group: packing[group]):
             if any(group.issubset(held) for held in view.adapters.values()):
                 continue
-            proposal = grouped(view, group)
-            if not view.failed(proposal):
+            if not view.failed(proposal := _grouped(view, group)):
                 return proposal
         return Proposal(view.waiting[:1]) if view.waiting else None
 
 
-def grouped(view: View, group: frozenset[str]) -> Proposal:
+def _grouped(view: View, group: frozenset[str]) -> Proposal:
     """Add the rest of a group to the largest adapter inside it, or train it from the start."""
     inside = [name for name, held in view.adapters.items() if group.issuperset(held)]
     adapter = max(inside, key=lambda name: len(view.adapters[name]), default=None)
@@ -69,158 +80,176 @@ def grouped(view: View, group: frozenset[str]) -> Proposal:
     return Proposal(tuple(name for name in order if name in group and name not in held), adapter)
 
 
-def best_packing(view: View) -> dict[frozenset[str], float]:
-    """The best groups of all domains, with the logarithm of the chance of each.
+# --- the best packing -----------------------------------------------------------------------------
 
-    Best is the largest sum of these, less `ADAPTER` for each group.
-    """
+
+def best_packing(view: View) -> dict[frozenset[str], float]:
+    """The groups with the largest sum of log-chances, less `ADAPTER` for each, and these."""
     mine = {name for decision in view.history for name in decision.attempt.new}
     free = [*view.waiting, *(n for held in view.adapters.values() for n in held if n in mine)]
     # What an earlier fusion packed stays together.
     fixed = [tuple(n for n in held if n not in mine) for held in view.adapters.values()]
-    packing = _Packing(free, list(filter(None, fixed)), view)
-    names = packing.names
-    return packing.exact() if len(names) <= MOST_EXACT else packing.merged()
+    fixed = list(filter(None, fixed))
+    names = [*free, *chain.from_iterable(fixed)]
+    chances = _Chances(names, fixed, view)
+    found = _exact(chances) if len(names) <= MOST_EXACT else _merged(chances, len(free))
+    return {
+        frozenset(name for at, name in enumerate(names) if mask >> at & 1): chance
+        for mask, chance in found.items()
+    }
 
 
-class _Packing:
-    """Finds the best groups of blocks.
+class _Chances:
+    """Logarithms of the chances that all domains of a group keep what they must.
 
-    Args:
-        free: Domains that may go anywhere.
-        fixed: Domains that stay together; no two of these groups are put together.
-        view: What is known.
-
-    Attributes:
-        names: All domains.
+    Places in `names` are the bits of masks; no two of the `fixed` groups are put together.
     """
 
-    def __init__(self, free: Sequence[str], fixed: Sequence[tuple[str, ...]], view: View) -> None:
-        self.names = names = [*free, *chain.from_iterable(fixed)]
-        place = {name: at for at, name in enumerate(names)}
-        self._fixed = [sum(1 << place[name] for name in block) for block in fixed]
-        self._blocks = [*(1 << place[name] for name in free), *self._fixed]
-        self._expectation = Expectation(names, view)
-        self._held = [sum(1 << place[name] for name in held) for held in view.adapters.values()]
+    def __init__(self, names: Sequence[str], fixed: Sequence[tuple[str, ...]], view: View) -> None:
+        self.count = len(names)
+        self._place = {name: at for at, name in enumerate(names)}
+        self.fixed = [self._mask(block) for block in fixed]
+        self._held = [self._mask(held) for held in view.adapters.values()]
+        tried = [one for one in view.history if self._place.keys() >= one.accuracy.keys()]
+        self._failed = [self._mask(d.accuracy) for d in tried if not view.keeps(d.accuracy)]
         # What is missed by more than chance can explain is missed in larger groups, too.
         self._hopeless = [
-            sum(1 << place[name] for name in decision.accuracy)
-            for decision in view.history
-            if place.keys() >= decision.accuracy.keys()
-            and len(decision.accuracy) > 1
+            self._mask(decision.accuracy)
+            for decision in tried
+            if len(decision.accuracy) > 1
             and any(
                 not value >= view.floors[name] - HOPELESS * view.requirements[name].bar
                 for name, value in decision.accuracy.items()
             )
         ]
-        self._failed = {
-            sum(1 << place[name] for name in decision.accuracy)
-            for decision in view.history
-            if place.keys() >= decision.accuracy.keys() and not view.keeps(decision.accuracy)
-        }
+        bars = np.array([view.requirements[name].bar for name in names])
+        self._floors = np.array([view.floors[name] for name in names]) / bars
+        sizes = (self.count, 1, self.count, self.count, self.count**2)  # as in `_features`
+        self._means = np.repeat((ALONE[0], LOST[0], 0.0, 0.0, 0.0), sizes)
+        self._deviations = np.repeat((ALONE[1], LOST[1], OWN, OTHERS, PAIR), sizes)
+        points, values = [], []
+        for decision in view.history:
+            group = tuple(self._place[name] for name in decision.accuracy if name in self._place)
+            for at in group:
+                accuracy = decision.accuracy[names[at]]
+                value = 0.0 if math.isnan(accuracy) else accuracy / bars[at]
+                low, high = self._floors[at] - FARTHEST, self._floors[at] + FARTHEST
+                points.append((at, group))
+                values.append(min(max(value, low), high))
+        known = _features(self.count, points)
+        self._known = known * self._deviations
+        covariance = self._known @ self._known.T + NOISE**2 * np.eye(len(points))
+        self._factor = np.linalg.cholesky(covariance)
+        self._residual = _solve(self._factor, np.array(values) - known @ self._means)
 
-    def _chances(
-        self, groups: NDArray[np.int64], expected: NDArray[np.floating[Any]]
-    ) -> NDArray[np.floating[Any]]:
-        """Logarithms of the chances of groups, given what is expected of them.
+    def _mask(self, names: Iterable[str]) -> int:
+        return sum(1 << self._place[name] for name in names)
 
-        Args:
-            groups: Groups as bit masks, (groups,).
-            expected: What the model says, (groups,).
-        """
-        chances = expected.round(DIGITS)
-        chances[np.isin(groups, list(self._failed))] = NEVER
+    def of(self, groups: Masks) -> Array:
+        """The logarithms of the chances of groups."""
+        chances = self._expected(groups).round(DIGITS)
+        chances[np.isin(groups, self._failed)] = NEVER
         for mask in self._hopeless:
             chances[(groups & mask) == mask] = NEVER
         for held in self._held:  # what is held inside an adapter keeps what it has
             chances[(groups & ~held) == 0] = 0.0
-        chances[np.isin(groups, self._blocks)] = 0.0  # a domain alone has no choice
+        chances[np.isin(groups, [*(1 << at for at in range(self.count)), *self.fixed])] = 0.0
         together = np.zeros(len(groups), dtype=int)
-        for block in self._fixed:
+        for block in self.fixed:
             part = groups & block
             together += part != 0
             chances[(part != 0) & (part != block)] = NEVER
         chances[together > 1] = NEVER
         return chances
 
-    def _named(self, mask: int) -> frozenset[str]:
-        return frozenset(name for at, name in enumerate(self.names) if mask >> at & 1)
-
-    def exact(self) -> dict[frozenset[str], float]:
-        """The best of all packings, by dynamic programming."""
-        masks = np.arange(1 << len(self.names))
-        chances = self._chances(masks, self._expectation.log_chances_of_all())
-        gains = chances - ADAPTER
-        best = np.zeros(len(masks))
-        for level, firsts, rests, starts in _levels(len(self.names)):
-            best[level] = np.maximum.reduceat(gains[firsts] + best[rests], starts)
-        packing, rest = {}, len(masks) - 1
-        while rest:
-            firsts = _first_groups(rest)
-            group = int(firsts[(gains[firsts] + best[rest ^ firsts]).argmax()])
-            packing[self._named(group)] = float(chances[group])
-            rest ^= group
-        return packing
-
-    def merged(self) -> dict[frozenset[str], float]:
-        """A good packing of many domains: the best two groups are merged, again and again."""
-        groups = dict.fromkeys(self._blocks, 0.0)
-        known: dict[int, float] = {}
-        while len(groups) > 1:
-            masks = list(groups)
-            pairs = [(one, two) for at, one in enumerate(masks) for two in masks[at + 1 :]]
-            fresh = list(dict.fromkeys(one | two for one, two in pairs if one | two not in known))
-            places = [[at for at in range(len(self.names)) if mask >> at & 1] for mask in fresh]
-            if fresh:
-                expected = self._expectation.log_chances(places)
-                found = self._chances(np.array(fresh), expected)
-                known |= dict(zip(fresh, found.tolist(), strict=True))
-            gain, one, two = max(
-                (known[one | two] - groups[one] - groups[two], one, two) for one, two in pairs
-            )
-            if gain <= -ADAPTER:
-                break
-            del groups[one], groups[two]
-            groups[one | two] = known[one | two]
-        return {self._named(mask): chance for mask, chance in groups.items()}
+    def _expected(self, groups: Masks) -> Array:
+        """The chances by the model: a product over the domains of each group."""
+        places = [[at for at in range(self.count) if mask >> at & 1] for mask in groups.tolist()]
+        features = _features_of(self.count, tuple(map(tuple, places)))
+        mean, scaled = features @ self._means, features * self._deviations
+        variance = (scaled**2).sum(axis=1)
+        if len(self._known):
+            cross = _solve(self._factor, self._known @ scaled.T)
+            mean = mean + cross.T @ self._residual
+            variance = variance - (cross**2).sum(axis=0)
+        deviation = np.sqrt(np.maximum(variance, 0.0) + NOISE**2)
+        z = (mean - self._floors[list(chain.from_iterable(places))]) / deviation
+        each = -np.logaddexp(0.0, -1.702 * z)  # the normal distribution's, within 0.01
+        sums = np.zeros(len(groups))
+        filled = np.array([bool(group) for group in places])
+        starts = np.concatenate([[0], np.cumsum([len(group) for group in places])[:-1]]).astype(int)
+        sums[filled] = np.add.reduceat(each, starts[filled])
+        return sums
 
 
-@lru_cache(maxsize=1 << MOST_EXACT)
-def _first_groups(mask: int) -> Masks:
-    """The groups inside a mask that hold its first domain, the largest first."""
-    rest = mask & (mask - 1)
-    part, groups = rest, []
-    while True:
-        groups.append(mask ^ part)
-        if not part:
-            break
-        part = (part - 1) & rest
-    return np.array(groups, dtype=np.int64)
+def _solve(factor: Array, right: Array) -> Array:
+    return np.linalg.solve(factor, right) if len(factor) else right
 
 
 @lru_cache(maxsize=4)
-def _levels(count: int) -> list[tuple[Masks, Masks, Masks, Masks]]:
-    """All masks of one, two and more domains, which need only those before.
+def _features_of(count: int, groups: tuple[tuple[int, ...], ...]) -> Array:
+    return _features(count, [(at, group) for group in groups for at in group])
 
-    Returns:
-        For each number of domains: its masks; their groups that hold the first domain, one mask
-        after the other; what is left of the mask without the group; where each mask's begin.
-    """
-    found = []
-    for size in range(1, count + 1):
-        level = [mask for mask in range(1 << count) if mask.bit_count() == size]
-        firsts = [_first_groups(mask) for mask in level]
-        rests = [mask ^ groups for mask, groups in zip(level, firsts, strict=True)]
-        starts = np.arange(len(level)) << (size - 1)
-        found.append((np.array(level), np.concatenate(firsts), np.concatenate(rests), starts))
-    return found
+
+def _features(count: int, rows: Sequence[tuple[int, Sequence[int]]]) -> Array:
+    """One row for each domain in its group: alone, shared, own, others', and pairs' parts."""
+    alone, beside = np.zeros((len(rows), count)), np.zeros((len(rows), count))
+    line, places = np.arange(len(rows)), np.array([at for at, _ in rows], dtype=int)
+    alone[line, places] = 1.0
+    for row, (_, group) in enumerate(rows):
+        beside[row, list(group)] = 1.0
+    beside[line, places] = 0.0
+    many = beside.sum(axis=1, keepdims=True)
+    pairs = (alone[:, :, None] * beside[:, None, :]).reshape(len(rows), count * count)
+    return np.concatenate([alone, -many, -alone * many, -beside, -pairs], axis=1)
+
+
+def _exact(chances: _Chances) -> dict[int, float]:
+    """The best of all packings, by dynamic programming."""
+    found = chances.of(np.arange(1 << chances.count)).tolist()
+    best, choice = [0.0] * len(found), [0] * len(found)
+    for mask in range(1, len(found)):
+        rest = part = mask & (mask - 1)  # without the first domain, whose group is chosen
+        best[mask] = -math.inf
+        while True:
+            value = found[mask ^ part] - ADAPTER + best[part]
+            if value > best[mask]:
+                best[mask], choice[mask] = value, mask ^ part
+            if not part:
+                break
+            part = (part - 1) & rest
+    packing, rest = {}, len(found) - 1
+    while rest:
+        packing[choice[rest]] = found[choice[rest]]
+        rest ^= choice[rest]
+    return packing
+
+
+def _merged(chances: _Chances, free: int) -> dict[int, float]:
+    """A good packing of many domains: the best two groups are merged, again and again."""
+    groups = dict.fromkeys([*(1 << at for at in range(free)), *chances.fixed], 0.0)
+    known: dict[int, float] = {}
+    while len(groups) > 1:
+        masks = list(groups)
+        pairs = [(one, two) for at, one in enumerate(masks) for two in masks[at + 1 :]]
+        fresh = list(dict.fromkeys(one | two for one, two in pairs if one | two not in known))
+        if fresh:
+            known |= dict(zip(fresh, chances.of(np.array(fresh)).tolist(), strict=True))
+        gain, one, two = max(
+            (known[one | two] - groups[one] - groups[two], one, two) for one, two in pairs
+        )
+        if gain <= -ADAPTER:
+            break
+        del groups[one], groups[two]
+        groups[one | two] = known[one | two]
+    return groups
+
+
+# --- emptying adapters ----------------------------------------------------------------------------
 
 
 def slack(view: View, adapter: str) -> float:
-    """The least that any domain of an adapter reaches above what it must keep.
-
-    It is as it was measured last; nothing for an adapter of an earlier fusion.
-    """
+    """The least that any domain of an adapter had to spare last; 0 for an earlier fusion's."""
     for decision in reversed(view.history):
         if decision.attempt.adapter == adapter and decision.kept:
             left = set(decision.kept) & set(view.adapters[adapter])
@@ -229,11 +258,7 @@ def slack(view: View, adapter: str) -> float:
 
 
 def emptying(view: View) -> Proposal | None:
-    """The next move of a domain out of the emptiest adapter that can be emptied; None if none can.
-
-    Args:
-        view: What is known; domains may be waiting, and then nothing moves.
-    """
+    """The next move of a domain out of the emptiest adapter that can be emptied, if any."""
     if view.waiting or len(view.adapters) < 2:
         return None
     mine = {name for decision in view.history for name in decision.attempt.new}
@@ -245,25 +270,18 @@ def emptying(view: View) -> Proposal | None:
     ]
     for home in sorted(homes, key=lambda name: len(view.adapters[name])):
         moves = [_moves(view, domain, home, failed) for domain in view.adapters[home]]
-        if not all(moves):
-            continue
-        for found in sorted(moves, key=len):
-            for proposal in found:
-                if _leads_on(view, home, proposal, failed):
-                    return proposal
+        moves.sort(key=len)
+        for proposal in chain.from_iterable(moves if all(moves) else ()):
+            # Otherwise the moves before one that is known to fail would be trained for nothing.
+            groups = [
+                frozenset(held) | frozenset(proposal.new if name == proposal.adapter else ())
+                for name, held in view.adapters.items()
+                if name != home
+            ]
+            rest = [name for name in view.adapters[home] if name not in proposal.new]
+            if _have_room(rest, groups, failed, [MOST_STEPS]):
+                return proposal
     return None
-
-
-def _leads_on(view: View, home: str, move: Proposal, failed: Sequence[Set[str]]) -> bool:
-    """Whether the other domains of an adapter have room, too, once one has moved.
-
-    Otherwise the moves before the last one, which is known to fail, would be trained for nothing.
-    """
-    groups = {name: frozenset(held) for name, held in view.adapters.items() if name != home}
-    assert move.adapter is not None
-    groups[move.adapter] |= {*move.new}
-    rest = [name for name in view.adapters[home] if name not in move.new]
-    return _have_room(rest, list(groups.values()), failed, [MOST_STEPS])
 
 
 def _have_room(
@@ -274,11 +292,7 @@ def _have_room(
 ) -> bool:
     """Whether groups can take domains, such that none is around one that failed.
 
-    Args:
-        domains: The domains.
-        groups: The groups.
-        failed: Groups that failed.
-        left: Number of steps to go on looking; then there may be room.
+    After `left` steps of looking, there may be room.
     """
     if not domains:
         return True

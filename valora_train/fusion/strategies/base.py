@@ -15,16 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What is known of a domain before an adapter is trained on it.
+    """What is known of a domain before an adapter is trained on it."""
 
-    Attributes:
-        required: Accuracy that the domain must keep, without the margin.
-        head_only: Accuracy on the validation split of a head trained on the frozen base model; of
-            the frozen base model itself where it writes the answers.
-    """
-
-    required: float
-    head_only: float
+    required: float  # accuracy that it must keep, without the margin
+    head_only: float  # accuracy on validation of a head on the frozen base model, or of the latter
 
     @property
     def shortfall(self) -> float:
@@ -33,7 +27,6 @@ class Probe:
 
 
 Probes: TypeAlias = Mapping[str, Probe]
-"""The probe of every domain of the fusion, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +45,16 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a strategy is told.
+    """What a strategy is told."""
 
-    Attributes:
-        waiting: Domains that are not placed yet, in the order of fusion.
-        adapters: Adapters with the domains that they hold, oldest first.
-        history: All decisions so far, with the accuracies that were measured.
-        probes: What is known of each domain before training.
-        requirements: What each domain must reach.
-        floors: Accuracy on validation that every domain must keep: its bar, or less if it is
-            flagged.
-        alone: What the domains reached alone that missed their bar even so; they are flagged.
-        head_only: Whether a domain that gains nothing by an adapter takes none.
-    """
-
-    waiting: tuple[str, ...]
-    adapters: Mapping[str, tuple[str, ...]]
-    history: tuple[AttemptDecision, ...]
-    probes: Probes
-    requirements: Mapping[str, Requirement]
-    floors: Mapping[str, float]
-    alone: Mapping[str, float]
-    head_only: bool
+    waiting: tuple[str, ...]  # domains that are not placed yet, in the order of fusion
+    adapters: Mapping[str, tuple[str, ...]]  # with the domains that they hold, oldest first
+    history: tuple[AttemptDecision, ...]  # all decisions, with the accuracies that were measured
+    probes: Probes  # what is known of each domain before training
+    requirements: Mapping[str, Requirement]  # what each domain must reach
+    floors: Mapping[str, float]  # on validation to keep: the bar, or less of a flagged domain
+    alone: Mapping[str, float]  # what flagged domains reached alone, below their bar
+    head_only: bool  # whether a domain that gains nothing by an adapter takes none
 
     def keeps(self, accuracy: Mapping[str, float]) -> bool:
         """Whether every domain keeps what it must."""
@@ -81,15 +62,18 @@ class View:
 
     def tries(self, proposal: Proposal) -> list[AttemptDecision]:
         """Decisions on attempts at the same: same adapter and domains."""
-        held = self.adapters.get(proposal.adapter or "", ())
-        found = []
-        for decision in self.history:
-            attempt = decision.attempt
-            same = attempt.adapter == proposal.adapter if proposal.adapter else not attempt.held
-            domains = set(attempt.held) == set(held) and set(attempt.new) == set(proposal.new)
-            if same and domains:
-                found.append(decision)
-        return found
+        held, new, adapter = (
+            self.adapters.get(proposal.adapter or "", ()),
+            proposal.new,
+            proposal.adapter,
+        )
+        return [
+            decision
+            for decision in self.history
+            if (decision.attempt.adapter == adapter if adapter else not decision.attempt.held)
+            and set(decision.attempt.held) == set(held)
+            and set(decision.attempt.new) == set(new)
+        ]
 
     def failed(self, proposal: Proposal) -> bool:
         """Whether an attempt at the same has failed, and would fail by what is asked now, too.
@@ -103,49 +87,29 @@ class Strategy:
     """Chooses what a fusion tries next.
 
     Override `candidates` to place one domain after the other, in order, into an open adapter or a
-    new one; override `propose` for anything else. As it is, the class tries every open adapter.
-
-    A fusion that was interrupted is resumed by replaying its decisions, so the answer must depend
-    on the arguments alone.
-
-    Attributes:
-        rehearse: Whether training on an adapter mixes in samples of the domains that it already
-            holds, and also trains their heads.
+    new one; override `propose` for anything else. As it is, the class tries every open adapter. A
+    fusion that was interrupted is resumed by replaying its decisions, so the answer must depend on
+    the arguments alone.
     """
 
     rehearse: bool = False
+    """Whether training mixes in samples of the domains that an adapter already holds, and also
+    trains their heads."""
 
     def propose(self, view: View) -> Proposal | None:
         """What to try next.
 
-        What has failed may not be proposed again (`View.failed`).
         Called before every attempt, also when no domain waits any more: domains may then be moved.
-
-        Args:
-            view: What is known.
+        What has failed may not be proposed again (`View.failed`).
 
         Returns:
             A proposal; None to end the fusion, once no domain waits.
         """
-        room: Sequence[str] = ()
-        if view.waiting:
-            domain = view.waiting[0]
-            room = self.candidates(domain, view.adapters, view.history, view.probes)
-        return self.first_that_may_fit(view, room)
-
-    def first_that_may_fit(self, view: View, adapters: Sequence[str]) -> Proposal | None:
-        """The first waiting domain into the first adapter where it has not failed, or a new one.
-
-        Args:
-            view: What is known.
-            adapters: Adapters to try, in order.
-        """
         if (moved := shared_again(view)) is not None or not view.waiting:
             return moved
         domain = view.waiting[0]
-        for adapter in adapters:
-            proposal = Proposal((domain,), adapter)
-            if not view.failed(proposal):
+        for adapter in self.candidates(domain, view.adapters, view.history, view.probes):
+            if not view.failed(proposal := Proposal((domain,), adapter)):
                 return proposal
         return Proposal((domain,))
 
@@ -156,19 +120,10 @@ class Strategy:
         history: Sequence[AttemptDecision],
         probes: Probes,
     ) -> Sequence[str]:
-        """Names of the adapters to try for a domain, in order.
+        """Names of the adapters to try for a domain, in order, of those that are open.
 
-        Called before every attempt. Adapters that were already tried for this domain are skipped;
-        when none is left, a new adapter is opened.
-
-        Args:
-            domain: The domain to place.
-            adapters: Open adapters with the domains that they hold, oldest first.
-            history: All decisions so far, with the accuracies that were measured.
-            probes: What is known of each domain before training.
-
-        Returns:
-            Keys of `adapters`; may be empty.
+        Adapters that were already tried for this domain are skipped; when none is left, a new
+        adapter is opened. The arguments are those of `View`.
         """
         return list(adapters)
 

@@ -6,14 +6,15 @@ from valora_data.registry import Registry
 from valora_train.errors import SettingsError
 from valora_train.fusion.strategies.base import Strategy
 
+_GREEDY = "valora_train.fusion.strategies.greedy"
 STRATEGIES: Registry[type[Strategy]] = Registry(
     "valora.strategies",
     "fusion strategy",
     {
-        "paper": "valora_train.fusion.strategies.next_fit:NextFit",
-        "first_fit": "valora_train.fusion.strategies.first_fit:FirstFit",
-        "rehearsal": "valora_train.fusion.strategies.rehearsal:Rehearsal",
-        "joint": "valora_train.fusion.strategies.joint:Joint",
+        "paper": f"{_GREEDY}:NextFit",
+        "first_fit": f"{_GREEDY}:FirstFit",
+        "rehearsal": f"{_GREEDY}:Rehearsal",
+        "joint": f"{_GREEDY}:Joint",
         "affinity": "valora_train.fusion.strategies.affinity:Affinity",
     },
     SettingsError,
@@ -21,9 +22,5 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
 
 
 def make_strategy(name: str) -> Strategy:
-    """The strategy that `fusion.strategy` names.
-
-    Raises:
-        SettingsError: If there is no strategy of this name, or it cannot be imported.
-    """
+    """The strategy that `fusion.strategy` names."""
     return STRATEGIES[name]()

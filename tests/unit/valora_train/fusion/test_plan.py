@@ -151,11 +151,11 @@ def test_training_that_diverges_says_so():
     ("script", "message"),
     [
         ([None], "proposes nothing, but a, b, c, d must be placed"),
-        ([Proposal(())], r"wants to add \(\) to a new adapter"),
-        ([Proposal(("a", "a"))], r"wants to add \(a, a\) to a new adapter"),
-        ([Proposal(("x",))], r"wants to add \(x\) to a new adapter: it must propose different"),
-        ([Proposal(("a",), "adapter-2")], "wants to try 'adapter-2' for a, which is not among"),
-        ([Proposal(("a",)), Proposal(("a",), "adapter-1")], r"wants to add \(a\) to adapter-1"),
+        ([Proposal(())], "wants to try nothing → a new adapter: domains must wait"),
+        ([Proposal(("a", "a"))], "wants to try a, a → a new adapter: domains must wait"),
+        ([Proposal(("x",))], "wants to try x → a new adapter: domains must wait"),
+        ([Proposal(("a",), "adapter-2")], "wants to try 'adapter-2' for a, which is no open"),
+        ([Proposal(("a",)), Proposal(("a",), "adapter-1")], "wants to try a → adapter-1: domains"),
     ],
 )
 def test_what_no_strategy_may_propose(script, message):

@@ -26,7 +26,7 @@ from valora_train.settings import LABELS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from valora_teachers.base import TeacherKind
+    from valora_teachers.base import Teacher
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
 
 FUSING = ("fuse", "export")
@@ -224,7 +224,7 @@ def _check_teacher(domain: DomainSettings, teacher: TeacherSettings) -> None:
     _check_given(domain, teacher, kind)
 
 
-def _check_given(domain: DomainSettings, teacher: TeacherSettings, kind: type[TeacherKind]) -> None:
+def _check_given(domain: DomainSettings, teacher: TeacherSettings, kind: type[Teacher]) -> None:
     setting, weights = f"domains.{domain.name}.teacher", domain.teacher
     if teacher.kind == "function":
         module, colon, name = weights.partition(":")
@@ -375,14 +375,14 @@ def check_with_libraries(settings: Settings) -> None:
     """
     import torch
 
-    from valora_teachers.registry import check_options as check_teacher
+    from valora_teachers.registry import make_teacher
     from valora_train.tasks.registry import check_options
 
     check_options(settings.heads)
     for domain in settings.chosen():
         teacher = domain.taught_by or settings.teacher
         if domain.teacher != LABELS:
-            check_teacher(teacher.kind, teacher.options)
+            make_teacher(teacher.kind, options=teacher.options)
     if settings.command in FUSING:
         device = settings.model.device
         _check_device(device)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from valora_data.errors import ValoraError
 from valora_data.identity import code_hash, place_hash
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     """Called with the number of the epoch from 1, the number of epochs, the mean loss, and further
     figures by name, such as ``lr``, the learning rate of the next step."""
 
+Dtype = Literal["float32", "float16", "bfloat16", "float64"]
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 BATCH = 32
+CHECKPOINT = "checkpoint"
+"""File in a trained teacher's folder that an interrupted training continues from."""
+LOOK_SAMPLES = 64
+"""Validation samples that suffice for a training's curve."""
 PATH_LENGTH = 4096  # PATH_MAX of Linux
 
 
@@ -33,171 +41,102 @@ class TeacherError(ValoraError):
     """A teacher is missing, cannot be loaded, or cannot answer for the domain."""
 
 
-class Teacher(Protocol):
-    """A model that answers for one domain."""
+class TeacherOptions(BaseModel):
+    """Options of a kind of teacher, `teacher.options`: each field is one, with its default."""
 
-    @property
-    def task(self) -> Task:
-        """Task that the teacher answers."""
-        ...
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Labels in the order of the class indices; empty where answers are text."""
-        ...
-
-    def answer(self, samples: Sequence[Sample], on_batch: OnBatch | None = None) -> list[Answer]:
-        """Answer for samples with images of any size.
-
-        Args:
-            samples: The samples.
-            on_batch: Called after each batch.
-
-        Returns:
-            One answer per sample, in order. Boxes have confidences, are in pixels of the image, and
-            come most confident first. Labels have `soft`, a probability for each of `labels`.
-        """
-        ...
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class TeacherKind(ABC):
-    """A kind of teacher: how its models are loaded and, where possible, trained.
+class Teacher(ABC):
+    """A small model that answers for one domain; each subclass is a kind of teacher.
 
     Register a subclass under a name in `valora_teachers.registry.KINDS`, or with an entry point of
-    the group ``valora.teachers``.
+    the group ``valora.teachers``. Its module imports torch and other large libraries only inside of
+    methods, because all settings are checked before these are loaded.
+
+    Args:
+        task: Task of the domain.
+        labels: Labels of the domain; empty where answers are text.
+        options: Values for `options_type`.
+        names: Label for each class name of the model, where the two differ.
+        prompt: Prompt of the domain; ``{}`` stands for a sample's own.
 
     Attributes:
+        options_type: The options of this kind.
         artefact: Name of the file or folder that holds a trained model. A given model is copied
             into its stage under this name. None for models that are used where they are, such as
             names on the hub.
         trainable: Whether `train` is implemented.
         reads_prompt: Whether answers depend on the domain's prompt.
         without_effect: Options that answers do not depend on, such as a device.
-        validation: Labelled samples that `train` may measure a curve on; nothing that is trained
-            depends on them.
+        batch: Samples that `answer_batch` gets at once.
+        label_of: Label of each class index of the model, see `match_classes`.
     """
 
+    options_type: ClassVar[type[TeacherOptions]] = TeacherOptions
     artefact: ClassVar[str | None] = None
     trainable: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = True
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    validation: Sequence[Sample] = ()
+    batch: int = BATCH
 
-    def options(self) -> Sequence[str]:
-        """Names of the options that `load` and `train` accept."""
-        return ()
+    def __init__(
+        self,
+        task: Task,
+        labels: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
+        names: Mapping[str, str] | None = None,
+        prompt: str = "",
+    ) -> None:
+        self.task, self.labels, self.prompt = task, tuple(labels), prompt
+        self.names = dict(names or {})
+        self.label_of: dict[int, str] = {}
+        self.options: Any = self.options_type.model_validate(options or {})
 
-    def check(self, options: Mapping[str, Any]) -> None:
-        """Check the values of options before any work.
-
-        Args:
-            options: Options, whose names are in `options()`.
-
-        Raises:
-            TeacherError: A value is not possible; `TypeError` and `ValueError` say it, too.
-        """
-        del options
-
+    @classmethod
     def inputs(
-        self, weights: str | None, options: Mapping[str, Any], cache: Path | None
+        cls, weights: str | None, options: Mapping[str, Any], cache: Path | None
     ) -> dict[str, str]:
-        """Content hashes of what answers depend on, besides the arguments of `load` as they are.
+        """Content hashes of what answers depend on, besides the arguments of a teacher.
 
         By default these are the model, the files and folders that options name, and the code of a
         kind of another package.
 
         Args:
             weights: What names the model; None if its file or folder is hashed elsewhere.
-            options: Options, whose names are in `options()`.
+            options: Options by name.
             cache: As in `valora_data.hashing.hash_files`.
 
         Raises:
             OSError: A file cannot be read.
         """
-        found = {"code": code_hash(type(self).__module__)}
+        found = {"code": code_hash(cls.__module__)}
         if weights is not None:
             found["weights"] = place_hash(weights, cache)
         for name, value in options.items():
-            for place, text in enumerate(_texts(value)):
+            for number, text in enumerate(_texts(value)):
                 if Path(text).exists():
-                    found[f"{name}.{place}"] = place_hash(text)
+                    found[f"{name}.{number}"] = place_hash(text)
         return {name: value for name, value in found.items() if value}
 
     @abstractmethod
-    def load(
-        self,
-        weights: Path | str,
-        task: Task,
-        labels: Sequence[str],
-        names: Mapping[str, str] | None,
-        options: Mapping[str, Any],
-        prompt: str,
-    ) -> Teacher:
+    def load(self, weights: Path | str) -> None:
         """Load a trained model.
 
         Args:
             weights: Its file or folder, or what else names it.
-            task: Task of the domain.
-            labels: Labels of the domain; empty where answers are text.
-            names: Label for each class name of the model, where the two differ.
-            options: Options, whose names are in `options()`.
-            prompt: Prompt of the domain.
 
         Raises:
             TeacherError: The model cannot be loaded, or does not fit the task or the labels.
         """
 
-    def train(
-        self,
-        samples: Sequence[Sample],
-        task: Task,
-        labels: Sequence[str],
-        folder: Path,
-        options: Mapping[str, Any],
-        on_epoch: OnEpoch | None,
-    ) -> dict[str, Any]:
-        """Train a model and save it as `folder` / `artefact`.
+    @abstractmethod
+    def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
+        """Answer for at most `batch` samples, one answer per sample in order.
 
-        Args:
-            samples: Labelled training samples.
-            task: Task of the domain.
-            labels: Labels in the order of the class indices.
-            folder: Where to save; created if missing.
-            options: Options, whose names are in `options()`.
-            on_epoch: Called after each epoch.
-
-        Returns:
-            A report, ready for JSON.
-
-        Raises:
-            TeacherError: The task is not supported, or there are too few samples.
+        Boxes have confidences, are in pixels of the image, and come most confident first. Labels
+        have `soft`, a probability for each of `labels`.
         """
-        raise NotImplementedError
-
-
-class BatchTeacher(ABC):
-    """Base class of teachers that answer batch by batch.
-
-    Args:
-        task: Task that the teacher answers.
-        labels: Labels in the order of the class indices; empty where answers are text.
-        batch: Samples per batch.
-    """
-
-    def __init__(self, task: Task, labels: Sequence[str], batch: int = BATCH) -> None:
-        self._task = task
-        self._labels = tuple(labels)
-        self._batch = batch
-
-    @property
-    def task(self) -> Task:
-        """Task that the teacher answers."""
-        return self._task
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Labels in the order of the class indices; empty where answers are text."""
-        return self._labels
 
     def answer(self, samples: Sequence[Sample], on_batch: OnBatch | None = None) -> list[Answer]:
         """Answer for samples, one answer per sample in order.
@@ -207,37 +146,101 @@ class BatchTeacher(ABC):
             on_batch: Called after each batch.
         """
         answers: list[Answer] = []
-        for start in range(0, len(samples), self._batch):
-            answers += self._answer_batch(samples[start : start + self._batch])
+        for start in range(0, len(samples), self.batch):
+            answers += self.answer_batch(samples[start : start + self.batch])
             if on_batch is not None:
                 on_batch(len(answers), len(samples))
         return answers
 
-    @abstractmethod
-    def _answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Answer for at most `batch` samples, one answer per sample in order."""
+    def train(
+        self,
+        samples: Sequence[Sample],
+        folder: Path,
+        on_epoch: OnEpoch | None = None,
+        validation: Sequence[Sample] = (),
+    ) -> dict[str, Any]:
+        """Train a model and save it as `folder` / `artefact`.
 
+        Args:
+            samples: Labelled training samples.
+            folder: Where to save; created if missing.
+            on_epoch: Called after each epoch.
+            validation: Labelled samples for a curve; nothing that is trained depends on them.
 
-def check_numbers(options: Mapping[str, Any], settings: type[Any]) -> None:
-    """Check options that are numbers against the types of a dataclass.
+        Returns:
+            A report, ready for JSON.
 
-    Args:
-        options: Values by name.
-        settings: A dataclass whose fields are `int` or `float` and not negative.
+        Raises:
+            TeacherError: The task is not supported, or the samples do not fit.
+        """
+        raise TeacherError("a teacher of this kind is not trained here: name a trained one")
 
-    Raises:
-        TeacherError: A value is no such number.
-    """
-    for item in fields(settings):
-        value = options.get(item.name, item.default)
-        whole = str(item.type) == "int"
-        kinds = (int,) if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:
-            what = "a whole number" if whole else "a number"
+    def question(self, sample: Sample) -> str:
+        """The prompt for a sample: its own prompt, inserted at the domain's ``{}``."""
+        if sample.prompt is None:
+            return self.prompt
+        return self.prompt.replace("{}", sample.prompt) if "{}" in self.prompt else sample.prompt
+
+    def match_classes(self, who: str, classes: Mapping[int, str]) -> None:
+        """Match the domain's labels to a model's classes, ignoring case and underscores.
+
+        Args:
+            who: The model's name, for error messages.
+            classes: Name of each class index.
+
+        Raises:
+            TeacherError: No class matches a label, or `names` contains an unknown class.
+        """
+        known = ", ".join(list(classes.values())[:10]) + (", …" if len(classes) > 10 else "")
+        strange = [name for name in self.names if name not in classes.values()]
+        if strange:
             raise TeacherError(
-                f"teacher.options.{item.name}={value!r} is not possible: set it to {what} of at "
-                "least 0"
+                f"{who} has no class {strange[0]!r}, only {known}: correct teacher.options.names"
             )
+        by_name = {_plain(label): label for label in self.labels}
+        by_name |= {label: label for label in self.labels}
+        self.label_of = {}
+        for index, name in classes.items():
+            own = self.names.get(name, name)
+            if label := by_name.get(own) or by_name.get(_plain(own)):
+                self.label_of[index] = label
+        missing = [label for label in self.labels if label not in self.label_of.values()]
+        if missing:
+            raise TeacherError(
+                f"{who} has no class {', '.join(map(repr, missing))}, only {known}: map one of its "
+                "classes to it in teacher.options.names"
+            )
+
+    def choose(self, scores: Sequence[float]) -> Answer:
+        """The answer of a model that scores each of its classes.
+
+        Scores of classes that mean one label add up; those of other classes are left out, and the
+        rest scaled to 1.
+        """
+        soft = dict.fromkeys(self.labels, 0.0)
+        for index, label in self.label_of.items():
+            soft[label] += scores[index]
+        return choice_answer(self.task, self.labels, list(soft.values()))
+
+    def find_phrases(self, who: str) -> dict[str, str]:
+        """What an open-vocabulary detector looks for, to the label that each phrase stands for.
+
+        These are the labels, with underscores read as spaces, or the phrases that `names` has for
+        them.
+
+        Raises:
+            TeacherError: There is no label, or a phrase stands for none of them.
+        """
+        if not self.labels:
+            raise TeacherError(f"{who} has to be told what to look for: give the domain labels")
+        stray = [label for label in self.names.values() if label not in self.labels]
+        if stray:
+            raise TeacherError(
+                f"{who} is mapped to {stray[0]!r}, which is not one of {', '.join(self.labels)}: "
+                "correct teacher.options.names"
+            )
+        plain = [label for label in self.labels if label not in self.names.values()]
+        return {label.replace("_", " "): label for label in plain} | self.names
 
 
 def _texts(value: Any) -> list[str]:
@@ -251,72 +254,22 @@ def _texts(value: Any) -> list[str]:
     return []
 
 
-def map_classes(
-    who: str,
-    classes: Mapping[int, str],
-    labels: Sequence[str] | None,
-    names: Mapping[str, str] | None = None,
-) -> dict[int, str]:
-    """Match a domain's labels to a model's classes, ignoring case and underscores.
-
-    Args:
-        who: The model's name, for error messages.
-        classes: Name of each class index.
-        labels: Labels of the domain; None for the model's own classes.
-        names: Label for a class name, where the two differ; several classes may have one label.
-
-    Returns:
-        The label of each class index that has one; other classes are left out.
-
-    Raises:
-        TeacherError: No class matches a label, or `names` contains an unknown class.
-    """
-    names = dict(names or {})
-    strange = [name for name in names if name not in classes.values()]
-    known = ", ".join(list(classes.values())[:10]) + (", …" if len(classes) > 10 else "")
-    if strange:
-        raise TeacherError(
-            f"{who} has no class {strange[0]!r}, only {known}: correct teacher.options.names"
-        )
-    label_of = {index: names.get(name, name) for index, name in classes.items()}
-    if labels is None:
-        return label_of
-    plain = {_plain(label): label for label in labels}
-    mapped = {
-        index: label if label in labels else plain[_plain(label)]
-        for index, label in label_of.items()
-        if label in labels or _plain(label) in plain
-    }
-    missing = [label for label in labels if label not in mapped.values()]
-    if missing:
-        raise TeacherError(
-            f"{who} has no class {', '.join(map(repr, missing))}, only {known}: map one of its "
-            "classes to it in teacher.options.names"
-        )
-    return mapped
-
-
 def _plain(name: str) -> str:
     return name.replace("_", " ").strip().lower()
 
 
 def choice_answer(task: Task, labels: Sequence[str], soft: Sequence[float]) -> Answer:
-    """The answer of a teacher that scores each label.
-
-    Args:
-        task: Task of the domain, which determines the field of the answer.
-        labels: The labels.
-        soft: A score for each label; scaled to probabilities.
-    """
+    """The answer of a teacher that scores each label; scores are scaled to probabilities."""
     total = sum(soft)
     shares = tuple(share / total for share in soft) if total > 0 else ()
-    best = labels[max(range(len(labels)), key=lambda i: soft[i])]
-    return with_choice(task, best, shares)
+    return Answer.chosen(task, labels[max(range(len(labels)), key=lambda i: soft[i])], shares)
 
 
-def with_choice(task: Task, choice: str, soft: tuple[float, ...] = ()) -> Answer:
-    """An answer with a chosen label in the field that the task uses."""
-    return Answer.chosen(task, choice, soft)
+def phrase_of(sample: Sample) -> str:
+    """The phrase of a sample of a grounding domain."""
+    if not sample.prompt:
+        raise TeacherError(f"sample {sample.id} has no phrase to look for: give it one")
+    return sample.prompt
 
 
 def check_answers(who: str, task: Task, answers: Sequence[Answer]) -> None:
@@ -328,7 +281,6 @@ def check_answers(who: str, task: Task, answers: Sequence[Answer]) -> None:
     if not any(a.boxes or a.choice is not None or a.captions for a in answers):
         what = "finds nothing" if task.spec.answer == "boxes" else "answers nothing"
         raise TeacherError(
-            f"{who} {what} on {plural(len(answers), 'sample')}: check that it fits the domain, "
-            "or lower its "
-            "threshold"
+            f"{who} {what} on {plural(len(answers), 'sample')}: check that it fits the domain, or "
+            "lower its threshold"
         )

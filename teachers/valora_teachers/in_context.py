@@ -1,65 +1,78 @@
-"""A base model that has the document in its prompt."""
+"""The base model with the document in its prompt: what a memory should answer like."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from valora_data.errors import DataError
-from valora_data.schema import Answer, Domain
-from valora_teachers.base import TeacherError
+from valora_data.errors import BundleError, DataError
+from valora_data.schema import Answer
+from valora_teachers.base import Count, Dtype, Teacher, TeacherError, TeacherOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
-    from valora_data.schema import Sample, Task
+    from valora_data.schema import Sample
     from valora_teachers.base import OnBatch
-
-
-@dataclass(frozen=True)
-class InContextOptions:
-    """Numbers among the options.
-
-    Attributes:
-        max_tokens: Most tokens of an answer.
-        batch: Questions that are answered at once; fewer about long documents.
-    """
-
-    max_tokens: int = 32
-    batch: int = 64
-
 
 TOKENS_AT_ONCE = 131_072
 """Tokens that are kept at once: those of a document for each question of a batch."""
 
 
-class InContextTeacher:
-    """Reads each document once, and answers its questions from keys and values.
+class InContextOptions(TeacherOptions):
+    """Options of a base model that reads.
 
-    Args:
-        base: The model: `tiny`, a folder, or a name on the hub.
-        task: Task of the domain.
-        prompt: Prompt of the domain.
-        options: `max_tokens`, `batch`, `dtype` and `device`.
+    Attributes:
+        max_tokens: Most tokens of an answer.
+        batch: Questions that are answered at once; fewer about long documents.
+        dtype: Data type of the weights, such as ``float32``.
+        device: Device in torch's terms, such as ``cpu`` or ``cuda``.
     """
 
-    labels: tuple[str, ...] = ()
+    max_tokens: Count = 32
+    batch: Count = 64
+    dtype: Dtype = "float32"
+    device: str = "cpu"
 
-    def __init__(self, base: str, task: Task, prompt: str, options: Mapping[str, Any]) -> None:
+
+class InContext(Teacher):
+    """Reads each document once, and answers its questions from keys and values.
+
+    The model is `tiny`, a folder, or a name on the hub.
+    """
+
+    options_type = InContextOptions
+    without_effect: ClassVar[frozenset[str]] = frozenset({"device", "batch"})
+
+    @classmethod
+    def inputs(
+        cls, weights: str | None, options: Mapping[str, Any], cache: Path | None
+    ) -> dict[str, str]:
+        """Hashes of the model's weights and of what prompts are made with."""
+        from valora_data.contract.base_model import base_hash, processor_hash
+
+        base = str(weights)
+        try:
+            return {"base": base_hash(base), "processor": processor_hash(base)}
+        except BundleError as error:
+            raise TeacherError(str(error)) from error
+
+    def load(self, weights: Path | str) -> None:
+        """Load the model."""
         import torch
 
         from valora_data.contract.base_model import BaseModel, load_model
 
-        self.task = task
-        self._domain = Domain("document", task, (), prompt, 1.0)
-        self._most = int(options.get("max_tokens", InContextOptions.max_tokens))
-        self._batch = int(options.get("batch", InContextOptions.batch))
-        dtype = getattr(torch, str(options.get("dtype", "float32")))
-        self.model = BaseModel(base, *load_model(base, dtype))
-        self.model.to(str(options.get("device", "cpu")))
+        if self.names or self.labels:
+            raise TeacherError(
+                "a teacher of kind in_context writes its answers: leave labels and names out"
+            )
+        dtype = getattr(torch, self.options.dtype)
+        self.model = BaseModel(str(weights), *load_model(str(weights), dtype))
+        self.model.to(self.options.device)
 
     def answer(self, samples: Sequence[Sample], on_batch: OnBatch | None = None) -> list[Answer]:
         """Answer questions about their documents, one answer per sample in order.
@@ -71,23 +84,14 @@ class InContextTeacher:
         Raises:
             TeacherError: A sample asks about no document, or the model cannot read what it says.
         """
-        from valora_data.contract.recall import read_head
-
         answers = [Answer()] * len(samples)
         done = 0
         by_document: dict[int, list[int]] = defaultdict(list)
         for row, sample in enumerate(samples):
             by_document[id(sample.document)].append(row)
         for rows in by_document.values():
-            document = samples[rows[0]].document
-            if document is None:
-                raise TeacherError(
-                    f"sample {samples[rows[0]].id} asks about no document: a teacher of kind "
-                    "in_context needs a source of documents"
-                )
             try:
-                read = read_head(self.model, document.text, document.images)
-                for part, texts in self._about(read, [samples[row] for row in rows]):
+                for part, texts in self._about([samples[row] for row in rows]):
                     for place, text in zip(part, texts, strict=True):
                         answers[rows[place]] = Answer(answers=(text,))
                     done += len(part)
@@ -98,35 +102,40 @@ class InContextTeacher:
                 raise TeacherError(f"domain {name}: {error}") from error
         return answers
 
-    def _about(
-        self, read: tuple[Tensor, Tensor, int], samples: Sequence[Sample]
-    ) -> Iterator[tuple[list[int], list[str]]]:
+    def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
+        """Answer some questions."""
+        return self.answer(samples)
+
+    def _about(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[str]]]:
         """Yield places of some samples about one document, with the answers to them."""
         import torch
 
         from valora_data.contract.contexts import tail_tokens
-        from valora_data.contract.recall import run_tails, write_on
+        from valora_data.contract.recall import read_head, run_tails, write_on
 
-        model = self.model
-        keys, values, position = read
+        model, document = self.model, samples[0].document
+        if document is None:
+            raise TeacherError(
+                f"sample {samples[0].id} asks about no document: a teacher of kind in_context "
+                "needs a source of documents"
+            )
+        keys, values, position = read_head(model, document.text, document.images)
         by_length: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
         for place, sample in enumerate(samples):
-            text = [{"type": "text", "text": self._domain.question(sample)}]
+            text = [{"type": "text", "text": self.question(sample)}]
             ids = tail_tokens(model, [{"role": "user", "content": text}])
             by_length[len(ids)].append((place, ids))
-        step = max(1, min(self._batch, TOKENS_AT_ONCE // keys.shape[2]))
+        step = max(1, min(self.options.batch, TOKENS_AT_ONCE // keys.shape[2]))
         for length, alike in by_length.items():
             for start in range(0, len(alike), step):
                 some = alike[start : start + step]
                 rows = torch.tensor([ids for _, ids in some], device=model.device)
+                copies = (-1, len(some), -1, -1, -1)
                 with torch.no_grad():
-                    hidden, cache = run_tails(
-                        model,
-                        model.model.get_input_embeddings()(rows),
-                        position,
-                        keys[:, None].expand(-1, len(some), -1, -1, -1),
-                        values[:, None].expand(-1, len(some), -1, -1, -1),
-                        cached=True,
+                    embedded = model.model.get_input_embeddings()(rows)
+                    past: list[Tensor] = [x[:, None].expand(copies) for x in (keys, values)]
+                    hidden, cache = run_tails(model, embedded, position, *past, cached=True)
+                    texts = write_on(
+                        model, hidden, cache, position + length, self.options.max_tokens
                     )
-                    texts = write_on(model, hidden, cache, position + length, self._most)
                 yield [place for place, _ in some], texts

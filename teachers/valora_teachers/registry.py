@@ -3,35 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from valora_data.registry import Registry
 from valora_data.schema import Task
-from valora_teachers.base import TeacherError, TeacherKind
+from valora_teachers.base import Teacher, TeacherError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_data.schema import Sample
-    from valora_teachers.base import OnEpoch, Teacher
-
-KINDS: Registry[type[TeacherKind]] = Registry(
+KINDS: Registry[type[Teacher]] = Registry(
     "valora.teachers",
     "teacher kind",
     {
-        "yolo": "valora_teachers.kinds.yolo:Yolo",
-        "yolo_world": "valora_teachers.kinds.yolo_world:YoloWorldKind",
-        "small": "valora_teachers.kinds.small:Small",
-        "huggingface": "valora_teachers.kinds.huggingface:HuggingFace",
-        "function": "valora_teachers.kinds.function:Function",
-        "in_context": "valora_teachers.kinds.in_context:InContext",
+        "yolo": "valora_teachers.yolo:Yolo",
+        "yolo_world": "valora_teachers.yolo_world:YoloWorld",
+        "small": "valora_teachers.small:Small",
+        "huggingface": "valora_teachers.huggingface:HuggingFace",
+        "function": "valora_teachers.function:Function",
+        "in_context": "valora_teachers.in_context:InContext",
     },
     TeacherError,
 )
 NAMES = "names"
 """Option of every kind: the label for each class name of the model, where the two differ."""
+
+
+def make_teacher(
+    kind: str,
+    task: Task = Task.DETECTION,
+    labels: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    prompt: str = "",
+) -> Teacher:
+    """A teacher that is to be trained or loaded.
+
+    Args:
+        kind: A name of `KINDS`.
+        task: Task of the domain.
+        labels: Labels of the domain; empty where answers are text.
+        options: `names`, and the kind's own options.
+        prompt: Prompt of the domain, for vision-language models.
+
+    Raises:
+        TeacherError: The kind or an option is unknown, or a value is not possible.
+    """
+    found = KINDS[kind]
+    own = dict(options or {})
+    names = own.pop(NAMES, None)
+    if names is not None and not isinstance(names, Mapping):
+        raise TeacherError(
+            f"teacher.options.names={names!r} is no mapping: give the label for each class name"
+        )
+    try:
+        return found(task, labels, own, names, prompt)
+    except ValidationError as error:
+        (problem, *_) = error.errors()
+        name = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "extra_forbidden":
+            known = ", ".join(found.options_type.model_fields)
+            raise TeacherError(
+                f"unknown option {name} of teacher {kind}: expected {known}"
+            ) from error
+        raise TeacherError(
+            f"teacher.options.{name}={problem['input']!r} is not possible: {problem['msg']}"
+        ) from error
 
 
 def load_teacher(
@@ -49,7 +88,7 @@ def load_teacher(
         weights: The model's file or folder; for `huggingface` also a name on the hub; for
             `function` ``package.module:function``.
         labels: Labels of the domain; empty where answers are text.
-        options: `names`, and the kind's own options. Settings of training are accepted and ignored.
+        options: `names`, and the kind's own options. Settings of training have no effect.
         task: Task of the domain.
         prompt: Prompt of the domain, for vision-language models.
 
@@ -57,24 +96,9 @@ def load_teacher(
         TeacherError: The kind or an option is unknown, or the model does not fit the task or the
             labels.
     """
-    found = KINDS[kind]()
-    chosen = dict(options or {})
-    names = chosen.pop(NAMES, None)
-    _check_options(kind, found, chosen)
-    return found.load(weights, task, labels, names, chosen, prompt)
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherFacts:
-    """What the answers of a teacher depend on, besides its task, its labels and the samples.
-
-    Attributes:
-        settings: Values for JSON.
-        inputs: Content hashes by name.
-    """
-
-    settings: dict[str, Any]
-    inputs: dict[str, str]
+    teacher = make_teacher(kind, task, labels, options, prompt)
+    teacher.load(weights)
+    return teacher
 
 
 def teacher_facts(
@@ -83,8 +107,8 @@ def teacher_facts(
     options: Mapping[str, Any] | None = None,
     prompt: str = "",
     cache: Path | None = None,
-) -> TeacherFacts:
-    """What the answers of a loaded teacher depend on.
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the answers of a teacher depend on, besides its task, its labels and the samples.
 
     Args:
         kind: A name of `KINDS`.
@@ -93,100 +117,25 @@ def teacher_facts(
         prompt: Prompt of the domain.
         cache: As in `valora_data.hashing.hash_files`.
 
+    Returns:
+        Settings, ready for JSON, and content hashes by name.
+
     Raises:
         TeacherError: The kind is unknown, or a file cannot be read.
     """
-    found = KINDS[kind]()
-    with_effect = {
-        key: value for key, value in (options or {}).items() if key not in found.without_effect
-    }
-    plain = {key: value for key, value in with_effect.items() if key != NAMES}
+    found = KINDS[kind]
+    counting = {k: value for k, value in (options or {}).items() if k not in found.without_effect}
     try:
-        inputs = found.inputs(weights, plain, cache)
+        own = {name: value for name, value in counting.items() if name != NAMES}
+        inputs = found.inputs(weights, own, cache)
     except OSError as error:
         raise TeacherError(
             f"{error.filename} of teacher {weights or kind} cannot be read ({error.strerror}): "
             "check its permissions"
         ) from error
-    settings: dict[str, Any] = {"kind": kind, "options": with_effect}
+    settings: dict[str, Any] = {"kind": kind, "options": counting}
     if found.reads_prompt:
         settings["prompt"] = prompt
     if weights is not None and not Path(weights).exists():
         settings["weights"] = weights  # a name on the hub, or of a function
-    return TeacherFacts(settings, inputs)
-
-
-def train_teacher(
-    kind: str,
-    train: Sequence[Sample],
-    labels: Sequence[str],
-    folder: Path,
-    options: Mapping[str, Any] | None = None,
-    on_epoch: OnEpoch | None = None,
-    task: Task = Task.DETECTION,
-    validation: Sequence[Sample] = (),
-) -> dict[str, Any]:
-    """Train a teacher and save it in a folder, under the name `TeacherKind.artefact`.
-
-    Args:
-        kind: A name of `KINDS` whose kind is `trainable`.
-        train: Labelled training samples.
-        labels: Labels in the order of the class indices.
-        folder: Where to save; created if missing.
-        options: Settings of the kind's training.
-        on_epoch: Called after each epoch, see `base.OnEpoch`.
-        task: Task of the domain.
-        validation: Labelled samples for a curve of the training; nothing that is trained depends on
-            them.
-
-    Returns:
-        A report of the training, ready for JSON.
-
-    Raises:
-        TeacherError: The kind or an option is unknown, the kind cannot be trained for the task, or
-            there are too few samples.
-    """
-    found = KINDS[kind]()
-    if not found.trainable:
-        trainable = " or ".join(name for name, one in KINDS.items() if one.trainable)
-        raise TeacherError(
-            f"a teacher of kind {kind} is not trained here: name a trained one, or choose "
-            f"{trainable}"
-        )
-    chosen = {key: value for key, value in (options or {}).items() if key != NAMES}
-    _check_options(kind, found, chosen)
-    found.validation = validation
-    return found.train(train, task, labels, folder, chosen, on_epoch)
-
-
-def check_options(kind: str, options: Mapping[str, Any]) -> None:
-    """Check the options of a teacher before it is trained or loaded.
-
-    Args:
-        kind: A name of `KINDS`.
-        options: As in `load_teacher`.
-
-    Raises:
-        TeacherError: The kind or an option is unknown, or a value is not possible.
-    """
-    found = KINDS[kind]()
-    chosen = {key: value for key, value in options.items() if key != NAMES}
-    names = options.get(NAMES)
-    if names is not None and not isinstance(names, Mapping):
-        raise TeacherError(
-            f"teacher.options.names={names!r} is no mapping: give the label for each class name"
-        )
-    _check_options(kind, found, chosen)
-    try:
-        found.check(chosen)
-    except (TypeError, ValueError) as error:
-        raise TeacherError(f"teacher.options of kind {kind}: {error}; correct them") from error
-
-
-def _check_options(name: str, kind: TeacherKind, options: Mapping[str, Any]) -> None:
-    known = kind.options()
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise TeacherError(
-            f"unknown option {', '.join(unknown)} of teacher {name}: expected {', '.join(known)}"
-        )
+    return settings, inputs

@@ -18,23 +18,29 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
 from PIL import Image
 
+from valora_data.schema import Answer, Box
 from valora_teachers.base import TeacherError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from valora_data.schema import Sample
+
+MIN_CONFIDENCE = 0.01
 
 
 @cache
 def load_ultralytics() -> Any:
-    """Ultralytics, kept offline, quiet, and away from the user's settings.
+    """Import Ultralytics.
 
     Raises:
         TeacherError: If it is not installed.
     """
+    import torch
+
     # It writes settings when imported; a folder of this process alone keeps the user's as they are.
     settings_folder = tempfile.mkdtemp(prefix="valora-ultralytics-")
     atexit.register(shutil.rmtree, settings_folder, ignore_errors=True)
@@ -69,6 +75,8 @@ def load_ultralytics() -> Any:
 @contextmanager
 def threads_kept() -> Iterator[None]:
     """Restore torch's number of threads, which Ultralytics lowers when it picks the CPU."""
+    import torch
+
     threads = torch.get_num_threads()
     try:
         yield
@@ -77,10 +85,7 @@ def threads_kept() -> Iterator[None]:
 
 
 def open_weights(path: Path) -> tuple[Any, str, dict[int, str]]:
-    """Load a `.pt` file of Ultralytics.
-
-    Args:
-        path: The file, trained here or by any Ultralytics version that the installed one reads.
+    """Load a `.pt` file, trained here or by any version that the installed Ultralytics reads.
 
     Returns:
         The `ultralytics.YOLO`, its task in Ultralytics' words, and the names of its classes.
@@ -106,3 +111,36 @@ def open_weights(path: Path) -> tuple[Any, str, dict[int, str]]:
             f"{path.name} is no YOLO that Ultralytics {ultralytics.__version__} can load "
             f"({reason}): give one of its .pt files"
         ) from error
+
+
+def predict(model: Any, samples: Sequence[Sample], **settings: Any) -> list[Any]:
+    """Ultralytics' results for the images of samples, after non-maximum suppression."""
+    with threads_kept():
+        found: list[Any] = model.predict(
+            [sample.image.convert("RGB") for sample in samples],
+            conf=MIN_CONFIDENCE,
+            iou=0.5,
+            device="cpu",
+            save=False,
+            verbose=False,
+            **settings,
+        )
+    return found
+
+
+def read_boxes(result: Any, label_of: Mapping[int, str]) -> Answer:
+    """Boxes of one of Ultralytics' results, inside the image, most confident first.
+
+    Args:
+        result: An `ultralytics.engine.results.Results`.
+        label_of: Label for each class index.
+    """
+    height, width = result.orig_shape
+    edges = result.boxes.xyxy.clamp_min(0).tolist()
+    found = zip(edges, result.boxes.cls.tolist(), result.boxes.conf.tolist(), strict=True)
+    boxes = [
+        Box(x0, y0, min(x1, width), min(y1, height), label_of[int(index)], confidence)
+        for (x0, y0, x1, y1), index, confidence in found
+        if min(x1, width) > x0 and min(y1, height) > y0
+    ]
+    return Answer(tuple(sorted(boxes, key=lambda box: -box.confidence)))

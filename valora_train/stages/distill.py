@@ -64,7 +64,7 @@ def teach_stage(
     name = f"teach-{domain.name}"
     if domain.teacher == TRAIN:
         options = {key: value for key, value in teacher.options.items() if key != NAMES}
-        inputs = teacher_facts(teacher.kind, None, options).inputs
+        _, inputs = teacher_facts(teacher.kind, None, options)
         settings["options"] = options
         inputs |= {"train": digest(data / Split.TRAIN)}
         return Stage(name, 3, settings, inputs, resumable=True, shared=True)
@@ -102,8 +102,8 @@ def build_teacher(
         else:
             shutil.copyfile(domain.teacher, place)
         return
-    from valora_teachers.progress import CHECKPOINT
-    from valora_teachers.registry import train_teacher
+    from valora_teachers.base import CHECKPOINT
+    from valora_teachers.registry import make_teacher
 
     for item in folder.iterdir():  # of an interrupted training only the checkpoint counts
         if item.is_dir():
@@ -111,22 +111,15 @@ def build_teacher(
         elif item.name != CHECKPOINT:
             item.unlink()
     assert domain.task is not None, "`Settings.chosen` fills it in"
-    report = train_teacher(
-        teacher.kind,
-        shards.read(intact(data / Split.TRAIN)),
-        domain.labels,
-        folder,
-        teacher.options,
-        on_epoch,
-        domain.task,
-        _looked_at(data / Split.VAL),
-    )
+    model = make_teacher(teacher.kind, domain.task, domain.labels, teacher.options)
+    samples = shards.read(intact(data / Split.TRAIN))
+    report = model.train(samples, folder, on_epoch, _looked_at(data / Split.VAL))
     write_json(folder / REPORT, report)
 
 
 def _looked_at(split: Path) -> list[Sample]:
     """Samples for the validation curve of a teacher's training, which depends on none of them."""
-    from valora_teachers.progress import LOOK_SAMPLES
+    from valora_teachers.base import LOOK_SAMPLES
 
     shard = shards.open_shard(split)
     return [shard[number] for number in range(min(len(shard), LOOK_SAMPLES))]
@@ -172,13 +165,13 @@ def distill_stage(
         from valora_teachers.registry import teacher_facts
 
         weights = domain.teacher if taught is None else None
-        facts = teacher_facts(
+        facts, hashes = teacher_facts(
             teacher.kind, weights, teacher.options, domain.prompt, _cache(domain, work)
         )
         kept = {"min_confidence", "threshold", "labelled"}
         settings |= {key: value for key, value in as_dict(teacher).items() if key in kept}
-        settings |= facts.settings
-        inputs |= facts.inputs
+        settings |= facts
+        inputs |= hashes
         if taught is not None:
             inputs["teacher"] = digest(taught / str(_artefact(teacher)))
         if not teacher.labelled:

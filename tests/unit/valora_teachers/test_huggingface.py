@@ -14,10 +14,15 @@ from tests.support.helpers import save_random_llava
 from valora_data.schema import Answer, Sample, Task
 from valora_data.sources.formats.videos import read_frames
 from valora_teachers.base import TeacherError, check_answers
-from valora_teachers.huggingface import load_huggingface
+from valora_teachers.registry import load_teacher
 
 NAMES = {0: "cat", 1: "house dog", 2: "eel", 3: "fox"}
+ALL = tuple(NAMES.values())
 WORDS = [*"abc?.", "cat", "dog", "red", "blue", "the", "left", "right", "what", "is", "this", "yes"]
+
+
+def load_huggingface(source, task: Task, labels=(), *, prompt: str = "", **options):
+    return load_teacher("huggingface", source, labels, options, task, prompt)
 
 
 def picture(seed: int, size: tuple[int, int] = (40, 30)) -> Image.Image:
@@ -70,10 +75,9 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_image_classification_agrees_with_the_pipeline(vit: Path) -> None:
     some = samples(5)
     done: list[tuple[int, int]] = []
-    teacher = load_huggingface(vit, Task.CLASSIFICATION, batch=2)
+    teacher = load_huggingface(vit, Task.CLASSIFICATION, ALL, batch=2)
     answers = teacher.answer(some, lambda *args: done.append(args))
     assert done == [(2, 5), (4, 5), (5, 5)]
-    assert teacher.labels == tuple(NAMES.values())
     pipeline = transformers.pipeline("image-classification", str(vit), top_k=4)
     for sample, answer in zip(some, answers, strict=True):
         theirs = {entry["label"]: entry["score"] for entry in pipeline(sample.image)}
@@ -84,7 +88,7 @@ def test_image_classification_agrees_with_the_pipeline(vit: Path) -> None:
 
 def test_classes_that_mean_one_label_add_up(vit: Path) -> None:
     some = samples(3)
-    every = load_huggingface(vit, Task.CLASSIFICATION).answer(some)
+    every = load_huggingface(vit, Task.CLASSIFICATION, ALL).answer(some)
     names = {"eel": "fish", "cat": "House_Dog"}
     teacher = load_huggingface(vit, Task.CLASSIFICATION, ["fish", "House_Dog"], names=names)
     for whole, answer in zip(every, teacher.answer(some), strict=True):
@@ -118,7 +122,7 @@ def test_a_model_for_several_labels_at_once(vit: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     transformers.ViTImageProcessor(size={"height": 24, "width": 24}).save_pretrained(tmp_path)
     with pytest.raises(TeacherError, match="gives several labels at once"):
-        load_huggingface(tmp_path, Task.CLASSIFICATION)
+        load_huggingface(tmp_path, Task.CLASSIFICATION, ALL)
 
 
 # ---- video -------------------------------------------------------------------------------------
@@ -140,7 +144,7 @@ def test_video_classification_agrees_with_the_pipeline(tmp_path: Path) -> None:
         transformers.AutoModelForVideoClassification.from_pretrained(tmp_path),
         image_processor=transformers.AutoImageProcessor.from_pretrained(tmp_path), top_k=4,
     )  # fmt: skip
-    teacher = load_huggingface(tmp_path, Task.VIDEO, batch=2)
+    teacher = load_huggingface(tmp_path, Task.VIDEO, ALL, batch=2)
     clips = []
     for index, levels in enumerate([[10, 60, 110, 160], [200, 150, 90, 20], [90, 90, 200, 20]]):
         path = write_video(tmp_path / f"{index}.mp4", levels, (32, 32))
@@ -207,7 +211,7 @@ def assert_same_boxes(answer: Answer, theirs: list[dict], size: tuple[int, int])
 
 def test_detection_agrees_with_the_pipeline(rt_detr: Path) -> None:
     pipeline = transformers.pipeline("object-detection", str(rt_detr), threshold=0.3)
-    teacher = load_huggingface(rt_detr, Task.DETECTION, threshold=0.3, batch=2)
+    teacher = load_huggingface(rt_detr, Task.DETECTION, ALL, threshold=0.3, batch=2)
     some = samples(3)
     for sample, answer in zip(some, teacher.answer(some), strict=True):
         theirs = pipeline(sample.image)
@@ -220,7 +224,7 @@ def test_detection_agrees_with_the_pipeline(rt_detr: Path) -> None:
 
 
 def test_a_teacher_that_finds_nothing(rt_detr: Path) -> None:
-    teacher = load_huggingface(rt_detr, Task.DETECTION, threshold=0.999999)
+    teacher = load_huggingface(rt_detr, Task.DETECTION, ALL, threshold=0.999999)
     answers = teacher.answer(samples(3))
     assert answers == [Answer()] * 3
     with pytest.raises(TeacherError, match="rt-detr finds nothing on 3 samples: check that it"):
@@ -475,4 +479,4 @@ def test_weights_that_are_pickles_are_refused(vit: Path, tmp_path: Path) -> None
     model = transformers.ViTForImageClassification.from_pretrained(vit)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(TeacherError, match="cannot be loaded"):
-        load_huggingface(tmp_path, Task.CLASSIFICATION)
+        load_huggingface(tmp_path, Task.CLASSIFICATION, ALL)

@@ -6,7 +6,7 @@ import torch
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.schema import Answer, Document, Sample, Task, no_image
 from valora_teachers.base import TeacherError
-from valora_teachers.registry import check_options, load_teacher, teacher_facts
+from valora_teachers.registry import load_teacher, teacher_facts
 
 TEXTS = ["417 color red\n820 thing star", "131 color blue\n417 color green\n900 table 21"]
 
@@ -42,10 +42,10 @@ def test_it_answers_as_transformers_does_with_the_document_in_the_prompt(base):
 
 
 def test_it_is_another_teacher_if_the_model_is_another(base, tmp_path):
-    first = teacher_facts("in_context", base, {"max_tokens": 5, "batch": 2})
-    assert first.settings["options"] == {"max_tokens": 5}  # answers do not depend on batches
+    settings, inputs = teacher_facts("in_context", base, {"max_tokens": 5, "batch": 2})
+    assert settings["options"] == {"max_tokens": 5}  # answers do not depend on batches
     other = str(CHECKPOINTS["llava"](tmp_path / "other", seed=4))
-    assert teacher_facts("in_context", other, {"max_tokens": 5}).inputs != first.inputs
+    assert teacher_facts("in_context", other, {"max_tokens": 5})[1] != inputs
 
 
 def test_what_it_cannot_answer_is_refused(base):
@@ -59,7 +59,3 @@ def test_what_it_cannot_answer_is_refused(base):
     assert len(teacher.answer([image])) == 1  # which is text
     with pytest.raises(TeacherError, match="leave labels"):
         load_teacher("in_context", base, ("yes", "no"), {}, Task.CONTEXT, "{}")
-    with pytest.raises(TeacherError, match=r"max_tokens='many'"):
-        check_options("in_context", {"max_tokens": "many"})
-    with pytest.raises(TeacherError, match="unknown option"):
-        check_options("in_context", {"tokens": 3})

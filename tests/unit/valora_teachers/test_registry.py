@@ -8,50 +8,41 @@ import pytest
 from tests.unit.valora_train.test_cli import write_coco
 from valora_data import shards
 from valora_data.schema import Task
-from valora_teachers.base import TeacherError
-from valora_teachers.registry import KINDS, load_teacher, train_teacher
+from valora_teachers.base import Teacher, TeacherError
+from valora_teachers.registry import KINDS, load_teacher, make_teacher
 from valora_train import cli
 
-EXAMPLE = '''
+EXAMPLE = """
 import json
 
-from valora_data.schema import Answer
-from valora_teachers.base import BatchTeacher, TeacherKind
+from valora_data.schema import Answer, Box
+from valora_teachers.base import Teacher, TeacherOptions
 
 
-class MeanBox(BatchTeacher):
-    """Answers every image with the mean box of the training samples."""
-
-    def __init__(self, task, labels, box):
-        super().__init__(task, labels)
-        self.box = box
-
-    def _answer_batch(self, samples):
-        from valora_data.schema import Box
-
-        return [Answer((Box(*self.box, self.labels[0], confidence=0.75),)) for _ in samples]
+class Options(TeacherOptions):
+    scale: float = 1.0
 
 
-class MeanBoxKind(TeacherKind):
+class MeanBox(Teacher):
+    options_type = Options
     artefact = "mean.json"
     trainable = True
 
-    def options(self):
-        return ("scale",)
+    def load(self, weights):
+        self.box = json.loads(open(weights).read())
 
-    def load(self, weights, task, labels, names, options, prompt):
-        return MeanBox(task, labels, json.loads(open(weights).read()))
+    def answer_batch(self, samples):
+        return [Answer((Box(*self.box, self.labels[0], confidence=0.75),)) for _ in samples]
 
-    def train(self, samples, task, labels, folder, options, on_epoch):
-        folder.mkdir(parents=True, exist_ok=True)
+    def train(self, samples, folder, on_epoch=None, validation=()):
         boxes = [box.xyxy for sample in samples for box in sample.answer.boxes]
-        mean = [options.get("scale", 1) * sum(edge) / len(boxes) for edge in zip(*boxes)]
+        mean = [self.options.scale * sum(edge) / len(boxes) for edge in zip(*boxes)]
         (folder / self.artefact).write_text(json.dumps(mean))
         return {"boxes": len(boxes)}
 
 
-extension = MeanBoxKind
-'''
+extension = MeanBox
+"""
 
 
 def test_a_kind_of_another_package_is_trained_and_labels(installed, tmp_path, monkeypatch, capfd):
@@ -80,19 +71,60 @@ def test_a_kind_of_another_package_is_trained_and_labels(installed, tmp_path, mo
     assert len(list((tmp_path / ".valora").glob("teach-cat-*[0-9a-f]/mean.json"))) == 2
 
 
-def test_unknown_names_list_what_there_is(tmp_path, installed):
+def sees(samples):
+    return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "options", "task", "message"),
+    [
+        ("oracle", "x", {}, Task.DETECTION,
+         "unknown teacher kind 'oracle': choose one of function, huggingface, in_context, "
+         "mean_box, small, yolo, yolo_world"),
+        ("mean_box", "x", {"seed": 1}, Task.DETECTION,
+         "unknown option seed of teacher mean_box: expected scale"),
+        ("function", f"{__name__}:sees", {"speed": 1}, Task.VIDEO,
+         "unknown option speed of teacher function: expected batch"),
+        ("in_context", "x", {"max_tokens": "many"}, Task.CONTEXT,
+         "teacher.options.max_tokens='many' is not possible: Input should be a valid integer"),
+        ("yolo", "x", {"size": 100}, Task.DETECTION, "size=100 .* a multiple of 32"),
+        ("yolo", "x", {"epochs": 0}, Task.DETECTION, "epochs=0 .* greater than or equal to 1"),
+        ("small", "x", {"names": ["a"]}, Task.VIDEO, "teacher.options.names=.'a'. is no mapping"),
+        ("yolo", "x.pt", {}, Task.CAPTION, "a YOLO gives no answers for task caption"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_loaded(kind, weights, options, task, message, installed):
     installed("valora.teachers", "mean_box", EXAMPLE)
-    known = "function, huggingface, in_context, mean_box, small, yolo, yolo_world"
-    with pytest.raises(TeacherError, match=f"unknown teacher kind 'oracle': choose one of {known}"):
-        load_teacher("oracle", tmp_path, ["cat"])
-    with pytest.raises(TeacherError, match=r"unknown option seed of teacher mean_box: .* scale"):
-        train_teacher("mean_box", [], ["cat"], tmp_path, {"seed": 1})
-    with pytest.raises(TeacherError, match=r"huggingface is not trained here: .* choose .*yolo or"):
-        train_teacher("huggingface", [], ["cat"], tmp_path, task=Task.CLASSIFICATION)
+    with pytest.raises(TeacherError, match=message):
+        load_teacher(kind, weights, ["cat"], options, task)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "message"),
+    [
+        ("huggingface", Task.CLASSIFICATION, "is not trained here: name a trained one"),
+        ("yolo", Task.VIDEO, "trained here for detection only, not for video"),
+    ],
+)
+def test_what_cannot_be_trained(kind, task, message, tmp_path):
+    with pytest.raises(TeacherError, match=message):
+        make_teacher(kind, task, ["cat", "dog"]).train([], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["function", "huggingface", "small", "yolo", "yolo_world"])
-def test_builtin_kinds_declare_themselves_without_their_libraries(name):
+def test_builtin_kinds_declare_themselves(name):
     kind = KINDS[name]
-    assert kind.trainable == (type(kind()).train is not KINDS["function"].train)
+    assert kind.trainable == (kind.train is not Teacher.train)
     assert (kind.artefact is None) == (name in ("function", "huggingface"))
+
+
+def test_classes_are_found_whatever_their_case():
+    def found(labels, names=None):
+        teacher = make_teacher("yolo", Task.DETECTION, labels, {"names": names})
+        teacher.match_classes("m", {0: "License Plate", 1: "sign", 2: "other"})
+        return teacher.label_of
+
+    assert found(["license_plate", "sign"]) == {0: "license_plate", 1: "sign"}
+    assert found(["a"], {"sign": "a", "other": "a"}) == {1: "a", 2: "a"}
+    with pytest.raises(TeacherError, match="m has no class 'fox', only License Plate, sign, other"):
+        found(["fox"])

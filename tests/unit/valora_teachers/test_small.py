@@ -9,14 +9,16 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file
 
+import valora_data.checkpoint
+from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Answer, Sample, Split, Task
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
-from valora_teachers.base import TeacherError
-from valora_teachers.registry import load_teacher, train_teacher
-from valora_teachers.small import SmallSettings, SmallTeacher, train_small
+from valora_teachers.base import CHECKPOINT, Teacher, TeacherError
+from valora_teachers.registry import load_teacher, make_teacher
 
-QUICK = SmallSettings(size=32, width=8, epochs=8, batch=16, lr=6e-3)
+QUICK = {"size": 32, "width": 8, "epochs": 8, "batch": 16, "lr": 6e-3}
 WAYS = ("left", "right")
 
 
@@ -41,7 +43,15 @@ def clip(seed: int) -> Sample:
     return Sample(f"c{seed}", frames[0], Answer(label=label), rest=tuple(frames[1:]))
 
 
-def accuracy(teacher: SmallTeacher, samples: list[Sample]) -> float:
+CLIPS = [clip(seed) for seed in range(18)]
+
+
+def train(folder: Path, samples, task=Task.VIDEO, labels=WAYS, *more, **options) -> dict:
+    folder.mkdir(exist_ok=True)
+    return make_teacher("small", task, labels, QUICK | options).train(samples, folder, *more)
+
+
+def accuracy(teacher: Teacher, samples: list[Sample]) -> float:
     answers = teacher.answer(samples)
     return sum(a.choice == s.answer.choice for a, s in zip(answers, samples, strict=True)) / len(
         samples
@@ -50,30 +60,26 @@ def accuracy(teacher: SmallTeacher, samples: list[Sample]) -> float:
 
 def test_it_learns_digits_and_opens_as_any_image_classifier(tmp_path: Path) -> None:
     labels = builtin_labels(Task.CLASSIFICATION, "digits")
-    train, test = (
+    samples, test = (
         list(builtin_samples(Task.CLASSIFICATION, "digits", split, count))
         for split, count in ((Split.TRAIN, 500), (Split.TEST, 150))
     )
     calls: list[tuple[int, int, float, Mapping[str, float]]] = []
-    report = train_small(
-        train, Task.CLASSIFICATION, labels, tmp_path,
-        settings=QUICK, on_epoch=lambda *args: calls.append(args),
-    )  # fmt: skip
+    report = train(tmp_path, samples, Task.CLASSIFICATION, labels, lambda *args: calls.append(args))
     assert [(epoch, count) for epoch, count, *_ in calls] == [(i, 8) for i in range(1, 9)]
     rates = [figures["lr"] for *_, figures in calls]
-    assert max(rates) <= QUICK.lr
+    assert max(rates) <= QUICK["lr"]
     assert rates[-1] < 0.1 * max(rates)
-    assert calls[-1][2] == report.loss < calls[0][2] / 2
-    teacher = SmallTeacher.load(tmp_path / "teacher", Task.CLASSIFICATION, labels)
+    assert calls[-1][2] == report["loss"] < calls[0][2] / 2
+    teacher = load_teacher("small", tmp_path / "teacher", labels, QUICK, Task.CLASSIFICATION)
     assert accuracy(teacher, test) > 0.9
     for answer in teacher.answer(test[:20]):
-        assert len(answer.soft) == 10
         assert labels[int(np.argmax(answer.soft))] == answer.label
     pipeline = transformers.pipeline("image-classification", str(tmp_path / "teacher"), top_k=10)
     for sample, answer in zip(test[:5], teacher.answer(test[:5]), strict=True):
         theirs = {entry["label"]: entry["score"] for entry in pipeline(sample.image)}
         assert answer.soft == pytest.approx([theirs[label] for label in labels], abs=0.02)
-    reverse = SmallTeacher.load(tmp_path / "teacher", Task.COUNTING, labels[::-1])
+    reverse = load_teacher("small", tmp_path / "teacher", labels[::-1], {}, Task.COUNTING)
     for a, b in zip(reverse.answer(test[:5]), teacher.answer(test[:5]), strict=True):
         assert a.soft == pytest.approx(b.soft[::-1], abs=1e-5)
         assert a.count == int(b.label)
@@ -81,55 +87,85 @@ def test_it_learns_digits_and_opens_as_any_image_classifier(tmp_path: Path) -> N
 
 def test_it_learns_what_moves_where(tmp_path: Path) -> None:
     """One frame does not tell; the others come as further channels."""
-    train = [clip(i) for i in range(160)]
-    train_small(train, Task.VIDEO, WAYS, tmp_path, settings=replace(QUICK, shift=0.05))
-    teacher = SmallTeacher.load(tmp_path / "teacher", Task.VIDEO, WAYS)
+    train(tmp_path, [clip(i) for i in range(160)], shift=0.05)
+    teacher = load_teacher("small", tmp_path / "teacher", WAYS, task=Task.VIDEO)
     assert accuracy(teacher, [clip(1000 + i) for i in range(60)]) > 0.9
-
-
-def test_training_is_repeatable_and_leaves_global_state_alone(tmp_path: Path) -> None:
-    train = [clip(i) for i in range(20)]
-    settings = replace(QUICK, epochs=1)
-    before = torch.get_rng_state()
-    for name in "ab":
-        train_small(train, Task.VIDEO, WAYS, tmp_path / name, settings=settings)
-    assert torch.equal(before, torch.get_rng_state())
-    a, b = (
-        SmallTeacher.load(tmp_path / name / "teacher", Task.VIDEO).answer(train) for name in "ab"
-    )
-    assert a == b
 
 
 def test_soft_labels_are_learnt(tmp_path: Path) -> None:
     """Always 3 : 1, whatever the picture: that is what it says afterwards."""
-    train = [
+    samples = [
         replace(clip(i), answer=Answer(label="left", soft=(0.75, 0.25)), rest=()) for i in range(64)
     ]
-    settings = replace(QUICK, epochs=20)
-    train_small(train, Task.CLASSIFICATION, WAYS, tmp_path, settings=settings)
-    teacher = SmallTeacher.load(tmp_path / "teacher", Task.CLASSIFICATION, WAYS)
-    mean = np.mean([answer.soft[0] for answer in teacher.answer(train)])
+    train(tmp_path, samples, Task.CLASSIFICATION, epochs=20)
+    teacher = load_teacher("small", tmp_path / "teacher", WAYS, task=Task.CLASSIFICATION)
+    mean = np.mean([answer.soft[0] for answer in teacher.answer(samples)])
     assert mean == pytest.approx(0.75, abs=0.07)
 
 
-def test_the_registry_trains_and_loads_it(tmp_path: Path) -> None:
-    train = [clip(i) for i in range(20)]
-    options = {"size": 32, "width": 8, "epochs": 1, "batch": 8}
-    report = train_teacher("small", train, WAYS, tmp_path, options, task=Task.VIDEO)
-    assert (report["images"], report["epochs"]) == (20, 1)
-    teacher = load_teacher("small", tmp_path / "teacher", WAYS, options, Task.VIDEO)
-    assert (teacher.task, teacher.labels) == (Task.VIDEO, WAYS)
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "teacher" / "model.safetensors")
 
 
-def test_what_it_cannot_learn(tmp_path: Path) -> None:
-    some = [clip(i) for i in range(4)]
-    with pytest.raises(TeacherError, match=r"cannot do task vqa: let labels stand in"):
-        train_small(some, Task.VQA, WAYS, tmp_path)
-    with pytest.raises(TeacherError, match="sample c1: label 'right' is not one of left, up"):
-        train_small(some, Task.VIDEO, ("left", "up"), tmp_path)
-    with pytest.raises(TeacherError, match="needs at least 2 samples, got 1"):
-        train_small(some[:1], Task.VIDEO, WAYS, tmp_path)
-    with pytest.raises(TeacherError, match="epochs >= 1, batch >= 2"):
-        SmallSettings(epochs=0)
+def same(first: Path, second: Path) -> bool:
+    one, other = weights(first), weights(second)
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_validation_samples_draw_a_curve_and_change_nothing(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    strange = [replace(one, answer=Answer(label="sideways")) for one in CLIPS[:4]]
+    figures = {}
+    for name, looks in (("a", [clip(seed) for seed in range(18, 30)]), ("b", strange)):
+        seen: list[Mapping[str, float]] = []
+        train(
+            tmp_path / name, CLIPS, Task.VIDEO, WAYS, lambda *one, seen=seen: seen.append(one[3]),
+            looks, epochs=3, batch=5,
+        )  # fmt: skip
+        figures[name] = [set(one) for one in seen]
+    assert figures["a"] == [{"lr", "validation loss", "validation accuracy"}] * 3
+    assert figures["b"] == [{"lr"}] * 3  # unknown answers are left out
+    assert same(tmp_path / "a", tmp_path / "b")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("killed_at", [1, 2])
+def test_a_training_that_was_killed_continues_to_the_bit(
+    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"epochs": 3, "batch": 5, "size": 16}
+    loss = train(tmp_path / "whole", CLIPS, **options)["loss"]
+    monkeypatch.setattr(valora_data.checkpoint, "SECONDS", 0)
+    save, epochs = Checkpoint.save, []
+
+    def kill(self, *arguments):
+        epochs.append(save(self, *arguments))
+        if len(epochs) == killed_at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoint, "save", kill)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "killed", CLIPS, **options)
+    assert (tmp_path / "killed" / CHECKPOINT).is_file()
+    assert train(tmp_path / "killed", CLIPS, **options)["loss"] == loss
+    assert len(epochs) == 2
+    assert same(tmp_path / "whole", tmp_path / "killed")
+    assert not (tmp_path / "killed" / CHECKPOINT).exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "task", "labels", "message"),
+    [
+        (4, Task.VQA, WAYS, "cannot do task vqa: let labels stand in"),
+        (4, Task.VIDEO, ("left", "up"), "sample c1: label 'right' is not one of left, up"),
+        (1, Task.VIDEO, WAYS, "needs at least 2 samples, got 1"),
+    ],
+)
+def test_what_it_cannot_learn(count: int, task: Task, labels, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TeacherError, match=message):
+        train(tmp_path, CLIPS[:count], task, labels)
+
+
+def test_what_is_no_small_classifier(tmp_path: Path) -> None:
     with pytest.raises(TeacherError, match="holds no small classifier that was trained here"):
-        SmallTeacher.load(tmp_path / "nowhere", Task.VIDEO)
+        load_teacher("small", tmp_path / "nowhere", WAYS, task=Task.VIDEO)

@@ -14,9 +14,7 @@ from valora_data.schema import Task
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import load_teacher
 from valora_teachers.ultralytics_plugin import load_ultralytics
-from valora_teachers.yolo import YoloTeacher
-from valora_teachers.yolo_classify import YoloClassifier
-from valora_teachers.yolo_world import YoloWorld, text_features
+from valora_teachers.yolo_world import text_features
 
 NAMES = {0: "cat", 1: "dog", 2: "eel"}
 
@@ -66,24 +64,26 @@ def test_classification_agrees_with_ultralytics(classifier: Path) -> None:
         assert answer.soft == pytest.approx(result.probs.data.tolist(), abs=1e-5)
         assert answer.label == NAMES[result.probs.top1]
     assert np.ptp([answer.soft[0] for answer in answers]) > 0.005
-    some_labels = YoloClassifier.load(
-        classifier, Task.COUNTING, ["1", "0"], {"cat": "0", "eel": "1"}
-    )
+    names = {"names": {"cat": "0", "eel": "1"}}
+    some_labels = load_teacher("yolo", classifier, ["1", "0"], names, Task.COUNTING)
     for answer, whole in zip(some_labels.answer(some), answers, strict=True):
         cat, _, eel = whole.soft
         assert answer.soft == pytest.approx((eel / (cat + eel), cat / (cat + eel)), abs=1e-5)
         assert answer.count == int(eel > cat)
 
 
-def test_each_model_for_its_own_task(classifier: Path, world: Path, clip: Path) -> None:
-    with pytest.raises(TeacherError, match=r"cls\.pt has no class 'fox', only cat, dog, eel"):
-        YoloClassifier.load(classifier, Task.CLASSIFICATION, ["fox"])
-    with pytest.raises(TeacherError, match="is a model for 'classify', which gives no boxes"):
-        YoloTeacher.load(classifier)
-    with pytest.raises(TeacherError, match="is a model for 'detect', which gives no class"):
-        YoloClassifier.load(world)
-    with pytest.raises(TeacherError, match="is a ClassificationModel, which cannot be asked"):
-        YoloWorld.load(classifier, text_encoder=str(clip))
+@pytest.mark.parametrize(
+    ("kind", "model", "labels", "task", "message"),
+    [
+        ("yolo", "classifier", ["fox"], Task.CLASSIFICATION, r"no class 'fox', only cat, dog, eel"),
+        ("yolo", "classifier", ["cat"], Task.DETECTION, "for 'classify', which gives no boxes"),
+        ("yolo", "world", ["cat"], Task.CLASSIFICATION, "for 'detect', which gives no class"),
+        ("yolo_world", "classifier", ["cat"], Task.DETECTION, "is a ClassificationModel, which"),
+    ],
+)
+def test_each_model_for_its_own_task(kind, model, labels, task, message, request) -> None:
+    with pytest.raises(TeacherError, match=message):
+        load_teacher(kind, request.getfixturevalue(model), labels, task=task)
 
 
 # ---- YOLO-World --------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_labels_are_looked_for_together(world: Path, clip: Path) -> None:
 
 def test_each_phrase_is_looked_for_alone(world: Path, clip: Path) -> None:
     some = [*samples(3, "the red"), *samples(3, "the red")]
-    teacher = YoloWorld.load(world, text_encoder=str(clip))
+    teacher = load_teacher("yolo_world", world, (), {"text_encoder": str(clip)}, Task.GROUNDING)
     for sample, answer in zip(some, teacher.answer(some), strict=True):
         best, phrase = expected_boxes(world, clip, sample.image, [sample.prompt])[0]
         (box,) = answer.boxes
@@ -183,12 +183,15 @@ def test_text_features_are_those_of_transformers(clip: Path) -> None:
 
 
 def test_without_its_text_encoder(world: Path, clip: Path, tmp_path: Path) -> None:
+    def load(labels=("cat",), task=Task.DETECTION, **options) -> None:
+        load_teacher("yolo_world", world, labels, options, task)
+
     with pytest.raises(TeacherError, match=r"the text encoder openai/clip.* set teacher\.options"):
-        YoloWorld.load(world)
+        load()
     with pytest.raises(TeacherError, match="has to be told what to look for"):
-        YoloWorld.load(world, Task.DETECTION, (), text_encoder=str(clip))
+        load((), text_encoder=str(clip))
     with pytest.raises(TeacherError, match="is mapped to 'dog', which is not one of cat"):
-        YoloWorld.load(world, Task.DETECTION, ["cat"], {"red": "dog"}, str(clip))
+        load(names={"red": "dog"}, text_encoder=str(clip))
     config = transformers.CLIPTextConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
         vocab_size=30, projection_dim=24,
@@ -196,4 +199,4 @@ def test_without_its_text_encoder(world: Path, clip: Path, tmp_path: Path) -> No
     transformers.CLIPTextModelWithProjection(config).save_pretrained(tmp_path)
     word_tokenizer(tmp_path, pad_token="!", unk_token="<unk>")
     with pytest.raises(TeacherError, match="gives 24 numbers, expected 512"):
-        YoloWorld.load(world, text_encoder=str(tmp_path))
+        load(text_encoder=str(tmp_path))

@@ -242,7 +242,7 @@ def test_numbers(plain, place: str) -> None:
         ("teacher.options.epochs", -3, "teacher.options.epochs=-3 is not possible"),
         ("teacher.options.epochs", "many", "teacher.options.epochs='many'"),
         ("teacher.options.lr", float("nan"), "teacher.options.lr=nan"),
-        ("teacher.options.size", 50, "must be a multiple of 16"),
+        ("teacher.options.size", 50, "size=50 .* a multiple of 32"),
         ("teacher.options.names", ["a"], "teacher.options.names=.* is no mapping"),
     ],
 )  # fmt: skip

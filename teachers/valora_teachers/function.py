@@ -1,60 +1,64 @@
-"""Teachers that are any Python callable, named ``package.module:function`` or given as it is.
-
-It is called with a list of samples and returns one thing for each: an `Answer`, or what the task
-makes into one: a label, a count, an answer or a caption as text or number; a mapping of labels to
-probabilities; a sequence of boxes.
-"""
+"""Any Python callable as a teacher, named ``package.module:function``."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Box, Sample, Task
+from valora_data.identity import code_hash
+from valora_data.schema import Answer, Box, Sample
 from valora_data.wording import plural
-from valora_teachers.base import BATCH, BatchTeacher, TeacherError, choice_answer, with_choice
+from valora_teachers.base import BATCH, Count, Teacher, TeacherError, TeacherOptions, choice_answer
 
-Function = Callable[[list[Sample]], Sequence[Any]]
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
-class FunctionTeacher(BatchTeacher):
-    """A function as a teacher.
+class FunctionOptions(TeacherOptions):
+    """Options of a function.
 
-    Args:
-        function: The callable, or its name.
-        task: The domain's task.
-        labels: Labels of the domain; empty for language.
-        names: Label for what the function says, where the two differ.
+    Attributes:
         batch: Samples per call.
-
-    Raises:
-        TeacherError: If the name leads to no callable.
+        files: Files or folders that the function reads, where its code does not name them.
     """
 
-    def __init__(
-        self,
-        function: Function | str,
-        task: Task,
-        labels: Sequence[str] = (),
-        names: Mapping[str, str] | None = None,
-        batch: int = BATCH,
-    ) -> None:
-        super().__init__(task, labels, batch)
-        self._function = look_up(function) if isinstance(function, str) else function
-        self._name = function if isinstance(function, str) else getattr(
-            function, "__qualname__", type(function).__name__
-        )  # fmt: skip
-        self._names = dict(names or {})
+    batch: Count = BATCH
+    files: Any = ()
 
-    def _answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
+
+class Function(Teacher):
+    """A function that takes a list of samples and returns one thing for each.
+
+    This is an `Answer`, or what the task makes into one: a label, a count, an answer or a caption
+    as text or number; a mapping of labels to probabilities; a sequence of boxes.
+    """
+
+    options_type = FunctionOptions
+    reads_prompt: ClassVar[bool] = False
+
+    @classmethod
+    def inputs(
+        cls, weights: str | None, options: Mapping[str, Any], cache: Path | None
+    ) -> dict[str, str]:
+        """The function's module, the local modules that it imports, and the files it names."""
+        code = code_hash(str(weights).partition(":")[0])
+        return super().inputs(None, options, cache) | {"function": code}
+
+    def load(self, weights: Path | str) -> None:
+        """Import the function."""
+        self.batch = self.options.batch
+        self._name = str(weights)
+        self._function = look_up(self._name)
+
+    def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
+        """Call the function and check what it returns."""
         said = list(self._function(list(samples)))
         if len(said) != len(samples):
             raise TeacherError(
                 f"{self._name} gave {plural(len(said), 'answer')} for "
-                f"{plural(len(samples), 'sample')}: return one for "
-                "each, in order"
+                f"{plural(len(samples), 'sample')}: return one for each, in order"
             )
         return [self._read(sample, value) for sample, value in zip(samples, said, strict=True)]
 
@@ -72,12 +76,12 @@ class FunctionTeacher(BatchTeacher):
         if value is None:
             return Answer()
         if isinstance(value, Mapping):
-            unknown = [key for key in map(self._label, value) if key not in self.labels]
-            if unknown:
-                raise TeacherError(self._stray(unknown[0]))
             soft = dict.fromkeys(self.labels, 0.0)
             for key, share in value.items():
-                soft[self._label(key)] += float(share)
+                label = self._label(key)
+                if label not in soft:
+                    raise TeacherError(self._stray(label))
+                soft[label] += float(share)
             return choice_answer(self.task, self.labels, list(soft.values()))
         field = self.task.spec.answer
         if field == "boxes":
@@ -92,17 +96,13 @@ class FunctionTeacher(BatchTeacher):
             return Answer(answers=tuple(map(str, texts)))
         if len(texts) != 1:
             raise ValueError("expected one label")
-        return with_choice(self.task, self._label(texts[0]))
+        return Answer.chosen(self.task, self._label(texts[0]))
 
     def _label(self, value: Any) -> str:
-        return self._names.get(str(value), str(value))
+        return self.names.get(str(value), str(value))
 
     def _named(self, sample: Sample, answer: Answer) -> Answer:
-        """The answer with the domain's labels.
-
-        Raises:
-            TeacherError: If it bears another label.
-        """
+        """The answer with the domain's labels, which it must not leave."""
         boxes = tuple(Box(*b.xyxy, self._label(b.label), b.confidence) for b in answer.boxes)
         label = None if answer.label is None else self._label(answer.label)
         answers = tuple(self._label(text) for text in answer.answers)
@@ -116,8 +116,7 @@ class FunctionTeacher(BatchTeacher):
         if named.soft and len(named.soft) != len(self.labels):
             raise TeacherError(
                 f"{self._name} gave {plural(len(named.soft), 'soft label')} for sample "
-                f"{sample.id}, expected "
-                f"{len(self.labels)}: give one for each label"
+                f"{sample.id}, expected {len(self.labels)}: give one for each label"
             )
         return named
 
@@ -128,17 +127,17 @@ class FunctionTeacher(BatchTeacher):
         )
 
 
-def look_up(name: str) -> Function:
+def look_up(name: str) -> Callable[[list[Sample]], Sequence[Any]]:
     """The callable that ``package.module:function`` names.
 
     Raises:
         TeacherError: If there is none.
     """
-    module_name, _, path = name.partition(":")
-    if not module_name or not path:
+    module, _, path = name.partition(":")
+    if not module or not path:
         raise TeacherError(f"{name!r} names no function: write package.module:function")
     try:
-        found: Any = importlib.import_module(module_name)
+        found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
@@ -147,5 +146,4 @@ def look_up(name: str) -> Function:
         ) from error
     if not callable(found):
         raise TeacherError(f"{name} is no function but a {type(found).__name__}: name a callable")
-    function: Function = found
-    return function
+    return found  # type: ignore[no-any-return]

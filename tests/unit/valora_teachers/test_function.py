@@ -1,0 +1,103 @@
+"""Any Python callable as a teacher."""
+
+import pytest
+from PIL import Image
+
+from valora_data.schema import Answer, Box, Sample, Task
+from valora_teachers.base import TeacherError, choice_answer
+from valora_teachers.registry import load_teacher
+
+LABELS = ("cat", "dog")
+SAMPLES = [
+    Sample(name, Image.new("RGB", (8, 6), "white"), Answer()) for name in ("cat1", "dog1", "cat2")
+]
+HERE = __name__
+SAID: list = []
+
+
+def by_name(samples: list[Sample]) -> list[str]:
+    """Reads the label off the id; found by its name below."""
+    return [sample.id[:3] for sample in samples]
+
+
+def say(samples: list[Sample]) -> list:
+    return SAID
+
+
+def answers(task: Task, labels, said: list, names=None, samples=SAMPLES[:1]) -> list[Answer]:
+    SAID[:] = said
+    return load_teacher("function", f"{HERE}:say", labels, {"names": names}, task).answer(samples)
+
+
+def test_an_entry_point() -> None:
+    teacher = load_teacher("function", f"{HERE}:by_name", LABELS, {"batch": 2}, Task.CLASSIFICATION)
+    done: list[tuple[int, int]] = []
+    found = teacher.answer(SAMPLES, lambda *args: done.append(args))
+    assert [answer.label for answer in found] == ["cat", "dog", "cat"]
+    assert done == [(2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "said", "answer"),
+    [
+        (Task.CLASSIFICATION, LABELS, "dog", Answer(label="dog")),
+        (Task.CLASSIFICATION, LABELS, {"cat": 3.0, "dog": 1.0},
+         Answer(label="cat", soft=(0.75, 0.25))),
+        (Task.VQA, ("dog", "cat"), {"kitten": 0.25, "tom": 0.25, "dog": 0.5},
+         Answer(answers=("dog",), soft=(0.5, 0.5))),
+        (Task.VIDEO, LABELS, Answer(label="cat"), Answer(label="cat")),
+        (Task.COUNTING, ("0", "1", "2"), 2, Answer(count=2)),
+        (Task.COUNTING, ("0", "1"), {"1": 1.0}, Answer(count=1, soft=(0.0, 1.0))),
+        (Task.VQA, (), "blue", Answer(answers=("blue",))),
+        (Task.CAPTION, (), ["a cat", "one cat"], Answer(captions=("a cat", "one cat"))),
+        (Task.GROUNDING, (), Box(0, 0, 2, 2, "it", 0.5), Answer((Box(0, 0, 2, 2, "it", 0.5),))),
+        (
+            Task.DETECTION, LABELS, [Box(0, 0, 2, 2, "tom", 0.5), Box(1, 1, 3, 3, "dog", 0.75)],
+            Answer((Box(1, 1, 3, 3, "dog", 0.75), Box(0, 0, 2, 2, "cat", 0.5))),
+        ),
+        (Task.DETECTION, LABELS, [], Answer()),
+        (Task.DETECTION, LABELS, None, Answer()),
+    ],
+)  # fmt: skip
+def test_what_a_function_may_say(task: Task, labels, said: object, answer: Answer) -> None:
+    assert answers(task, labels, [said], {"kitten": "cat", "tom": "cat"}) == [answer]
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "said", "message"),
+    [
+        (Task.CLASSIFICATION, LABELS, "fox", r"says 'fox', which is not one of cat, dog: name"),
+        (Task.CLASSIFICATION, LABELS, {"fox": 1.0}, r"says 'fox', which is not one of cat, dog"),
+        (Task.CLASSIFICATION, LABELS, ["cat", "dog"], r"says \['cat', 'dog'\] of sample cat1, w"),
+        (Task.CLASSIFICATION, LABELS, Answer(label="cat", soft=(1.0,)), "gave 1 soft label "),
+        (Task.COUNTING, ("0", "1"), "many", "is no answer for task counting"),
+        (Task.DETECTION, LABELS, [Box(0, 0, 1, 1, "fox")], r"'fox', which .* \(sample cat1\)"),
+        (Task.DETECTION, LABELS, ["cat"], "expected boxes"),
+    ],
+)
+def test_what_it_may_not_say(task: Task, labels, said: object, message: str) -> None:
+    with pytest.raises(TeacherError, match=message):
+        answers(task, labels, [said])
+
+
+def test_one_answer_for_each_sample() -> None:
+    with pytest.raises(TeacherError, match="gave 1 answer for 3 samples: return one for each"):
+        answers(Task.CLASSIFICATION, LABELS, ["cat"], samples=SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("by_name", "'by_name' names no function: write package"),
+        ("no.such:thing", r"function no\.such:thing cannot be loaded"),
+        (f"{HERE}:nothing", r"cannot be loaded .*has no attribute 'nothing'"),
+        (f"{HERE}:LABELS", "is no function but a tuple"),
+    ],
+)
+def test_names_that_lead_nowhere(name: str, message: str) -> None:
+    with pytest.raises(TeacherError, match=message):
+        load_teacher("function", name, LABELS, task=Task.CLASSIFICATION)
+
+
+def test_a_choice_without_any_probability() -> None:
+    assert choice_answer(Task.CLASSIFICATION, LABELS, [0.0, 0.0]) == Answer(label="cat")

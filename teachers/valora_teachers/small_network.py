@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from valora_data.schema import Sample
     from valora_teachers.base import OnEpoch
-    from valora_teachers.small import SmallOptions
 
 
 def probabilities(
@@ -43,13 +42,13 @@ def probabilities(
 def train(
     samples: Sequence[Sample],
     labels: Sequence[str],
-    settings: SmallOptions,
+    settings: Any,
     frames: int,
     folder: Path,
     on_epoch: OnEpoch | None,
     validation: Sequence[Sample],
 ) -> dict[str, Any]:
-    """Train a classifier from scratch and save it in a folder, with the checkpoint beside it.
+    """Train a classifier with `SmallOptions` and save it in a folder, the checkpoint beside it.
 
     Samples that do not fill a batch come in another epoch.
 
@@ -149,7 +148,7 @@ def _scaled(pixels: Tensor) -> Tensor:
     return pixels / 127.5 - 1
 
 
-def _augmented(pixels: Tensor, settings: SmallOptions, rng: torch.Generator) -> Tensor:
+def _augmented(pixels: Tensor, settings: Any, rng: torch.Generator) -> Tensor:
     """Shifted and recoloured, all frames of a clip alike; nothing is mirrored or turned."""
     count, channels = pixels.shape[:2]
 
@@ -171,7 +170,7 @@ def _lr_share(step: int, steps: int) -> float:
     return warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def _new_model(labels: Sequence[str], settings: SmallOptions, frames: int) -> Any:
+def _new_model(labels: Sequence[str], settings: Any, frames: int) -> Any:
     config = ResNetConfig(
         num_channels=3 * frames,
         embedding_size=settings.width,

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from valora_data.schema import Sample
     from valora_teachers.base import OnEpoch
-    from valora_teachers.yolo import YoloOptions
 
 ARGUMENTS = {
     "task": "detect", "model": "yolo11.yaml", "optimizer": "AdamW", "momentum": 0.9, "cos_lr": True,
@@ -71,7 +70,7 @@ YOLO11n takes 70 % more time."""
 def train_yolo(
     samples: Sequence[Sample],
     labels: Sequence[str],
-    settings: YoloOptions,
+    settings: Any,
     path: Path,
     on_epoch: OnEpoch | None,
     validation: Sequence[Sample],
@@ -81,7 +80,7 @@ def train_yolo(
     Args:
         samples: Labelled images.
         labels: Labels in the order of the class indices.
-        settings: How it is trained.
+        settings: `YoloOptions`.
         path: The `.pt` file; the checkpoint lies beside it.
         on_epoch: Called after each epoch.
         validation: Labelled images whose loss `on_epoch` gets; may be empty.
@@ -180,7 +179,7 @@ class _Trainer(DetectionTrainer):  # type: ignore[misc]
         samples: Sequence[Sample],
         validation: Sequence[Sample],
         labels: Sequence[str],
-        settings: YoloOptions,
+        settings: Any,
         folder: str,
         checkpoint: Path,
     ) -> None:

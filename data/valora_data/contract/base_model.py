@@ -177,9 +177,17 @@ class _OneByOne:
         return getattr(self._image_processor, name)
 
     def __call__(self, images: Sequence[Any], *others: Any, **options: Any) -> Any:
+        import numpy as np
         import torch
 
-        parts = [self._image_processor([image], *others, **options) for image in images]
+        parts = []
+        for image in images:
+            one = image
+            if image.mode == "RGB" and getattr(self, "backend", "") == "torchvision":
+                one = torch.empty((3, image.height, image.width), dtype=torch.uint8)
+                for channel, plane in enumerate(one.numpy()):  # which it would copy three times
+                    plane[:] = np.asarray(image.getchannel(channel))
+            parts.append(self._image_processor([one], *others, **options))
         found = parts[0]
         for name in list(found):
             values = [part[name] for part in parts]

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
+    from accelerate import Accelerator
     from omegaconf import DictConfig
 
-    from valora_train.model.team import Team
     from valora_train.reporting.progress import Step
     from valora_train.settings import DomainSettings, Settings, TeacherSettings
     from valora_train.stage import Stage
@@ -79,7 +79,7 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
         for note in read_shelf(expanded(settings.shelf)).notes:
             display.note("shelf", note)
     # What follows imports torch, which takes seconds.
-    from valora_train.model.team import Team
+    from valora_train.model import distributed
 
     check_with_libraries(settings)
     logs = settings.command not in ("teach", "distill") or any(
@@ -90,18 +90,18 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
 
         try_store(settings.paths.tracking, f"valora/{settings.task.name}", settings.paths.work)
     fuses = settings.command in ("fuse", "export")
-    team = Team(settings.model.device)
-    if not team.leads:
+    accelerator = distributed.start(settings.model.device)
+    if not accelerator.is_main_process:
         display = Display(Console(quiet=True))
-    with stopwatch() as seconds, display(), team:
-        pipeline = _Pipeline(settings, display, team, wait)
-        domains = _prepare_domains(settings, display, pipeline, team)
+    with stopwatch() as seconds, display():
+        pipeline = _Pipeline(settings, display, accelerator, wait)
+        domains = _prepare_domains(settings, display, pipeline, accelerator)
         if not fuses:
             return {}
         pipeline.memorise(domains)
         domains = pipeline.measure_dedicated(domains)
         fused = pipeline.fuse(domains)
-        if team.leads and settings.command == "export":
+        if accelerator.is_main_process and settings.command == "export":
             pipeline.export(domains, fused, seconds)
         return pipeline.figures(fused)
 
@@ -116,20 +116,24 @@ class _Pipeline:
     Args:
         settings: All settings.
         display: The terminal.
-        team: The processes that train together; only the leader runs the stages without training.
+        accelerator: The processes that train together; only the main one runs the stages without
+            training.
         wait: Whether to wait for a stage that another process is running, instead of raising.
     """
 
-    def __init__(self, settings: Settings, display: Display, team: Team, wait: bool) -> None:
+    def __init__(
+        self, settings: Settings, display: Display, accelerator: Accelerator, wait: bool
+    ) -> None:
         self._settings = settings
         self._display = display
-        self._team = team
+        self._accelerator = accelerator
         self._wait = wait
         self._builds = True
 
     def is_prepared(self, domain: DomainSettings) -> bool:
         """Whether the stages before fusion are up to date for a domain."""
-        looked = _Pipeline(self._settings, Display(Console(quiet=True)), self._team, self._wait)
+        quiet = Display(Console(quiet=True))
+        looked = _Pipeline(self._settings, quiet, self._accelerator, self._wait)
         looked._builds = False
         try:
             looked.prepare_domain(domain)
@@ -178,7 +182,7 @@ class _Pipeline:
         from valora_train.stages import distill
 
         work, teacher = Path(self._settings.paths.work), domain.taught_by or self._settings.teacher
-        if domain.teacher == distill.TRAIN or not self._team.leads:
+        if domain.teacher == distill.TRAIN or not self._accelerator.is_main_process:
             return
         if (stage := distill.teach_stage(domain, teacher, Path(), work)) is not None:
             build = partial(
@@ -224,11 +228,11 @@ class _Pipeline:
 
         settings = self._settings
         stage = memorise_stage(settings, domains)
-        if self._team.leads:
+        if self._accelerator.is_main_process:
             folder = self._run_stage(
                 stage, lambda folder, step: build_memories(settings, domains, folder, step)
             )
-        self._team.wait()
+        self._accelerator.wait_for_everyone()
         folder = stage.folder(Path(settings.paths.work))
         options = dict(settings.heads.options)
         options["context"] = options.get("context", {}) | {"start": str(folder / MEMORIES)}
@@ -268,10 +272,11 @@ class _Pipeline:
             return unchanged
 
         def build(folder: Path) -> None:
-            self._team.wait()  # until every process has read the state of an interrupted fusion
-            build_fusion(self._settings, domains, stage, folder, self._display, self._team)
+            # Until every process has read the state of an interrupted fusion.
+            self._accelerator.wait_for_everyone()
+            build_fusion(self._settings, domains, stage, folder, self._display, self._accelerator)
 
-        if self._team.leads:
+        if self._accelerator.is_main_process:
             return self._run_stage(stage, lambda folder, _: build(folder))
         work = Path(self._settings.paths.work)
         if not stage.folder(work).is_dir():
@@ -279,14 +284,14 @@ class _Pipeline:
                 if stage.partial(work).is_dir():
                     shutil.copytree(stage.partial(work), folder, dirs_exist_ok=True)
                 build(Path(folder))
-        self._team.wait()
+        self._accelerator.wait_for_everyone()
         return stage.folder(work)
 
     def figures(self, fused: Path) -> dict[str, Any]:
         """Figures of a fusion, for sweeps."""
         from valora_train.reporting.sweep import figures_of
 
-        return figures_of(fused) if self._team.leads else {}
+        return figures_of(fused) if self._accelerator.is_main_process else {}
 
     def export(
         self, domains: list[DomainInputs], fused: Path, seconds: Callable[[], float]
@@ -323,35 +328,36 @@ class _Pipeline:
             if not stage.is_done(Path(self._settings.paths.work)):
                 raise _NotBuiltError
             return stage.folder(Path(self._settings.paths.work))
-        if not self._team.leads:
-            self._team.wait()
+        if not self._accelerator.is_main_process:
+            self._accelerator.wait_for_everyone()
             return stage.folder(Path(self._settings.paths.work))
         verb, _, what = stage.name.partition("-")
         with stopwatch() as took, self._display.work(verb, what) as on_step:
             folder, reused = stage.run(
                 Path(self._settings.paths.work), lambda folder: build(folder, on_step), self._wait
             )
-        self._team.wait()
+        self._accelerator.wait_for_everyone()
         self._display.done(verb, what + describe(folder), None if reused else took())
         return folder
 
 
 def _prepare_domains(
-    settings: Settings, display: Display, pipeline: _Pipeline, team: Team
+    settings: Settings, display: Display, pipeline: _Pipeline, accelerator: Accelerator
 ) -> list[DomainInputs]:
     """Run the stages before fusion, of several domains side by side if there is much to do."""
     chosen = settings.chosen()
     for domain in chosen:  # before any data is read
         pipeline.take_teacher(domain)
     asked, device = settings.processes, settings.model.device
-    waiting = chosen if team.leads and preparing_processes(asked, device, len(chosen)) > 1 else []
+    several = preparing_processes(asked, device, len(chosen)) > 1
+    waiting = chosen if several and accelerator.is_main_process else []
     waiting = [domain for domain in waiting if not pipeline.is_prepared(domain)]
     processes = preparing_processes(asked, device, len(waiting))
     if processes == 1:
         return [pipeline.prepare_domain(domain) for domain in chosen]
     _prepare_side_by_side(settings, display, waiting, processes)
     names = {domain.name for domain in waiting}
-    quiet = _Pipeline(settings, Display(Console(quiet=True)), team, wait=True)
+    quiet = _Pipeline(settings, Display(Console(quiet=True)), accelerator, wait=True)
     return [
         (quiet if domain.name in names else pipeline).prepare_domain(domain) for domain in chosen
     ]
@@ -394,11 +400,11 @@ _relayed: Display | None = None
 
 def _prepare(settings: Settings, name: str) -> None:
     """Run the stages before fusion for a domain, in a process of its own."""
-    from valora_train.model.team import Team
+    from accelerate import Accelerator
 
     assert _relayed is not None
     (domain,) = (one for one in settings.chosen() if one.name == name)
-    _Pipeline(settings, _relayed, Team(), wait=True).prepare_domain(domain)
+    _Pipeline(settings, _relayed, Accelerator(), wait=True).prepare_domain(domain)
 
 
 def _hydra_main(config: DictConfig) -> dict[str, Any]:
@@ -538,7 +544,7 @@ def main() -> None:
     finally:
         sys.argv = given
     if "WORLD_SIZE" in os.environ:
-        from valora_train.model.team import end_process
+        from valora_train.model.distributed import end_process
 
         end_process()
 
@@ -589,7 +595,7 @@ def _silence_libraries() -> None:
 
 
 def _stop(message: str, status: int = 1) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":  # only the leader of a team prints
+    if os.environ.get("RANK", "0") == "0":  # only the main process prints
         print(without_passwords(message), file=sys.stderr)
     sys.exit(status)
 

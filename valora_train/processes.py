@@ -90,6 +90,8 @@ def _begin(parent: int, begin: Callable[..., None], arguments: tuple[Any, ...]) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     warnings.simplefilter("ignore")  # each process would repeat them
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):  # of the parent, which may train beside others
+        os.environ.pop(name, None)
     # Its own lock is a semaphore of the system, which a process that is ended leaves behind.
     tqdm.set_lock(threading.RLock())
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

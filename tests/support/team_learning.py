@@ -17,8 +17,8 @@ from tests.support.helpers import coloured_squares
 from valora_data.schema import Answer, Domain, Split, Task
 from valora_train.fusion.samples import DomainData
 from valora_train.fusion.trainer import Trainer
+from valora_train.model import distributed
 from valora_train.model.lmm import Lmm
-from valora_train.model.team import Team, end_process
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings
 from valora_train.tasks.registry import make_task
 
@@ -28,38 +28,36 @@ LABELS = ("no", "yes")
 def learn(base: str, shard: bool, folder: Path, device: str = "cpu") -> None:
     """Train a written, a chosen and a detected domain, and save what came out."""
     torch.set_num_threads(1)
-    with Team(device) as team:
-        # A batch of 5: the shares are uneven, and of some pieces one process has none.
-        train = TrainSettings(steps=4, steps_per_held=2, batch_size=5, micro_batch=1)
-        lora = LoraSettings(rank=4, alpha=8)
-        lmm = Lmm(ModelSettings(id=base, shard=shard, device=device), lora, team)
-        assert lmm.sharded == (shard and team.size > 1)
-        if lmm.sharded:
-            parted = [p for p in lmm.model.parameters() if isinstance(p, DTensor)]
-            mine = sum(p.to_local().numel() for p in parted)
-            assert 0 < mine <= sum(p.numel() for p in parted) / 2 + 64
-        data = {name: domain(name, lmm) for name in ("says", "sees", "chooses")}
-        trainer = Trainer(lmm, data, train, team)
-        trainer.open("adapter-1", seed=3)
-        losses: list[float] = []
-        held: list[str] = []
-        reached = {}
-        for name in data:
-            trainer.train(
-                "adapter-1", [name], held=held, rehearse=True, seed=5,
-                on_step=lambda step, steps, loss: losses.append(loss),
-            )  # fmt: skip
-            held.append(name)
-            reached[name] = trainer.evaluate("adapter-1", name, Split.VAL)
-        state = trainer.snapshot("adapter-1")
-        kept = {
-            key: value.cpu() for key, value in state.items() if key.startswith(("lora", "head"))
-        }
-        kept["losses"] = torch.tensor(losses)
-        kept["accuracy"] = torch.tensor([one.accuracy for one in reached.values()])
-        save_file(kept, folder / f"{team.rank}.safetensors")
-        said = [one.text for one in reached["says"].predictions]
-        assert len(said) == 7 and team.collect(team.share(said)) == said
+    accelerator = distributed.start(device)
+    # A batch of 5: the shares are uneven, and of some pieces one process has none.
+    train = TrainSettings(steps=4, steps_per_held=2, batch_size=5, micro_batch=1)
+    lora = LoraSettings(rank=4, alpha=8)
+    lmm = Lmm(ModelSettings(id=base, shard=shard, device=device), lora)
+    assert lmm.sharded == (shard and accelerator.num_processes > 1)
+    if lmm.sharded:
+        parted = [p for p in lmm.model.parameters() if isinstance(p, DTensor)]
+        mine = sum(p.to_local().numel() for p in parted)
+        assert 0 < mine <= sum(p.numel() for p in parted) / 2 + 64
+    data = {name: domain(name, lmm) for name in ("says", "sees", "chooses")}
+    trainer = Trainer(lmm, data, train, accelerator)
+    trainer.open("adapter-1", seed=3)
+    losses: list[float] = []
+    held: list[str] = []
+    reached = {}
+    for name in data:
+        trainer.train(
+            "adapter-1", [name], held=held, rehearse=True, seed=5,
+            on_step=lambda step, steps, loss: losses.append(loss),
+        )  # fmt: skip
+        held.append(name)
+        reached[name] = trainer.evaluate("adapter-1", name, Split.VAL)
+    state = trainer.snapshot("adapter-1")
+    kept = {key: value.cpu() for key, value in state.items() if key.startswith(("lora", "head"))}
+    kept["losses"] = torch.tensor(losses)
+    kept["accuracy"] = torch.tensor([one.accuracy for one in reached.values()])
+    save_file(kept, folder / f"{accelerator.process_index}.safetensors")
+    said = [one.text for one in reached["says"].predictions]
+    assert len(said) == 7 and distributed.agree(said) == said
 
 
 def domain(name: str, lmm: Lmm) -> DomainData:
@@ -120,4 +118,4 @@ def assert_two_learn_what_one_does(
 
 if __name__ == "__main__":
     learn(sys.argv[1], sys.argv[2] == "1", Path(sys.argv[3]), sys.argv[4])
-    end_process()
+    distributed.end_process()

@@ -18,6 +18,7 @@ from valora_train.fusion.plan import FusionPlan, order_domains
 from valora_train.fusion.state import attempt_facts, of_domains
 from valora_train.fusion.strategies.base import Probe
 from valora_train.fusion.strategies.registry import make_strategy
+from valora_train.model.distributed import agree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.state import FusionState
     from valora_train.fusion.trainer import OnFigures, Trainer
-    from valora_train.model.team import Team
     from valora_train.settings import FusionSettings
     from valora_train.tasks.base import Evaluation
 
@@ -141,7 +141,6 @@ class Packing:
     trainer: Trainer
     state: FusionState
     seed: int
-    team: Team
     parent: Parent | None = None  # the fusion to extend
     dedicated: Mapping[str, DedicatedAdapter] | None = None  # by domain
     taken: set[int] = field(default_factory=set)  # numbers of attempts that took one of these
@@ -206,7 +205,7 @@ class Packing:
             reached = {name: evaluation.accuracy for name, evaluation in evaluations.items()}
         except DivergedError:
             reached = dict.fromkeys(attempt.domains, math.nan)
-        decision = self.plan.tell(self.team.agree(reached))
+        decision = self.plan.tell(agree(reached))
         if decision.kept:
             # Evaluating has calibrated the heads.
             kept = of_domains(trainer.snapshot(adapter), decision.kept)

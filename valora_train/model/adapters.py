@@ -43,15 +43,12 @@ def _peft() -> Any:
     return peft
 
 
-RENAMED = ".*is_gradient_checkpointing"
-"""The warning of a property that PEFT reads when it wraps a model, and transformers renames."""
-
-
 @contextmanager
-def _ignoring(message: str) -> Iterator[None]:
-    """Keep warnings of PEFT that say nothing to a user from being printed."""
+def _quietly() -> Iterator[None]:
+    """Hide warnings of PEFT that say nothing to a user."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=message)
+        for message in (".*is_gradient_checkpointing", ".*was active which is now deleted"):
+            warnings.filterwarnings("ignore", message=message)
         yield
 
 
@@ -61,11 +58,14 @@ class Adapters:
     Args:
         model: The base model; PEFT wraps its linear layers in place.
         lora: Rank, scaling and targets of new adapters.
+
+    Attributes:
+        peft: The `PeftModel`; None before the first adapter.
     """
 
     def __init__(self, model: BaseModel, lora: LoraSettings) -> None:
+        self.peft: Any = None
         self._model, self._lora = model, lora
-        self._peft: Any = None
         self._decode_only: set[str] = set()
         self._active: str | None = None
         self._acts: torch.Tensor | None = None  # (n, length, 1) bool; None: on every token
@@ -81,53 +81,43 @@ class Adapters:
             rank: Its rank, None for that of the settings; the scaling is that of the settings.
             decode_only: Whether it acts at decoding only, see `act_from`; None for the settings.
         """
-        peft = _peft()
-        rank = rank or self._lora.rank
-        times = rank / self._lora.rank
-        alpha = self._lora.alpha * (math.sqrt(times) if self._lora.rslora else times)
+        peft, lora = _peft(), self._lora
+        rank = rank or lora.rank
+        times = rank / lora.rank
+        alpha = lora.alpha * (math.sqrt(times) if lora.rslora else times)
         config = peft.LoraConfig(
             r=rank,
             lora_alpha=int(alpha) if alpha.is_integer() else alpha,
-            use_rslora=self._lora.rslora,
-            target_modules=target_pattern(self._lora, self._model.architecture),
+            use_rslora=lora.rslora,
+            target_modules=target_pattern(lora, self._model.architecture),
         )
-        with torch.random.fork_rng(), _ignoring(RENAMED):
+        with torch.random.fork_rng(), _quietly():
             torch.manual_seed(seed)
-            if self._peft is None:
-                self._peft = peft.get_peft_model(self._model.model, config, adapter_name=name)
+            if self.peft is None:
+                self.peft = peft.get_peft_model(self._model.model, config, adapter_name=name)
             else:
-                self._peft.add_adapter(name, config)
-        self._keep_precision()
-        self._hook(name, self._lora.decode_only if decode_only is None else decode_only)
+                self.peft.add_adapter(name, config)
+        self.adopt(name, lora.decode_only if decode_only is None else decode_only)
         self.activate(name)
 
     def load(self, name: str, folder: Path, decode_only: bool = False) -> None:
-        """Load an adapter from a PEFT folder.
-
-        Args:
-            name: Name of the adapter.
-            folder: The folder.
-            decode_only: Whether it acts at decoding only, see `act_from`.
-        """
+        """Load an adapter from a PEFT folder."""
         peft = _peft()
-        with _ignoring(RENAMED):
-            if self._peft is None:
-                self._peft = peft.PeftModel.from_pretrained(
-                    self._model.model, folder, adapter_name=name
-                )
+        with _quietly():
+            if self.peft is None:
+                self.peft = peft.PeftModel.from_pretrained(self._model.model, folder, name)
             else:
-                self._peft.load_adapter(folder, adapter_name=name)
-        self._keep_precision()
-        self._hook(name, decode_only)
+                self.peft.load_adapter(folder, name)
+        self.adopt(name, decode_only)
 
-    def _hook(self, name: str, decode_only: bool) -> None:
-        """Let `act_from` hold for an adapter, if it acts at decoding only."""
-        self._decode_only.discard(name)
-        if not decode_only:
-            return
-        self._decode_only.add(name)
+    def adopt(self, name: str, decode_only: bool) -> None:
+        """Prepare an adapter that PEFT has added; `act_from` holds if it acts at decoding only."""
+        (self._decode_only.add if decode_only else self._decode_only.discard)(name)
         for module in self._model.model.modules():
-            if name in getattr(module, "lora_B", {}):
+            if hasattr(module, "cast_input_dtype_enabled"):
+                # Autocast is to cast LoRA's few weights; PEFT would cast activations.
+                module.cast_input_dtype_enabled = False
+            if decode_only and name in getattr(module, "lora_B", {}):
                 module.lora_B[name].register_forward_hook(self._where_it_acts)
 
     def _where_it_acts(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -136,13 +126,9 @@ class Adapters:
     def act_from(self, starts: Sequence[int], length: int) -> None:
         """Say on which tokens of the next batch an adapter acts that acts at decoding only.
 
-        Other adapters act on all tokens, and so does this one after `act_everywhere` or `activate`.
-        It holds until then, because gradient checkpointing computes a batch twice.
-
-        Args:
-            starts: For each row, the place of the first token that the adapter acts on: the last
-                one of the prompt.
-            length: Tokens of a row.
+        In each row from `starts` on, the last token of the prompt. Other adapters act on all
+        tokens, and so does this one after `act_everywhere` or `activate`; it holds until then,
+        because gradient checkpointing computes a batch twice.
         """
         self._acts = None
         if self._active in self._decode_only:
@@ -153,76 +139,38 @@ class Adapters:
         """Let the active adapter act on every token of the next batches."""
         self._acts = None
 
-    def _keep_precision(self) -> None:
-        """In 16 bits, let autocast cast LoRA's few weights; PEFT would cast activations."""
-        for module in self._model.model.modules():
-            if hasattr(module, "cast_input_dtype_enabled"):
-                module.cast_input_dtype_enabled = False
-
     def activate(self, name: str | None) -> None:
         """Make an adapter the active one, or none."""
         self._active, self._acts = name, None
-        if self._peft is None:
+        if self.peft is None:
             return
         if name is None:
-            self._peft.base_model.disable_adapter_layers()
+            self.peft.base_model.disable_adapter_layers()
             return
-        self._peft.base_model.enable_adapter_layers()
-        self._peft.set_adapter(name)
+        self.peft.base_model.enable_adapter_layers()
+        self.peft.set_adapter(name)
 
     def save(self, name: str, folder: Path, base: str) -> None:
-        """Write an adapter in PEFT's format; plain PEFT loads it onto the base model.
-
-        Args:
-            name: Name of the adapter.
-            folder: Folder for `adapter_config.json` and `adapter_model.safetensors`.
-            base: Id of the base model, for the configuration.
-        """
+        """Write an adapter in PEFT's format; plain PEFT loads it onto the base model."""
         from peft.utils import get_peft_model_state_dict
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        weights = get_peft_model_state_dict(self._peft, adapter_name=name)
+        weights = get_peft_model_state_dict(self.peft, adapter_name=name)
         save_file(
             {key: value.detach().cpu().contiguous() for key, value in weights.items()},
             folder / "adapter_model.safetensors",
             {"format": "pt"},
         )
-        config = copy.copy(self._peft.peft_config[name])
+        config = copy.copy(self.peft.peft_config[name])
         config.base_model_name_or_path = base
         config.inference_mode = True
         config.save_pretrained(folder)
 
-    def merge(
-        self,
-        name: str,
-        sources: Sequence[str],
-        weight: float,
-        combination: str,
-        density: float,
-        seed: int,
-    ) -> None:
-        """Merge adapters into a new one, without training.
-
-        Args:
-            name: Name of the new adapter.
-            sources: Names of the adapters.
-            weight: Weight of each of them.
-            combination: How they are combined, in PEFT's terms, e.g. ``ties``.
-            density: Share of the weights that TIES and DARE keep.
-            seed: Seed of the weights that DARE drops.
-        """
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self._peft.base_model.add_weighted_adapter(
-                list(sources), [weight] * len(sources), name, combination, density=density
-            )
-        self._hook(name, self._decode_only.issuperset(sources))
-
     def remove(self, name: str) -> None:
         """Delete an adapter, which may be the active one."""
-        with _ignoring(".*was active which is now deleted"):
-            self._peft.delete_adapter(name)
+        with _quietly():
+            self.peft.delete_adapter(name)
 
     def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
         """Return an adapter's weights by module path, e.g. ``…0.self_attn.q_proj.lora_A``."""
@@ -235,13 +183,7 @@ class Adapters:
 
 
 def target_pattern(lora: LoraSettings, architecture: Architecture) -> str:
-    """Return the regular expression, over full module paths, of the layers that PEFT adapts.
-
-    Args:
-        lora: Names of the language model's layers, and whether the vision tower and the projector
-            are adapted too.
-        architecture: Names the layers of vision tower and projector.
-    """
+    """Return the regular expression, over full module paths, of the layers that PEFT adapts."""
     parts = [rf".*language_model.*\.({'|'.join(map(re.escape, lora.targets))})"]
     if lora.vision_tower:
         parts += architecture.tower_targets

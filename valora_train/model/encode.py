@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 
 from valora_data.contract.contexts import tail_tokens
 from valora_data.contract.grid_pooling import places_of
@@ -51,38 +52,29 @@ class Encoder:
             whole: Whether to keep the tokens behind the last visual token; heads on visual tokens
                 do without them.
 
-        Returns:
-            One entry for each example, in order.
-
         Raises:
             DataError: A video has no frames.
             BundleError: The base model's images cannot be laid out on a grid.
         """
         if examples and not any(example.images or example.video for example in examples):
             return [self._tail(example) for example in examples]
-        fixed = self._model.fixed_grid
         found: list[Encoded] = []
         for batch in _batches(examples, self._batch_size):
-            if fixed is None:
+            if self._model.fixed_grid is None:
                 part = [self._processed(example) for example in batch]
             else:
-                part = self._on_fixed_grid(batch, fixed)
+                part = self._on_fixed_grid(batch, self._model.fixed_grid)
             if not whole:
                 part = [_cut(item) for item in part]
-            if self._keep:
-                with torch.no_grad():
-                    part = self._with_features(part)
-            found += part
+            found += self._with_features(part) if self._keep else part
         return found
 
     def _tail(self, example: Example) -> Encoded:
         """Encode a question about a context: the tail of its prompt, with the answer."""
         parts = [{"type": "text", "text": example.question}]
         ids = torch.tensor(tail_tokens(self._model, [{"role": "user", "content": parts}]))
-        item = Encoded(
-            ids, torch.zeros(len(ids), dtype=torch.bool), len(ids), (0, 0), (0, 0),
-            torch.zeros(0, dtype=torch.int64),
-        )  # fmt: skip
+        none = torch.zeros(0, dtype=torch.int64)
+        item = Encoded(ids, torch.zeros_like(ids, dtype=torch.bool), len(ids), (0, 0), (0, 0), none)
         return self._with_answer(item, example)
 
     def _on_fixed_grid(self, batch: Sequence[Example], grid: tuple[int, int]) -> list[Encoded]:
@@ -93,30 +85,25 @@ class Encoder:
         model = self._model
         images = [image for example in batch for image in example.images]
         pixels = model.processor.image_processor(images, return_tensors="pt")[PIXELS[IMAGE]]
-        pixels = pixels.to(self._place, model.dtype)
+        parts = pixels.to(self._place, model.dtype).split([len(one.images) for one in batch])
         found = []
-        for example, part in zip(
-            batch, pixels.split([len(example.images) for example in batch]), strict=True
-        ):
-            ids = self._prompt(example.question, len(example.images), grid)
+        for example, part in zip(batch, parts, strict=True):
+            ids = self._prompt(example.question, len(part), grid)
             item = Encoded(
                 ids,
                 ids == model.image_token,
                 len(ids),
                 (part.shape[-1], part.shape[-2]),
                 grid,
-                places_of(*grid, len(example.images)),
+                places_of(*grid, len(part)),
                 {PIXELS[IMAGE]: part},
             )
             found.append(self._with_answer(item, example))
         return found
 
     def _prompt(self, question: str, images: int, grid: tuple[int, int]) -> Tensor:
-        """Return the token ids of a question and images, up to the answer: (length,) int64."""
-        key = (question, images)
-        if key not in self._prompts:
-            from PIL import Image
-
+        """The token ids of a question and images, up to the answer: (length,) int64."""
+        if (question, images) not in self._prompts:
             text = self._render(question, IMAGE, images)
             blank = [Image.new("RGB", (8, 8))] * images
             row = self._model.process(text, blank)["input_ids"][0]
@@ -127,8 +114,8 @@ class Encoder:
                     f"expected {expected} visual tokens for {images} images, got {found}: check "
                     "the processor of the base model"
                 )
-            self._prompts[key] = row
-        return self._prompts[key]
+            self._prompts[question, images] = row
+        return self._prompts[question, images]
 
     def _render(self, question: str, kind: str, count: int, answer: str | None = None) -> str:
         parts = [{"type": "text", "text": question}, *[{"type": kind}] * count]
@@ -177,59 +164,52 @@ class Encoder:
     def _with_answer(self, item: Encoded, example: Example) -> Encoded:
         if example.answer is None:
             return item
-        answer = self._answer(example.answer(item.seen))
-        positions = item.positions
+        answer, positions = self._answer(example.answer(item.seen)), item.positions
         if positions is not None:
             more = int(positions.max()) + 1 + torch.arange(len(answer))
             positions = torch.cat([positions, more.expand(3, -1)], dim=1)
         return replace(
             item,
             ids=torch.cat([item.ids, answer]),
-            visual=torch.cat([item.visual, torch.zeros(len(answer), dtype=torch.bool)]),
+            visual=torch.cat([item.visual, torch.zeros_like(answer, dtype=torch.bool)]),
             positions=positions,
         )
 
     def _answer(self, answer: str) -> Tensor:
-        """Return the token ids of an answer as the chat template writes it, with its end token."""
+        """The token ids of an answer as the chat template writes it, with its end token."""
         if answer not in self._answers:
             tokenizer = self._model.tokenizer
+            text = self._render("?", IMAGE, 0, answer)
             before = self._render("?", IMAGE, 0)
-            after = self._render("?", IMAGE, 0, answer)
-            text = after.removeprefix(before) if after.startswith(before) else answer
-            end = tokenizer.eos_token or ""
-            text = text.rstrip()
-            text = (text.removesuffix(end) if end else text).rstrip()
+            text = (text.removeprefix(before) if text.startswith(before) else answer).rstrip()
+            text = text.removesuffix(tokenizer.eos_token or "").rstrip()
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             self._answers[answer] = torch.tensor([*ids, tokenizer.eos_token_id])
         return self._answers[answer]
 
+    @torch.no_grad()
     def _with_features(self, batch: Sequence[Encoded]) -> list[Encoded]:
         """Replace pixels by features."""
         features, deep = visual_features(self._model, batch)
         counts = [int(item.visual.sum()) for item in batch]
-        layers = [layer.split(counts) for layer in deep]
+        rows = zip(*(part.split(counts) for part in (features, *deep)), strict=True)
         return [
-            replace(
-                item, features=part, deep=tuple(layer[row] for layer in layers), pixels={}
-            )
-            for row, (item, part) in enumerate(zip(batch, features.split(counts), strict=True))
-        ]  # fmt: skip
+            replace(item, features=first, deep=tuple(others), pixels={})
+            for item, (first, *others) in zip(batch, rows, strict=True)
+        ]
 
 
 def visual_features(model: BaseModel, batch: Sequence[Encoded]) -> tuple[Tensor, list[Tensor]]:
     """Return the visual features of a batch: those that were kept, or encoded now.
-
-    Args:
-        model: The base model.
-        batch: Examples that all have features, or none.
 
     Returns:
         (visual tokens, width) in the order of the batch; and for each of the first layers to
         whose outputs features are added, the same shape.
     """
     if batch[0].features is not None:
-        deep = [torch.cat(layer) for layer in zip(*(item.deep for item in batch), strict=True)]
-        return torch.cat([item.features for item in batch if item.features is not None]), deep
+        kept = zip(*((item.features, *item.deep) for item in batch), strict=True)
+        features, *deep = (torch.cat(parts) for parts in kept)
+        return features, deep
     names = list(batch[0].pixels)
     if any(list(item.pixels) != names for item in batch):  # images and videos
         found = [visual_features(model, [item]) for item in batch]
@@ -243,12 +223,12 @@ def _batches(examples: Sequence[Example], most: int) -> Iterator[Sequence[Exampl
     """Yield examples with at most `most` images together, but at least one example."""
     start = images = 0
     for at, example in enumerate(examples):
+        if not example.images:
+            raise DataError("an example has no image, or a video no frames: leave it out")
         if at > start and images + len(example.images) > most:
             yield examples[start:at]
             start, images = at, 0
         images += len(example.images)
-        if not example.images:
-            raise DataError("an example has no image, or a video no frames: leave it out")
     if examples:
         yield examples[start:]
 

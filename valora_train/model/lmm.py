@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from valora_data.contract.base_model import BaseModel, load_model
+from valora_data.contract.recall import write_on
 from valora_data.cpu import cpu_multiplies_bfloat16
 from valora_train.model.adapters import Adapters
 from valora_train.model.encode import Encoder, visual_features
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from valora_train.model.prompts import Encoded, Example
-    from valora_train.model.team import Team
     from valora_train.settings import LoraSettings, ModelSettings
 
 
@@ -55,7 +56,6 @@ class Lmm(BaseModel):
         settings: Which model, and how it is run.
         lora: What adapters change. While they change neither the vision tower nor the projector,
             images may be encoded once and their features kept.
-        team: The processes that train together; None for this one alone.
 
     Attributes:
         adapters: The LoRA adapters.
@@ -63,14 +63,13 @@ class Lmm(BaseModel):
         coordinate_step: What the numbers of boxes are multiples of.
         sharded: Whether its layers are sharded among several processes, which then run it
             together.
+        batch_size: Most images, and most written answers, that are computed together.
 
     Raises:
         BundleError: If there is no such model, or it takes no images.
     """
 
-    def __init__(
-        self, settings: ModelSettings, lora: LoraSettings, team: Team | None = None
-    ) -> None:
+    def __init__(self, settings: ModelSettings, lora: LoraSettings) -> None:
         options: dict[str, Any] = {}
         if settings.attention != "auto":
             options["attn_implementation"] = settings.attention
@@ -83,9 +82,9 @@ class Lmm(BaseModel):
             **options,
         )
         super().__init__(settings.id, model, processor)
-        if settings.shard and team is not None:
-            # Layer by layer, and before the model moves, so that no device holds all of it.
-            team.shard(self.language_model, self.language_model.layers)
+        self.sharded = settings.shard and PartialState().num_processes > 1
+        if self.sharded:  # layer by layer, and before it moves, so that no device holds all of it
+            _shard(self.language_model, torch.device(settings.device).type)
         self.to(settings.device)
         self._training_type = training_type(settings)
         self._checkpointing = settings.gradient_checkpointing
@@ -93,11 +92,10 @@ class Lmm(BaseModel):
             # Newer versions of transformers renamed the method.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
-        self.sharded = settings.shard and team is not None and team.size > 1
         self.coordinates = settings.coordinates
         self.coordinate_step = settings.coordinate_step
+        self.batch_size = settings.batch_size
         self.adapters = Adapters(self, lora)
-        self._batch_size = settings.batch_size
         frozen_vision = not (lora.vision_tower or lora.projector)
         self._encoder = Encoder(
             self, settings.batch_size, keep_features=settings.keep_features and frozen_vision
@@ -113,27 +111,14 @@ class Lmm(BaseModel):
         return self._encoder(examples, whole)
 
     def states(self, batch: Sequence[Encoded], training: bool | None = None) -> HiddenStates:
-        """Compute the last hidden states with the active adapter.
-
-        Args:
-            batch: Encoded examples of any lengths.
-            training: Whether something learns from them, see `precision`.
-        """
+        """Compute the last hidden states with the active adapter; `training`: see `precision`."""
         self.language_model.train(self._checkpointing and torch.is_grad_enabled())
         with self.precision(training):
-            embedded, visual, ids, extra = self._embed(batch)
-            self.adapters.act_from([item.prompt - 1 for item in batch], ids.shape[1])
-            output = self.language_model(inputs_embeds=embedded, use_cache=False, **extra)
-        return HiddenStates(
-            output.last_hidden_state,
-            visual,
-            tuple(item.prompt for item in batch),
-            tuple(item.length for item in batch),
-            ids,
-            tuple(item.places for item in batch),
-        )
+            ids, visual, output = self._run(batch, use_cache=False)
+        return HiddenStates.of(batch, output.last_hidden_state, visual, ids)
 
-    def _embed(self, batch: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    def _run(self, batch: Sequence[Encoded], use_cache: bool) -> tuple[Tensor, Tensor, Any]:
+        """Token ids, which of them are visual, and the language model's output."""
         # Padded on the right of a causal model: what is read never sees the padding, so no
         # attention mask is needed.
         ids = pad_sequence([item.ids for item in batch], batch_first=True).to(self.device)
@@ -148,25 +133,27 @@ class Lmm(BaseModel):
             extra["position_ids"] = positions.permute(2, 0, 1).to(self.device)
         if deep:
             extra |= self.architecture.deep_arguments(visual, deep)
-        return embedded, visual, ids, extra
+        self.adapters.act_from([item.prompt - 1 for item in batch], ids.shape[1])
+        output = self.language_model(inputs_embeds=embedded, use_cache=use_cache, **extra)
+        return ids, visual, output
 
     @torch.no_grad()
     def write(self, batch: Sequence[Encoded], max_tokens: int) -> list[str]:
-        """Write the likeliest answers, token by token (greedily), with the active adapter.
-
-        Args:
-            batch: Prompts without answers, of any lengths.
-            max_tokens: Most tokens of an answer.
-        """
-        by_length: dict[int, list[int]] = defaultdict(list)
+        """Write the likeliest answers, token by token (greedily), with the active adapter."""
+        self.language_model.eval()
+        alike: dict[tuple[int, int], list[int]] = defaultdict(list)
         for row, item in enumerate(batch):
-            by_length[item.length].append(row)
+            alike[item.length, item.end].append(row)
         answers = [""] * len(batch)
-        for rows in by_length.values():  # equal lengths need no padding
-            for start in range(0, len(rows), self._batch_size):
-                some = rows[start : start + self._batch_size]
+        for (_, end), rows in alike.items():  # equal lengths need no padding
+            for start in range(0, len(rows), self.batch_size):
+                some = rows[start : start + self.batch_size]
                 with self.precision():
-                    texts = self._write([batch[row] for row in some], max_tokens)
+                    _, _, output = self._run([batch[row] for row in some], use_cache=True)
+                    self.adapters.act_everywhere()
+                    texts = write_on(
+                        self, output.last_hidden_state, output.past_key_values, end, max_tokens
+                    )
                 for row, text in zip(some, texts, strict=True):
                     answers[row] = text
         return answers
@@ -186,37 +173,27 @@ class Lmm(BaseModel):
         if low == torch.float32:
             yield
             return
+        on_cpu = self.device.type == "cpu"
+        # What checkpointing computes again must be computed in the same way, outside of this.
+        fast = on_cpu and self.dtype == torch.float32 and not self._checkpointing
         # What one thread has cast, another one that computes beside it must not learn from.
-        cache = self.device.type != "cpu"
-        with torch.autocast(self.device.type, low, cache_enabled=cache), self._attention():
+        with (
+            torch.autocast(self.device.type, low, cache_enabled=not on_cpu),
+            _Float32Attention() if fast else nullcontext(),
+        ):
             yield
 
-    def _attention(self) -> AbstractContextManager[Any]:
-        # What checkpointing computes again must be computed in the same way, outside of this.
-        fast = self.dtype == torch.float32 and self.device.type == "cpu" and not self._checkpointing
-        return _Float32Attention() if fast else nullcontext()
 
-    def _write(self, batch: Sequence[Encoded], max_tokens: int) -> list[str]:
-        self.language_model.eval()
-        embedded, _, ids, extra = self._embed(batch)
-        self.adapters.act_from([item.prompt - 1 for item in batch], ids.shape[1])
-        output = self.language_model(inputs_embeds=embedded, use_cache=True, **extra)
-        self.adapters.act_everywhere()
-        stops = torch.tensor(sorted(self.stop_ids), device=self.device)
-        tokens = [self.logits(output.last_hidden_state[:, -1]).argmax(-1)]
-        ended = torch.isin(tokens[0], stops)
-        lasts = [item.last for item in batch]
-        while len(tokens) < max_tokens and not bool(ended.all()):
-            extra = {}
-            if lasts[0] is not None:
-                now = torch.tensor([last + len(tokens) for last in lasts if last is not None])
-                extra["position_ids"] = now[None, :, None].expand(3, -1, 1).to(self.device)
-            output = self.language_model(
-                inputs_embeds=self.model.get_input_embeddings()(tokens[-1][:, None]),
-                past_key_values=output.past_key_values,
-                use_cache=True,
-                **extra,
-            )
-            tokens.append(self.logits(output.last_hidden_state[:, -1]).argmax(-1))
-            ended |= torch.isin(tokens[-1], stops)
-        return [self.text_of(row) for row in torch.stack(tokens, dim=1).tolist()]
+def _shard(decoder: Any, device: str) -> None:
+    """Shard the layers of the frozen decoder (FSDP2); a layer is gathered while it runs.
+
+    Adapters that are added later, and the weights beside the layers, are whole on every process.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device, (PartialState().num_processes,))
+    inside = {weight for layer in decoder.layers for weight in layer.parameters()}
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()) - inside)

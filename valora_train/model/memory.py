@@ -8,51 +8,35 @@ what the base model with the active adapter makes of questions behind their memo
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from valora_data.contract.contexts import (
-    MEMORY_TOKENS,
-    PREFIX,
-    Memory,
-    around_memory,
-    head_text,
-)
-from valora_data.contract.recall import (
-    head_inputs,
-    read_head,
-    read_tokens,
-    run_tails,
-    write_on,
-)
-from valora_data.errors import DataError
-from valora_data.wording import plural
+from valora_data.contract.contexts import MEMORY_TOKENS, PREFIX, Memory, around_memory, head_text
+from valora_data.contract.recall import head_inputs, read_head, run_tails, write_on
 from valora_train.model.prompts import HiddenStates
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from valora_data.schema import Document
     from valora_train.model.lmm import Lmm
     from valora_train.model.prompts import Encoded
 
 
-READ_AT_ONCE = 16_384
-"""Tokens that are kept at once where questions are read with their documents: those of the document
-for each question of a batch."""
+READ_AT_ONCE = 16_384  # tokens of documents that are kept at once, for the questions of a batch
+ATTENDING = 512  # most questions whose attention is computed, evenly taken from all
+WRITTEN = 64  # answers that are written at once
 
 
 class Prefix(nn.Module):
-    """Keys and values of every layer, which replace the head of a prompt.
+    """Keys and values, [layers, kv_heads, tokens, head_dim], which replace the head of a prompt.
 
-    Args:
-        keys: [layers, kv_heads, tokens, head_dim], after rotary positions.
-        values: As `keys`.
-        position: Position of the first token behind them.
+    `position` is that of the first token behind them.
     """
 
     form = PREFIX
@@ -60,24 +44,11 @@ class Prefix(nn.Module):
     def __init__(self, keys: Tensor, values: Tensor, position: int) -> None:
         super().__init__()
         self.keys, self.values = nn.Parameter(keys), nn.Parameter(values)
-        self.position = position
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        return int(self.keys.shape[2])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by the names that files have."""
-        return {"keys": self.keys.detach(), "values": self.values.detach()}
+        self.position, self.tokens = position, int(keys.shape[2])
 
 
 class MemoryTokens(nn.Module):
-    """Input embeddings in place of the document.
-
-    Args:
-        embeddings: [tokens, width].
-    """
+    """Input embeddings in place of the document, [tokens, width]."""
 
     form = MEMORY_TOKENS
     position = 0
@@ -85,15 +56,7 @@ class MemoryTokens(nn.Module):
     def __init__(self, embeddings: Tensor) -> None:
         super().__init__()
         self.embeddings = nn.Parameter(embeddings)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        return len(self.embeddings)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by the names that files have."""
-        return {"embeddings": self.embeddings.detach()}
+        self.tokens = len(embeddings)
 
 
 AnyMemory = Prefix | MemoryTokens
@@ -109,14 +72,8 @@ def module_of(memory: Memory) -> AnyMemory:
 
 
 def stored(module: AnyMemory, base: str, dtype: torch.dtype) -> Memory:
-    """Return a module as a memory that can be written.
-
-    Args:
-        module: The module.
-        base: `base_hash` of the base model.
-        dtype: Type to store.
-    """
-    tensors = {name: part.to(dtype).cpu() for name, part in module.tensors().items()}
+    """Return a module as a memory for the base model of that hash, which can be written."""
+    tensors = {name: part.detach().to(dtype).cpu() for name, part in module.named_parameters()}
     return Memory(module.form, base, tensors, module.position)
 
 
@@ -131,10 +88,6 @@ def document_tokens(lmm: Lmm, document: Document) -> int:
 def read_document(lmm: Lmm, document: Document) -> Prefix:
     """Return what the active model keeps of a whole document: the memory of the full prompt.
 
-    Args:
-        lmm: The model.
-        document: The document.
-
     Raises:
         DataError: The document does not fit into the model's context.
     """
@@ -143,58 +96,58 @@ def read_document(lmm: Lmm, document: Document) -> Prefix:
     return Prefix(keys.float(), values.float(), position)
 
 
-def read_beginning(lmm: Lmm, document: Document, tokens: int) -> Prefix:
-    """Return what the active model keeps of the document's beginning.
-
-    Args:
-        lmm: The model.
-        document: The document.
-        tokens: Tokens to keep; of an album, as many whole images as fit.
-    """
-    if document.images:
-        return read_document(lmm, _first_images(lmm, document, tokens))
-    with lmm.precision():
-        keys, values, position = read_tokens(lmm, _first_ids(lmm, document, tokens))
-    return Prefix(keys.float(), values.float(), position)
-
-
 def new_memory_tokens(lmm: Lmm, document: Document, tokens: int) -> MemoryTokens:
-    """Return memory tokens that begin as the embeddings of the document's first tokens.
-
-    Args:
-        lmm: The model.
-        document: The document.
-        tokens: Number of memory tokens.
-    """
+    """Return memory tokens that begin as the embeddings of the document's first tokens."""
     ids = lmm.tokenizer(document.text, add_special_tokens=False)["input_ids"][:tokens]
     ids += [lmm.tokenizer.eos_token_id] * (tokens - len(ids))
     table = lmm.model.get_input_embeddings()
     return MemoryTokens(table(torch.tensor(ids, device=lmm.device)).detach().float().clone())
 
 
-def _first_ids(lmm: Lmm, document: Document, tokens: int) -> list[int]:
-    """Tokens of a head that holds the beginning of a document."""
-    before, after = around_memory(lmm)
-    room = tokens - len(before) - len(after)
-    if room < 1:
-        raise DataError(
-            f"a memory of {plural(tokens, 'token')} has no room for a document beside the "
-            f"{len(before) + len(after)} of the chat template: raise context.tokens"
-        )
-    ids = lmm.tokenizer(document.text, add_special_tokens=False)["input_ids"]
-    return [*before, *ids[:room], *after]
+def most_attended(lmm: Lmm, read: Prefix, questions: Sequence[Encoded], tokens: int) -> Prefix:
+    """Return the keys and values of a document that questions attend to most.
+
+    What nobody looks at need not stand in a prefix, and what is looked at need not be learnt again
+    (H2O and SnapKV shorten caches in the same way). Every head keeps tokens of its own, in the
+    document's order and at their positions.
+    """
+    kept = attention_mass(lmm, read, questions).topk(tokens, -1).indices.sort(-1).values[..., None]
+    kept = kept.expand(-1, -1, -1, read.keys.shape[-1])
+    keys, values = (part.detach().gather(2, kept) for part in (read.keys, read.values))
+    return Prefix(keys, values, read.position)
 
 
-def _first_images(lmm: Lmm, document: Document, tokens: int) -> Document:
-    """The first images of an album, whose head has at most as many tokens."""
-    for kept in range(len(document.images), -1, -1):
-        found = replace(document, images=document.images[:kept])
-        if document_tokens(lmm, found) <= tokens:
-            return found
-    raise DataError(
-        f"a memory of {plural(tokens, 'token')} has no room for the words of an album: raise "
-        "context.tokens"
-    )
+@torch.no_grad()
+def attention_mass(lmm: Lmm, read: Prefix, questions: Sequence[Encoded]) -> Tensor:
+    """Sum up the attention of questions to each token of a document.
+
+    Returns:
+        [layers, kv_heads, tokens] float32, sums over the tokens of all questions and over the heads
+        that share keys.
+    """
+    language: Any = lmm.language_model
+    some = questions[:: -(-len(questions) // ATTENDING)]
+    mass = torch.zeros(read.keys.shape[:3], device=lmm.device)
+    there = torch.zeros(0)  # (n, q), the tokens of a batch that are no padding
+
+    def add(layer: int, weights: Tensor) -> None:
+        found = torch.einsum("nhqt,nq->ht", weights[..., : read.tokens].float(), there)
+        mass[layer] += found.unflatten(0, (mass.shape[1], -1)).sum(1)
+
+    step = max(1, READ_AT_ONCE // read.tokens)
+    with ExitStack() as undo:
+        undo.callback(language.set_attn_implementation, language.config._attn_implementation)
+        language.set_attn_implementation("eager")  # the only one that returns its weights
+        for number, layer in enumerate(language.layers):
+            hook = layer.self_attn.register_forward_hook(
+                lambda module, given, made, number=number: add(number, made[1])
+            )
+            undo.callback(hook.remove)
+        for start in range(0, len(some), step):
+            batch = some[start : start + step]
+            there = pad_sequence([torch.ones(item.length) for item in batch], True).to(lmm.device)
+            states(lmm, batch, [read] * len(batch))
+    return mass
 
 
 # ------------------------------------------------------------------ answering
@@ -203,96 +156,58 @@ def _first_images(lmm: Lmm, document: Document, tokens: int) -> Document:
 def states(
     lmm: Lmm, batch: Sequence[Encoded], memories: Sequence[AnyMemory | None]
 ) -> HiddenStates:
-    """Compute the last hidden states of questions behind their memories.
-
-    Args:
-        lmm: The model, with its active adapter.
-        batch: Encoded tails of any lengths, with answers or without.
-        memories: The memory of each row.
-
-    Returns:
-        Hidden states of the tails.
-    """
-    longest = max(item.length for item in batch)
-    rows: dict[int, Tensor] = {}
-    for group in _groups(memories):
-        part = _run(lmm, [batch[row] for row in group], [memories[row] for row in group])[0]
-        rows |= dict(zip(group, part, strict=True))
-    whole = [
-        nn.functional.pad(rows[row], (0, 0, 0, longest - len(rows[row])))
-        for row in range(len(batch))
-    ]
+    """Compute the last hidden states of questions behind their memories."""
     ids = pad_sequence([item.ids for item in batch], batch_first=True).to(lmm.device)
-    return HiddenStates(
-        torch.stack(whole),
-        torch.zeros_like(ids, dtype=torch.bool),
-        tuple(item.prompt for item in batch),
-        tuple(item.length for item in batch),
-        ids,
-        tuple(item.places for item in batch),
-    )
+    hidden: dict[int, Tensor] = {}
+    for rows in _alike(map(_shape, memories)):
+        part = _run(lmm, [batch[row] for row in rows], [memories[row] for row in rows])[0]
+        part = F.pad(part, (0, 0, 0, ids.shape[1] - part.shape[1]))
+        hidden |= dict(zip(rows, part, strict=True))
+    whole = torch.stack([hidden[row] for row in range(len(batch))])
+    return HiddenStates.of(batch, whole, torch.zeros_like(ids, dtype=torch.bool), ids)
 
 
 @torch.no_grad()
 def write(
     lmm: Lmm, batch: Sequence[Encoded], memories: Sequence[AnyMemory | None], most: int
 ) -> list[str]:
-    """Write the likeliest answers to questions behind their memories, token by token.
-
-    Args:
-        lmm: The model, with its active adapter.
-        batch: Encoded tails without answers.
-        memories: The memory of each row.
-        most: Most tokens of an answer.
-    """
+    """Write the likeliest answers to questions behind their memories, token by token."""
     answers = [""] * len(batch)
-    for group in _groups(memories):
-        by_length: dict[int, list[int]] = defaultdict(list)
-        for row in group:
-            by_length[batch[row].length].append(row)
-        for alike in by_length.values():
-            for start in range(0, len(alike), WRITTEN):
-                some = alike[start : start + WRITTEN]
-                found = _write(lmm, [batch[n] for n in some], [memories[n] for n in some], most)
-                for row, text in zip(some, found, strict=True):
-                    answers[row] = text
+    for rows in _alike(zip(map(_shape, memories), [item.length for item in batch], strict=True)):
+        for start in range(0, len(rows), WRITTEN):
+            some = rows[start : start + WRITTEN]
+            hidden, cache, position = _run(
+                lmm, [batch[row] for row in some], [memories[row] for row in some], cached=True
+            )
+            lmm.adapters.act_everywhere()  # on what is written now
+            position += hidden.shape[1]
+            texts = write_on(lmm, hidden, cache, position, most, lmm.precision())
+            for row, text in zip(some, texts, strict=True):
+                answers[row] = text
     return answers
 
 
-WRITTEN = 64
-"""Answers that are written at once."""
+def _shape(memory: AnyMemory | None) -> Hashable:
+    """What memories have in common that are computed together."""
+    return None if memory is None else (memory.form, memory.tokens, memory.position)
 
 
-def _write(
-    lmm: Lmm, batch: Sequence[Encoded], memories: Sequence[AnyMemory | None], most: int
-) -> list[str]:
-    hidden, cache, position = _run(lmm, batch, memories, cached=True)
-    lmm.adapters.act_everywhere()  # on what is written now
-    return write_on(lmm, hidden, cache, position + batch[0].length, most, lmm.precision())
-
-
-def _groups(memories: Sequence[AnyMemory | None]) -> list[list[int]]:
-    """Rows whose memories have one form and size, which are computed together."""
-    groups: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for row, memory in enumerate(memories):
-        facts = ("", 0, 0) if memory is None else (memory.form, memory.tokens, memory.position)
-        groups[facts].append(row)
+def _alike(keys: Iterable[Hashable]) -> list[list[int]]:
+    """Group rows by their keys."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for row, key in enumerate(keys):
+        groups[key].append(row)
     return list(groups.values())
 
 
 def _run(
     lmm: Lmm, batch: Sequence[Encoded], memories: Sequence[Any], *, cached: bool = False
 ) -> tuple[Tensor, Any, int]:
-    """Hidden states of tails behind memories of one form and size, padded on the right.
-
-    Returns:
-        (n, length, width); the cache if it is asked for; and the position of the tails.
-    """
+    """Hidden states of tails behind memories of one form and size, padded on the right."""
     lmm.language_model.eval()
     with lmm.precision():
         ids = pad_sequence([item.ids for item in batch], batch_first=True).to(lmm.device)
         embedded = lmm.model.get_input_embeddings()(ids)
-        last = [item.prompt - 1 for item in batch]
         if isinstance(memories[0], Prefix):
             keys = _side_by_side([memory.keys for memory in memories])
             values = _side_by_side([memory.values for memory in memories])
@@ -300,7 +215,7 @@ def _run(
         else:
             keys, values = _read_heads(lmm, memories)
             position = int(keys.shape[3])
-        lmm.adapters.act_from(last, ids.shape[1])
+        lmm.adapters.act_from([item.prompt - 1 for item in batch], ids.shape[1])
         hidden, cache = run_tails(lmm, embedded, position, keys, values, cached=cached)
         return hidden, cache, position
 
@@ -328,15 +243,10 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 
 def head_embeddings(lmm: Lmm, memory: MemoryTokens | None) -> Tensor:
-    """Return the input embeddings of a head with memory tokens, or of an empty document's.
-
-    Returns:
-        [length, width].
-    """
+    """Return the input embeddings of a head with memory tokens, or of an empty document's."""
     table = lmm.model.get_input_embeddings()
     if memory is None:
-        text = head_text(lmm, "")
-        found: Tensor = table(torch.tensor(lmm.tokenize(text), device=lmm.device))
+        found: Tensor = table(torch.tensor(lmm.tokenize(head_text(lmm, "")), device=lmm.device))
         return found
     before, after = (torch.tensor(ids, dtype=torch.int64) for ids in around_memory(lmm))
     parts = [table(before.to(lmm.device)), memory.embeddings, table(after.to(lmm.device))]

@@ -32,6 +32,7 @@ from valora_train.fusion.requirement import (
 from valora_train.fusion.samples import LazyDomains, load_domain, make_deterministic
 from valora_train.fusion.state import FUSION, FusionState
 from valora_train.fusion.trainer import Trainer
+from valora_train.model.distributed import agree
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.mlflow_store import store_lock
@@ -44,10 +45,11 @@ from valora_train.stages.distill import TAUGHT, teacher_accuracy, teacher_figure
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from accelerate import Accelerator
+
     from valora_train.fusion.packing import DedicatedAdapter
     from valora_train.fusion.plan import FusionPlan
     from valora_train.fusion.samples import DomainData
-    from valora_train.model.team import Team
     from valora_train.reporting.progress import Display
     from valora_train.settings import DomainSettings, Settings
 
@@ -161,7 +163,7 @@ def build_fusion(
     stage: Stage,
     folder: Path,
     display: Display,
-    team: Team,
+    accelerator: Accelerator,
 ) -> None:
     """Fill the stage's folder, resuming from what is in it.
 
@@ -173,7 +175,7 @@ def build_fusion(
             `fail`.
     """
     if not (folder / FUSION).is_file():  # else killed after the last write
-        _Fusion(settings, domains, stage, folder, display, team).run()
+        _Fusion(settings, domains, stage, folder, display, accelerator).run()
 
 
 class _Fusion:
@@ -186,22 +188,22 @@ class _Fusion:
         stage: Stage,
         folder: Path,
         display: Display,
-        team: Team,
+        accelerator: Accelerator,
     ) -> None:
         make_deterministic(settings.train.threads)
-        self.settings, self.display, self.team = settings, display, team
+        self.settings, self.display, self.accelerator = settings, display, accelerator
         self.inputs = {item.settings.name: item for item in domains}
         self.requirements = _asked(settings, domains)
         self.parent = parent_of(settings, domains, stage)
         known = self.parent.head_only if self.parent else {}
         self.state = FusionState(folder, known, settings.train.checkpoint_seconds)
         self.earlier = Earlier(stage, Path(settings.paths.work), folder)
-        if team.size == 1:  # several processes might not find the same
+        if accelerator.num_processes == 1:  # several processes might not find the same
             self.earlier.take_head_only(self.state)
         with display.work("fuse", "loading the base model"):
-            self.lmm = Lmm(settings.model, settings.train.lora, team)
+            self.lmm = Lmm(settings.model, settings.train.lora)
         data = LazyDomains(self.inputs, self._load)
-        self.trainer = Trainer(self.lmm, data, settings.train, team)
+        self.trainer = Trainer(self.lmm, data, settings.train, accelerator)
         asked = {
             name: Asked(
                 item.settings, self.requirements[name], item.contract,
@@ -222,7 +224,7 @@ class _Fusion:
 
     def _tracker(self, stage: Stage) -> Tracker | None:
         """Start or continue the fusion's MLflow run, on the leader, and remember it on disk."""
-        if not self.team.leads:
+        if not self.accelerator.is_main_process:
             return None
         settings, paths = self.settings, self.settings.paths
         with store_lock(paths.work):
@@ -247,12 +249,12 @@ class _Fusion:
 
             plan = self._new_plan()
             dedicated: dict[str, DedicatedAdapter] = {}
-            if self.team.size == 1:  # they are on the leader's disk only
+            if self.accelerator.num_processes == 1:  # they are on the leader's disk only
                 dedicated = {n: item.adapter for n, item in self.inputs.items() if item.adapter}
                 if not state.told:
                     self.earlier.take_attempts(self._new_plan, state, dedicated)
             packing = Packing(
-                plan, self.trainer, state, self.settings.train.seed, self.team, self.parent,
+                plan, self.trainer, state, self.settings.train.seed, self.parent,
                 dedicated,
             )  # fmt: skip
             history = self._history()
@@ -298,7 +300,7 @@ class _Fusion:
             )
             sheet = self.report.contact_sheet(name, test, Split.TEST)
             sheet.save(self.state.folder / HEAD_ONLY / f"{name}.png")
-            self.state.head_only[name] = self.team.agree(reached)
+            self.state.head_only[name] = agree(reached)
             self.state.save()
         self.report.head_only_measured(name, reached["val"], self.requirements[name], seconds())
 

@@ -28,7 +28,6 @@ from valora_data.tasks import CONTEXT
 from valora_data.wording import plural
 from valora_train.metrics.measures import Scores, known, normalized
 from valora_train.model import memory
-from valora_train.model.attended import most_attended
 from valora_train.settings import ContextSettings
 from valora_train.tasks.language import LanguageTask
 
@@ -149,7 +148,7 @@ class ContextTask(LanguageTask):
             return self.read_head(file, lmm.width)
         if self.options.form == PREFIX:
             read = memory.read_document(lmm, self.document)
-            return most_attended(lmm, read, self._studied or [first], self.options.tokens)
+            return memory.most_attended(lmm, read, self._studied or [first], self.options.tokens)
         return memory.new_memory_tokens(lmm, self.document, self.options.tokens)
 
     def loss(self, head: Any, states: HiddenStates, targets: Tensor, lmm: Lmm) -> Tensor:
@@ -204,7 +203,7 @@ class ContextTask(LanguageTask):
         facts = super().metadata(head)
         if self._document is None:
             return facts
-        parts = [] if head is None else head.tensors().values()
+        parts = [] if head is None else head.parameters()
         entry = ContextEntry(
             form=ADAPTER if head is None else head.form,
             file=None if head is None else f"contexts/{self.domain.name}.safetensors",

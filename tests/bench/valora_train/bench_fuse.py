@@ -190,9 +190,10 @@ def make(given: argparse.Namespace) -> dict[str, Any]:
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """The factory without MLflow; seconds of its stages, and most memory."""
+    from accelerate import Accelerator
+
     from valora_train import cli
     from valora_train.checks import check, check_with_libraries
-    from valora_train.model.team import Team
     from valora_train.stage import read_json
     from valora_train.stages import export, fuse
 
@@ -214,7 +215,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         seconds[name] = time.monotonic() - began
 
     display = Display(Console(width=110))
-    pipeline = cli._Pipeline(settings, display, Team(settings.model.device), False)
+    pipeline = cli._Pipeline(settings, display, Accelerator(), False)
     with timed("before fusion"):
         domains = [pipeline.prepare_domain(domain) for domain in settings.chosen()]
     with timed("fuse"):

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
-from valora_data.contract.recall import head_inputs
+from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX, around_memory
+from valora_data.contract.recall import head_inputs, read_tokens
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Split
 from valora_data.wording import plural
 from valora_train.fusion.samples import DomainData
 from valora_train.fusion.trainer import Trainer
 from valora_train.model import memory
-from valora_train.model.encoder import ContextEncoder, train_encoder
+from valora_train.stages.memorise import ContextEncoder, train_encoder
 from valora_train.tasks.context import ContextTask
 
 if TYPE_CHECKING:
@@ -58,14 +58,7 @@ class Answered:
 
 
 class Reader:
-    """The base model with the documents and their questions.
-
-    Args:
-        settings: All settings; task `context`.
-        lmm: The model.
-        data: The documents' samples.
-        on_step: Called with step, number of steps, and loss of a training.
-    """
+    """The base model with the documents and their questions."""
 
     def __init__(
         self, settings: Settings, lmm: Lmm, data: Mapping[str, DomainData], on_step: OnStep
@@ -75,13 +68,7 @@ class Reader:
         self.names = tuple(data)
 
     def data(self, name: str, form: str = PREFIX, tokens: int = 1) -> DomainData:
-        """A document's samples, with a task that remembers it in a form.
-
-        Args:
-            name: The document.
-            form: Form of its memory.
-            tokens: Tokens of its memory.
-        """
+        """A document's samples, with a task that remembers it in a form."""
         known = self._data[name]
         changed = copy.copy(known)
         assert isinstance(known.task, ContextTask)
@@ -95,11 +82,7 @@ class Reader:
         return found
 
     def check(self, tokens: int) -> None:
-        """Check that every document has at least as many tokens as a memory is asked to have.
-
-        Raises:
-            DataError: A document is shorter.
-        """
+        """Check that every document has at least as many tokens as a memory is asked to have."""
         for name in self.names:
             length = memory.document_tokens(self.lmm, self.document(name))
             if tokens > length:
@@ -113,12 +96,7 @@ class Reader:
         return self._data[name].splits[Split.TEST]
 
     def answers(self, name: str, memories: Sequence[AnyMemory | None]) -> list[tuple[str, bool]]:
-        """The active model's answers to the test questions, and whether they are right.
-
-        Args:
-            name: The document.
-            memories: One for each question.
-        """
+        """The active model's answers to the test questions, and whether they are right."""
         part = self.test(name)
         most = self.settings.heads.max_tokens
         texts = memory.write(self.lmm, part.inputs, memories, most)
@@ -129,11 +107,7 @@ class Reader:
     def without_training(
         self, remember: Callable[[str, Sample], tuple[AnyMemory | None, int]]
     ) -> Answered:
-        """Answer from memories that take no training.
-
-        Args:
-            remember: Returns the memory for a question about a document, and its tokens.
-        """
+        """Answer from memories that take no training."""
         self.lmm.adapters.activate(None)
         said, size, count, questions = {}, 0.0, 0.0, 0
         for name in self.names:
@@ -154,7 +128,7 @@ def memory_bytes(found: AnyMemory | None, lmm: Lmm) -> float:
     if found is None:
         return 0.0
     each = torch.empty((), dtype=lmm.dtype).element_size()
-    return float(sum(part.nelement() for part in found.tensors().values()) * each)
+    return float(sum(part.nelement() for part in found.parameters()) * each)
 
 
 # ------------------------------------------------------------------ without training
@@ -174,10 +148,25 @@ def in_prompt(reader: Reader, tokens: int) -> Answered:
 def truncated(reader: Reader, tokens: int) -> Answered:
     """The beginning of the document stands in the prompt, cut to the memory's size."""
     found = {
-        name: memory.read_beginning(reader.lmm, reader.document(name), tokens)
-        for name in reader.names
+        name: read_beginning(reader.lmm, reader.document(name), tokens) for name in reader.names
     }
     return reader.without_training(lambda name, sample: (found[name], found[name].tokens))
+
+
+def read_beginning(lmm: Lmm, document: Document, tokens: int) -> memory.Prefix:
+    """What the active model keeps of a document's beginning; of an album, as many whole images."""
+    for kept in range(len(document.images), 0, -1):
+        found = replace(document, images=document.images[:kept])
+        if memory.document_tokens(lmm, found) <= tokens:
+            return memory.read_document(lmm, found)
+    before, after = around_memory(lmm)
+    room = tokens - len(before) - len(after)
+    if room < 1:
+        raise DataError(f"{plural(tokens, 'token')} have no room for a document: raise --tokens")
+    ids = lmm.tokenizer(document.text, add_special_tokens=False)["input_ids"]
+    with lmm.precision():
+        keys, values, position = read_tokens(lmm, [*before, *ids[:room], *after])
+    return memory.Prefix(keys.float(), values.float(), position)
 
 
 def bm25(reader: Reader, tokens: int) -> Answered:
@@ -321,16 +310,20 @@ def _next_token_loss(lmm: Lmm, ids: Tensor) -> Tensor:
     return F.cross_entropy(lmm.logits(hidden[0, :-1]), ids[0, 1:])
 
 
+class EncoderAndDecoder(ContextEncoder):
+    """The paper's: the decoder has an adapter of its own, which is trained together with it."""
+
+    adapters = ("encoder", "decoder")
+    decoder = "decoder"
+
+
 def papers(
     reconstruct: bool, tune: bool, *, apart: bool = False
 ) -> Callable[[Reader, int], Answered]:
     """The paper's method: an encoder makes memory tokens, a decoder adapter answers from them.
 
-    Args:
-        reconstruct: Whether documents are reconstructed first (§3.2).
-        tune: Whether questions are trained on (§3.3).
-        apart: Whether each half of the documents is measured with an encoder of the other half,
-            which has never read them.
+    Documents are reconstructed first (§3.2), then asked about (§3.3); `apart` measures each half of
+    them with an encoder of the other half, which has never read it.
     """
 
     def method(reader: Reader, tokens: int) -> Answered:
@@ -359,18 +352,18 @@ def _encoded(
 ) -> tuple[dict[str, list[tuple[str, bool]]], float]:
     """Train an encoder on some documents, and answer about others from what it makes of them."""
     lmm, settings = reader.lmm, reader.settings.train
-    module = ContextEncoder(lmm, tokens, settings.seed)
+    module = EncoderAndDecoder(lmm, tokens, settings.seed)
     steps = settings.steps_for(len(learnt), 0)
     try:
         asked = {name: (reader.document(name), reader.data(name).inputs) for name in learnt}
         train_encoder(
-            module, lmm, asked, reconstruct=steps if reconstruct else 0,
+            module, asked, reconstruct=steps if reconstruct else 0,
             steps=steps if tune else 0, lr=settings.lr, seed=settings.seed, on_step=reader.on_step,
         )  # fmt: skip
         said, each = {}, 0.0
         for name in measured:
             with torch.no_grad():
-                made: Any = memory.MemoryTokens(module.encode(reader.document(name)).embeddings)
+                made: Any = memory.MemoryTokens(module.encode(reader.document(name)))
             lmm.adapters.activate(module.decoder)
             said[name] = reader.answers(name, [made] * len(reader.test(name).samples))
             each = memory_bytes(made, lmm)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
@@ -37,7 +38,6 @@ from valora_train.fusion.packing import (
 )
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import SNAPSHOTS, FusionState, read_snapshot, write_snapshot
-from valora_train.model.team import Team
 from valora_train.processes import worker_processes
 from valora_train.reporting.progress import Display
 from valora_train.settings import Settings
@@ -68,7 +68,7 @@ def prepared(overrides: Sequence[str]) -> tuple[Settings, list[DomainInputs]]:
     check_with_libraries(settings)
     display = Display(Console(width=160))
     with display():
-        pipeline = cli._Pipeline(settings, display, Team(settings.model.device), False)
+        pipeline = cli._Pipeline(settings, display, Accelerator(), False)
         return settings, [pipeline.prepare_domain(domain) for domain in settings.chosen()]
 
 
@@ -179,7 +179,12 @@ def merge(bench: Bench, trial: Trial) -> dict[str, Any]:
 
     def merged(combination: str, weight: float) -> dict[str, dict[str, Any]]:
         adapters = bench.lmm.adapters
-        adapters.merge("merged", trial.domains, weight, combination, DENSITY, trial.seed)
+        with torch.random.fork_rng():
+            torch.manual_seed(trial.seed)  # of the weights that DARE drops
+            adapters.peft.base_model.add_weighted_adapter(
+                trial.domains, [weight] * count, "merged", combination, density=DENSITY
+            )
+        adapters.adopt("merged", bench.settings.train.lora.decode_only)
         found = {name: bench.measure("merged", name, heads[name]) for name in trial.domains}
         adapters.remove("merged")
         return found
@@ -203,7 +208,7 @@ def ewc(bench: Bench, trial: Trial) -> dict[str, Any]:
     """
     trainer, strength, fisher, held = bench.trainer, trial.options["strength"], {}, list[str]()
     trainer.open(ADAPTER, trial.seed)
-    weights = bench.lmm.adapters.parameters(ADAPTER)
+    opened, weights = trainer._open[ADAPTER], bench.lmm.adapters.parameters(ADAPTER)
     for name in trial.domains:
         before = {key: weight.detach().clone() for key, weight in weights.items()}
         mean = sum(map(torch.sum, fisher.values())) / sum(w.numel() for w in weights.values())
@@ -215,15 +220,21 @@ def ewc(bench: Bench, trial: Trial) -> dict[str, Any]:
                         moved = weights[key] - before[key]
                         weights[key].grad += strength * value / mean * moved
 
-        with trainer.before_each_step(ADAPTER, pull):
-            trainer.train(
-                ADAPTER, (name,), held=held, rehearse=False, seed=trial.seed,
-                on_step=stop_if_diverged(lambda *_: None),
-            )  # fmt: skip
+        hook = opened.optimizer.register_step_pre_hook(lambda *_, pull=pull: pull())
+        trainer.train(
+            ADAPTER, (name,), held=held, rehearse=False, seed=trial.seed,
+            on_step=stop_if_diverged(lambda *_: None),
+        )  # fmt: skip
+        hook.remove()
         check_finite(trainer.snapshot(ADAPTER))
         bench.measure(ADAPTER, name)  # a head that is not trained later keeps its calibration
-        found = trainer.squared_gradients(ADAPTER, name, FISHER_BATCHES)
-        fisher = {key: fisher.get(key, 0.0) + value for key, value in found.items()}
+        for _ in range(FISHER_BATCHES):
+            opened.optimizer.zero_grad()
+            batch = trainer._draw(opened.generator, (name,), ())
+            trainer._learn(opened.heads, batch, list(weights.values()))
+            for key, weight in weights.items():
+                if weight.grad is not None:
+                    fisher[key] = fisher.get(key, 0.0) + weight.grad**2 / FISHER_BATCHES
         held.append(name)
     accuracy = {name: bench.measure(ADAPTER, name) for name in held}
     return {"accuracy": accuracy, "adapters": 1, "attempts": len(held)}
@@ -249,7 +260,7 @@ def fusion(bench: Bench, trial: Trial) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         state = FusionState(Path(folder), accuracy)
         plan = make_plan(settings, asked, accuracy, trial.seed, None)
-        packing = Packing(plan, bench.trainer, state, trial.seed, Team(), None, dedicated)
+        packing = Packing(plan, bench.trainer, state, trial.seed, None, dedicated)
         while (attempt := plan.next()) is not None:
             packing.record(packing.run(attempt, lambda *_: None))
         for adapter, names in plan.packing.items():

@@ -11,7 +11,6 @@ from valora_train.fusion.packing import DedicatedAdapter, Packing, make_plan
 from valora_train.fusion.reported import HEAD_ONLY
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import FusionState
-from valora_train.model.team import Team
 from valora_train.settings import FusionSettings
 from valora_train.stage import Stage
 
@@ -65,7 +64,7 @@ def fuse(work, required, settings=SETTINGS, stop_after=None, dedicated=None, **s
     if not state.told:
         earlier.take_attempts(new_plan, state, dedicated)
     plan, trainer = new_plan(), OracleTrainer({})
-    packing = Packing(plan, trainer, state, 0, Team(), None, dedicated)
+    packing = Packing(plan, trainer, state, 0, None, dedicated)
     packing.resume()
     play(plan, packing, stop_after)
     return [(adapter, name) for adapter, name, _ in trainer.trained], measured, plan

@@ -14,7 +14,6 @@ from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import SNAPSHOTS, FusionState
 from valora_train.fusion.strategies.base import Proposal, Strategy
-from valora_train.model.team import Team
 from valora_train.settings import FusionSettings
 
 REQUIRED = {"a": 0.5, "b": 0.5, "c": 0.5}
@@ -77,7 +76,7 @@ def start(folder, accuracy=ACCURACY, **fusion):
     requirements = {n: Requirement(r, settings.margin) for n, r in REQUIRED.items()}
     plan = make_plan(settings, requirements, HEAD_ONLY, 0, None)
     trainer, state = CountingTrainer(accuracy), FusionState(folder, HEAD_ONLY)
-    return plan, trainer, state, Packing(plan, trainer, state, 3, Team(), None)
+    return plan, trainer, state, Packing(plan, trainer, state, 3, None)
 
 
 def play(plan, packing, stop_after=None):
@@ -111,7 +110,7 @@ def test_a_domain_alone_takes_the_adapter_that_it_was_trained_in(tmp_path):
         for name, weight in (("a", 40.0), ("b", 70.0))
     }
     dedicated = {name: DedicatedAdapter(f"key of {name}", partial(kept.get, name)) for name in kept}
-    packing = Packing(plan, trainer, state, 3, Team(), None, dedicated)
+    packing = Packing(plan, trainer, state, 3, None, dedicated)
     play(plan, packing)
     assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b", "c")}
     assert [attempt[:2] for attempt in trainer.trained] == [("adapter-1", "b"), ("adapter-2", "c")]
@@ -241,7 +240,7 @@ def start_scripted(folder, monkeypatch, script, accuracy):
     requirements = {name: Requirement(least) for name, least in REQUIRED.items()}
     plan = FusionPlan(requirements, Scripted())
     trainer, state = CountingTrainer(accuracy), FusionState(folder, HEAD_ONLY)
-    return plan, trainer, state, Packing(plan, trainer, state, 3, Team(), None)
+    return plan, trainer, state, Packing(plan, trainer, state, 3, None)
 
 
 @pytest.mark.parametrize("cut", range(5))
@@ -283,7 +282,7 @@ class DivergingTrainer(CountingTrainer):
 def test_training_that_diverges_is_a_decision(tmp_path, by_loss, head_only):
     plan, _, state, _ = start(tmp_path, head_only=head_only)
     trainer = DivergingTrainer({1: {"a": 0.9}}, by_loss)
-    packing = Packing(plan, trainer, state, 3, Team(), None)
+    packing = Packing(plan, trainer, state, 3, None)
     verdicts = play(plan, packing)
     unreachable, rolled_back = Verdict.UNREACHABLE, Verdict.ROLLED_BACK
     assert verdicts == [Verdict.COMMITTED, *[rolled_back, unreachable] * 2]

@@ -53,16 +53,6 @@ def test_targets_are_the_language_models_alone_by_default(random_llava):
     assert any("multi_modal_projector" in n for n in vision.adapters.parameters("one"))
 
 
-def test_removing_the_active_adapter_says_nothing(random_llava, recwarn):
-    lmm = load(random_llava)
-    for name in ("one", "two"):
-        lmm.adapters.add(name, seed=1)
-    lmm.adapters.activate("two")
-    recwarn.clear()
-    lmm.adapters.remove("two")
-    assert not list(recwarn)
-
-
 def test_without_adapter_it_is_the_base_again(random_llava, images):
     lmm = load(random_llava)
     before = visual(lmm, PROMPTS, images)
@@ -125,65 +115,49 @@ def two_passes(folder, adapter, example, answer):
         return model(input_ids=rest, past_key_values=read.past_key_values).logits[0]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_at_decoding_only_it_acts_from_the_last_token_on(
-    random_llava, images, tmp_path, checkpointing
-):
-    settings = ModelSettings(id=str(random_llava), gradient_checkpointing=checkpointing)
-    lmm = Lmm(settings, LoraSettings(rank=4, alpha=12, decode_only=True))
-    lmm.adapters.add("late", seed=1)
-    disturb(lmm, "late")
-    lmm.adapters.save("late", tmp_path, "some-base")
-    words = ["a", "the one at the left", "yes"]
+def test_at_decoding_only_it_acts_from_the_last_token_on(random_llava, images, tmp_path):
+    words, gradients = ["a", "the one at the left", "yes"], []
     examples = [
         Example(prompt, (image,), answer=lambda _, text=text: text)
         for prompt, image, text in zip(PROMPTS, images, words, strict=True)
     ]
-    states = lmm.states(lmm.encode(examples))
-    hidden, tokens = states.answer_pairs()
-    logits = lmm.logits(hidden)
-    lengths = [end - first for end, first in zip(states.lengths, states.prompts, strict=True)]
-    parts = zip(examples, logits.split(lengths), tokens.split(lengths), strict=True)
     asked = [replace(example, answer=None) for example in examples]
-    for example, found, answer in parts:
-        bare = replace(example, answer=None)
-        expected = two_passes(random_llava, tmp_path, bare, answer.tolist())
+    for checkpointing in (True, False):  # which computes everything again
+        settings = ModelSettings(id=str(random_llava), gradient_checkpointing=checkpointing)
+        lmm = Lmm(settings, LoraSettings(rank=4, alpha=12, decode_only=True))
+        lmm.adapters.add("late", seed=1)
+        disturb(lmm, "late")
+        states = lmm.states(lmm.encode(examples))
+        hidden, tokens = states.answer_pairs()
+        logits = lmm.logits(hidden)
+        torch.nn.functional.cross_entropy(logits, tokens).backward()
+        gradients.append([weight.grad for weight in lmm.adapters.parameters("late").values()])
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+    lmm.adapters.save("late", tmp_path, "some-base")
+    lengths = [end - first for end, first in zip(states.lengths, states.prompts, strict=True)]
+    for example, found, answer in zip(
+        asked, logits.split(lengths), tokens.split(lengths), strict=True
+    ):
+        expected = two_passes(random_llava, tmp_path, example, answer.tolist())
         torch.testing.assert_close(found, expected[:-1], atol=2e-5, rtol=1e-4)
-    # What precedes the last token of a prompt is the base model's, to the bit.
-    lmm.adapters.activate(None)
-    plain = lmm.states(lmm.encode(examples)).hidden
-    for row, prompt in enumerate(states.prompts):
-        torch.testing.assert_close(states.hidden[row, : prompt - 1], plain[row, : prompt - 1])
-        assert not torch.allclose(states.hidden[row, prompt - 1], plain[row, prompt - 1])
-    # Training reaches the adapter, also where checkpointing computes everything again.
-    lmm.adapters.activate("late")
-    hidden, tokens = lmm.states(lmm.encode(examples)).answer_pairs()
-    torch.nn.functional.cross_entropy(lmm.logits(hidden), tokens).backward()
-    gradients = [weight.grad for weight in lmm.adapters.parameters("late").values()]
-    lmm.adapters.activate("late")
-    eager = load(random_llava, decode_only=True)
-    eager.adapters.load("late", tmp_path, decode_only=True)
-    eager.adapters.activate("late")
-    for weight in eager.adapters.parameters("late").values():
-        weight.requires_grad_(True)
-    hidden, tokens = eager.states(eager.encode(examples)).answer_pairs()
-    torch.nn.functional.cross_entropy(eager.logits(hidden), tokens).backward()
-    for found, weight in zip(gradients, eager.adapters.parameters("late").values(), strict=True):
-        torch.testing.assert_close(found, weight.grad, atol=1e-5, rtol=1e-4)
-    # Merged from such adapters, it acts there, too.
-    eager.adapters.add("other", seed=2)
-    eager.adapters.merge("both", ["late", "other"], 1.0, "linear", 0.5, 0)
-    eager.adapters.activate("both")
-    states = eager.states(eager.encode(examples))
-    for row, prompt in enumerate(states.prompts):
-        torch.testing.assert_close(states.hidden[row, : prompt - 1], plain[row, : prompt - 1])
-        assert not torch.allclose(states.hidden[row, prompt - 1], plain[row, prompt - 1])
-    eager.adapters.activate("late")
-    # What it writes is what two passes write.
-    said = eager.write(eager.encode(asked), max_tokens=4)
+    said = lmm.write(lmm.encode(asked), max_tokens=4)
     for text, example in zip(said, asked, strict=True):
         written: list[int] = []
         for _ in range(4):
             step = two_passes(random_llava, tmp_path, example, written)[-1]
             written.append(int(step.argmax()))
-        assert text == eager.text_of(written)
+        assert text == lmm.text_of(written)
+    # What precedes the last token of a prompt is the base model's, to the bit; also of an adapter
+    # that is loaded, or merged from such ones.
+    lmm.adapters.load("loaded", tmp_path, decode_only=True)
+    names = ["late", "loaded"]
+    lmm.adapters.peft.base_model.add_weighted_adapter(names, [1.0, 1.0], "both", "linear")
+    lmm.adapters.adopt("both", decode_only=True)
+    lmm.adapters.activate(None)
+    plain = lmm.states(lmm.encode(examples)).hidden
+    for name in (*names, "both"):
+        lmm.adapters.activate(name)
+        found = lmm.states(lmm.encode(examples)).hidden
+        for row, prompt in enumerate(states.prompts):
+            torch.testing.assert_close(found[row, : prompt - 1], plain[row, : prompt - 1])
+            assert not torch.allclose(found[row, prompt - 1], plain[row, prompt - 1])

@@ -14,6 +14,7 @@ from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
 
 DOCUMENT = Document("417 color red\n820 thing star\n417 table 52")
+ALBUM = Document("", tuple(Image.new("RGB", (40, 40), colour) for colour in ("red", "blue")))
 QUESTIONS = ["417 color?", "which thing has 820?", "what table has 417?"]
 
 
@@ -36,16 +37,17 @@ def examples(answer=None):
     return [Example(question, (), answer=told) for question in QUESTIONS]
 
 
-def test_the_memory_of_a_whole_document_is_the_whole_prompt(lmm):
-    read = memory.read_document(lmm, DOCUMENT)
+@pytest.mark.parametrize("document", [DOCUMENT, ALBUM], ids=["text", "album"])
+def test_the_memory_of_a_whole_document_is_the_whole_prompt(lmm, document):
+    close = {"atol": 1e-4, "rtol": 1e-3} if document.images else {"atol": 2e-5, "rtol": 1e-4}
+    read = memory.read_document(lmm, document)
     batch = lmm.encode(examples())
     found = memory.states(lmm, batch, [read] * len(batch))
     for row, question in enumerate(QUESTIONS):
-        inputs = prompt(lmm, DOCUMENT, question)
         with torch.no_grad():
-            whole = lmm.model.model(**inputs).last_hidden_state[0]
+            whole = lmm.model.model(**prompt(lmm, document, question)).last_hidden_state[0]
         count = batch[row].length
-        torch.testing.assert_close(found.hidden[row, :count], whole[-count:], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(found.hidden[row, :count], whole[-count:], **close)
 
 
 def test_answers_are_those_of_the_whole_prompt(lmm):
@@ -55,18 +57,6 @@ def test_answers_are_those_of_the_whole_prompt(lmm):
         inputs = prompt(lmm, DOCUMENT, question)
         ids = lmm.model.generate(**inputs, max_new_tokens=6, do_sample=False)
         assert text == lmm.text_of(ids[0, inputs["input_ids"].shape[1] :].tolist())
-
-
-def test_the_memory_of_an_album_is_the_whole_prompt(lmm):
-    images = tuple(Image.new("RGB", (40, 40), colour) for colour in ("red", "blue"))
-    album = Document("", images)
-    read = memory.read_document(lmm, album)
-    batch = lmm.encode(examples())[:1]
-    found = memory.states(lmm, batch, [read])
-    inputs = prompt(lmm, album, QUESTIONS[0])
-    with torch.no_grad():
-        whole = lmm.model.model(**inputs).last_hidden_state[0]
-    torch.testing.assert_close(found.hidden[0], whole[-batch[0].length :], atol=1e-4, rtol=1e-3)
 
 
 def test_embeddings_of_the_document_as_memory_tokens_are_the_whole_prompt(lmm):
@@ -128,7 +118,7 @@ def test_rows_that_share_memory_tokens_are_computed_as_one_sequence_each(lmm, de
 
 
 def test_gradients_reach_each_memory_and_only_it(lmm):
-    mine, others = (memory.read_beginning(lmm, DOCUMENT, 12) for _ in range(2))
+    mine, others = (memory.read_document(lmm, DOCUMENT) for _ in range(2))
     batch = lmm.encode(examples("red"))
     hidden = memory.states(lmm, batch, [mine, others, mine]).hidden
     hidden[0].sum().backward()
@@ -136,17 +126,8 @@ def test_gradients_reach_each_memory_and_only_it(lmm):
     assert others.values.grad is None or not others.values.grad.any()
 
 
-def test_the_beginning_of_a_document_is_read_alone(lmm):
-    count = memory.document_tokens(lmm, DOCUMENT)
-    whole = memory.read_document(lmm, DOCUMENT)
-    same = memory.read_beginning(lmm, DOCUMENT, count)
-    torch.testing.assert_close(same.keys, whole.keys, atol=1e-5, rtol=1e-5)
-    short = memory.read_beginning(lmm, DOCUMENT, 12)
-    assert (short.tokens, short.position) == (12, 12)
-
-
 def test_a_memory_is_stored_as_it_is(lmm, tmp_path):
-    module = memory.read_beginning(lmm, DOCUMENT, 12)
+    module = memory.read_document(lmm, DOCUMENT)
     memory.stored(module, "b" * 64, torch.float32).write(tmp_path / "m.safetensors")
     found = read_memory(tmp_path / "m.safetensors", "b" * 64, lmm.config.get_text_config())
     again = memory.module_of(found)
@@ -157,5 +138,59 @@ def test_a_memory_is_stored_as_it_is(lmm, tmp_path):
 def test_what_cannot_be_remembered_is_refused(lmm):
     with pytest.raises(DataError, match="beside a question: split the document"):
         memory.read_document(lmm, Document("red star " * 60_000))
-    with pytest.raises(DataError, match=r"raise context\.tokens"):
-        memory.read_beginning(lmm, DOCUMENT, 1)
+
+
+def reference(lmm, document, read):
+    """Attention of whole prompts with their answers, summed up, (layers, kv_heads, tokens)."""
+    total = 0
+    implementation = lmm.model.config._attn_implementation
+    lmm.model.set_attn_implementation("eager")
+    for question, item in zip(QUESTIONS, lmm.encode(examples("red")), strict=True):
+        inputs = prompt(lmm, document, question)
+        answer = item.ids[item.prompt : item.length]
+        added = torch.cat([inputs["input_ids"], answer[None]], 1)
+        if "mm_token_type_ids" in inputs:
+            none = inputs["mm_token_type_ids"].new_zeros((1, len(answer)))
+            inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], none], 1)
+        inputs |= {"input_ids": added, "attention_mask": torch.ones_like(added)}
+        with torch.no_grad():
+            weights = lmm.model.model(**inputs, output_attentions=True).attentions
+        found = torch.cat(list(weights))[:, :, -item.length :, : read.tokens].sum(2)
+        total = total + found.unflatten(1, (read.keys.shape[1], -1)).sum(2)
+    lmm.model.set_attn_implementation(implementation)
+    return total
+
+
+@pytest.mark.parametrize("document", [DOCUMENT, ALBUM], ids=["text", "album"])
+def test_the_mass_is_the_attention_of_whole_prompts(lmm, document, monkeypatch):
+    read = memory.read_document(lmm, document)
+    together = memory.attention_mass(lmm, read, lmm.encode(examples("red")))
+    torch.testing.assert_close(together, reference(lmm, document, read), atol=1e-4, rtol=1e-3)
+    monkeypatch.setattr(memory, "READ_AT_ONCE", 1)
+    apart = memory.attention_mass(lmm, read, lmm.encode(examples("red")))
+    torch.testing.assert_close(apart, together, atol=1e-5, rtol=1e-4)
+    monkeypatch.setattr(memory, "ATTENDING", 1)
+    first = memory.attention_mass(lmm, read, lmm.encode(examples("red"))[:1])
+    torch.testing.assert_close(memory.attention_mass(lmm, read, lmm.encode(examples("red"))), first)
+
+
+def test_every_head_keeps_what_is_attended_to_most(lmm):
+    read = memory.read_document(lmm, DOCUMENT)
+    mass = reference(lmm, DOCUMENT, read)
+    some = memory.most_attended(lmm, read, lmm.encode(examples("red")), 5)
+    assert (some.tokens, some.position) == (5, read.position)
+    for layer, heads in enumerate(mass):
+        for head, of_head in enumerate(heads):
+            kept = sorted(of_head.topk(5).indices.tolist())
+            assert torch.equal(some.keys[layer, head], read.keys[layer, head, kept])
+            assert torch.equal(some.values[layer, head], read.values[layer, head, kept])
+    whole = memory.most_attended(lmm, read, lmm.encode(examples("red")), read.tokens)
+    assert torch.equal(whole.keys, read.keys)
+
+
+def test_the_model_computes_as_before(lmm):
+    read = memory.read_document(lmm, DOCUMENT)
+    before = memory.states(lmm, lmm.encode(examples("red")), [read] * 3).hidden
+    memory.attention_mass(lmm, read, lmm.encode(examples("red")))
+    assert torch.equal(memory.states(lmm, lmm.encode(examples("red")), [read] * 3).hidden, before)
+    assert lmm.language_model.config._attn_implementation == "sdpa"

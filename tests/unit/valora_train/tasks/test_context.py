@@ -10,7 +10,6 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Domain, Sample, Task, no_image
 from valora_train.errors import SettingsError
 from valora_train.model import memory
-from valora_train.model.attended import most_attended
 from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
 from valora_train.tasks.registry import make_task
@@ -64,7 +63,7 @@ def test_the_document_itself_has_no_distance_from_itself(lmm, weights):
 
 def test_the_loss_is_the_divergence_from_the_model_that_reads(lmm):
     made = task(lmm, logits=1.0, hidden=0.0, answers=0.5)
-    head = memory.read_beginning(lmm, DOCUMENT, 10)
+    head = memory.new_memory_tokens(lmm, DOCUMENT, 10)
     found, states, encoded = loss(made, lmm, head)
     read = memory.states(lmm, encoded, [memory.read_document(lmm, DOCUMENT)] * 3)
     hidden, tokens = states.answer_pairs()
@@ -85,7 +84,7 @@ def test_a_memory_learns_and_another_documents_does_not_help(lmm):
         loss(made, lmm, head)[0].backward()
         optimizer.step()
     assert float(loss(made, lmm, head)[0]) < start / 4
-    other = memory.read_beginning(lmm, Document("999 color pink\n" * 4), 20)
+    other = memory.read_document(lmm, Document("999 color pink\n" * 4))
     assert float(loss(made, lmm, other)[0]) > start / 2
 
 
@@ -121,7 +120,7 @@ def test_a_prefix_begins_as_what_the_learnt_questions_attend_to(lmm):
     read = memory.read_document(lmm, DOCUMENT)
     for one, count in ((made, 12), (made.remembering("prefix", 7), 7)):
         head = one.new_head(lmm, encoded[0], 0)
-        assert torch.equal(head.keys, most_attended(lmm, read, encoded, count).keys)
+        assert torch.equal(head.keys, memory.most_attended(lmm, read, encoded, count).keys)
     tokens = made.remembering("memory_tokens", 7).new_head(lmm, encoded[0], 0)
     assert torch.equal(tokens.embeddings, memory.new_memory_tokens(lmm, DOCUMENT, 7).embeddings)
     with pytest.raises(DataError, match=r"lower context\.tokens"):

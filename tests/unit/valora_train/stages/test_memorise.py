@@ -8,10 +8,10 @@ from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract.contexts import around_memory, read_encoder
 from valora_data.errors import DataError
 from valora_data.schema import Document
-from valora_train.model.encoder import ContextEncoder, one_cycle, train_encoder
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
+from valora_train.stages.memorise import ContextEncoder, one_cycle, train_encoder
 
 DOCUMENTS = {"a": Document("417 color red\n820 thing star"), "b": Document("131 color blue")}
 
@@ -33,12 +33,11 @@ def asked(lmm):
     }
 
 
-@pytest.mark.parametrize("decoder", [pytest.param("decoder", marks=pytest.mark.slow), None])
-def test_it_learns_to_reconstruct_and_to_answer(lmm, decoder):
-    module = ContextEncoder(lmm, 4, 0, decoder)
+def test_it_learns_to_reconstruct_and_to_answer(lmm):
+    module = ContextEncoder(lmm, 4, 0)
     losses = []
     train_encoder(
-        module, lmm, asked(lmm), reconstruct=16, steps=16, lr=0.02, seed=0,
+        module, asked(lmm), reconstruct=16, steps=16, lr=0.02, seed=0,
         on_step=lambda step, steps, loss: losses.append(loss),
     )  # fmt: skip
     assert len(losses) == 32
@@ -46,7 +45,7 @@ def test_it_learns_to_reconstruct_and_to_answer(lmm, decoder):
     assert sum(losses[-4:]) < 0.9 * sum(losses[16:20])
 
 
-def test_both_adapters_and_the_queries_get_gradients(lmm):
+def test_the_adapter_and_the_queries_get_gradients(lmm):
     module = ContextEncoder(lmm, 4, 0)
     for weight in module.weights():  # B is zero at first, so that A would get none
         torch.nn.init.normal_(weight.data, std=0.1)
@@ -57,7 +56,7 @@ def test_both_adapters_and_the_queries_get_gradients(lmm):
 
 
 def test_what_it_cannot_read_is_refused(lmm):
-    module = ContextEncoder(lmm, 4, 0, None)
+    module = ContextEncoder(lmm, 4, 0)
     with pytest.raises(DataError, match="not albums"):
         module.encode(Document("", (Image.new("RGB", (8, 8)),)))
     with pytest.raises(DataError, match="and 4 memory tokens do not fit"):
@@ -65,12 +64,12 @@ def test_what_it_cannot_read_is_refused(lmm):
 
 
 def test_memory_tokens_are_computed_as_bundles_define_it(lmm, tmp_path):
-    module = ContextEncoder(lmm, 4, 0, None)
+    module = ContextEncoder(lmm, 4, 0)
     for weight in module.weights():
         torch.nn.init.normal_(weight.data, std=0.1)
     document = DOCUMENTS["a"]
     with torch.no_grad():
-        made = module.encode(document).embeddings
+        made = module.encode(document)
     module.save(tmp_path / "encoder", "base")
     stored = read_encoder(tmp_path / "encoder", lmm.config.get_text_config())
     before, _ = around_memory(lmm)
@@ -85,7 +84,7 @@ def test_memory_tokens_are_computed_as_bundles_define_it(lmm, tmp_path):
     assert (tmp_path / "encoder" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 9, 10, 11, 20, 1600])
+@pytest.mark.parametrize("steps", [0, 1, 2, 10, 1600])
 def test_rates_rise_and_fall_in_any_number_of_steps(steps):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     schedule = one_cycle(optimizer, 0.3, steps)

@@ -1,4 +1,4 @@
-"""The end of a team's process."""
+"""The end of a process that trained with others."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import atexit
-from valora_train.model.team import end_process
+from valora_train.model.distributed import end_process
 
 class Kept:
     def __del__(self):
@@ -23,7 +23,7 @@ end_process()
 @pytest.mark.parametrize(
     ("processes", "said"), [("1", ["at exit", "taken down"]), ("2", ["at exit"])]
 )
-def test_the_interpreter_of_a_team_is_not_taken_down(processes, said):
+def test_the_interpreter_is_not_taken_down_where_others_train_too(processes, said):
     """A thread of gloo that wants the lock of an interpreter that ends aborts the process."""
     environment = {**os.environ, "WORLD_SIZE": processes}
     done = subprocess.run(

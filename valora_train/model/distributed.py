@@ -1,0 +1,49 @@
+"""Processes that train one adapter together, as `accelerate launch` or `torchrun` start them.
+
+Every process draws the same batches and sums up the gradients of its share of them, so that all
+hold the same adapters and heads; the layers of the frozen model may be sharded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import broadcast_object_list
+
+
+def start(device: str) -> Accelerator:
+    """Meet the other processes, if there are any.
+
+    Args:
+        device: What they train on, such as ``cuda`` or ``cpu``.
+    """
+    # The main process may train small models for hours while the others wait.
+    waiting = InitProcessGroupKwargs(timeout=timedelta(days=7))
+    return Accelerator(cpu=device == "cpu", kwargs_handlers=[waiting])
+
+
+def agree(value: Any) -> Any:
+    """Return the main process's value on every process, so that all decide alike."""
+    return broadcast_object_list([value])[0]
+
+
+def end_process() -> None:
+    """End a process that trained with others; one that worked alone goes on.
+
+    torch's caches of sharded tensors keep a group's threads alive after the group was destroyed. On
+    CPUs such a thread may ask for the interpreter's lock while the interpreter is taken down, which
+    aborts the process. So what was registered for the exit runs, and the interpreter stays.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -87,8 +87,12 @@ class AnnotatedFormat(SourceFormat):
         with one_pass(source.reader, name) as reading:
             validator = Validator(source, name, reading)
             records = validator.once(self.records(source, part, reading))
-            work = partial(_opened, frames=source.frames)
-            for record, future in ahead(records, work, lambda record: record.media):
+            for record, future in ahead(
+                records,
+                lambda record: _opened(record, source.frames),
+                lambda record: record.media,
+                lambda record: len(record.media) * (source.frames if record.video else 1),
+            ):
                 images: list[Image] = []
                 with reading.tolerate(record.file_name or record.item):
                     images = future.result()

@@ -184,7 +184,7 @@ def _names(
         raise DataError(f"{name}: category id {twice[0]} occurs more than once: number them anew")
     if source.labels:
         check_labels(name, names.values(), source.labels)
-        return names, set(source.labels)
+        return names, {*names.values()}
     used = {annotation["category_id"] for annotation in annotations}
     groups = {category.get("supercategory") for category in categories}
     groups -= {one["name"] for one in categories if one["name"] == one.get("supercategory")}

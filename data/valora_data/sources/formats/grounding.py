@@ -111,12 +111,11 @@ class SwiftFormat(ObjectsFormat):
             text = f"{where}: bbox_type is {unit!r}, expected real or norm1"
         if text:
             raise FaultError(FaultKind.ROW_MALFORMED, text)
+        names = names * len(boxes) if len(names) == 1 else names
         edges = [four_numbers(box, f"{where}: the box") for box in boxes]
         return [
             Shape(str(name), box if unit == "real" else shares(*box), where)
-            for name, box in zip(
-                names * len(boxes) if len(names) == 1 else names, edges, strict=True
-            )
+            for name, box in zip(names, edges, strict=True)
         ]
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,24 +99,29 @@ def one_pass(reader: ImageReader | None, source: str) -> Iterator[ImageReader]:
 
 
 def ahead(
-    items: Iterable[T], work: Callable[[T], Found], key: Callable[[T], Any]
+    items: Iterable[T],
+    work: Callable[[T], Found],
+    key: Callable[[T], Any],
+    weight: Callable[[T], int] = lambda _: 1,
 ) -> Iterator[tuple[T, Future[Found]]]:
-    """Each item with the result of its work, which all cores do some items ahead.
+    """Each item with the result of its work, which all cores do some images ahead.
 
-    Items in a row with the same key share one result.
+    Items in a row with the same key share one result; the weight is the number of images.
     """
-    coming, threads = iter(items), usable_cores()
+    coming, threads, held = iter(items), usable_cores(), 0
     waiting: deque[tuple[T, Future[Found]]] = deque()
     last: tuple[Any, Future[Found]] | None = None
     pool = ThreadPoolExecutor(threads, "decode")
     try:
         while True:
-            for item in islice(coming, AHEAD * threads - len(waiting)):
+            while held < AHEAD * threads and (item := next(coming, None)) is not None:
                 if last is None or last[0] != key(item):
                     last = (key(item), pool.submit(work, item))
                 waiting.append((item, last[1]))
+                held += weight(item)
             if not waiting:
                 return
+            held -= weight(waiting[0][0])
             yield waiting.popleft()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

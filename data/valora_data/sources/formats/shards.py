@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 class ShardsFormat(SourceFormat):
     """The folder of one split, or a folder with one folder for each split."""
 
-    def supports(self, task: Task) -> bool:
-        """All tasks."""
-        return True
-
     def recognises(self, location: Location) -> bool:
         """Folders that hold shards."""
         return bool(shard_folders(location.path))
@@ -39,16 +35,14 @@ class ShardsFormat(SourceFormat):
 
 def shard_folders(path: Path) -> dict[Split | None, Path]:
     """Shards of a folder by split; under None if it is one itself. Empty if there are none."""
-    if is_shard(path):
-        return {None: path}
-    return {split: path / split for split in Split if is_shard(path / split)}
+    return {split: place for split in (None, *Split) if is_shard(place := path / (split or ""))}
 
 
 def _existing(path: str) -> dict[Split | None, Path]:
     folders = shard_folders(Path(path))
     if not folders:
         raise DataError(f"{path} holds no shards: name the folder of a `data` stage, or one split")
-    return folders
+    return {None: folders[None]} if None in folders else folders
 
 
 def _iterate(folder: Path) -> Iterator[Sample]:
@@ -57,14 +51,13 @@ def _iterate(folder: Path) -> Iterator[Sample]:
 
 def _task_of(sample: Sample) -> Task:
     answer = sample.answer
-    if answer.boxes:
-        return Task.DETECTION if sample.prompt is None else Task.GROUNDING
-    if answer.label is not None:
-        return Task.VIDEO if sample.rest else Task.CLASSIFICATION
-    held = {Task.CAPTION: answer.captions, Task.VQA: answer.answers}
-    for task, texts in held.items():
-        if texts:
+    fitting = {
+        Task.GROUNDING if sample.prompt else Task.DETECTION: answer.boxes,
+        Task.VIDEO if sample.rest else Task.CLASSIFICATION: answer.label is not None,
+        Task.CAPTION: answer.captions, Task.VQA: answer.answers,
+        Task.COUNTING: answer.count is not None,
+    }  # fmt: skip
+    for task, held in fitting.items():
+        if held:
             return task
-    if answer.count is not None:
-        return Task.COUNTING
     raise DataError(f"sample {sample.id} holds no answer: give the task with --task")

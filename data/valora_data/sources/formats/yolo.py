@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -67,9 +68,9 @@ class YoloFormat(AnnotatedFormat):
         for split in (Split.VAL, Split.TEST):
             if split in splits and data.places(split) == data.places(Split.TRAIN):
                 del splits[split]
-                text = f"{split} of {data.name} names the images of train"
-                log.warning("%s: a part of them is taken for it", text)
-                if source.reader is not None:
+                if source.reader is not None:  # not at the first look
+                    text = f"{split} of {data.name} names the images of train"
+                    log.warning("%s: a part of them is taken for it", text)
                     source.reader.add(FaultKind.SPLIT_REPEATED, str(split), text)
         return with_rest(splits, Split.TRAIN) if splits else {}
 
@@ -86,7 +87,11 @@ class YoloFormat(AnnotatedFormat):
             check_labels(data.name, data.names.values(), source.labels)
         images = data.images(part)
         reading.total += len(images)
-        files = label_files(images, _label_file, None, data.name, reading)
+        everything = dict.fromkeys(images)  # splits may be lists of one folder
+        for split in data.splits:
+            with contextlib.suppress(DataError):
+                everything |= dict.fromkeys(data.images(split))
+        files = label_files(everything, _label_file, None, data.name, reading)
         for path, count in images.items():
             below = path.relative_to(data.root) if path.is_relative_to(data.root) else path
             record = Record((path,), below.as_posix(), file=files[path])

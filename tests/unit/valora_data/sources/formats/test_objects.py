@@ -63,15 +63,11 @@ def test_swift_in_pixels_and_in_shares(tmp_path):
 
 
 def test_entries_of_one_image_are_one_sample_of_detection(tmp_path):
-    file = write(
-        tmp_path,
-        swift("a.png", ["bird"], [[10, 20, 50, 60]]),
-        swift("a.png", ["nest"], [[100, 10, 180, 90]]),
-        swift("a.png", ["bird"], [[10, 20, 50, 60]]),
-        name="set.json",
-    )
+    boxes = {"bird": [10, 20, 50, 60], "nest": [100, 10, 180, 90]}
+    entries = [swift("a.png", [name], [boxes[name]]) for name in ("bird", "nest", "bird")]
+    file = write(tmp_path, *entries, name="set.json")
     (sample,) = read(file, Task.DETECTION, labels=("bird", "nest"))
-    assert sample.answer.boxes == (Box(10, 20, 50, 60, "bird"), Box(100, 10, 180, 90, "nest"))
+    assert sample.answer.boxes == tuple(Box(*box, name) for name, box in boxes.items())
     (some,) = read(file, Task.DETECTION, labels=("nest",))
     assert [box.label for box in some.answer.boxes] == ["nest"]
 

@@ -8,7 +8,9 @@ from PIL import Image
 
 from tests.support.detection_sets import read_split, write_yolo
 from valora_data.errors import DataError
+from valora_data.faults import FaultKind
 from valora_data.schema import Answer, Box, Sample, Split
+from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.yolo import YoloSet
 from valora_teachers.ultralytics_plugin import load_ultralytics
 
@@ -82,11 +84,6 @@ def test_a_part_of_the_labels(data: Path) -> None:
     assert [box.label for box in first.answer.boxes] == ["cat"]
 
 
-def test_missing_label_file_means_no_objects(data: Path) -> None:
-    (data.parent / "labels/train/000000.txt").unlink()
-    assert next(read_split("yolo", data, "train", LABELS)).answer.boxes == ()
-
-
 def test_polygon_counts_as_the_box_around_it(data: Path) -> None:
     (data.parent / "labels/val/000000.txt").write_text("1 0.5 0.1 0.9 0.6 0.2 0.4\n")
     (box,) = next(read_split("yolo", data, "val", LABELS)).answer.boxes
@@ -96,8 +93,10 @@ def test_polygon_counts_as_the_box_around_it(data: Path) -> None:
 
 def test_names_as_a_list_and_images_as_a_text_file(data: Path) -> None:
     (data.parent / "some.txt").write_text("./images/train/000002.png\nimages/train/000000.png\n\n")
-    edit(data, names=["dog", "cat"], train="some.txt")
-    ids = [s.id for s in read_split("yolo", data, "train", LABELS)]
+    edit(data, names=["dog", "cat"], train="some.txt", val="images/train")
+    reader = ImageReader.for_check("set")
+    ids = [s.id for s in read_split("yolo", data, "train", LABELS, reader=reader)]
+    assert not any(fault.kind is FaultKind.LABELS_ORPHANED for fault in reader.faults.found)
     assert ids == ["images/train/000000.png", "images/train/000002.png"]
 
 
@@ -117,37 +116,29 @@ def test_rounding_is_clipped(data: Path) -> None:
     assert box.xyxy == pytest.approx((0, 5, 20, 15))
 
 
-FAULTS: dict[str, dict[str, object]] = {
-    "class -1 is none of 0, 1: make the ids and names match": {"row": "-1 0.5 0.5 0.1 0.1"},
-    r"0\.txt, row 1: box \(-2, 5, 22, 15\) lies outside its 20 × 20": {"row": "0 0.5 0.5 1.2 0.5"},
-    "got 5 numbers, of which the last may be a confidence": {"row": "0 0.5 0.5 0.1 0.1 0.9"},
-    "or 10 of keypoints, got 6": {"row": "0 0.5 0.5 0.1 0.1 0 0", "kpt_shape": [5, 2]},
-    r"kpt_shape \[5\] is not": {"row": "0 0.5 0.5 0.1 0.1", "kpt_shape": [5]},
+FAULTS: dict[str, dict[str, object] | str] = {  # more in tests/unit/valora_data/validation
+    "or 10 of keypoints, got 6": {"kpt_shape": [5, 2]},
+    r"kpt_shape \[5\] is not": {"kpt_shape": [5]},
     "no category 'cat', only dog, pig": {"names": ["dog", "pig"]},
     "has no 'names'": {"names": None},
     "write them in quotes": {"names": [False, True]},
     "split 'val' names .*gone, which does not exist": {"val": "gone"},
     "split 'val' holds no images": {"val": "labels"},
+    "is not valid YAML": "names: [",
+    "is no Ultralytics data set": "[1]",
 }
 
 
 @pytest.mark.parametrize("message", list(FAULTS))
 def test_what_is_refused(data: Path, message: str) -> None:
-    changes = dict(FAULTS[message])
-    row = changes.pop("row", "")
-    (data.parent / "labels/val/000000.txt").write_text(f"{row}\n")
-    edit(data, **changes)
+    (data.parent / "labels/val/000000.txt").write_text("0 0.5 0.5 0.1 0.1 0 0\n")
+    change = FAULTS[message]
+    if isinstance(change, str):
+        data.write_text(change)
+    else:
+        edit(data, **change)
     with pytest.raises(DataError, match=message):
         list(read_split("yolo", data, "val", LABELS))
-
-
-def test_files_that_are_no_set(data: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*no\.yaml .*check the path"):
-        list(read_split("yolo", data.with_name("no.yaml"), "train", LABELS))
-    for text, message in (("names: [", "is not valid YAML"), ("[1]", "no Ultralytics data set")):
-        data.write_text(text)
-        with pytest.raises(DataError, match=message):
-            list(read_split("yolo", data, "train", LABELS))
 
 
 def test_writing_refuses_what_nobody_could_read(tmp_path: Path) -> None:

@@ -178,9 +178,3 @@ def test_a_format_of_another_package(
         DataError, match=r"expected a folder, or one of COCO JSON, CSV of file,label"
     ):
         detect_kind(tmp_path / "notes.bin")
-    with pytest.raises(DataError, match="csv has no answers for task vqa: choose one of hub"):
-        open_source(Source("csv", Task.VQA, path=str(file)))
-    with pytest.raises(
-        DataError, match="unknown source kind 'xml': choose one of album, coco, csv, cvat"
-    ):
-        open_source(Source("xml", Task.VQA, path=str(file)))

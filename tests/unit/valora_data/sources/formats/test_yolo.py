@@ -110,12 +110,6 @@ def test_folders(data: Path, changes: dict[str, object], count: int) -> None:
     assert len(list(read_split("yolo", data, "train", LABELS))) == count
 
 
-def test_rounding_is_clipped(data: Path) -> None:
-    (data.parent / "labels/val/000000.txt").write_text("0 0.5 0.5 1.05 0.5\n")
-    (box,) = next(read_split("yolo", data, "val", LABELS)).answer.boxes
-    assert box.xyxy == pytest.approx((0, 5, 20, 15))
-
-
 FAULTS: dict[str, dict[str, object] | str] = {  # more in tests/unit/valora_data/validation
     "or 10 of keypoints, got 6": {"kpt_shape": [5, 2]},
     r"kpt_shape \[5\] is not": {"kpt_shape": [5]},
@@ -139,10 +133,3 @@ def test_what_is_refused(data: Path, message: str) -> None:
         edit(data, **change)
     with pytest.raises(DataError, match=message):
         list(read_split("yolo", data, "val", LABELS))
-
-
-def test_writing_refuses_what_nobody_could_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no samples to write to split val"):
-        write_yolo({Split.VAL: []}, LABELS, tmp_path)
-    with pytest.raises(DataError, match="sample a: label 'cat' is not one of dog"):
-        write_yolo(SAMPLES, ("dog",), tmp_path)

@@ -94,10 +94,10 @@ class CocoFormat(AnnotatedFormat):
         content = load_tables(part.file, tables, "COCO captions" if captions else "COCO instances")
         reading.total += len(content["images"])
 
-        def entries(table: str, *keys: str, unique: tuple[str, ...] = ()) -> Entries:
-            return sound_entries(reading, name, table, content[table], keys, unique)
+        def entries(table: str, *keys: str, unique: str = "") -> Entries:
+            return sound_entries(reading, name, table, content[table], *keys, unique=unique)
 
-        images = entries("images", "id", "file_name", unique=("id", "file_name"))
+        images = entries("images", "id", "file_name", unique="id file_name")
         files = {image["id"]: image["file_name"] for image in images}
         sizes = {image["id"]: (image.get("width"), image.get("height")) for image in images}
         keys = ("caption",) if captions else ("category_id", "bbox")
@@ -200,12 +200,10 @@ def _by_image(
     found: defaultdict[Any, Entries] = defaultdict(list)
     for annotation in annotations:
         image = annotation["image_id"]
-        with reading.tolerate(files.get(image, f"image {image}")):
-            if image not in files:
-                text = (
-                    f"{name}: annotation {annotation.get('id')} belongs to image {image}, which is "
-                    "not listed"
-                )
-                raise FaultError(FaultKind.ANNOTATION_STRAY, text)
+        if image in files:
             found[image].append(annotation)
+        else:
+            of = f"annotation {annotation.get('id')} belongs to image {image}"
+            text = f"{name}: {of}, which is not listed"
+            reading.add(FaultKind.ANNOTATION_STRAY, f"image {image}", text)
     return dict(found)

@@ -124,13 +124,10 @@ def _shapes(entry: Element, name: str, reading: ImageReader) -> list[Shape]:
 def _edges(shape: Element, where: str) -> Edges:
     """The upright box around a shape, in pixels."""
     if shape.tag not in SIDES:
-        points = [
-            [number(text, f"{where}: point") for text in point.split(",")]
-            for point in (shape.get("points") or "").split(";")
-        ]
+        points = [point.split(",") for point in (shape.get("points") or "").split(";")]
         if any(len(point) != 2 for point in points):
             raise FaultError(FaultKind.BOX_MALFORMED, f"{where} has points that are no pairs")
-        xs, ys = zip(*points, strict=True)
+        xs, ys = ([number(point[axis], f"{where}: point") for point in points] for axis in (0, 1))
         return min(xs), min(ys), max(xs), max(ys)
     a, b, c, d = (number(shape.get(side), f"{where}: {side}") for side in SIDES[shape.tag])
     if shape.tag == "mask":

@@ -37,10 +37,12 @@ MIN_KEYS = {
     "caption": "textarea", "text": "textarea", "count": "number", "number": "number",
 }  # fmt: skip
 """Names of tags in `JSON-MIN`, and the type of what stands under them."""
-KINDS = {"choices": "choices", "textarea": "text", "number": "number"}
-"""Types of results that are answers, and where their value stands."""
-TASKS = {"choices": Task.CLASSIFICATION, "textarea": Task.CAPTION, "number": Task.COUNTING}
-ANSWERED_BY = {"label": "choices", "captions": "textarea", "count": "number"}
+KINDS = {
+    "choices": ("label", "choices", Task.CLASSIFICATION),
+    "textarea": ("captions", "text", Task.CAPTION),
+    "number": ("count", "number", Task.COUNTING),
+}
+"""Types of results that are answers: the field of `Answer`, where it stands, and the task."""
 
 
 class LabelStudioFormat(AnnotatedFormat):
@@ -52,7 +54,7 @@ class LabelStudioFormat(AnnotatedFormat):
     """
 
     files = "Label Studio JSON"
-    answers = frozenset({"objects", *ANSWERED_BY})
+    answers = frozenset({"objects", "label", "captions", "count"})
 
     def recognises(self, location: Location) -> bool:
         """A list of tasks with `data` and `annotations`, or of annotated images (`JSON-MIN`)."""
@@ -62,7 +64,8 @@ class LabelStudioFormat(AnnotatedFormat):
         """The task that the first result belongs to."""
         entries = load_rows(annotation_file(Path(path)), "tasks")
         found = (one for entry in entries for one in (_results(entry) or ()))
-        return TASKS.get(str(next(found, {}).get("type")), Task.DETECTION)
+        kind = KINDS.get(str(next(found, {}).get("type")))
+        return Task.DETECTION if kind is None else kind[2]
 
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
         """Images of the tasks that are labelled; ids are their paths as they were found."""
@@ -115,7 +118,7 @@ def _small_results(entry: Result) -> Iterator[Result]:
             if kinds:
                 yield {"type": kinds[0], "value": shape, **shape}
         if key in MIN_KEYS and isinstance(value, str | int | float):
-            yield {"type": MIN_KEYS[key], "value": {KINDS[MIN_KEYS[key]]: value}}
+            yield {"type": MIN_KEYS[key], "value": {KINDS[MIN_KEYS[key]][1]: value}}
 
 
 def _place(entry: Any, columns: Mapping[str, str], where: str) -> str:
@@ -137,8 +140,8 @@ def _place(entry: Any, columns: Mapping[str, str], where: str) -> str:
 
 
 def _answer(results: list[Result], wanted: str, where: str) -> Answer:
-    kind = ANSWERED_BY[wanted]
-    values = [one.get("value", {}).get(KINDS[kind]) for one in results if one.get("type") == kind]
+    kind, key = next((kind, key) for kind, (field, key, _) in KINDS.items() if field == wanted)
+    values = [one.get("value", {}).get(key) for one in results if one.get("type") == kind]
     listed = [one for value in values for one in (value if isinstance(value, list) else [value])]
     found = [one for one in listed if one is not None and str(one).strip()]
     if not found:

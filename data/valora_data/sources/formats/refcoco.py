@@ -43,8 +43,8 @@ class RefCocoFormat(AnnotatedFormat):
         """
         name, content = source.file.name, _content(source)
 
-        def entries(table: str, *keys: str, unique: tuple[str, ...] = ()) -> Entries:
-            return sound_entries(reading, name, table, content[table], keys, unique)
+        def entries(table: str, *keys: str, unique: str = "") -> Entries:
+            return sound_entries(reading, name, table, content[table], *keys, unique=unique)
 
         content["refs"] = [ref for ref in content["refs"] if part is None or _split_of(ref) is part]
         if not content["refs"]:
@@ -53,7 +53,7 @@ class RefCocoFormat(AnnotatedFormat):
         files = {image["id"]: image["file_name"] for image in entries("images", "id", "file_name")}
         boxes = {one["id"]: one["bbox"] for one in entries("annotations", "id", "bbox")}
         finder = Finder(source.image_folder)
-        for ref in entries("refs", "ref_id", "sentences", unique=("ref_id",)):
+        for ref in entries("refs", "ref_id", "sentences", unique="ref_id"):
             where, item = f"{name}, reference {ref['ref_id']}", f"reference {ref['ref_id']}"
             with reading.tolerate(item):
                 file = str(_look_up(ref, "file_name", "image_id", files, where))

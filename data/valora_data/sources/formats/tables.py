@@ -81,22 +81,17 @@ def load_tables(path: Path, required: Sequence[str], what: str) -> dict[str, lis
 
 
 def sound_entries(
-    reader: ImageReader,
-    source: str,
-    table: str,
-    entries: Sequence[Any],
-    keys: Sequence[str],
-    unique: Sequence[str] = (),
+    reader: ImageReader, file: str, table: str, rows: Sequence[Any], *keys: str, unique: str = ""
 ) -> Entries:
-    """Entries of a table that have some keys; the others are collected as faults.
+    """Rows of a file's table that have some keys; the others are collected as faults.
 
     File names must be texts, ids numbers or texts; whole ones in any form are alike. No value of
-    the unique keys may occur twice.
+    the unique keys, with spaces between, may occur twice.
     """
     found: Entries = []
     seen: set[tuple[str, Any]] = set()
-    for position, entry in enumerate(entries):
-        where = f"{source}: entry {position} of {table!r}"
+    for position, entry in enumerate(rows):
+        where = f"{file}: entry {position} of {table!r}"
         with reader.tolerate(where):
             if not isinstance(entry, dict):
                 raise FaultError(FaultKind.ROW_MALFORMED, f"{where} is not a valid JSON object")
@@ -109,12 +104,12 @@ def sound_entries(
                 if named and not isinstance(sound[key], str if kind == "text" else int | str):
                     text = f"{where} has the {key} {entry[key]!r}, which is no {kind}"
                     raise FaultError(FaultKind.ROW_MALFORMED, text)
-            for key in unique:
+            for key in unique.split():
                 if (key, sound[key]) in seen:
                     what = f"{table.removesuffix('s')} {'id' if key.endswith('id') else key}"
-                    text = f"{source}: {what} {sound[key]} occurs more than once"
+                    text = f"{file}: {what} {sound[key]} occurs more than once"
                     raise FaultError(FaultKind.ID_TWICE, text)
-            seen |= {(key, sound[key]) for key in unique}
+            seen |= {(key, sound[key]) for key in unique.split()}
             found.append(sound)
     return found
 

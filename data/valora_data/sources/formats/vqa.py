@@ -50,14 +50,12 @@ class VqaFormat(AnnotatedFormat):
         content = load_tables(source.file, ("questions",), "VQA questions")
         annotated = load_tables(part, ("annotations",), "VQA annotations")["annotations"]
         reading.total += len(content["questions"])
-        key, keys = "question_id", ("question_id", "image_id", "question")
-        questions = sound_entries(reading, name, "questions", content["questions"], keys, [key])
-        answers = {
-            entry[key]: entry["answers"]
-            for entry in sound_entries(
-                reading, part.name, "annotations", annotated, (key, "answers")
-            )
-        }
+        questions = sound_entries(
+            reading, name, "questions", content["questions"], "question_id", "image_id", "question",
+            unique="question_id",
+        )  # fmt: skip
+        rows = sound_entries(reading, part.name, "annotations", annotated, "question_id", "answers")
+        answers = {row["question_id"]: row["answers"] for row in rows}
         finder, wanted = Finder(source.image_folder), 0
         for entry in questions:
             number = entry["question_id"]
@@ -70,11 +68,9 @@ class VqaFormat(AnnotatedFormat):
                 if not source.labels or answer.choice in source.labels:
                     wanted += 1
                     path = _file(source.image_folder, finder, entry, content.get("data_subtype"))
-                    name_of, prompt = (
-                        f"{entry['image_id']}#{number}",
-                        str(entry["question"]).strip(),
-                    )
-                    yield Record((path,), name_of, None, answer, prompt=prompt, item=item)
+                    record = Record((path,), f"{entry['image_id']}#{number}", item=item)
+                    record.answer, record.prompt = answer, str(entry["question"]).strip()
+                    yield record
         for number in answers if reading.thorough else ():
             text = f"{part.name}: question {number} is not asked in {name}"
             reading.add(FaultKind.ANNOTATION_STRAY, f"question {number}", text)

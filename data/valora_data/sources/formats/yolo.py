@@ -97,8 +97,7 @@ class YoloFormat(AnnotatedFormat):
             record = Record((path,), below.as_posix(), file=files[path])
             with reading.tolerate(record.item):
                 if files[path].exists():
-                    lines = enumerate(_lines(files[path]), start=1)
-                    rows = [(row, f"{files[path].name}, row {n}") for n, row in lines if row]
+                    rows = _rows(files[path])
                     record.shapes = collected(rows, data.shape, record.item, reading)
                 yield record
                 if count > 1:
@@ -237,11 +236,13 @@ def _parsed(file: Path) -> dict[str, Any]:
     return content
 
 
-def _lines(file: Path) -> list[str]:
+def _rows(file: Path) -> list[tuple[str, str]]:
+    """Rows of a label file, each with its name for messages."""
     try:
-        return [line.strip() for line in read_text(file).splitlines()]
+        lines = enumerate(read_text(file).splitlines(), start=1)
     except DataError as error:
         raise FaultError(FaultKind.FILE_MALFORMED, str(error)) from error
+    return [(line.strip(), f"{file.name}, row {number}") for number, line in lines if line.strip()]
 
 
 def _resolved(root: Path, place: str) -> Path:

@@ -12,7 +12,7 @@ from PIL.Image import Image
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.images import TRANSPOSED, EncodedFile, encoded_file
+from valora_data.images import EncodedFile, encoded_file
 from valora_data.schema import Answer, Box
 from valora_data.sources.base import Source
 from valora_data.sources.formats.files import readable
@@ -159,21 +159,16 @@ class Validator:
 
     def check_unit(self) -> None:
         """Refuse boxes that are shares of the image, or on a grid, where pixels are meant."""
-        found = "shares of the image, between 0 and 1" if self._boxes else ""
-        factor = "the image's width and height"
-        if max(self._right, self._bottom) > 1:
-            enough = self._boxes >= GRID_BOXES
-            grids = [grid for grid in GRIDS if enough and self._side > 1.1 * grid]
-            grids = [
-                grid for grid in grids
-                if all(0.98 * grid < edge <= grid for edge in (self._right, self._bottom))
-            ]  # fmt: skip
-            found = f"on a grid of {grids[0]}" if grids else ""
-            factor = f"width and height of the image / {grids[0]}" if grids else ""
+        edges = self._right, self._bottom
+        found = "shares of the image, between 0 and 1" if self._boxes and max(edges) <= 1 else ""
+        divided = ""
+        for grid in GRIDS if self._boxes >= GRID_BOXES else ():
+            if self._side > 1.1 * grid and all(0.98 * grid < edge <= grid for edge in edges):
+                found, divided = f"on a grid of {grid}", f" / {grid}"
         if found:
             raise DataError(
                 f"{self._name}: all boxes are {found}, where the format has pixels: multiply them "
-                f"by {factor}"
+                f"by the image's width and height{divided}"
             )
 
 
@@ -190,7 +185,7 @@ def _stored(image: Image, record: Record) -> EncodedFile | None:
     if min(width, height) <= 0 or (width, height) == image.size:
         return None
     file = encoded_file(image)
-    if file is not None and file.orientation in TRANSPOSED and file.size == (width, height):
+    if file is not None and file.size == (width, height):  # so it is turned when it is shown
         return file
     text = (
         f"{record.item}: the image has {image.width} × {image.height} pixels, its annotation says "

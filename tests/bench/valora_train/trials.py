@@ -252,11 +252,11 @@ def fusion(bench: Bench, trial: Trial) -> dict[str, Any]:
     for name in trial.domains:
         head = bench.trainer.train_head_only(name, trial.seed)
         accuracy[name] = bench.measure(None, name, head)
-    dedicated = {}
+    dedicated, inputs = {}, list(bench.inputs.values())
     for name in trial.domains:
-        file = f"{_key(bench.settings, bench.inputs, Trial('joint', (name,), trial.seed))}"
-        read = partial(read_snapshot, bench.kept.parent, f"{file}.safetensors")
-        dedicated[name] = DedicatedAdapter(file, read)
+        key = _key(bench.settings, inputs, Trial("joint", (name,), trial.seed))
+        read = partial(read_snapshot, bench.kept.parent, f"{key}.safetensors")
+        dedicated[name] = DedicatedAdapter(key, read)
     with tempfile.TemporaryDirectory() as folder:
         state = FusionState(Path(folder), accuracy)
         plan = make_plan(settings, asked, accuracy, trial.seed, None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-from typing import NamedTuple
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from valora_data.errors import ValoraError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pydantic import ValidationError
 
 
 class SettingsError(ValoraError):
@@ -19,7 +23,7 @@ class StrategyError(ValoraError):
 
 
 class StageError(ValoraError):
-    """A stage cannot write its output, or another process is working on it."""
+    """A stage's output is damaged, or another process is working on it."""
 
 
 class UnreachableError(ValoraError):
@@ -48,90 +52,29 @@ def without_passwords(text: str) -> str:
     return re.sub(r"(?i)((?:password|pwd|token)(?:=|%3D))[^&;%\s'\"]+", r"\1***", text)
 
 
-class Fault(NamedTuple):
-    """A failure of the machine, not of the code.
-
-    Attributes:
-        cause: What is wrong, as the beginning of a sentence.
-        remedy: What to do, as an imperative.
-    """
-
-    cause: str
-    remedy: str
-
-
-_ELSEWHERE = "choose other folders (paths.work, paths.bundles, paths.tracking)"
-_LOCKS = "mount it with locks (NFSv4)"
-_FAULTS = {
-    errno.ENOSPC: ("no space left on the disk", "free some space"),
-    errno.EDQUOT: ("the disk quota is used up", "free some space"),
-    errno.EFBIG: ("a file is too large for the disk or for this user", "raise `ulimit -f`"),
-    errno.EACCES: ("permission denied", f"change the permissions, or {_ELSEWHERE}"),
-    errno.EPERM: ("permission denied", f"change the permissions, or {_ELSEWHERE}"),
-    errno.EROFS: ("the disk is read-only", f"make it writable, or {_ELSEWHERE}"),
-    errno.ENOTDIR: ("a file is where a folder should be", f"move it away, or {_ELSEWHERE}"),
-    errno.EEXIST: ("a file is where a folder should be", f"move it away, or {_ELSEWHERE}"),
-    errno.EISDIR: ("a folder is where a file should be", f"move it away, or {_ELSEWHERE}"),
-    errno.ENOTEMPTY: ("a folder was written to by another program", "stop that program"),
-    errno.ENOENT: ("a file or folder disappeared", "leave the folders alone while this runs"),
-    errno.ENAMETOOLONG: ("a name is too long", "shorten the names of the task and its domains"),
-    errno.ELOOP: ("a link leads to itself", "remove the link"),
-    errno.EMFILE: ("too many files are open", "raise `ulimit -n`"),
-    errno.ENFILE: ("too many files are open", "stop other programs"),
-    errno.ENOMEM: ("the memory is used up", "stop other programs, or lower the batch sizes"),
-    errno.EIO: ("the disk failed", "check it"),
-    errno.ESTALE: ("a network folder is gone", "mount it again"),
-    errno.ENOLCK: (
-        "the file system gives no locks",
-        f"mount it with locks (NFSv4), or {_ELSEWHERE}",
-    ),
-    errno.EOPNOTSUPP: (
-        "the file system lacks what is needed",
-        f"mount it with locks (NFSv4), or {_ELSEWHERE}",
-    ),
-    errno.ETXTBSY: ("a file is in use", "stop the program that uses it"),
-}
-_SAYINGS = {
-    r"os error (\d+)": None,  # safetensors, tokenizers: the number of the error
-    r"no space left|disk is full|PytorchStreamWriter|unexpected pos": errno.ENOSPC,
-    r"readonly database|read-only file system": errno.EROFS,
-    r"permission denied|unable to open database file": errno.EACCES,
-    r"too many open files": errno.EMFILE,
-    r"out of memory|can't allocate memory|DefaultCPUAllocator": errno.ENOMEM,
-}
-"""How libraries that raise no OSError tell its number."""
-
-
-def describe_fault(error: BaseException) -> Fault | None:
-    """What failed if an error comes from the machine (disk, permissions, memory), else None.
+def explain(error: ValidationError, known: Iterable[str], *above: str) -> str:
+    """One sentence on the first thing that pydantic found wrong with settings.
 
     Args:
-        error: Any error; what it was raised from counts, too.
+        error: What pydantic raised.
+        known: Names of settings, of which those like an unknown one are suggested.
+        *above: Place of the settings, such as ``heads.options``.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, ValoraError):
-            return None  # has a sentence of its own
-        if isinstance(seen, UnicodeEncodeError) and seen.encoding == "utf-8":
-            return Fault(f"a name is no UTF-8 ({os.fsencode(seen.object)!r})", "change it")
-        number = _error_number(seen)
-        if number in _FAULTS:
-            cause, remedy = _FAULTS[number]
-            file = getattr(seen, "filename", None)
-            return Fault(cause if file is None else f"{cause} ({file})", remedy)
-        if number is not None and isinstance(seen, OSError) and seen.filename is not None:
-            return Fault(f"{os.strerror(number).lower()} ({seen.filename})", "check the file")
-        seen = seen.__cause__
-    return None
-
-
-def _error_number(error: BaseException) -> int | None:
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    if isinstance(error, MemoryError):
-        return errno.ENOMEM
-    for saying, number in _SAYINGS.items():
-        found = re.search(saying, str(error), re.IGNORECASE)
-        if found:
-            return int(found[1]) if number is None else number
-    return None
+    first = error.errors()[0]
+    kind, given, path = first["type"], first["input"], ".".join([*above, *map(str, first["loc"])])
+    said = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    bad = f"bad setting {path}={given!r}"
+    if kind == "missing":
+        return f"{path} is missing: set it, or leave {path.rpartition('.')[0]} out"
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        close = get_close_matches(str(first["loc"][-1]), known)
+        hint = f"did you mean {' or '.join(close)}?" if close else "leave it out"
+        return f"{bad}: there is no such setting, {hint}"
+    if kind.startswith(("greater_than", "less_than", "finite")):
+        percent = first.get("ctx", {}).get("le") == 1 and 2 <= given <= 100
+        hint = f": {given:g} % is {given / 100:g}" if percent else ""
+        return f"{path} {said.replace('finite ', '')}, got {given}{hint}"
+    if kind == "string_type" and isinstance(given, int | float):
+        text = ("yes" if given else "no") if isinstance(given, bool) else given
+        return f"{bad}: {said}; for this text, write '{path}=\"{text}\"'"
+    return f"{path if isinstance(given, dict) else bad}: {said[0].lower()}{said[1:]}"

@@ -27,13 +27,9 @@ MOST_PROCESSES = 4
 
 
 def preparing_processes(asked: int, device: str, waiting: int) -> int:
-    """Processes that prepare domains side by side.
+    """Processes that prepare domains side by side (the setting `processes`; 0 for the default).
 
-    Args:
-        asked: The setting `processes`; 0 for one for each core, and for one beside a GPU, much of
-            whose memory a teacher may take.
-        device: The setting `model.device`.
-        waiting: Domains whose stages before fusion are not up to date.
+    By default one for each core; one beside a GPU, much of whose memory a teacher may take.
     """
     if not asked:
         asked = 1 if device != "cpu" else min(usable_cores(), MOST_PROCESSES)

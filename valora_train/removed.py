@@ -12,6 +12,7 @@ SUCCESSORS = {
         "run python -m tests.bench.valora_train.bench_context_ways in a checkout (docs/context.md)"
     ),
     r"tracking(\.also)?(?==)": "MLflow has every run, and other trackers can copy it from there",
+    r"hydra/sweeper=grid": "leave it out",
     r"hydra/sweeper=optuna": "let a search of your own read what jobs return (docs/factory.md)",
     r"command=(?:oracle|compare)|(?:oracle|compare)(?:\.(?!processes=)\w+)?(?==)": (
         "run python -m tests.bench.valora_train.bench_oracle (or bench_compare) in a checkout "

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from valora_data.hashing import hash_path
-from valora_train.errors import StageError, describe_fault
+from valora_train.errors import StageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -65,7 +66,7 @@ class Stage:
         return self.name.partition("-")[0]
 
     def folder(self, work: Path) -> Path:
-        """The output folder, whether or not it exists yet."""
+        """The output folder below that of all stages, whether or not it exists yet."""
         mine = work / f"{self.name}-{self.key}"
         if self.shared and not mine.is_dir():
             alike = work.glob(f"{self._verb}-*-{self.key}")
@@ -90,38 +91,25 @@ class Stage:
             The output folder, and whether the stage was up to date.
 
         Raises:
-            StageError: If another process runs this stage, its output is damaged, or the disk is
-                full, read-only, or refuses the output in another way.
+            StageError: If another process runs this stage, or its output is damaged.
         """
-        partial = self.partial(work)
+        if self.is_done(work):
+            return self.folder(work), True
+        done, partial = work / f"{self.name}-{self.key}", self.partial(work)
+        work.mkdir(parents=True, exist_ok=True)
         try:
-            if self.is_done(work):
-                return self.folder(work), True
-            work.mkdir(parents=True, exist_ok=True)
-            with FileLock(work / f"{self.name}-{self.key}.lock", timeout=-1 if wait else 0):
+            with FileLock(f"{done}.lock", timeout=-1 if wait else 0):
                 if self.is_done(work):  # another process finished while this one waited
                     return self.folder(work), True
-                self._build(partial, work / f"{self.name}-{self.key}", build)
+                self._build(partial, done, build)
         except Timeout as error:
             raise StageError(
                 f"another process is running stage {self.name}: wait for it or stop it"
             ) from error
-        except Exception as error:
-            fault = describe_fault(error)
-            if fault is None:
-                raise
-            raise StageError(
-                f"{fault.cause} for stage {self.name} in {work}: {fault.remedy} and run the same "
-                "command again"
-            ) from error
         return self.folder(work), False
 
     def is_done(self, work: Path) -> bool:
-        """Whether the stage is up to date.
-
-        Raises:
-            StageError: If its output is damaged.
-        """
+        """Whether the stage is up to date; raises `StageError` if its output is damaged."""
         folder = self.folder(work)
         if not folder.is_dir():
             return False
@@ -162,14 +150,9 @@ class Stage:
 
 
 def was_killed(work: Path, key: str) -> bool:
-    """Whether a process that ran a stage here has ended without anybody running it now.
+    """Whether a process that ran the stage of a key has ended without anybody running it now.
 
-    Args:
-        work: Folder of all stages.
-        key: Key of the stage.
-
-    Returns:
-        False also where this folder knows nothing of the stage.
+    False also where the folder of all stages knows nothing of it.
     """
     locks = list(work.glob(f"*-{key}.lock"))
     try:
@@ -205,9 +188,6 @@ def digest(path: Path, cache: Path | None = None) -> str:
 def intact(path: Path) -> Path:
     """Return a part of a stage's output, whose content is what the stage wrote.
 
-    Args:
-        path: The part: a file or folder in the output folder. Others are not checked.
-
     Raises:
         StageError: If the part is damaged; the message names the folder to delete.
     """
@@ -224,11 +204,10 @@ def intact(path: Path) -> Path:
 def _parts(folder: Path) -> dict[str, str]:
     """Content hashes of the parts of a stage's output."""
     try:
-        found = read_json(folder / RECORD)[PARTS]
-        return {str(name): str(value) for name, value in found.items()}
+        return {str(name): str(value) for name, value in read_json(folder / RECORD)[PARTS].items()}
+    except PermissionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, PermissionError):
-            raise
         raise _damaged(folder, f"{RECORD} cannot be read") from error
 
 
@@ -244,10 +223,8 @@ def versions() -> dict[str, str]:
              "mlflow")  # fmt: skip
     found = {"python": platform.python_version()}
     for name in names:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -1,20 +1,27 @@
-"""Sweeps: `valora-train -m …` tries all combinations of the values given."""
+"""Sweeps: `valora-train -m …` runs all combinations of the values given, one job each.
+
+Hydra's own plug-in for Ray needs a cloudpickle that this environment's libraries have left behind,
+and the AWS libraries, so that `hydra/launcher=ray` is written here, on Ray's own interface.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from concurrent.futures import BrokenExecutor
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
-from hydra.plugins.sweeper import Sweeper
+from omegaconf import open_dict
 
-from valora_train import ray_launcher
-from valora_train.errors import SweepError
+from valora_train.errors import SettingsError, SweepError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,135 +29,151 @@ if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
 
-GRID = "hydra_plugins.valora.GridSweeper"
-"""Name of the sweeper in Hydra's configuration; it takes plug-ins from that package only."""
 SWEEP = "_VALORA_SWEEP"
 """Environment variable that names the sweep; the processes of a launcher inherit it. (Names that
 begin with VALORA_ are options of valora-serve.)"""
+TARGET = "hydra_plugins.valora.RayLauncher"
+"""Name of the launcher in Hydra's configuration; it takes plug-ins from that package only."""
+CARRIED = ("HF_", "HYDRA_", "MLFLOW_", "TRANSFORMERS_", "YOLO_", "_VALORA_")
+"""Environment variables that a job takes to its machine begin so."""
 
 
-class GridSweeper(Sweeper):
-    """Tries all combinations; when all jobs have ended it tells which of them failed.
+def register(arguments: Sequence[str]) -> None:
+    """Tell Hydra of the launcher, and name the sweep of a command line by its hash."""
+    os.environ[SWEEP] = hashlib.sha256("\0".join(arguments).encode()).hexdigest()[:16]
+    plugins, store = Plugins.instance(), ConfigStore.instance()
+    plugins.register(RayLauncher)
+    plugins.class_name_to_class[TARGET] = RayLauncher
+    # The plug-in's settings would be taken for the schema of ours of that name, in conf/.
+    store.repo.get("hydra", {}).get("launcher", {}).pop("submitit_local.yaml", None)
+    store.store(group="hydra/launcher", name="ray", node=RaySettings, provider="valora")
 
-    Args:
-        max_batch_size: Most jobs that are handed to the launcher at a time; null for all.
-        params: Overrides of every sweep.
-    """
 
-    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None) -> None:
-        # Hydra runs the module once more when it looks for plug-ins: not before that.
-        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+@dataclass
+class RaySettings:
+    """Settings of `hydra/launcher=ray`."""
 
-        self._basic = BasicSweeper(max_batch_size, params)
+    _target_: str = TARGET
+    # Null for RAY_ADDRESS, else a cluster that runs on this machine, else a new one there.
+    address: str | None = None
+    num_cpus: float = 1.0  # that a job takes
+    num_gpus: float | None = None  # null for 1 if the cluster has any, otherwise 0
+    resources: dict[str, float] = field(default_factory=dict)  # further ones, by name
+
+
+class Job:
+    """A job of a sweep, as it is sent to another machine: what Hydra and the environment know."""
+
+    def __init__(
+        self,
+        number: int,
+        overrides: list[str],
+        hydra: tuple[HydraContext, DictConfig, TaskFunction],
+    ) -> None:
+        self.number, self.overrides, self.hydra = number, overrides, hydra
+        self.folder = os.getcwd()  # noqa: PTH109 (as the user names it)
+        self.environment = {k: v for k, v in os.environ.items() if k.startswith(CARRIED)}
+        self.singletons = Singleton.get_state()
+        self.known = ConfigStore.instance().repo
+
+    def run(self) -> JobReturn:
+        """Run the job in this process."""
+        if not Path(self.folder).is_dir():
+            raise SettingsError(
+                f"machine {socket.gethostname()} has no folder {self.folder}: start the sweep in a "
+                "folder that all machines share under the same name"
+            )
+        os.chdir(self.folder)
+        os.environ.update(self.environment)
+        Singleton.set_state(self.singletons)
+        # Hydra has just looked for plug-ins, whose settings may have taken the place of ours.
+        ConfigStore.instance().repo = self.known
+        setup_globals()
+        context, config, task = self.hydra
+        config = context.config_loader.load_sweep_config(config, self.overrides)
+        with open_dict(config):
+            config.hydra.job.id = f"{config.hydra.job.name}_{self.number}"
+            config.hydra.job.num = self.number
+        HydraConfig.instance().set_config(config)
+        return run_job(task, config, "hydra.sweep.dir", "hydra.sweep.subdir", context)
+
+
+class RayLauncher(Launcher):
+    """Runs each job as a task of Ray; takes the settings of `RaySettings`."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = RaySettings(**{**settings, "resources": dict(settings["resources"])})
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Take what Hydra hands over before a sweep."""
-        self._basic.setup(hydra_context=hydra_context, task_function=task_function, config=config)
-        assert self._basic.launcher is not None
-        self._basic.launcher = AllJobs(self._basic.launcher)
-
-    def sweep(self, arguments: list[str]) -> Any:
-        """Run the jobs.
-
-        Args:
-            arguments: The overrides of the command line.
-
-        Raises:
-            SweepError: Jobs failed.
-        """
-        return self._basic.sweep(arguments)
-
-
-class AllJobs(Launcher):
-    """Launches jobs and, when all of them have ended, tells which of them failed.
-
-    Args:
-        launcher: The launcher.
-    """
-
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        """Take what Hydra hands over before a sweep."""
-        self._launcher.setup(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
+        self._hydra = hydra_context, config, task_function
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run jobs.
-
-        Args:
-            job_overrides: The overrides of each job.
-            initial_job_idx: Number of the first job.
+        """Run jobs, as many at once as the cluster has room for.
 
         Raises:
-            SweepError: Jobs failed, or the process of one was killed.
+            SettingsError: Ray is not installed, or no machine of the cluster has what a job takes.
+            SweepError: The cluster cannot be joined.
         """
         try:
-            returned = self._launcher.launch(job_overrides, initial_job_idx=initial_job_idx)
-        except BrokenExecutor as error:  # joblib
-            raise SweepError(
-                "the process of a job was killed, as happens when the memory is used up, and the "
-                "other jobs were ended: lower hydra.launcher.n_jobs and run the same command again "
-                "to continue"
+            import ray
+        except ImportError as error:
+            raise SettingsError(
+                "hydra/launcher=ray needs Ray: pip install 'valora[cluster]'"
             ) from error
-        except RuntimeError as error:
-            if type(error).__module__.partition(".")[0] != "submitit":
-                raise
-            raise SweepError(
-                f"a job ended without a result ({_first_line(error)}): see its log in "
-                "hydra.launcher.submitit_folder and run the same command again to continue"
-            ) from error
-        common = set.intersection(*(set(given) for given in job_overrides))
-        told = [
-            f"job {initial_job_idx + index}"
-            f"{_differing(given, common)}: {_first_line(job._return_value)}"
-            for index, (job, given) in enumerate(zip(returned, job_overrides, strict=True))
-            if job.status is not JobStatus.COMPLETED
-        ]
-        if told:
-            others = len(returned) - len(told)
-            rest = f", {others} {'is' if others == 1 else 'are'} done" if others else ""
-            raise SweepError(
-                f"{len(told)} of {len(returned)} jobs failed{rest}; correct this and run the same "
-                f"command again to continue: {'; '.join(told)}"
-            )
-        return returned
+        if not ray.is_initialized():
+            _join(ray, self._settings.address)
+        run = ray.remote(**_options(ray, self._settings))(Job.run)
+        numbered = enumerate(job_overrides, start=initial_job_idx)
+        jobs = [Job(number, list(overrides), self._hydra) for number, overrides in numbered]
+        return [_outcome(ray, job, task) for job, task in [(job, run.remote(job)) for job in jobs]]
 
 
-def _differing(overrides: Sequence[str], common: set[str]) -> str:
-    """In brackets, the overrides that not all jobs have."""
-    own = [one.lstrip("+") for one in filter_overrides(overrides) if one not in common]
-    return f" ({' '.join(own)})" if own else ""
+def _join(ray: Any, address: str | None) -> None:
+    """Join a cluster, or start one on this machine."""
+    where = address or os.environ.get("RAY_ADDRESS", "")
+    host, _, port = where.removeprefix("ray://").rpartition(":")
+    try:
+        if host and port.isdigit():  # Ray would try for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=address, include_dashboard=False, logging_level="ERROR")
+    except Exception as error:  # some of Ray's own are nothing more
+        said = " ".join(str(error).split())[:300]
+        raise SweepError(
+            f"the Ray cluster {where or 'on this machine'} cannot be joined ({said}): start it, "
+            "with the Ray and Python of this environment, or correct hydra.launcher.address"
+        ) from error
 
 
-def _first_line(error: object) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+def _options(ray: Any, settings: RaySettings) -> dict[str, Any]:
+    """Options of the tasks; Ray would wait for ever for a machine that has what they take."""
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = settings.num_gpus
+    if gpus is None:
+        gpus = 1.0 if any(machine.get("GPU") for machine in machines) else 0.0
+    needed = {"CPU": settings.num_cpus, "GPU": gpus, **settings.resources}
+    if not any(all(0 <= needed[key] <= one.get(key, 0) for key in needed) for one in machines):
+        wanted = ", ".join(f"{value:g} {name}" for name, value in needed.items() if value)
+        raise SettingsError(
+            f"no machine of the Ray cluster has {wanted} for a job: correct hydra.launcher."
+            "num_cpus, num_gpus or resources, or start such a machine first"
+        )
+    options = {"num_cpus": settings.num_cpus, "num_gpus": gpus, "resources": settings.resources}
+    # A process for each job: what one leaves behind (memory, threads) is not the next one's.
+    # Not started again by Ray: a job that used up the memory would do so for ever.
+    return {**options, "max_calls": 1, "max_retries": 0}
 
 
-def register(arguments: Sequence[str]) -> None:
-    """Tell Hydra of our sweeper and our launcher, and name the sweep of this command.
-
-    Args:
-        arguments: The command line; the same one continues the same sweep.
-    """
-    os.environ[SWEEP] = hashlib.sha256("\0".join(arguments).encode()).hexdigest()[:16]
-    plugins, store = Plugins.instance(), ConfigStore.instance()
-    for plugin, target in (
-        (GridSweeper, GRID),
-        (ray_launcher.RayLauncher, ray_launcher.TARGET),
-    ):
-        plugins.register(plugin)
-        plugins.class_name_to_class[target] = plugin
-    # The plug-in's settings would be taken for the schema of ours of that name, in conf/.
-    store.repo.get("hydra", {}).get("launcher", {}).pop("submitit_local.yaml", None)
-    node = ray_launcher.RaySettings
-    store.store(group="hydra/launcher", name="ray", node=node, provider="valora")
+def _outcome(ray: Any, job: Job, task: Any) -> JobReturn:
+    """Wait for a job; one whose process or machine is gone has failed."""
+    try:
+        found: JobReturn = ray.get(task)
+    except ray.exceptions.RayError as error:
+        said = str(getattr(error, "cause", error)).strip().partition("\n")[0]
+        lost = SweepError(f"job {job.number} failed: {said}; run the same command again")
+        return JobReturn(job.overrides, status=JobStatus.FAILED, _return_value=lost)
+    return found

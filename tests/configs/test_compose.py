@@ -12,10 +12,9 @@ from valora_data.schema import Task
 from valora_data.sources.registry import FORMATS
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_names, builtin_prompt
 from valora_train.cli import config_folder
-from valora_train.configuration import from_config
 from valora_train.errors import SettingsError
 from valora_train.fusion.requirement import dedicated_requirement
-from valora_train.settings import Settings, as_dict
+from valora_train.settings import Settings, as_dict, from_config
 
 CONF = config_folder()
 OWN = [

@@ -1,4 +1,4 @@
-"""A program with the factory's sweeper and launchers, whose jobs only write a file, or fail.
+"""A program with the factory's launchers, whose jobs only write a file, or fail.
 
 ``python -m tests.support.tiny_sweep CONF -m name=a,b +do={b:die}`` reads its settings in CONF.
 """
@@ -11,14 +11,13 @@ from pathlib import Path
 
 import hydra
 
-from valora_data.errors import ValoraError
+from valora_train.cli import sentence
 from valora_train.errors import StageError
 from valora_train.sweeps import SWEEP, register
 
 CONF = Path(__file__).parents[2] / "conf"
 CONFIG = f"""
-defaults: [override hydra/sweeper: grid, override hydra/job_logging: none,
-           override hydra/hydra_logging: none]
+defaults: [override hydra/job_logging: none, override hydra/hydra_logging: none]
 name: a
 do: {{}}
 hydra: {{searchpath: ["file://{CONF}"], output_subdir: null, sweep: {{dir: sweep}}}}
@@ -48,8 +47,8 @@ def main(folder):
     register(sys.argv[1:])
     try:
         hydra.main(config_path=folder, config_name="config", version_base="1.3")(job)()
-    except ValoraError as error:
-        sys.exit(f"error: {error}")
+    except Exception as error:  # noqa: BLE001 (as the command does)
+        sys.exit(f"error: {sentence(error)}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 from valora_serve import cli as serve
 from valora_serve.commands import COMMANDS
 from valora_train.cli import config_folder
-from valora_train.configuration import from_config
+from valora_train.settings import from_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/reference/*.md")])

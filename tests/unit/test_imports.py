@@ -35,9 +35,8 @@ KERNELS_MAY = {"torch", "triton", "numpy", "rich", *sys.stdlib_module_names}
 # Parts of a package, the lowest first; a part imports parts below it only.
 SERVE = ["errors", "pauses", "toolkit", "tokens", "types", "routing", "catalogue", "orchestrator",
          "workloads", "parallel", "memory", "model", "engine"]  # fmt: skip
-TRAIN = ["errors", "removed", "processes", "ray_launcher", "sweeps", "settings", "configuration",
-         "stage", "metrics", "model", "tasks", "fusion", "trials", "checks", "reporting", "stages",
-         "cli"]  # fmt: skip
+TRAIN = ["errors", "removed", "processes", "sweeps", "settings", "stage", "metrics", "model",
+         "tasks", "fusion", "checks", "reporting", "stages", "pipeline", "cli"]  # fmt: skip
 SERVER_MAY = {"server", "tokens", "types", "errors", "options", "pauses"}
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from valora_train.errors import TrackingError, describe_fault, without_passwords
+from valora_train.errors import TrackingError, without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -194,6 +194,7 @@ _TROUBLES = {
     ),
     r"no answer|retries exceeded|refused|timed out": "start it, or correct its address",
     r"error code 40[13]": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+    r"file exists": "move it away",
     r"no module named": "install that package",
     r"malformed|not a database|corrupt|disk image": "it is damaged: move it away",
 }
@@ -213,9 +214,8 @@ def explained(uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError, CommandError, ImportError, OSError) as error:
-        fault = describe_fault(error)
         reason = " ".join(str(error).split()) or type(error).__name__
-        remedy = fault.remedy if fault is not None else "mend it"
+        remedy = "mend it"
         for trouble, advice in _TROUBLES.items():
             if re.search(trouble, reason, re.IGNORECASE):
                 remedy = advice

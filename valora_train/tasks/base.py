@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
 
 import torch
 
 from valora_data.contract.heads import read_head, write_head
 from valora_data.errors import BundleError
-from valora_train.errors import SettingsError
+from valora_train.errors import SettingsError, explain
 from valora_train.model.prompts import Example
 
 if TYPE_CHECKING:
@@ -131,12 +132,12 @@ class DomainTask(ABC):
                 )
             return None
         try:
-            return TypeAdapter(cls.options_type).validate_python(dict(values), extra="forbid")
+            # Strictly, a dataclass can be made of JSON only.
+            given = json.dumps(dict(values))
+            return TypeAdapter(cls.options_type).validate_json(given, strict=True, extra="forbid")
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(("heads.options", name, *map(str, first["loc"])))
-            why = first["msg"][0].lower() + first["msg"][1:]
-            raise SettingsError(f"bad setting {where}={first['input']!r}: {why}") from error
+            known = get_type_hints(cls.options_type)
+            raise SettingsError(explain(error, known, "heads.options", name)) from error
 
     @classmethod
     @abstractmethod

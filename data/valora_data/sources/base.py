@@ -73,7 +73,8 @@ class Source:
     def location(self) -> str:
         """`path`, for formats that need one: no archive."""
         if self.path is None:
-            raise DataError(f"a source of kind {self.kind} needs a path: set source.path")
+            setting = f"domains.{self.name or 'NAME'}.source.path"
+            raise DataError(f"a source of kind {self.kind} needs a path: set {setting}")
         check_unpacked(Path(self.path))
         return self.path
 

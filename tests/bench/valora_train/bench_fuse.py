@@ -192,8 +192,8 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     """The factory without MLflow; seconds of its stages, and most memory."""
     from accelerate import Accelerator
 
-    from valora_train import cli
     from valora_train.checks import check, check_with_libraries
+    from valora_train.pipeline import Pipeline
     from valora_train.stage import read_json
     from valora_train.stages import export, fuse
 
@@ -215,11 +215,11 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         seconds[name] = time.monotonic() - began
 
     display = Display(Console(width=110))
-    pipeline = cli._Pipeline(settings, display, Accelerator(), False)
+    pipeline = Pipeline(settings, display, Accelerator())
     with timed("before fusion"):
         domains = [pipeline.prepare_domain(domain) for domain in settings.chosen()]
     with timed("fuse"):
-        fused = pipeline.fuse(domains)
+        fused = pipeline.fuse(settings, domains)
     with timed("export"):
         bundle, _ = export.export_bundle(settings, domains, fused)
     result = read_json(fused / "fusion.json")

@@ -29,11 +29,10 @@ from tests.bench.valora_train.oracle_table import (
     share_requirements,
 )
 from valora_train.cli import config_folder
-from valora_train.configuration import from_config
 from valora_train.fusion.requirement import Requirement, contract_of
 from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
 from valora_train.reporting.text import markdown_table
-from valora_train.settings import Settings
+from valora_train.settings import Settings, from_config
 
 SHARES = (0.9, 0.95, 0.97, 0.99)
 

@@ -25,9 +25,8 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from valora_data.schema import Split
-from valora_train import cli
 from valora_train.checks import check, check_with_libraries
-from valora_train.configuration import from_config
+from valora_train.cli import config_folder
 from valora_train.fusion.packing import (
     DedicatedAdapter,
     DivergedError,
@@ -38,9 +37,10 @@ from valora_train.fusion.packing import (
 )
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import SNAPSHOTS, FusionState, read_snapshot, write_snapshot
+from valora_train.pipeline import Pipeline
 from valora_train.processes import worker_processes
 from valora_train.reporting.progress import Display
-from valora_train.settings import Settings
+from valora_train.settings import Settings, from_config
 from valora_train.stages.dedicated import ADAPTER, Worker, dedicated_stage
 from valora_train.stages.fuse import DomainInputs
 
@@ -62,13 +62,13 @@ class Trial:
 
 def prepared(overrides: Sequence[str]) -> tuple[Settings, list[DomainInputs]]:
     """The settings of `valora-train`, and its domains with data, small models and labels."""
-    with initialize_config_dir(str(cli.config_folder()), version_base="1.3"):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
         settings = from_config(compose("config", overrides=["command=fuse", *overrides]))
     check(settings)
     check_with_libraries(settings)
     display = Display(Console(width=160))
     with display():
-        pipeline = cli._Pipeline(settings, display, Accelerator(), False)
+        pipeline = Pipeline(settings, display, Accelerator())
         return settings, [pipeline.prepare_domain(domain) for domain in settings.chosen()]
 
 

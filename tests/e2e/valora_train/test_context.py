@@ -16,10 +16,9 @@ from valora_data.contract.bundle import Bundle, read_bundle
 from valora_data.contract.contexts import read_encoder, read_memory
 from valora_data.schema import Split
 from valora_train.cli import config_folder, run
-from valora_train.configuration import from_config
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.progress import Display
-from valora_train.settings import LoraSettings, ModelSettings
+from valora_train.settings import LoraSettings, ModelSettings, from_config
 from valora_train.stages.gate import BundleModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]

@@ -3,10 +3,8 @@
 import errno
 import multiprocessing
 import os
-import sqlite3
 
 import pytest
-from safetensors import SafetensorError
 
 from valora_data.hashing import hash_path
 from valora_train.errors import StageError
@@ -43,94 +41,30 @@ def test_other_settings_version_or_inputs_are_other_work(other):
     assert other.key != stage(a=1).key
 
 
-def test_a_failed_build_leaves_nothing_that_counts(tmp_path):
-    def fail(folder):
-        write(folder)
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        stage().run(tmp_path, fail)
-    assert not stage().folder(tmp_path).exists()
-    seen = []
-    stage().run(tmp_path, lambda folder: seen.extend(folder.iterdir()))
-    assert seen == []  # it starts afresh
-
-
-def test_a_resumable_build_finds_what_it_left(tmp_path):
+@pytest.mark.parametrize(("resumable", "found"), [(False, []), (True, ["result"])])
+def test_an_interrupted_build_begins_afresh_unless_it_is_resumable(tmp_path, resumable, found):
     def fail(folder):
         write(folder)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        stage(resumable=True).run(tmp_path, fail)
+        stage(resumable).run(tmp_path, fail)
+    assert not stage(resumable).folder(tmp_path).exists()
     seen = []
-    stage(resumable=True).run(tmp_path, lambda f: seen.extend(p.name for p in f.iterdir()))
-    assert seen == ["result"]
+    stage(resumable).run(tmp_path, lambda folder: seen.extend(p.name for p in folder.iterdir()))
+    assert seen == found
 
 
-def test_a_full_disk_is_one_sentence(tmp_path):
+@pytest.mark.parametrize("resumable", [False, True])
+def test_a_full_disk_leaves_what_can_be_resumed(tmp_path, resumable):
     def fill(folder):
         write(folder)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(StageError, match="no space left on the disk for stage work-a"):
-        stage().run(tmp_path, fill)
-    assert [p.name for p in tmp_path.iterdir() if p.suffix != ".lock"] == []
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG,
-    errno.EMFILE, errno.EDQUOT, errno.EIO, errno.ENOMEM])  # fmt: skip
-@pytest.mark.parametrize("resumable", [False, True])
-def test_any_fault_of_the_machine_is_one_sentence(tmp_path, number, resumable):
-    def fail(folder):
-        write(folder)
-        raise OSError(number, os.strerror(number), str(folder / "x"))
-
-    with pytest.raises(StageError, match=r"for stage work-a in .*: .* and run the same") as said:
-        stage(resumable).run(tmp_path, fail)
-    assert ".partial/x)" in str(said.value)
+    with pytest.raises(OSError, match="No space left"):
+        stage(resumable).run(tmp_path, fill)
     left = [p.name for p in tmp_path.iterdir() if p.suffix != ".lock"]
-    assert bool(left) == resumable  # progress is kept where it can be
-
-
-@pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        (SafetensorError('I/O error: "No space left on device" (os error 28)'), "no space left"),
-        (SafetensorError("Error: Permission denied (os error 13)"), "permission denied"),
-        (RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing"),
-         "no space left"),
-        (sqlite3.OperationalError("attempt to write a readonly database"), "read-only"),
-        (sqlite3.OperationalError("database or disk is full"), "no space left"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-         "memory"),
-        (MemoryError(), "memory"),
-    ],
-)  # fmt: skip
-def test_faults_that_libraries_report_in_words(tmp_path, error, cause):
-    def fail(_):
-        raise ValueError from error
-
-    with pytest.raises(StageError, match=cause):
-        stage().run(tmp_path, fail)
-
-
-def test_errors_of_the_code_are_not_taken_for_faults(tmp_path):
-    for error in (KeyError("x"), ValueError("no"), OSError("no number"), StageError("mine")):
-
-        def fail(_, error=error):
-            raise error
-
-        with pytest.raises(type(error), match=str(error)):
-            stage().run(tmp_path, fail)
-
-
-def test_a_work_folder_that_is_a_file(tmp_path):
-    (tmp_path / "work").write_text("")
-    with pytest.raises(StageError, match="a file is where a folder should be"):
-        stage().run(tmp_path / "work", write)
-    with pytest.raises(StageError, match="a file is where a folder should be"):
-        stage().run(tmp_path / "work" / "deeper", write)
+    assert bool(left) == resumable
 
 
 def test_names_with_dots_do_not_share_a_folder(tmp_path):
@@ -220,14 +154,3 @@ def test_another_machine_was_done_first_and_a_network_folder_showed_it_late(tmp_
     folder, _ = stage().run(tmp_path, build)
     assert (folder / "result").read_text() == "of the other machine"
     assert not stage().partial(tmp_path).exists()
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_named(number, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    with pytest.raises(StageError, match=r"the file system .*: mount it with locks \(NFSv4\), or"):
-        stage().run(tmp_path, write)
-    assert not stage().folder(tmp_path).exists()

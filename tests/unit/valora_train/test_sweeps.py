@@ -1,5 +1,8 @@
-"""Sweeps: what jobs return, and that they lie below one parent run."""
+"""Sweeps: jobs that fail under each launcher, what jobs return, and their parent run."""
 
+import ast
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,10 +11,101 @@ from mlflow import MlflowClient
 
 from tests.support.helpers import coloured_squares
 from tests.support.stores import new_store
+from tests.support.tiny_sweep import CONFIG
 from tests.unit.valora_train.test_cli import write_coco
 from valora_train import cli
 from valora_train.reporting.sweep import figures_of, sweep_table
 from valora_train.stage import write_json
+
+ROOT = Path(__file__).parents[3]
+RAY = ["hydra/launcher=ray", "hydra.launcher.num_gpus=0"]
+LAUNCHERS = {
+    "basic": [],
+    "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+    "submitit": ["hydra/launcher=submitit_local", "hydra.launcher.gpus_per_node=2"],
+    "ray": RAY,
+}
+
+
+def sweep(folder, *arguments, **environment):
+    conf = folder / "settings"
+    conf.mkdir(exist_ok=True)
+    (conf / "config.yaml").write_text(CONFIG)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.tiny_sweep", str(conf), "-m", *arguments],
+        cwd=folder, check=False, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+             **environment},
+    )  # fmt: skip
+    return done.returncode, done.stderr.strip().splitlines()
+
+
+def written(folder):
+    return {p.stem: ast.literal_eval(p.read_text()) for p in folder.glob("*.txt")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_others_end_when_a_job_fails(launcher, tmp_path):
+    given = ["name=a,b,c", "+do={b:refuse,c:write_late}"]
+    status, said = sweep(tmp_path, *LAUNCHERS[launcher], *given, CUDA_VISIBLE_DEVICES="3")
+    assert status == 1
+    assert "b is refused: choose another" in said[-1]
+    assert not any("Traceback" in line for line in said)
+    found = written(tmp_path)
+    assert set(found) == {"a", "c"}
+    assert {one["cwd"] for one in found.values()} == {str(tmp_path)}
+    assert len({one["sweep"] for one in found.values()}) == 1
+    if launcher in ("basic", "joblib"):  # the others give jobs the GPUs that they ask for
+        assert {one["gpus"] for one in found.values()} == {"3"}
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["joblib", "submitit", pytest.param("ray", marks=pytest.mark.slow)],
+)
+def test_a_job_that_is_killed(launcher, tmp_path):
+    status, found = sweep(tmp_path, *LAUNCHERS[launcher], "name=a,b", "+do={a:die,b:write_late}")
+    assert status == 1
+    assert found[-1].startswith("error: ") and "run the same command again" in found[-1]
+    assert set(written(tmp_path)) == (set() if launcher == "joblib" else {"b"})
+
+
+@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit"])
+def test_all_is_well(launcher, tmp_path):
+    status, said = sweep(tmp_path, *LAUNCHERS[launcher], "name=a,b")
+    assert (status, said) == (0, [])
+    found = written(tmp_path)
+    assert set(found) == {"a", "b"}
+    if launcher == "submitit":
+        assert len({one["pid"] for one in found.values()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["hydra/launcher=ray", "hydra.launcher.address=127.0.0.1:1"], "cannot be joined"),
+        pytest.param(
+            [*RAY, "+hydra.launcher.resources.camera=2"],
+            "no machine of the Ray cluster has 1 CPU, 2 camera for a job: correct",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_launchers_that_cannot_start(given, sentence, tmp_path):
+    status, said = sweep(tmp_path, *given, "name=a,b")
+    assert status == 1 and said[-1].startswith("error: ") and sentence in said[-1]
+    assert not any("Traceback" in line for line in said)
+    assert not written(tmp_path)
+
+
+def test_a_missing_library_is_named(tmp_path):
+    # A package of that name that cannot be imported comes first.
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("raise ImportError('hidden')")
+    status, said = sweep(tmp_path, "hydra/launcher=ray", "name=a,b")
+    assert status == 1
+    assert said[-1] == "error: hydra/launcher=ray needs Ray: pip install 'valora[cluster]'"
 
 
 def test_figures_are_of_validation(tmp_path):

@@ -100,7 +100,7 @@ def test_what_does_not_fit() -> None:
         open_source(Source("tar", Task.VQA, path="x"))
     with pytest.raises(DataError, match="yolo has no answers for task vqa: choose one of hub, im"):
         open_source(Source("yolo", Task.VQA, path="x"))
-    with pytest.raises(DataError, match=r"kind coco needs a path: set source\.path"):
+    with pytest.raises(DataError, match=r"kind coco needs a path: set domains\.\w+\.source\.path"):
         open_source(Source("coco", Task.DETECTION))
     with pytest.raises(DataError, match=r"set source\.annotations to the file"):
         open_source(Source("vqa", Task.VQA, path="q.json"))

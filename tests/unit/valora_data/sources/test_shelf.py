@@ -12,7 +12,7 @@ from valora_data.errors import DataError
 from valora_data.schema import Task
 from valora_data.sources.shelf import is_shelf, read_shelf
 from valora_train.cli import config_folder
-from valora_train.configuration import from_config
+from valora_train.settings import from_config
 
 
 def data_set(folder, *names, file="data.yaml", splits=("train", "val", "test"), count=2):

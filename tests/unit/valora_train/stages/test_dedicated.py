@@ -27,7 +27,7 @@ from valora_train.stages.fuse import DomainInputs
 def test_a_domain_that_reaches_nothing_alone_keeps_its_contract(tmp_path, monkeypatch, unreachable):
     settings = Settings(fusion=FusionSettings(of_dedicated=0.9, unreachable=unreachable))
     alone = {"sky": (0.5, 0.0), "apple": (0.6, 0.4), "leaf": (None, None)}
-    domain = DomainSettings(task=Task.DETECTION, labels=["x"], required=0.7)
+    domain = DomainSettings("x", task=Task.DETECTION, labels=["x"], required=0.7)
     domains = [DomainInputs(replace(domain, name=name), tmp_path, tmp_path) for name in alone]
     for name, (val, test) in alone.items():
         (tmp_path / name).mkdir()

@@ -91,13 +91,13 @@ def test_nothing_can_be_relative_to_a_teacher_that_reaches_nothing(tmp_path, acc
 
 def test_shares_of_the_task_are_asked_of_domains_with_a_teacher():
     task = TaskSettings(type=Task.VIDEO, of_teacher=0.9)
-    assert DomainSettings().resolved(task).of_teacher == 0.9
-    assert DomainSettings().resolved(task).task is Task.VIDEO
-    assert DomainSettings(of_teacher=0.8).resolved(task).of_teacher == 0.8
-    relative = DomainSettings(required=0.7, relative=True).resolved(task)
+    assert DomainSettings("x").resolved(task).of_teacher == 0.9
+    assert DomainSettings("x").resolved(task).task is Task.VIDEO
+    assert DomainSettings("x", of_teacher=0.8).resolved(task).of_teacher == 0.8
+    relative = DomainSettings("x", required=0.7, relative=True).resolved(task)
     assert (relative.required, relative.of_teacher, relative.relative) == (None, 0.7, False)
     assert relative.resolved(task) == relative
-    assert DomainSettings(teacher="labels").resolved(task).of_teacher is None
+    assert DomainSettings("x", teacher="labels").resolved(task).of_teacher is None
 
 
 def test_a_stage_depends_on_all_that_its_bars_follow_from(tmp_path):

@@ -23,8 +23,7 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Sample, Split, Task
 from valora_data.sources.registry import FORMATS, detect_kind
 from valora_train.cli import config_folder
-from valora_train.configuration import from_config
-from valora_train.settings import DomainSettings, SourceSettings
+from valora_train.settings import DomainSettings, SourceSettings, from_config
 from valora_train.stages.data import FAULTS, build_data, data_stage
 
 PAGE = Path(__file__).parents[4] / "docs" / "own-data.md"

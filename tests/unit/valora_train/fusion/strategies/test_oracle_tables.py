@@ -24,9 +24,9 @@ from tests.bench.valora_train.oracle_table import (
 from tests.support.oracle_tables import conflict_table, interference_table, made_up_table
 from tests.support.random_tests import examples
 from valora_train.cli import config_folder
-from valora_train.configuration import from_config
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
+from valora_train.settings import from_config
 
 SIX = [f"d{n}" for n in range(6)]
 

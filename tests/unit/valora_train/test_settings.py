@@ -1,0 +1,256 @@
+"""Every setting that cannot be is refused before any work, by its name and with a remedy."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import is_dataclass
+from functools import reduce
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from valora_data.errors import ValoraError
+from valora_train import checks, settings
+from valora_train.checks import check, check_contracts_asked, check_with_libraries
+from valora_train.cli import config_folder
+from valora_train.errors import SettingsError
+from valora_train.settings import from_config
+
+
+def configured(*overrides: str):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return OmegaConf.to_container(configured("task=detection", "task.only=[person]"))
+
+
+def check_all(config) -> None:
+    made = from_config(config)
+    check(made)
+    check_with_libraries(made)
+
+
+def test_the_default_settings_pass(plain) -> None:
+    check_all(OmegaConf.create(plain))
+
+
+def refused(plain, place: str, value: object) -> str:
+    values = json.loads(json.dumps(plain))
+    *groups, last = place.split(".")
+    reduce(lambda group, name: group.setdefault(name, {}), groups, values)[last] = value
+    with pytest.raises(ValoraError) as caught:
+        check_all(OmegaConf.create(values))
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+def numbers(section: type, prefix: str):
+    """Places of all settings that are numbers."""
+    for name, kind in get_type_hints(section, include_extras=True).items():
+        if is_dataclass(kind):
+            yield from numbers(kind, f"{prefix}{name}.")
+        elif re.search(r"\b(int|float)\b", str(kind)) and not str(kind).startswith("dict"):
+            yield f"{prefix}{name}"
+
+
+NUMBERS = [
+    *numbers(settings.Settings, ""),
+    *numbers(settings.DomainSettings, "domains.person."),
+]
+
+
+def test_the_table_has_all_numbers() -> None:
+    assert {
+        "model.batch_size", "train.lora.rank", "train.warmup", "train.augment.views", "heads.soft",
+        "fusion.margin", "teacher.threshold", "domains.person.required", "task.of_teacher",
+        "domains.person.source.max_faulty",
+    } <= set(NUMBERS)  # fmt: skip
+    assert len(NUMBERS) > 40
+
+
+@pytest.mark.parametrize("place", NUMBERS)
+def test_numbers(plain, place: str) -> None:
+    for value in [-1, float("nan"), float("inf"), "many", True, [1], -(10**30)]:
+        assert place.rpartition(".")[2] in refused(plain, place, value)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ("train.lora.rank", 7, "must be one of 4, 8, 16, 32, 64, 128, 256, got 7"),
+        ("train.lora.targets", [], "train.lora.targets=.*at least 1"),
+        ("train.lora.targets", ["q_proj", "q_proj"], "twice"),
+        ("train.lora.targets", ["query"], "has no projection query"),
+        ("train.lora.target", ["q_proj"], "did you mean targets"),
+        ("train.steps", 2.5, "bad setting train.steps=2.5"),
+        ("train.flip", "perhaps", "bad setting train.flip='perhaps'"),
+        ("train.optimizer", "adam", "bad setting train.optimizer='adam': there is no such setting"),
+        ("command", "estimate", "command=estimate was removed: start the run"),
+        ("fusion.strategy", "exact", "fusion.strategy=exact was removed: fusion.strategy=affinity"),
+        ("tracking.also", ["wandb"], "tracking was removed: MLflow has every run"),
+        ("heads.pooling", "best", "bad setting heads.pooling='best'"),
+        ("heads.options", {"poetry": {}}, "poetry"),
+        ("heads.options", {"context": {"token": 3}}, "heads.options.context.token=3.*mean tokens"),
+        ("heads.options", {"context": {"tokens": True}}, "heads.options.context.tokens=True"),
+        ("fusion.strategy", "best", "unknown fusion strategy 'best'"),
+        ("fusion.parent", "~nobody-here/b", "fusion.parent=~nobody-here/b holds no bundle"),
+        ("model.id", "~nobody-here/m", "base model folder ~nobody-here/m does not exist"),
+        ("model.id", "", "bad setting model.id=''"),
+        ("model.id", "owner/no-such-model", "model.id=owner/no-such-model is no folder"),
+        ("model.device", "gpu", "bad setting model.device='gpu'.*cpu"),
+        ("model.device", "cuda:99", "model.device=cuda:99: this machine.* set model.device=cpu"),
+        ("model.attention", "flash_attention_2", "needs the package flash-attn"),
+        ("paths.work", "", "paths.work=''"),
+        ("paths.work", "/proc/version/deep/er", "/proc/version is a file"),
+        ("paths.bundles", "/dev/null/x", "paths.bundles=/dev/null/x: /dev/null is a file"),
+        ("paths.work", "x" * 300, "paths.work=x.*[Nn]ame too long.*choose another"),
+        ("task.name", "a/b", "task.name='a/b'"),
+        ("task.name", "..", "task.name='..'"),
+        ("task.only", ["person", "person"], "task.only=.*twice"),
+        ("domains.bicycle.name", "person", "two domains have one name .*person"),
+        ("domains.person.name", "a b", "domain name 'a b' must be letters"),
+        ("domains.person.labels", ["a", "a"], "needs a list of distinct labels"),
+        ("domains.person.labels", [""], "domains.person.labels.0=''"),
+        ("domains.person.labels", [False], 'write .domains.person.labels.0="no"'),
+        ("domains.person.teacher", "/no/best.pt", "person.teacher=/no/best.pt does not exist"),
+        ("domains.person.source.kind", "coco", "source.path is missing"),
+        ("domains.person.source.counts", {"valid": 3}, "bad setting .*counts"),
+        ("domains.person.source.fractions", {"val": 2}, "fractions.val must be less .* 2 % is 0.0"),
+        ("domains.person.source.fractions", {"val": 0}, "domains.person.source: fractions are all"),
+        ("teacher.kind", "oracle", "unknown teacher kind 'oracle'"),
+        ("teacher.kind", "huggingface", "huggingface is not trained here: set domains.person"),
+        ("teacher.options.epoch", 3, "unknown option epoch of teacher yolo"),
+        ("teacher.options.epochs", "many", "teacher.options.epochs='many'"),
+        ("context.encoder_steps", 3, "set context.form=memory_tokens"),
+        ("context.start", "nowhere", "context.start=nowhere is no folder"),
+        ("domains.dog", {"required": 0.8}, "domains.dog.name is missing: .* leave domains.dog out"),
+        ("domains.person.of_teacher", 97, "must be less than or equal to 1, got 97: 97 % is 0.97"),
+    ],
+)  # fmt: skip
+def test_each_wrong_value_is_named(plain, place: str, value: object, said: str) -> None:
+    found = refused(plain, place, value)
+    assert re.search(said, found), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["domains.person.relative=true", "domains.person.of_teacher=0.9"],
+         "two shares of its teacher's accuracy, 0.8 by relative=true and of_teacher=0.9"),
+        (["domains.person.relative=true", "domains.person.required=null"],
+         "domains.person.relative=true makes domains.person.required a share"),
+        (["domains.person.relative=true", "domains.person.required=3"],
+         "which must lie in (0, 1], got 3"),
+        (["domains.person.required=null", "task.of_teacher=null"],
+         "person has no contract: set domains.person.required"),
+        (["domains.person.teacher=labels", "domains.person.of_teacher=0.9"],
+         "domains.person.of_teacher=0.9 asks for a share of the teacher's accuracy, but the domain "
+         "learns from labels"),
+        (["domains.person.teacher=labels", "domains.person.relative=true"],
+         "domains.person.relative=true asks for a share"),
+        (["task=vqa", "task.only=[]", "experiment=teacher97"],
+         "task.of_teacher=0.97 asks for nothing, because every domain of task vqa learns from"),
+        (["task=counting", "task.only=[]", "experiment=relative"],
+         "domains.license_plate.name is missing"),
+        (["task=own", "+domain@domains.cells=yolo", "task.only=[]", "domains.cells.name=cells",
+          "domains.cells.labels=[red]", "domains.cells.source.path=data.yaml"],
+         "domains.cells.source.path=data.yaml does not exist"),
+        (["teacher.kind=function", "domains.person.teacher=labeller"], "names no function"),
+        (["teacher.kind=function", "domains.person.teacher=no_such_module:label"],
+         "write module:function"),
+        (["teacher.kind=huggingface", "domains.person.teacher=./vit"], "=./vit does not exist"),
+        (["teacher.kind=small", "domains.person.teacher=best"], "teacher=best does not exist"),
+        (["model.quantize=nf4", "model.shard=true"], "set model.shard=false, or model.quantize"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValoraError) as caught:
+        check_all(configured("task=detection", "task.only=[person]", *overrides))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["experiment=paper", "task.of_teacher=0.9"], "experiment=paper asks .* keep 0.9 of its"),
+        (["+experiment=[paper,quick]", "domains.license_plate.of_teacher=0.9"],
+         "experiment=paper asks"),
+        (["fusion=paper", "task.of_teacher=0.9"], None),
+        (["fusion.of_dedicated=0.95", "domains.person.required=0.9"],
+         "so that domains.person.required=0.9 would be ignored"),
+        (["fusion.of_dedicated=0.95", "experiment=teacher97"], "experiment=teacher97 would be ign"),
+        (["experiment=mixed", "task=video"], "experiment=mixed is task=mixed, but task=video is"),
+        (["fusion.of_dedicated=0.95", "task.of_teacher=null"], None),
+        (["experiment=mixed", "task=mixed"], None),
+    ],
+)  # fmt: skip
+def test_contracts_of_experiments(overrides: list[str], message: str | None) -> None:
+    given = from_config(configured(*overrides))
+    if message is None:
+        check_contracts_asked(given, overrides)
+        return
+    with pytest.raises(SettingsError, match=message):
+        check_contracts_asked(given, overrides)
+
+
+@pytest.mark.parametrize("experiment", ["paper", "relative", "teacher97"])
+def test_experiments_with_contracts_replace_shares_of_dedicated_adapters(experiment: str) -> None:
+    assert configured("task=detection", f"experiment={experiment}").fusion.of_dedicated is None
+
+
+def test_models_that_are_no_models(plain, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert "holds no config.json" in refused(plain, "model.id", str(folder))
+    (folder / "config.json").write_text("{}")
+    assert "holds no model*.safetensors" in refused(plain, "model.id", str(folder))
+    for content in (b"", b"\xff" * 20, (9).to_bytes(8, "little") + b"{"):
+        (folder / "model.safetensors").write_bytes(content)
+        assert "is damaged" in refused(plain, "model.id", str(folder))
+    tensor = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({"layers.0.q_proj.weight": tensor}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "has no projection k_proj" in refused(plain, "model.id", str(folder))
+
+
+def test_a_base_model_in_4_bits_needs_its_package(plain, monkeypatch) -> None:
+    monkeypatch.setattr(checks.quantized, "is_installed", lambda: False)
+    said = refused(plain, "model.quantize", "nf4")
+    assert "needs the package bitsandbytes: pip install 'valora[quantize]'" in said
+
+
+def test_folders_that_cannot_be_written(plain, monkeypatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ValoraError, match=r"paths\.work=\.valora: .* cannot write to: choose"):
+        check(from_config(OmegaConf.create(plain)))
+
+
+def test_nothing_heavy_is_imported_before_the_checks() -> None:
+    program = (
+        "import sys\nfrom valora_train import checks, cli, settings\n"
+        "from hydra import compose, initialize_config_dir\n"
+        "with initialize_config_dir(str(cli.config_folder()), version_base='1.3'):\n"
+        "    made = settings.from_config(compose('config', overrides=['model.device=cpu']))\n"
+        "checks.check(made)\n"
+        "print(sorted({'torch', 'transformers', 'mlflow', 'peft', 'ultralytics', 'datasets',"
+        " 'matplotlib'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

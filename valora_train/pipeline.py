@@ -1,0 +1,267 @@
+"""A run: the stages in order; those that are up to date are skipped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import as_completed
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+
+from valora_data.schema import Split
+from valora_data.shards import open_shard
+from valora_train.fusion.requirement import contract_of, few_samples
+from valora_train.model import distributed
+from valora_train.processes import preparing_processes, threads_beside, worker_processes
+from valora_train.reporting.mlflow_store import store_lock, try_store
+from valora_train.reporting.progress import Display, Relay, RelayedDisplay, stopwatch
+from valora_train.reporting.summary import print_summary
+from valora_train.reporting.sweep import figures_of
+from valora_train.reporting.tracking import TeacherRun, end_stale_runs, find_run
+from valora_train.settings import as_dict
+from valora_train.stages import data, distill, memorise
+from valora_train.stages.dedicated import measure_dedicated
+from valora_train.stages.export import export_bundle
+from valora_train.stages.fuse import (
+    DomainInputs,
+    build_fusion,
+    check_result,
+    fuse_stage,
+    unchanged_parent,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from valora_train.reporting.progress import Step
+    from valora_train.settings import DomainSettings, Settings
+    from valora_train.stage import Stage
+
+
+def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, Any]:
+    """Run the stages up to `settings.command`; see `valora_train.cli.run`."""
+    teaches = any(domain.teacher == distill.TRAIN for domain in settings.chosen())
+    fuses = settings.command not in ("teach", "distill")
+    if (fuses or teaches) and os.environ.get("RANK", "0") == "0":
+        try_store(settings.paths.tracking, f"valora/{settings.task.name}", settings.paths.work)
+    accelerator = distributed.start(settings.model.device)
+    if not accelerator.is_main_process:
+        display = Display(Console(quiet=True))
+    with stopwatch() as seconds, display():
+        pipeline = Pipeline(settings, display, accelerator, wait)
+        domains = pipeline.prepare()
+        if not fuses:
+            return {}
+        settings = pipeline.memorise(domains)
+        domains = measure_dedicated(settings, domains, display)
+        fused = pipeline.fuse(settings, domains)
+        check_result(settings, domains, fused)
+        if not accelerator.is_main_process:
+            return {}
+        if settings.command == "export":
+            with display.work("export", "writing and checking the bundle"), stopwatch() as took:
+                bundle, reused = export_bundle(settings, domains, fused)
+            display.done("export", str(bundle.folder), None if reused else took())
+            run = bundle.manifest["lineage"]["mlflow_run_id"]
+            link = find_run(settings.paths.tracking, run)
+            print_summary(bundle, display.console, seconds(), link)
+        return figures_of(fused)
+
+
+class _NotBuiltError(Exception):
+    """A stage is not up to date, and nobody asked to run it."""
+
+
+@dataclass
+class Pipeline:
+    """The stages of one run.
+
+    Attributes:
+        settings: All settings.
+        display: The terminal.
+        accelerator: The processes that train together; only the main one runs the stages without
+            training.
+        wait: Whether to wait for a stage that another process is running, instead of raising.
+        builds: Whether to run stages that are not up to date, instead of raising.
+    """
+
+    settings: Settings
+    display: Display
+    accelerator: Accelerator
+    wait: bool = False
+    builds: bool = True
+
+    @property
+    def work(self) -> Path:
+        """Folder of all stages."""
+        return Path(self.settings.paths.work)
+
+    def prepare(self) -> list[DomainInputs]:
+        """Run the stages before fusion, of several domains side by side if there is much to do."""
+        asked, device = self.settings.processes, self.settings.model.device
+        chosen, waiting = self.settings.chosen(), []
+        if self.accelerator.is_main_process:
+            for domain in chosen:  # before any data is read
+                self._take_teacher(domain)
+            if preparing_processes(asked, device, len(chosen)) > 1:
+                waiting = [domain for domain in chosen if not self._is_prepared(domain)]
+        processes = preparing_processes(asked, device, len(waiting))
+        if processes == 1:
+            return [self.prepare_domain(domain) for domain in chosen]
+        _prepare_side_by_side(self.settings, self.display, waiting, processes)
+        quiet = replace(self, display=Display(Console(quiet=True)), wait=True)
+        return [(quiet if one in waiting else self).prepare_domain(one) for one in chosen]
+
+    def _take_teacher(self, domain: DomainSettings) -> None:
+        """Load and copy a small model that is given as a file, unless that is up to date."""
+        if domain.teacher == distill.TRAIN:
+            return
+        teacher = domain.taught_by or self.settings.teacher
+        if (stage := distill.teach_stage(domain, teacher, Path(), self.work)) is not None:
+            build = partial(distill.build_teacher, domain, teacher, Path())
+            stage.run(self.work, lambda folder: build(folder, lambda *_: None), self.wait)
+
+    def _is_prepared(self, domain: DomainSettings) -> bool:
+        try:
+            replace(self, display=Display(Console(quiet=True)), builds=False).prepare_domain(domain)
+        except _NotBuiltError:
+            return False
+        return True
+
+    def prepare_domain(self, domain: DomainSettings) -> DomainInputs:
+        """Run the stages before fusion: read the data, train the teacher, run the teacher."""
+        teacher, work = domain.taught_by or self.settings.teacher, self.work
+        read = self._run(data.data_stage(domain, work), partial(data.build_data, domain))
+        self._warn_of_few(domain, read)
+        stage = distill.teach_stage(domain, teacher, read, work)
+        taught = None
+        if stage is not None:
+            taught = self._run(stage, partial(self._teach, domain, stage.key, read))
+        if self.settings.command == "teach":
+            return DomainInputs(domain, read, read)
+        distilled = self._run(
+            distill.distill_stage(domain, teacher, read, taught, work),
+            partial(distill.build_distilled, domain, teacher, read, taught),
+            distill.describe_distilled,
+        )
+        return DomainInputs(domain, read, distilled)
+
+    def _warn_of_few(self, domain: DomainSettings, read: Path) -> None:
+        fusion = self.settings.fusion
+        contract = contract_of(domain)
+        if fusion.of_dedicated is not None:
+            contract = replace(contract, required=None, of_teacher=fusion.of_dedicated)
+        val, test = (len(open_shard(read / split)) for split in (Split.VAL, Split.TEST))
+        for told in few_samples(domain.name, val, test, contract, fusion.margin):
+            self.display.note("data", told)
+
+    def _teach(
+        self, domain: DomainSettings, stage: str, read: Path, folder: Path, step: Step
+    ) -> None:
+        """Train a small model, or copy a given one; its curves go to MLflow."""
+        teacher, paths = domain.taught_by or self.settings.teacher, self.settings.paths
+        if domain.teacher != distill.TRAIN:
+            distill.build_teacher(domain, teacher, read, folder, step)
+            return
+        with store_lock(paths.work):
+            end_stale_runs(paths.tracking, paths.work)
+            run = TeacherRun(paths.tracking, domain.name, stage, as_dict(teacher))
+
+        def on_epoch(epoch: int, epochs: int, loss: float, figures: Mapping[str, float]) -> None:
+            step(epoch, epochs, loss, figures)
+            run.add(epoch, {"loss": loss, **figures})
+
+        with run:
+            distill.build_teacher(domain, teacher, read, folder, on_epoch)
+
+    def memorise(self, domains: list[DomainInputs]) -> Settings:
+        """Train an encoder of memory tokens, if asked for; the settings of a fusion with it."""
+        settings = self.settings
+        if not settings.context.encoder_steps:
+            return settings
+        stage = memorise.memorise_stage(settings, domains)
+        folder = self._run(stage, partial(memorise.build_memories, settings, domains))
+        options = dict(settings.heads.options)
+        options["context"] = options.get("context", {}) | {"start": str(folder / memorise.MEMORIES)}
+        return replace(settings, heads=replace(settings.heads, options=options))
+
+    def fuse(self, settings: Settings, domains: list[DomainInputs]) -> Path:
+        """Pack the domains into adapters; returns the output folder."""
+        work = self.work
+        stage = fuse_stage(settings, domains)
+        unchanged = unchanged_parent(settings, domains, stage)
+        if unchanged is not None:
+            self.display.done(
+                "fuse", f"{settings.fusion.parent} already holds exactly these domains"
+            )
+            return unchanged
+
+        def build(folder: Path, _: object = None) -> None:
+            # Until every process has read the state of an interrupted fusion.
+            self.accelerator.wait_for_everyone()
+            build_fusion(settings, domains, stage, folder, self.display, self.accelerator)
+
+        if not self.accelerator.is_main_process and not stage.folder(work).is_dir():
+            with TemporaryDirectory() as folder:
+                if stage.partial(work).is_dir():
+                    shutil.copytree(stage.partial(work), folder, dirs_exist_ok=True)
+                build(Path(folder))
+        return self._run(stage, build)
+
+    def _run(
+        self,
+        stage: Stage,
+        build: Callable[[Path, Step], None],
+        describe: Callable[[Path], str] = lambda _: "",
+    ) -> Path:
+        """Run a stage unless it is up to date, and report it; returns the output folder."""
+        work = self.work
+        if not self.builds:
+            if not stage.is_done(work):
+                raise _NotBuiltError
+            return stage.folder(work)
+        if not self.accelerator.is_main_process:
+            self.accelerator.wait_for_everyone()
+            return stage.folder(work)
+        verb, _, what = stage.name.partition("-")
+        with stopwatch() as took, self.display.work(verb, what) as on_step:
+            folder, reused = stage.run(work, lambda folder: build(folder, on_step), self.wait)
+        self.accelerator.wait_for_everyone()
+        self.display.done(verb, what + describe(folder), None if reused else took())
+        return folder
+
+
+def _prepare_side_by_side(
+    settings: Settings, display: Display, domains: Sequence[DomainSettings], count: int
+) -> None:
+    """Run the stages before fusion in several processes, one domain in each."""
+    threads = threads_beside(count)
+    with (
+        Relay(display) as relay,
+        worker_processes(count, "processes", _begin_worker, relay.messages, threads) as executor,
+    ):
+        jobs = [executor.submit(_prepare_one, settings, domain) for domain in domains]
+        for job in as_completed(jobs):
+            job.result()
+
+
+_relayed: Display | None = None
+"""Where a process that prepares domains shows what it does."""
+
+
+def _begin_worker(messages: Any, threads: int) -> None:
+    global _relayed  # noqa: PLW0603 (one display for each process)
+    torch.set_num_threads(threads)
+    _relayed = RelayedDisplay(messages)
+
+
+def _prepare_one(settings: Settings, domain: DomainSettings) -> None:
+    assert _relayed is not None
+    Pipeline(settings, _relayed, Accelerator(), wait=True).prepare_domain(domain)

@@ -327,8 +327,8 @@ class Trainer:
         """Remember the best step so far; return whether no better one is awaited."""
         # Requirements do not matter, so that another fusion can take the attempt over.
         found = self._look(adapter, domains, self._open[adapter].heads)
-        shares = [found[name] / self.task(name).spec.largest for name in domains]
-        reached = agree(sum(shares) / len(domains))
+        parts = [found[name] / self.task(name).spec.largest for name in domains]
+        reached = agree(sum(parts) / len(domains))
         if best.step and not reached > best.reached:
             best.worse += 1
             return 0 < self._settings.patience <= best.worse
@@ -481,8 +481,8 @@ class Trainer:
             adapter: The active adapter; None for the frozen base model.
             domain: The domain.
             split: `Split.VAL` or `Split.TEST`.
-            head: The head to use instead of the adapter's own.
-            most: Largest number of samples, evenly taken from the split; None for all.
+            head: Instead of the adapter's own.
+            most: Samples at most, evenly taken from the split.
         """
         self._lmm.adapters.activate(adapter)
         if head is None and adapter in self._open:
@@ -535,11 +535,8 @@ class Trainer:
     def snapshot(self, adapter: str) -> dict[str, Tensor]:
         """Copy everything that later training depends on: weights, heads, optimiser, random state.
 
-        accelerate's `save_state` writes every open adapter with the base model to a folder; this is
-        one adapter, in memory, by names that earlier fusions have on disk.
-
-        Returns:
-            Tensors on the CPU by name, for `restore` and for safetensors.
+        accelerate's `save_state` writes all that it prepared to a folder; these are tensors of one
+        adapter on the CPU, by the names that fusions have on disk.
         """
         opened = self._open[adapter]
         state = {f"lora/{key}": p for key, p in self._lmm.adapters.parameters(adapter).items()}

@@ -53,18 +53,10 @@ def _quietly() -> Iterator[None]:
 
 
 class Adapters:
-    """The adapters of a base model, by name; one of them, or none, is active.
-
-    Args:
-        model: The base model; PEFT wraps its linear layers in place.
-        lora: Rank, scaling and targets of new adapters.
-
-    Attributes:
-        peft: The `PeftModel`; None before the first adapter.
-    """
+    """The adapters of a base model, by name; one of them, or none, is active."""
 
     def __init__(self, model: BaseModel, lora: LoraSettings) -> None:
-        self.peft: Any = None
+        self.peft: Any = None  # the `PeftModel`, which wraps linear layers in place
         self._model, self._lora = model, lora
         self._decode_only: set[str] = set()
         self._active: str | None = None
@@ -73,13 +65,9 @@ class Adapters:
     def add(
         self, name: str, seed: int, rank: int | None = None, decode_only: bool | None = None
     ) -> None:
-        """Add an adapter that changes nothing yet (B = 0), and activate it.
+        """Add an adapter that changes nothing yet (B = 0, A by the seed), and activate it.
 
-        Args:
-            name: Name of the adapter.
-            seed: Seed of A.
-            rank: Its rank, None for that of the settings; the scaling is that of the settings.
-            decode_only: Whether it acts at decoding only, see `act_from`; None for the settings.
+        Of another rank, it has the scaling of the settings.
         """
         peft, lora = _peft(), self._lora
         rank = rank or lora.rank

@@ -30,12 +30,8 @@ class Encoder:
     question know what is asked, so that a label head on them can answer in one pass. (Chat
     templates that put images first, such as that of LLaVA-1.5, are used as they are.)
 
-    Args:
-        model: The base model.
-        batch_size: Most images that are processed together.
-        keep_features: Whether images are encoded here, once, and their features kept instead of
-            their pixels. Pixels stay on the host until they are encoded: those of some thousand
-            images would fill a GPU.
+    With `keep_features`, images are encoded here, once, and their features kept. Pixels stay on the
+    host until they are encoded: those of some thousand images would fill a GPU.
     """
 
     def __init__(self, model: BaseModel, batch_size: int, *, keep_features: bool) -> None:
@@ -47,10 +43,7 @@ class Encoder:
     def __call__(self, examples: Sequence[Example], whole: bool = True) -> list[Encoded]:
         """Encode examples, whose images may have any size.
 
-        Args:
-            examples: The examples.
-            whole: Whether to keep the tokens behind the last visual token; heads on visual tokens
-                do without them.
+        Heads on visual tokens do without the tokens behind the last of them (`whole`).
 
         Raises:
             DataError: A video has no frames.

@@ -43,8 +43,7 @@ class _Float32Attention(TorchFunctionMode):
 def training_type(settings: ModelSettings) -> torch.dtype:
     """The type that training on a float32 base model multiplies matrices in (`model.precision`)."""
     if settings.precision != "auto":
-        found: torch.dtype = getattr(torch, settings.precision)
-        return found
+        return torch.float32 if settings.precision == "float32" else torch.bfloat16
     on_cpu = torch.device(settings.device).type == "cpu"
     return torch.bfloat16 if on_cpu and cpu_multiplies_bfloat16() else torch.float32
 
@@ -52,18 +51,8 @@ def training_type(settings: ModelSettings) -> torch.dtype:
 class Lmm(BaseModel):
     """A frozen base model that gives hidden states and writes answers, with LoRA adapters.
 
-    Args:
-        settings: Which model, and how it is run.
-        lora: What adapters change. While they change neither the vision tower nor the projector,
-            images may be encoded once and their features kept.
-
-    Attributes:
-        adapters: The LoRA adapters.
-        coordinates: How the model writes boxes, `grid1000` or `pixels`.
-        coordinate_step: What the numbers of boxes are multiples of.
-        sharded: Whether its layers are sharded among several processes, which then run it
-            together.
-        batch_size: Most images, and most written answers, that are computed together.
+    While adapters change neither vision tower nor projector, images may be encoded once and their
+    features kept.
 
     Raises:
         BundleError: If there is no such model, or it takes no images.
@@ -82,6 +71,7 @@ class Lmm(BaseModel):
             **options,
         )
         super().__init__(settings.id, model, processor)
+        # Several processes then run it together.
         self.sharded = settings.shard and PartialState().num_processes > 1
         if self.sharded:  # layer by layer, and before it moves, so that no device holds all of it
             _shard(self.language_model, torch.device(settings.device).type)
@@ -92,8 +82,8 @@ class Lmm(BaseModel):
             # Newer versions of transformers renamed the method.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
-        self.coordinates = settings.coordinates
-        self.coordinate_step = settings.coordinate_step
+        self.coordinates = settings.coordinates  # how it writes boxes
+        self.coordinate_step = settings.coordinate_step  # their numbers are multiples of this
         self.batch_size = settings.batch_size
         self.adapters = Adapters(self, lora)
         frozen_vision = not (lora.vision_tower or lora.projector)
@@ -162,10 +152,8 @@ class Lmm(BaseModel):
     def precision(self, training: bool | None = None) -> Iterator[None]:
         """Let adapters compute in the base model's type; their weights stay float32.
 
-        On a base model in float32, training computes in `model.precision`, and all else in float32.
-
-        Args:
-            training: Whether something learns from the results; None: whether there are gradients.
+        On a base model in float32, training (None: what has gradients) computes in
+        `model.precision`, and all else in float32.
         """
         low = self.dtype
         if low == torch.float32 and (torch.is_grad_enabled() if training is None else training):

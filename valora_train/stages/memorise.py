@@ -44,14 +44,10 @@ if TYPE_CHECKING:
 
 ENCODER = "encoder"
 MEMORIES = "memories"
-REPEAT = "repeat"
-"""What the decoder is asked when it is to reconstruct a document."""
-PIECE = 128
-"""Tokens of a piece of a document that is reconstructed."""
-PIECES = 4
-"""Pieces in one step, which share the pass over the document; that costs as much as they do."""
-QUESTIONS = 32
-"""Questions about a document in one step, for the same reason."""
+REPEAT = "repeat"  # what the decoder is asked when it is to reconstruct a document
+PIECE = 128  # tokens of a piece of a document that is reconstructed
+PIECES = 4  # in one step; they share the pass over the document, which costs as much as they do
+QUESTIONS = 32  # about a document in one step, for the same reason
 
 
 def memorise_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
@@ -105,17 +101,10 @@ def build_memories(
 
 
 class ContextEncoder(nn.Module):
-    """An encoder with its adapter; the frozen base model decodes.
-
-    Args:
-        lmm: The model; gets an adapter.
-        tokens: Number of memory tokens.
-        seed: Seed of the adapter and the queries.
-    """
+    """An encoder with its adapter; the frozen base model decodes."""
 
     adapters: tuple[str, ...] = (ENCODER,)
-    decoder: str | None = None
-    """Adapter of the decoder."""
+    decoder: str | None = None  # the decoder's adapter
 
     def __init__(self, lmm: Lmm, tokens: int, seed: int) -> None:
         super().__init__()
@@ -190,17 +179,7 @@ def train_encoder(
     seed: int,
     on_step: Step = lambda *_: None,
 ) -> None:
-    """Train an encoder: reconstruction first, questions then.
-
-    Args:
-        encoder: The encoder.
-        asked: Documents with questions and answers, encoded, by name.
-        reconstruct: Steps in which documents are reconstructed.
-        steps: Steps in which questions are answered.
-        lr: Peak learning rate.
-        seed: Seed of what is drawn.
-        on_step: Called with step (from 1), number of steps, and loss.
-    """
+    """Train an encoder: first `reconstruct` steps of documents, then `steps` of questions."""
     generator = torch.Generator().manual_seed(seed)
     weights = [*encoder.weights(), *encoder.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)

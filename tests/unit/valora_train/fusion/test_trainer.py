@@ -68,16 +68,19 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize(
-    ("held", "cut", "precision"),
-    [(False, 1, "float32"), (False, 4, "float32"), (True, 8, "float32"), (True, 2, "bfloat16")],
+    ("held", "cut", "more"),
+    [
+        (False, 1, {}),
+        (False, 4, {"best_of": 4}),  # the best step is remembered
+        (True, 8, {"best_of": 3}),
+        (True, 2, {"precision": "bfloat16"}),
+    ],
 )
-def test_a_training_that_was_killed_continues_to_the_bit(
-    random_llava, tmp_path, held, cut, precision
-):
+def test_a_training_that_was_killed_continues_to_the_bit(random_llava, tmp_path, held, cut, more):
     def run(file, kill_after=None, seed=0):
         torch.manual_seed(seed)
         # A small norm, so that the order of gradients would tell.
-        trainer, _ = make(random_llava, clip=1e-3, precision=precision, **WATCHED)
+        trainer, _ = make(random_llava, clip=1e-3, **WATCHED, **more)
         trainer.open("adapter-1", seed=3)
         if held:  # its head comes first, though its name does not
             trainer.train(
@@ -308,34 +311,6 @@ def test_the_best_step_is_kept(random_llava, monkeypatch, reached, patience, kep
     now = trainer.snapshot("adapter-1")
     weights = [key for key in now if key.startswith(("lora", "head", "optimizer"))]
     assert all(torch.equal(now[key], states[kept][key]) for key in weights)
-
-
-def test_the_best_step_survives_an_interruption(random_llava, tmp_path, monkeypatch):
-    """Interrupted after the best step was passed, the same step is kept, to the bit."""
-
-    class Interrupted(Exception):
-        pass
-
-    def run(file, stop=None):
-        trainer, _ = make(random_llava, steps=8, best_of=4)
-        reached = iter([0.9, 0.8, 0.7, 0.6] if not file.exists() else [0.7, 0.6])
-        monkeypatch.setattr(trainer, "evaluate", lambda *_: SimpleNamespace(accuracy=next(reached)))
-
-        def on_step(step, *_):
-            if step == stop:
-                raise Interrupted
-
-        trainer.open("adapter-1", 1)
-        trainer.train(
-            "adapter-1", ["apple"], held=[], rehearse=False, seed=6, on_step=on_step,
-            checkpoint=Checkpoint(file, every=0.0),
-        )  # fmt: skip
-        return trainer.snapshot("adapter-1")
-
-    whole = run(tmp_path / "whole")
-    with pytest.raises(Interrupted):
-        run(tmp_path / "stopped", stop=6)
-    assert same(run(tmp_path / "stopped"), whole)
 
 
 def test_side_by_side_it_learns_what_it_learns_at_once(random_llava):

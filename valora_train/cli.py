@@ -154,7 +154,6 @@ def _job(config: DictConfig) -> dict[str, Any]:
             _end(error)  # Hydra would print a traceback of its own first
         # The sweep goes on with the other jobs. The job may run on another machine, whose errors
         # not every process can unpickle.
-        _end_mlflow_runs()
         if (said := sentence(error)) is None:
             traceback.print_exc()
             said = f"{type(error).__name__}: {error}"
@@ -195,7 +194,6 @@ def _end(error: BaseException) -> NoReturn:
     Raises:
         BaseException: The error itself, if it is a fault of the code.
     """
-    _end_mlflow_runs()
     if isinstance(error, KeyboardInterrupt):
         for child in psutil.Process().children(recursive=True):
             try:
@@ -213,11 +211,6 @@ def _stop(message: str, status: int = 1) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":  # only the main process prints
         print(without_passwords(message), file=sys.stderr)
     sys.exit(status)
-
-
-def _end_mlflow_runs() -> None:
-    if (store := sys.modules.get("valora_train.reporting.mlflow_store")) is not None:
-        store.end_open_runs()
 
 
 def _end_on_signals() -> None:

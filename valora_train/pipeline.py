@@ -20,11 +20,10 @@ from valora_data.shards import open_shard
 from valora_train.fusion.requirement import contract_of, few_samples
 from valora_train.model import distributed
 from valora_train.processes import preparing_processes, threads_beside, worker_processes
-from valora_train.reporting.mlflow_store import store_lock, try_store
-from valora_train.reporting.progress import Display, Relay, RelayedDisplay, stopwatch
-from valora_train.reporting.summary import print_summary
+from valora_train.reporting.progress import Display, relay, stopwatch
 from valora_train.reporting.sweep import figures_of
-from valora_train.reporting.tracking import TeacherRun, end_stale_runs, find_run
+from valora_train.reporting.texts import print_summary
+from valora_train.reporting.tracking import find_run, teacher_run, try_store
 from valora_train.settings import as_dict
 from valora_train.stages import data, distill, memorise
 from valora_train.stages.dedicated import measure_dedicated
@@ -50,7 +49,7 @@ def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, An
     teaches = any(domain.teacher == distill.TRAIN for domain in settings.chosen())
     fuses = settings.command not in ("teach", "distill")
     if (fuses or teaches) and os.environ.get("RANK", "0") == "0":
-        try_store(settings.paths.tracking, f"valora/{settings.task.name}", settings.paths.work)
+        try_store(settings.paths, f"valora/{settings.task.name}")
     accelerator = distributed.start(settings.model.device)
     if not accelerator.is_main_process:
         display = Display(Console(quiet=True))
@@ -69,8 +68,7 @@ def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, An
             with display.work("export", "writing and checking the bundle"), stopwatch() as took:
                 bundle, reused = export_bundle(settings, domains, fused)
             display.done("export", str(bundle.folder), None if reused else took())
-            run = bundle.manifest["lineage"]["mlflow_run_id"]
-            link = find_run(settings.paths.tracking, run)
+            link = find_run(bundle.manifest["lineage"]["mlflow_run_id"])
             print_summary(bundle, display.console, seconds(), link)
         return figures_of(fused)
 
@@ -170,15 +168,14 @@ class Pipeline:
         if domain.teacher != distill.TRAIN:
             distill.build_teacher(domain, teacher, read, folder, step)
             return
-        with store_lock(paths.work):
-            end_stale_runs(paths.tracking, paths.work)
-            run = TeacherRun(paths.tracking, domain.name, stage, as_dict(teacher))
+        with teacher_run(paths, domain.name, stage, as_dict(teacher)) as log:
 
-        def on_epoch(epoch: int, epochs: int, loss: float, figures: Mapping[str, float]) -> None:
-            step(epoch, epochs, loss, figures)
-            run.add(epoch, {"loss": loss, **figures})
+            def on_epoch(
+                epoch: int, epochs: int, loss: float, figures: Mapping[str, float]
+            ) -> None:
+                step(epoch, epochs, loss, figures)
+                log(epoch, {"loss": loss, **figures})
 
-        with run:
             distill.build_teacher(domain, teacher, read, folder, on_epoch)
 
     def memorise(self, domains: list[DomainInputs]) -> Settings:
@@ -244,8 +241,8 @@ def _prepare_side_by_side(
     """Run the stages before fusion in several processes, one domain in each."""
     threads = threads_beside(count)
     with (
-        Relay(display) as relay,
-        worker_processes(count, "processes", _begin_worker, relay.messages, threads) as executor,
+        relay(display) as messages,
+        worker_processes(count, "processes", _begin_worker, messages, threads) as executor,
     ):
         jobs = [executor.submit(_prepare_one, settings, domain) for domain in domains]
         for job in as_completed(jobs):
@@ -259,7 +256,7 @@ _relayed: Display | None = None
 def _begin_worker(messages: Any, threads: int) -> None:
     global _relayed  # noqa: PLW0603 (one display for each process)
     torch.set_num_threads(threads)
-    _relayed = RelayedDisplay(messages)
+    _relayed = Display(messages=messages)
 
 
 def _prepare_one(settings: Settings, domain: DomainSettings) -> None:

@@ -14,6 +14,8 @@ from valora_serve.server.loading.state_file import read_state
 from valora_serve.types import Request, SamplingParams
 from valora_train.fusion.state import FusionState
 from valora_train.reporting import tracking
+from valora_train.reporting.ui import latest_fusions
+from valora_train.settings import PathSettings
 from valora_train.stages import gate
 
 MADE = Path(__file__).parents[1] / "fixtures" / "cd9fad5"
@@ -66,8 +68,8 @@ def test_a_fusion_continues_from_its_state_and_its_run(here: Path) -> None:
     for adapter in ("adapter-1", "adapter-2"):
         assert state.read_snapshot(adapter)
     assert state.mlflow_run_id
-    uri = f"sqlite:///{here}/mlflow.db"
-    assert tracking.find_run(uri, state.mlflow_run_id)
-    ((experiment, name, _),) = tracking.latest_fusions(uri)
+    paths = PathSettings(work=str(here), tracking=f"sqlite:///{here}/mlflow.db")
+    tracking.connect(paths, "valora/own")
+    assert tracking.find_run(state.mlflow_run_id)
+    ((experiment, name, _),) = latest_fusions()
     assert (experiment, name) == ("valora/own", "own · first_fit · seed 0")
-    tracking.end_stale_runs(uri, str(here))

@@ -1,33 +1,24 @@
-"""Shows a fusion while it runs: in the terminal, in MLflow and in pictures."""
+"""Shows a fusion while it runs: in the terminal and in MLflow, a nested run for each attempt."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
 from typing import TYPE_CHECKING, Any
+
+import mlflow
+from mlflow.entities import Dataset, DatasetInput, InputTag
 
 from valora_data.schema import Split
 from valora_data.wording import plural
 from valora_train.errors import TrackingError, UnreachableError
 from valora_train.fusion.decision import Verdict
 from valora_train.fusion.history import attempt_as_json
-from valora_train.reporting import pictures
-from valora_train.reporting.attempt_text import (
-    attempt_page,
-    outcome_of,
-    rejected_lines,
-    tried,
-    verdict_of,
-)
-from valora_train.reporting.domain_table import (
-    BESIDE_OTHERS,
-    PACKING,
-    by_adapter,
-    domain_table,
-)
-from valora_train.reporting.text import duration, fitting, markdown_table
-from valora_train.reporting.tracking import NOTE_LENGTH, DataSet
+from valora_train.reporting import pictures, texts, tracking
+from valora_train.reporting.tracking import ATTEMPT, FUSION, HEAD_ONLY, NOTE, PARENT, storing
+from valora_train.settings import as_dict
 from valora_train.stage import digest
 
 if TYPE_CHECKING:
@@ -39,212 +30,243 @@ if TYPE_CHECKING:
     from valora_train.fusion.decision import Attempt, HeadOnlyDecision
     from valora_train.fusion.packing import Outcome
     from valora_train.fusion.plan import FusionPlan
-    from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.state import FusionState
-    from valora_train.fusion.trainer import Trainer
-    from valora_train.reporting.progress import Display, Step
-    from valora_train.reporting.tracking import AttemptRun, Curve, Tracker
+    from valora_train.fusion.trainer import OnFigures, Trainer
+    from valora_train.reporting.progress import Display
+    from valora_train.settings import Settings
     from valora_train.tasks.base import Evaluation
+
+    OnStep = Callable[[int, int, float], None]
 
 SHEET_IMAGES = 12  # images on a contact sheet
 TIMED_STEPS = 10  # of the first attempt, after its first step
 COLOURS = {"committed": "green", "rolled back": "red", "unreachable": "magenta"}
 
 
+def _logged(method: Callable[..., None]) -> Callable[..., None]:
+    """Do what only logs, if there is a run: processes that do not lead their team have none."""
+
+    @wraps(method)
+    def guarded(self: FusionReport, *arguments: Any) -> None:
+        if self.run_id:
+            with storing():
+                method(self, *arguments)
+
+    return guarded
+
+
 class FusionReport:
     """Reports one fusion.
 
     Args:
-        tracker: The fusion's runs in MLflow, started; None for the processes of a team that do
-            not lead.
         display: The terminal.
         trainer: Holds the samples that the contact sheets show.
         required: Accuracy that each domain must keep.
         data_sets: Samples with distilled labels, then samples with true labels, by domain.
+
+    Attributes:
+        told: Returns all attempts that were decided (see `fusion.history.History.told`).
+        run_id: The fusion's run in MLflow, if it is logged.
     """
 
     def __init__(
         self,
-        tracker: Tracker | None,
         display: Display,
         trainer: Trainer,
         required: Mapping[str, float],
         data_sets: Mapping[str, tuple[Path, Path]],
     ) -> None:
-        self._tracker = tracker
-        self._display = display
+        self.display = display
         self._trainer = trainer
         self._required = required
         self._folders = data_sets
-        self._told: Callable[[], Sequence[Mapping[str, Any]]] = list
         self._timed: tuple[int, float] | None = None
-
-    def follow(self, told: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Follow the attempts of a fusion.
-
-        Args:
-            told: Returns all attempts that were decided (see `fusion.history.History.told`).
-        """
-        self._told = told
+        self._key = ""
+        self.told: Callable[[], Sequence[Mapping[str, Any]]] = list
+        self.run_id = ""
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """End the MLflow run as failed or killed if the fusion does not get to its end."""
-        if (tracker := self._tracker) is None:
-            yield
-            return
-        self._display.note("fuse", f"every step, live (make ui): {tracker.link}")
-        tracker.log_data_sets(
-            [
-                item
-                for name in self._required
-                for item in (self._taught(name, "training"), self._labelled(name))
-            ]
-        )
-        try:
-            yield
-        except UnreachableError as error:
-            with suppress(TrackingError):
-                tracker.finish("FAILED", str(error))
-            raise
-        except BaseException:
-            with suppress(TrackingError):  # the first error counts
-                tracker.finish("KILLED")
-            raise
+    def running(self, settings: Settings, key: str, state: FusionState) -> Iterator[None]:
+        """Log the fusion (the stage of a key) into its run, which is remembered in its state."""
+        self._key = key
+        note = f"Packs {', '.join(self._required)} into the fewest adapters."
+        with _fusion_run(settings, key, note, state.mlflow_run_id) as self.run_id:
+            state.mlflow_run_id = self.run_id
+            state.save()
+            link = tracking.find_run(self.run_id)
+            self.display.note("fuse", f"every step, live (make ui): {link}")
+            uses = ("training", "validation, test")
+            self._log_data_sets([(name, use) for name in self._required for use in uses])
+            try:
+                yield
+            except UnreachableError as error:
+                with suppress(TrackingError), storing():
+                    mlflow.set_tag(NOTE, str(error))
+                raise
+
+    @_logged
+    def _log_data_sets(self, uses: Sequence[tuple[str, str]]) -> None:
+        """Log what the active run does with domains."""
+        inputs = []
+        for name, use in uses:
+            labelled = use.startswith("validation")
+            folder = self._folders[name][labelled]
+            kind, source = "labelled" if labelled else "taught", json.dumps({"uri": str(folder)})
+            data = Dataset(f"{name} ({kind})", digest(folder)[:36], "local", source)
+            inputs.append(DatasetInput(data, [InputTag("mlflow.data.context", use)]))
+        mlflow.MlflowClient().log_inputs(tracking.active(), inputs)
 
     @contextmanager
-    def head_only(self, domain: str) -> Iterator[TrainingReport]:
-        """Report the training of a head on the frozen base model while it runs."""
-        curve = self._tracker.curve() if self._tracker else None
-        with self._display.work("fuse", f"without LoRA: {domain}") as on_step:
-            yield TrainingReport(curve, on_step, f"/without LoRA/{domain}")
-        if curve is not None:
-            curve.finish()
+    def _nested(self, name: str, key: str, tags: Mapping[str, str]) -> Iterator[None]:
+        """A nested run, in the place of one with the same value of the tag `key`."""
+        mine = f"tags.`{PARENT}` = '{self.run_id}' and tags.`{key}` = '{tags[key]}'"
+        with storing():
+            for run in tracking.search(mine):
+                mlflow.delete_run(run.info.run_id)
+        with tracking.open_run(name, {FUSION: self._key, **tags}):
+            yield
 
-    def head_only_measured(
-        self, domain: str, val: float, requirement: Requirement, seconds: float
-    ) -> None:
-        """Report what a domain reaches on the frozen base model.
+    @contextmanager
+    def training(
+        self, what: str, name: str = "", new: int = 0
+    ) -> Iterator[tuple[OnStep, OnFigures]]:
+        """Show a training in the terminal and in MLflow while it runs.
 
         Args:
-            domain: The domain.
-            val: Accuracy on the validation split.
-            requirement: What the domain must reach.
-            seconds: Duration of the measurement, in seconds.
-        """
-        sign = "≥" if requirement.met_by(val) else "<"
-        line = f"{domain}: without LoRA {val:.3f} {sign} {requirement.text}"
-        self._display.done("fuse", line, seconds)
+            what: What is trained.
+            name: Part of the names of its figures in a run that has several trainings.
+            new: Number of new domains of an attempt, which says how long attempts take.
 
+        Yields:
+            What is called with step, number of steps, and loss; and before that with step and
+            further figures.
+        """
+        figures: dict[str, float] = {}
+        with ExitStack() as stack:
+            log = stack.enter_context(tracking.curve()) if self.run_id else None
+            show = stack.enter_context(self.display.work("fuse", what))
+
+            def on_step(step: int, steps: int, loss: float) -> None:
+                if log is not None:
+                    found = {"loss": loss} | figures
+                    log(step, {f"{key}{name}": value for key, value in found.items()})
+                show(step, steps, loss, figures)
+                if new:
+                    self._time_step(new, step, steps)
+
+            yield on_step, lambda _, found: figures.update(found)
+
+    @_logged
     def placed_without_adapter(self, decision: HeadOnlyDecision, pictures: Path) -> None:
-        """Log the decision that a domain takes no adapter.
+        """Log that a domain takes no adapter, with its contact sheet in a folder of pictures."""
+        name = decision.domain
+        tags = {HEAD_ONLY: name, "valora.domain": name, "valora.decision": "no adapter"}
+        tags[NOTE] = f"**no adapter**: {decision.reason}"
+        with self._nested(f"{name} (no adapter)", HEAD_ONLY, tags):
+            mlflow.log_metric(f"accuracy/{name}", decision.accuracy)
+            mlflow.log_artifact(str(pictures / f"{name}.png"), "pictures")
+            mlflow.end_run("FINISHED" if decision.met else "FAILED")
 
-        Args:
-            decision: The decision.
-            pictures: Folder of the contact sheets of what domains reach without LoRA.
-        """
-        if self._tracker is not None:
-            self._tracker.log_head_only(decision, pictures / f"{decision.domain}.png")
-
+    @_logged
     def log_baselines(self, baselines: Mapping[str, Mapping[str, float | None]]) -> None:
-        """Log what is known of the domains before the first attempt.
-
-        Args:
-            baselines: Accuracy by domain, by name of the metric; None is left out.
-        """
-        if self._tracker is not None:
-            self._tracker.log_metrics(
-                {
-                    f"{metric}/{domain}": accuracy
-                    for metric, by_domain in baselines.items()
-                    for domain, accuracy in by_domain.items()
-                    if accuracy is not None
-                }
-            )
-
-    def resumed(self, attempts: int) -> None:
-        """Report that decisions of an interrupted fusion were read from disk."""
-        if attempts:
-            self._display.note("fuse", f"continuing after attempt {attempts}")
+        """Log what is known before the first attempt: accuracies by metric and domain."""
+        for metric, found in baselines.items():
+            known = {
+                f"{metric}/{name}": value for name, value in found.items() if value is not None
+            }
+            mlflow.log_metrics(known)
 
     @contextmanager
-    def attempt(self, attempt: Attempt) -> Iterator[AttemptReport]:
-        """Report an attempt while it runs; its MLflow run is abandoned on an error."""
-        run = None if self._tracker is None else self._start_run(self._tracker, attempt)
-        try:
-            with self._display.work("fuse", attempt.name) as on_step:
-                yield AttemptReport(self, run, on_step, len(attempt.new))
-        except BaseException:
-            if run is not None:
-                with suppress(TrackingError):
-                    run.abandon()
-            raise
+    def attempt(self, attempt: Attempt) -> Iterator[tuple[OnStep, OnFigures]]:
+        """Report an attempt while it runs, in a nested run that replaces an interrupted one."""
+        tags = {
+            ATTEMPT: str(attempt.number),
+            "valora.domain": ", ".join(attempt.new),
+            "valora.adapter": attempt.adapter,
+            NOTE: f"**Running**: {texts.tried(attempt_as_json(attempt))}.",
+        }
+        uses = [(name, "training") for name in attempt.new]
+        uses += [(name, "rehearsal") for name in attempt.held if attempt.rehearse]
+        uses += [(name, "validation") for name in attempt.domains]
+        with ExitStack() as stack:
+            if self.run_id:
+                stack.enter_context(self._nested(attempt.name, ATTEMPT, tags))
+            self._log_data_sets(uses)
+            yield stack.enter_context(self.training(attempt.name, new=len(attempt.new)))
 
-    def _start_run(self, tracker: Tracker, attempt: Attempt) -> AttemptRun:
-        data_sets = [self._taught(name, "training") for name in attempt.new]
-        if attempt.rehearse:
-            data_sets += [self._taught(name, "rehearsal") for name in attempt.held]
-        data_sets += [self._labelled(name, "validation") for name in attempt.domains]
-        note = f"**Running**: {tried(attempt_as_json(attempt))}."
-        return tracker.start_attempt(attempt, self._required, data_sets, note)
-
-    def time_step(self, step: int, steps: int, new: int) -> None:
-        """Say once how long attempts take, by the first steps that this process trains.
-
-        Args:
-            step: Number of the step, from 1.
-            steps: Number of steps of the attempt.
-            new: Number of domains that are new in it.
-        """
+    def _time_step(self, new: int, step: int, steps: int) -> None:
+        """Say once how long attempts take, by the first steps that this process trains."""
         now = time.monotonic()
         first, began = self._timed = self._timed or (step, now)
         if step - first != TIMED_STEPS:
             return
         self._timed = (-TIMED_STEPS, now)  # no later step is so far from it
-        rate, all_steps = (now - began) / TIMED_STEPS, steps // new * len(self._required)
-        self._display.note(
+        rate, count = (now - began) / TIMED_STEPS, len(self._required)
+        one, each = texts.duration(steps * rate), texts.duration(steps // new * count * rate)
+        self.display.note(
             "fuse",
-            f"{steps} steps × {rate:.3g} s = {duration(steps * rate)} for this attempt; one for "
-            f"each of {plural(len(self._required), 'domain')}: {duration(all_steps * rate)}",
+            f"{steps} steps × {rate:.3g} s = {one} for this attempt; one for each of "
+            f"{plural(count, 'domain')}: {each}",
         )
 
-    def _taught(self, name: str, context: str) -> DataSet:
-        folder = self._folders[name][0]
-        return DataSet(f"{name} (taught)", digest(folder), folder, context)
+    def attempted(self, outcome: Outcome) -> None:
+        """Log and write the outcome of the attempt that is running."""
+        self._log_outcome(outcome)
+        decision, told = outcome.decision, self.told()[-1]
+        verdict = f"[{COLOURS[decision.verdict]}]{texts.verdict_of(told)}[/]"
+        line = f"{decision.attempt.name} {verdict}: {texts.outcome_of(told)}"
+        if outcome.evaluations:
+            reached = [f"{name} {one.accuracy:.3f}" for name, one in outcome.evaluations.items()]
+            line += f" ({', '.join(reached)})"
+        if told["dedicated"]:
+            line += "; nothing was trained, it is the dedicated adapter"
+        self.display.done("fuse", line, outcome.seconds)
 
-    def _labelled(self, name: str, context: str = "validation, test") -> DataSet:
-        folder = self._folders[name][1]
-        return DataSet(f"{name} (labelled)", digest(folder), folder, context)
+    @_logged
+    def _log_outcome(self, outcome: Outcome) -> None:
+        decision, values = outcome.decision, {"seconds": outcome.seconds}
+        for name, evaluation in outcome.evaluations.items():
+            values |= {f"{key}/{name}": value for key, value in evaluation.details.items()}
+            sheet = self.contact_sheet(name, evaluation, Split.VAL)
+            mlflow.log_image(sheet, f"pictures/{name}.png")
+            if evaluation.classes is not None:
+                tracking.log_classes(name, evaluation.classes.as_json())
+        for name, accuracy in decision.accuracy.items():
+            values |= {f"accuracy/{name}": accuracy, f"required/{name}": self._required[name]}
+        mlflow.log_metrics(values)
+        mlflow.set_tags({"valora.decision": decision.verdict, "valora.reason": decision.reason})
+        name = f"{decision.attempt.name} ({decision.verdict})"
+        mlflow.MlflowClient().update_run(tracking.active(), name=name)
+        if decision.verdict is Verdict.UNREACHABLE:
+            mlflow.end_run("FAILED")
 
+    @_logged
     def log_progress(self, plan: FusionPlan, state: FusionState) -> None:
         """Log the latest decision and redraw the summary of all decisions."""
-        if self._tracker is None:
-            return
-        told = self._told()
-        self._tracker.log_summary(plan.decisions, state.seconds, self._required, told)
+        told, decisions = self.told(), plan.decisions
+        columns, rows = texts.steps_table(told, state.seconds, self._required)
+        tracking.log_table(columns, rows, "steps.json")
+        mlflow.log_figure(pictures.heat_map(decisions, self._required), "accuracy_heat_map.png")
+        timeline = pictures.packing_timeline(decisions, state.seconds)
+        mlflow.log_figure(timeline, "packing_timeline.png")
         # Later attempts change where the domains of earlier ones went.
-        self._tracker.describe_attempts({one["number"]: attempt_page(one) for one in told})
-        latest = plan.decisions[-1]  # what it rolled back stands in its own run
-        self._tracker.log_metrics(
-            {
-                f"accuracy/{name}": latest.accuracy[name]
-                for name in latest.accuracy.keys() & latest.kept
-            }
-            | {f"required/{name}": self._required[name] for name in latest.accuracy},
-            step=latest.attempt.number,
-        )
-
-    @contextmanager
-    def measuring(self, domain: str) -> Iterator[None]:
-        """Show that a domain is being measured on the test split."""
-        with self._display.work("fuse", f"measuring {domain} on test"):
-            yield
+        pages = {str(one["number"]): texts.attempt_page(one)[: texts.NOTE_LENGTH] for one in told}
+        for run in tracking.search(f"tags.`{PARENT}` = '{self.run_id}'"):
+            page = pages.get(run.data.tags.get(ATTEMPT, ""))
+            if page is not None and run.data.tags.get(NOTE) != page:
+                mlflow.MlflowClient().set_tag(run.info.run_id, NOTE, page)
+        latest = decisions[-1]  # what it rolled back stands in its own run
+        kept = latest.accuracy.keys() & latest.kept
+        values = {f"accuracy/{name}": latest.accuracy[name] for name in kept}
+        values |= {f"required/{name}": self._required[name] for name in latest.accuracy}
+        mlflow.log_metrics(values, step=latest.attempt.number)
 
     def test_measured(self, domain: str, test: Evaluation) -> Image:
         """Log the contact sheet of a domain's test split and return it."""
         sheet = self.contact_sheet(domain, test, Split.TEST)
-        if self._tracker is not None:
-            self._tracker.log_picture(sheet, f"pictures/{domain}.png")
+        if self.run_id:
+            with storing():
+                mlflow.log_image(sheet, f"pictures/{domain}.png")
         return sheet
 
     def contact_sheet(self, domain: str, evaluation: Evaluation, split: Split) -> Image:
@@ -256,187 +278,77 @@ class FusionReport:
         boxes = [answer.boxes for answer in answers]
         return pictures.contact_sheet(samples, boxes, evaluation.threshold)
 
-    def show_outcome(self, outcome: Outcome) -> None:
-        """Write the line of a decided attempt."""
-        decision, told = outcome.decision, self._told()[-1]
-        verdict = f"[{COLOURS[decision.verdict]}]{verdict_of(told)}[/]"
-        reached = ", ".join(
-            f"{name} {evaluation.accuracy:.3f}" for name, evaluation in outcome.evaluations.items()
-        )
-        line = f"{decision.attempt.name} {verdict}: {outcome_of(told)}"
-        line += (f" ({reached})" if reached else "") + (
-            "; nothing was trained, it is the dedicated adapter" if told["dedicated"] else ""
-        )
-        self._display.done("fuse", line, outcome.seconds)
-
+    @_logged
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Log the result and end the MLflow run.
-
-        Args:
-            result: Content of `fusion.json`.
-        """
-        if self._tracker is not None:
-            log_result(self._tracker, result)
+        """Log the result of the fusion, the content of `fusion.json`."""
+        _log_result(result)
 
 
-def log_result(tracker: Tracker, result: Mapping[str, Any]) -> None:
-    """Log the result of a fusion and end its MLflow run.
+@contextmanager
+def _fusion_run(settings: Settings, key: str, note: str, earlier: str | None) -> Iterator[str]:
+    """The run of the fusion of a key, continued where an earlier process was interrupted."""
+    tracking.connect(settings.paths, f"valora/{settings.task.name}")
+    with storing():
+        runs = tracking.search(f"tags.`{FUSION}` = '{key}'")
+        begun = [one for one in runs if tracking.is_fusion(one)]
+        known = [one.info.run_id for one in begun if one.info.status != "FINISHED"]
+        known += [one.info.run_id for one in begun if one.info.run_id == earlier]
+        for run in runs:  # attempts that a killed process left running
+            if run.info.status == "RUNNING" and run.info.run_id not in known[:1]:
+                mlflow.MlflowClient().set_terminated(run.info.run_id, "KILLED")
+    name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
+    tags = {FUSION: key, NOTE: note}
+    with tracking.open_run(name, tags, known[0] if known else None, system=True) as run_id:
+        if not known:
+            domains = {one.name: as_dict(one) for one in settings.chosen()}
+            tracking.log_config(as_dict(settings) | {"domains": domains})
+        yield run_id
+
+
+def run_of(settings: Settings, fused: Path, result: Mapping[str, Any]) -> str:
+    """The run of a finished fusion; if the store has lost it, the result is logged into a new one.
 
     Args:
-        tracker: The fusion's runs in MLflow, started.
-        result: Content of `fusion.json`.
+        settings: All settings.
+        fused: Output folder of stage `fuse`.
+        result: Content of its `fusion.json`.
     """
+    key = fused.name.rpartition("-")[2]
+    tracking.connect(settings.paths, f"valora/{settings.task.name}")
+    with storing():
+        runs = tracking.search(f"tags.`{FUSION}` = '{key}' and attributes.status = 'FINISHED'")
+    found = [run.info.run_id for run in runs if tracking.is_fusion(run)]
+    if found:
+        return str(result["mlflow_run_id"] if result["mlflow_run_id"] in found else found[0])
+    note = "The result of an earlier fusion, whose run this store does not have."
+    with _fusion_run(settings, key, note, None) as run_id, storing():
+        mlflow.log_artifacts(str(fused / "pictures"), "pictures")
+        _log_result(result)
+    return run_id
+
+
+def _log_result(result: Mapping[str, Any]) -> None:
+    """Log the result of a fusion into the active run."""
     verdicts = [attempt["verdict"] for attempt in result["attempts"]]
-    tracker.log_metrics(
-        _metrics(result)
-        | {
-            "adapters": len(result["packing"]),
-            "attempts": len(verdicts),
-            "rolled_back": verdicts.count(Verdict.ROLLED_BACK),
-            "fusion_seconds": sum(result["seconds"]),
-        }
-    )
-    tracker.log_metrics(
-        {f"accuracy/{name}": facts["accuracy"]["val"] for name, facts in result["domains"].items()},
-        step=len(verdicts) + 1,  # after those of all attempts
-    )
-    for name, facts in result["domains"].items():
-        if "per_class" in facts["accuracy"]:
-            tracker.log_classes(name, facts["accuracy"])
-    bars = pictures.accuracy_bars(result["domains"], result.get("adapters", {}))
-    tracker.log_figure(bars, "accuracy.png")
-    tracker.finish("FINISHED", fusion_page(result, tracker.run_id))
-
-
-class TrainingReport:
-    """Shows a training in the terminal and in MLflow while it runs.
-
-    Args:
-        curve: Logs its figures, if it is logged.
-        show_step: Shows a training step in the terminal.
-        name: Part of the names of its figures in a run that has several trainings.
-    """
-
-    def __init__(self, curve: Curve | None, show_step: Step, name: str = "") -> None:
-        self._curve = curve
-        self._show_step = show_step
-        self._name = name
-        self._figures: dict[str, float] = {}
-
-    def on_figures(self, step: int, figures: Mapping[str, float]) -> None:
-        """Remember figures beside the loss of a step.
-
-        Args:
-            step: Number of the step, from 1.
-            figures: Values by name, such as ``lr``.
-        """
-        self._figures = dict(figures)
-
-    def on_step(self, step: int, steps: int, loss: float) -> None:
-        """Report a training step.
-
-        Args:
-            step: Number of the step, from 1.
-            steps: Number of steps of the training.
-            loss: Loss of the step.
-        """
-        figures = {"loss": loss} | self._figures
-        if self._curve is not None:
-            self._curve.add(step, {f"{key}{self._name}": value for key, value in figures.items()})
-        self._show_step(step, steps, loss, self._figures)
-
-
-class AttemptReport(TrainingReport):
-    """Reports one attempt.
-
-    Args:
-        report: The report of the fusion.
-        run: The attempt's run in MLflow, if it is logged.
-        show_step: Shows a training step in the terminal.
-        new: Number of domains that are new in the attempt.
-    """
-
-    def __init__(
-        self, report: FusionReport, run: AttemptRun | None, show_step: Step, new: int
-    ) -> None:
-        super().__init__(run.curve if run else None, show_step)
-        self._report = report
-        self._run = run
-        self._new = new
-
-    def on_step(self, step: int, steps: int, loss: float) -> None:
-        """Report a training step."""
-        super().on_step(step, steps, loss)
-        self._report.time_step(step, steps, self._new)
-
-    def finish(self, outcome: Outcome) -> None:
-        """Report the outcome and end the attempt's MLflow run."""
-        if self._run is not None:
-            self._log(self._run, outcome)
-        self._report.show_outcome(outcome)
-
-    def _log(self, run: AttemptRun, outcome: Outcome) -> None:
-        details: dict[str, float] = {}
-        sheets = {}
-        for name, evaluation in outcome.evaluations.items():
-            details |= {f"{key}/{name}": value for key, value in evaluation.details.items()}
-            sheets[name] = self._report.contact_sheet(name, evaluation, Split.VAL)
-        classes = {
-            name: evaluation.classes
-            for name, evaluation in outcome.evaluations.items()
-            if evaluation.classes is not None
-        }
-        run.finish(outcome.decision, outcome.seconds, sheets, details, classes)
-
-
-def _metrics(result: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics on the test split, ours beside the teachers', by the names that MLflow shows."""
-    found: dict[str, float] = {}
+    values = {
+        "adapters": len(result["packing"]),
+        "attempts": len(verdicts),
+        "rolled_back": verdicts.count(Verdict.ROLLED_BACK),
+        "fusion_seconds": sum(result["seconds"]),
+    }
     for name, facts in result["domains"].items():
         for key, value in facts["accuracy"].items():
             if key.startswith(("test", "teacher")) and isinstance(value, int | float):
-                found[f"{key}/{name}"] = value
+                values[f"{key}/{name}"] = value
         speed = result.get("speed", {}).get(name) or {}
-        for kind, one in (("", speed), ("teacher_", speed.get("teacher") or {})):
+        for kind, one in (("", speed), ("teacher_", speed.get("teacher"))):
             if one:
-                found[f"{kind}images_per_second/{name}"] = one["images_per_second"]
-    return found
-
-
-def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
-    """The description of a fusion in markdown: the packing, and what it was chosen over.
-
-    Args:
-        result: Content of `fusion.json`.
-        run_id: Id of the fusion's run.
-    """
-    adapters, attempts = result.get("adapters", {}), result["attempts"]
-    speed = result.get("speed", {})
-    domains = by_adapter(
-        {name: facts | {"speed": speed.get(name)} for name, facts in result["domains"].items()},
-        adapters,
-    )
-    met = sum(facts["status"] == "met" for facts in domains.values())
-    counts = Counter(attempt["verdict"] for attempt in attempts)
-    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    head = [
-        f"**{plural(len(domains), 'domain')} in {plural(len(result['packing']), 'adapter')}** "
-        f"after {plural(len(attempts), 'attempt')}{f' ({verdicts})' if verdicts else ''}, strategy "
-        f"`{result['strategy']}`; {met} of {len(domains)} at their requirement on test.",
-        "",
-    ]
-    rejected = rejected_lines(attempts)
-    alone = [
-        f"- **{name}**: {facts['reason']}"
-        for name, facts in domains.items()
-        if facts["adapter"] is None and facts.get("reason")
-    ]
-    sections = [
-        head,
-        markdown_table(*domain_table(domains, adapters, PACKING)),
-        ["", f"![accuracy](get-artifact?path=accuracy.png&run_uuid={run_id})", ""],
-        ["**Rejected**", "", *rejected, ""] if rejected else [],
-        ["**Without an adapter**", "", *alone, ""] if alone else [],
-        markdown_table(*domain_table(domains, adapters, ("domain", *BESIDE_OTHERS))),
-    ]
-    return fitting(sections, NOTE_LENGTH, "see the table steps.json")
+                values[f"{kind}images_per_second/{name}"] = one["images_per_second"]
+        if "per_class" in facts["accuracy"]:
+            tracking.log_classes(name, facts["accuracy"])
+    mlflow.log_metrics(values)
+    kept = {f"accuracy/{name}": one["accuracy"]["val"] for name, one in result["domains"].items()}
+    mlflow.log_metrics(kept, step=len(verdicts) + 1)  # after those of all attempts
+    bars = pictures.accuracy_bars(result["domains"], result.get("adapters", {}))
+    mlflow.log_figure(bars, "accuracy.png")
+    mlflow.set_tag(NOTE, texts.fusion_page(result, tracking.active()))

@@ -8,8 +8,7 @@ import numpy as np
 
 from valora_data.drawing import add_caption, add_legend, arrange, draw_boxes, show_photograph, widen
 from valora_data.tasks import task_spec
-from valora_train.reporting.domain_table import by_adapter
-from valora_train.reporting.text import bytes_text, share_text
+from valora_train.reporting.texts import adapter_texts, by_adapter, share_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,29 +20,23 @@ if TYPE_CHECKING:
     from valora_train.fusion.decision import AttemptDecision
 
 TILE = 256  # pixels, the side of a square photograph
-CAPTION_ROWS = 5
+CAPTION_ROWS, COLUMNS = 5, 4
 BACKGROUND, TRUTH, RIGHT, WRONG, EXPECTED = "#202020", "#ffffff", "#00e676", "#ff5252", "#b0b0b0"
-VERDICT_COLOURS = {"committed": "#2e7d32", "rolled back": "#c62828", "unreachable": "#6a1b9a"}
+VERDICTS = {"committed": "#2e7d32", "rolled back": "#c62828", "unreachable": "#6a1b9a"}
+BARS = {"head_only": ("without LoRA", "#9e9e9e"), "teacher": ("teacher", "#1e88e5"),
+        "test": ("test", "#2e7d32")}  # fmt: skip
+MISSED = ("test, requirement missed", "#c62828")
 
 
 def contact_sheet(
-    samples: Sequence[Sample], found: Sequence[Sequence[Box]], threshold: float, columns: int = 4
+    samples: Sequence[Sample], found: Sequence[Sequence[Box]], threshold: float
 ) -> Image:
-    """Photographs with true boxes and detections, and a legend of their colours.
-
-    Args:
-        samples: Images with their true boxes.
-        found: Detections on each image.
-        threshold: Confidence from which a detection is drawn.
-        columns: Square images per row.
-    """
-    seen = {box.label for sample in samples for box in sample.answer.boxes}
-    classes = len(seen | {box.label for boxes in found for box in boxes}) > 1
-    tiles = []
-    used = {TRUTH} if any(sample.answer.boxes for sample in samples) else set()
-    for sample, boxes in zip(samples, found, strict=True):
+    """Photographs with true boxes and detections from a confidence, and a legend of the colours."""
+    truths = [sample.answer.boxes for sample in samples]
+    classes = len({box.label for boxes in (*truths, *found) for box in boxes}) > 1
+    tiles, used = [], {TRUTH} if any(truths) else set()
+    for sample, truth, boxes in zip(samples, truths, found, strict=True):
         tile, scale = show_photograph([sample.image], TILE)
-        truth = sample.answer.boxes
         names = [box.label for box in truth] if classes else None
         tile = draw_boxes(tile, truth, scale, [TRUTH] * len(truth), names, below=True)
         sure = sorted(
@@ -53,24 +46,44 @@ def contact_sheet(
         colours = [RIGHT if hit else WRONG for hit in _hits(sure, truth)]
         used |= set(colours)
         tiles.append(widen(draw_boxes(tile, sure, scale, colours, labels), TILE // 2, BACKGROUND))
-    legend = [
-        ("truth", TRUTH),
-        (f"right prediction (IoU from 0.5, confidence from {threshold:.2f})", RIGHT),
-        ("wrong prediction", WRONG),
-    ]
-    return _with_legend(arrange(tiles, columns, 6, BACKGROUND), legend, used)
+    right = f"right prediction (IoU from 0.5, confidence from {threshold:.2f})"
+    return _sheet(tiles, {"truth": TRUTH, right: RIGHT, "wrong prediction": WRONG}, used)
 
 
-def _with_legend(sheet: Image, legend: Sequence[tuple[str, str]], used: set[str]) -> Image:
-    """Put a legend of the colours that are used above a sheet."""
-    entries = [(meaning, colour) for meaning, colour in legend if colour in used]
+def answer_sheet(samples: Sequence[Sample], answers: Sequence[Answer], domain: Domain) -> Image:
+    """Images with question and answer; below a wrong answer stands the true one."""
+    tiles, used = [], set()
+    for sample, answer in zip(samples, answers, strict=True):
+        tile, scale = show_photograph(sample.images or (sample.image,), TILE)
+        truth = sample.answer
+        right = (
+            any(_iou(box, truth.boxes[0]) >= 0.5 for box in answer.boxes[:1])
+            if truth.boxes
+            else _text(answer) in (_text(truth), *truth.captions)
+        )
+        verdict = RIGHT if right else WRONG
+        used |= {verdict, *([TRUTH] if truth.boxes else ()), *(() if right else [EXPECTED])}
+        for boxes, colour in ((truth.boxes, TRUTH), (answer.boxes[:1], verdict)):
+            tile = draw_boxes(tile, boxes, scale, [colour] * len(boxes))
+        lines = [(domain.question(sample), TRUTH)] if sample.prompt is not None else []
+        lines.append((_text(answer) or "no answer", verdict))
+        lines += [] if right else [(_text(truth), EXPECTED)]
+        tile = widen(tile, TILE, BACKGROUND)
+        tiles.append(add_caption(tile, lines, CAPTION_ROWS, BACKGROUND, rows_per_line=2))
+    legend = {"right prediction": RIGHT, "wrong prediction": WRONG, "true answer": EXPECTED}
+    return _sheet(tiles, legend | {"true box": TRUTH}, used)
+
+
+def _sheet(tiles: Sequence[Image], legend: Mapping[str, str], used: set[str]) -> Image:
+    """Tiles on a sheet, below a legend of the colours that are used."""
+    sheet = arrange(tiles, COLUMNS, 6, BACKGROUND)
+    entries = [entry for entry in legend.items() if entry[1] in used]
     return add_legend(sheet, entries, BACKGROUND, TRUTH) if entries else sheet
 
 
 def _hits(found: Sequence[Box], truth: Sequence[Box]) -> list[bool]:
     """Whether each detection, the most confident first, is matched to a true box of its own."""
-    left = list(truth)
-    hits = []
+    left, hits = list(truth), []
     for box in found:
         near = [other for other in left if other.label == box.label and _iou(box, other) >= 0.5]
         hits.append(bool(near))
@@ -79,37 +92,11 @@ def _hits(found: Sequence[Box], truth: Sequence[Box]) -> list[bool]:
     return hits
 
 
-def answer_sheet(
-    samples: Sequence[Sample], answers: Sequence[Answer], domain: Domain, columns: int = 4
-) -> Image:
-    """Images with question and answer; below a wrong answer stands the true one.
-
-    Args:
-        samples: Images or videos with their true answers.
-        answers: The answer to each sample.
-        domain: The domain, whose prompt is shown where samples have questions of their own.
-        columns: Square images per row.
-    """
-    tiles = []
-    used = set()
-    for sample, answer in zip(samples, answers, strict=True):
-        tile, scale = show_photograph(sample.images or (sample.image,), TILE)
-        right = _is_right(answer, sample.answer)
-        verdict = RIGHT if right else WRONG
-        used |= {verdict} if right else {verdict, EXPECTED}
-        used |= {TRUTH} if sample.answer.boxes else set()
-        for boxes, colour in ((sample.answer.boxes, TRUTH), (answer.boxes[:1], verdict)):
-            tile = draw_boxes(tile, boxes, scale, [colour] * len(boxes))
-        lines = [(domain.question(sample), TRUTH)] if sample.prompt is not None else []
-        lines.append((_text(answer) or "no answer", verdict))
-        lines += [] if right else [(_text(sample.answer), EXPECTED)]
-        tile = widen(tile, TILE, BACKGROUND)
-        tiles.append(add_caption(tile, lines, CAPTION_ROWS, BACKGROUND, rows_per_line=2))
-    legend = [
-        ("right prediction", RIGHT), ("wrong prediction", WRONG), ("true answer", EXPECTED),
-        ("true box", TRUTH),
-    ]  # fmt: skip
-    return _with_legend(arrange(tiles, columns, 6, BACKGROUND), legend, used)
+def _iou(one: Box, other: Box) -> float:
+    width = min(one.x1, other.x1) - max(one.x0, other.x0)
+    height = min(one.y1, other.y1) - max(one.y0, other.y0)
+    shared = max(width, 0.0) * max(height, 0.0)
+    return shared / (one.area + other.area - shared)
 
 
 def _text(answer: Answer) -> str:
@@ -117,30 +104,10 @@ def _text(answer: Answer) -> str:
     return answer.choice or next(iter(answer.captions), "") or boxes
 
 
-def _is_right(answer: Answer, truth: Answer) -> bool:
-    if not truth.boxes:
-        return _text(answer) == _text(truth) or _text(answer) in truth.captions
-    return any(_iou(box, truth.boxes[0]) >= 0.5 for box in answer.boxes[:1])
-
-
-def _iou(one: Box, other: Box) -> float:
-    """Intersection over union."""
-    width = min(one.x1, other.x1) - max(one.x0, other.x0)
-    height = min(one.y1, other.y1) - max(one.y0, other.y0)
-    shared = max(width, 0.0) * max(height, 0.0)
-    return shared / (one.area + other.area - shared)
-
-
-BARS = (("without LoRA", "#9e9e9e"), ("teacher", "#1e88e5"), ("test", "#2e7d32"))
-MISSED = "#c62828"
-BANDS = ("#eceff1", "#ffffff")  # behind the domains of one adapter, in turn
-NO_ADAPTER = "no adapter"
-
-
 def accuracy_bars(
     domains: Mapping[str, Mapping[str, Any]], adapters: Mapping[str, Mapping[str, Any]]
 ) -> Figure:
-    """A fusion in one picture: adapters with their domains, accuracy, bar and teacher on one scale.
+    """A fusion in one picture: domains by adapter with accuracy, bar and teacher on one scale.
 
     Metrics that end at 1 share one axis; those with another range, such as CIDEr, have their own.
 
@@ -148,111 +115,78 @@ def accuracy_bars(
         domains: What a fusion promises of each domain (`domains` of `fusion.json`).
         adapters: Rank and bytes of each adapter, in the order of the picture.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     groups: dict[float, list[str]] = {}
     for name in by_adapter(domains, adapters):
         groups.setdefault(task_spec(domains[name]["task"]).largest, []).append(name)
-    figure = Figure(figsize=(11, 1.8 + 0.75 * len(domains) + 0.5 * len(groups)), dpi=110)
-    ordered = sorted(groups.items())
-    ratios = [len(names) for _, names in ordered]
-    grid = figure.subplots(len(groups), 1, squeeze=False, height_ratios=ratios)
-    for axes, (largest, names) in zip(grid[:, 0], ordered, strict=True):
+    ordered = [names for _, names in sorted(groups.items())]
+    figure = _figure(11, 1.8 + 0.75 * len(domains) + 0.5 * len(groups))
+    ratios = [len(names) for names in ordered]
+    grid = figure.subplots(len(groups), 1, squeeze=False, height_ratios=ratios)[:, 0]
+    for axes, largest, names in zip(grid, sorted(groups), ordered, strict=True):
+        for row, name in enumerate(names):
+            _bars(axes, row, domains[name])
+        holders = [domains[name].get("adapter") for name in names]
+        words = ["\n".join(adapter_texts(one, adapters.get(one or "", {}))) for one in holders]
+        axes.set_yticks(range(len(names)), [f"{a}\n{b}" for a, b in zip(names, words, strict=True)])
         axes.set_xlim(0, largest)
         axes.set_ylim(len(names) - 0.5, -0.5)  # the first domain above
-        _bands(axes, [domains[name].get("adapter") for name in names], adapters)
-        for row, name in enumerate(names):
-            _bars_of_domain(axes, row, domains[name])
-        axes.set_yticks(range(len(names)), names)
         axes.set_xlabel(", ".join(dict.fromkeys(domains[name]["metric"] for name in names)))
         axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)
-    handles: list[Any] = [Patch(color=colour, label=label) for label, colour in BARS]
-    handles += [Patch(color=MISSED, label="test, requirement missed")]
-    handles += [Line2D([], [], color="black", linewidth=2, label="required")]
-    handles += [Line2D([], [], color="black", linewidth=1, linestyle=":", label="bar")]
-    handles += [Line2D([], [], color="#ff6f00", marker="D", linestyle="", label="validation")]
-    figure.legend(handles=handles, loc="upper center", ncols=len(handles), fontsize=8)
+    shown = {
+        text: mark
+        for axes in grid
+        for mark, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(shown.values(), shown, loc="upper center", ncols=len(shown), fontsize=8)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.4 / figure.get_figheight()))
     return figure
 
 
-def _bands(
-    axes: Any, holders: Sequence[str | None], adapters: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Shade the rows of each adapter and name it beside them."""
-    starts = [row for row in range(len(holders)) if not row or holders[row] != holders[row - 1]]
-    for number, start in enumerate(starts):
-        end = starts[number + 1] if number + 1 < len(starts) else len(holders)
-        axes.axhspan(start - 0.5, end - 0.5, color=BANDS[number % 2], zorder=0)
-        adapter = holders[start]
-        lines = [adapter or NO_ADAPTER]
-        facts = adapters.get(adapter or "", {})
-        lines += [f"rank {facts['rank']}"] if "rank" in facts else []
-        lines += [bytes_text(facts["bytes"])] if "bytes" in facts else []
-        text = "\n".join(lines) if end - start > 1 else ", ".join(lines)
-        axes.annotate(
-            text, (1.01, (start + end - 1) / 2), xycoords=("axes fraction", "data"),
-            va="center", fontsize=8,
-        )  # fmt: skip
-
-
-def _bars_of_domain(axes: Any, row: int, facts: Mapping[str, Any]) -> None:
+def _bars(axes: Any, row: int, facts: Mapping[str, Any]) -> None:
+    """Bars of a domain: without LoRA, its teacher, and test with its interval; further marks."""
     accuracy = facts["accuracy"]
-    values = (accuracy["head_only"], accuracy["teacher"], accuracy["test"])
-    for place, (value, (label, colour)) in enumerate(zip(values, BARS, strict=True)):
+    bars = BARS if facts["status"] == "met" else BARS | {"test": MISSED}
+    for place, (key, (label, colour)) in enumerate(bars.items()):
+        value, error = accuracy[key], None
         if value is None:
             continue
-        last = place == len(BARS) - 1
+        text = f" {value:.3f}"
+        if key == "test":
+            low, high = accuracy["test_ci95"]
+            error = [[max(0.0, value - low)], [max(0.0, high - value)]]
+            if accuracy["teacher"]:
+                text += f", {share_text(value, accuracy['teacher'])} of the teacher"
         y = row + 0.27 * (place - 1)
-        low, high = accuracy["test_ci95"]
-        axes.barh(
-            y, value, height=0.25,
-            color=MISSED if last and facts["status"] != "met" else colour,
-            xerr=[[max(0.0, value - low)], [max(0.0, high - value)]] if last else None,
-        )  # fmt: skip
-        text = f" {value:.3f} {label}"
-        if last and accuracy["teacher"]:
-            text += f", {share_text(value, accuracy['teacher'])} of the teacher"
-        room = value > 0.3 * axes.get_xlim()[1]
-        axes.text(
-            0.0 if room else value, y, text, va="center", fontsize=7,
-            color="white" if room else "black", zorder=4,
-            bbox=None if room else {"facecolor": "white", "alpha": 0.8, "pad": 0.5, "lw": 0},
-        )  # fmt: skip
-    axes.vlines(facts["required"], row - 0.42, row + 0.42, color="black", linewidth=2)
-    if facts.get("bar") is not None:
-        axes.vlines(facts["bar"], row - 0.42, row + 0.42, color="black", linestyle=":")
-    if accuracy.get("val") is not None:
-        axes.plot(accuracy["val"], row + 0.27, marker="D", color="#ff6f00", markersize=4)
+        axes.barh(y, value, 0.25, color=colour, label=label, xerr=error)
+        axes.text(0, y, text, va="center", fontsize=7, bbox={"fc": "white", "alpha": 0.7, "lw": 0})
+    marks = [("required", facts["required"], "|", "black"), ("bar", facts.get("bar"), 2, "black")]
+    marks += [("validation", accuracy.get("val"), "D", "#ff6f00")]
+    for label, value, marker, colour in marks:
+        if value is not None:
+            size = 20 if marker == "D" else 900
+            axes.scatter(value, row, size, colour, marker, label=label, zorder=3)
 
 
-def confusion_matrix(names: Sequence[str], counts: Sequence[Sequence[int]], title: str) -> Figure:
+def confusion_matrix(domain: str, confusion: Mapping[str, Any]) -> Figure:
     """A confusion matrix: counts, coloured by their share of the true class.
 
     Args:
-        names: Names of the classes.
-        counts: Counts by truth (row) and prediction (column).
-        title: Title of the figure.
+        domain: The domain.
+        confusion: `names` of the classes, and `counts` by truth (row) and prediction (column).
     """
-    from matplotlib.figure import Figure
-
-    values = np.array(counts)
-    shares = values / np.maximum(values.sum(axis=1, keepdims=True), 1)
+    names, counts = confusion["names"], np.array(confusion["counts"])
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = 2.5 + 0.55 * min(len(names), 30)
-    figure = Figure(figsize=(side + 1.2, side), dpi=110)
-    axes = figure.add_subplot()
+    figure = _figure(side + 1.2, side)
+    axes = figure.add_subplot(
+        title=f"{domain}: truth and prediction", xlabel="prediction", ylabel="truth"
+    )
     picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    for row, column in np.argwhere(values > 0):
+    for row, column in np.argwhere(counts > 0):
         ink = "white" if shares[row, column] > 0.5 else "black"
-        axes.text(column, row, values[row, column], ha="center", va="center", color=ink, fontsize=8)
+        axes.text(column, row, counts[row, column], ha="center", va="center", color=ink, fontsize=8)
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_xlabel("prediction")
-    axes.set_ylabel("truth")
-    axes.set_title(title)
     figure.colorbar(picture, ax=axes, label="share of the true class")
     figure.tight_layout()
     return figure
@@ -261,12 +195,13 @@ def confusion_matrix(names: Sequence[str], counts: Sequence[Sequence[int]], titl
 def heat_map(decisions: Sequence[AttemptDecision], required: Mapping[str, float]) -> Figure:
     """A heat map of domains × attempts: accuracy minus requirement on the validation split."""
     from matplotlib.colors import TwoSlopeNorm
-    from matplotlib.figure import Figure
 
     names = list(required)
     margin = np.full((len(names), len(decisions)), np.nan)
-    figure = Figure(figsize=(2.6 + 0.95 * len(decisions), 1.4 + 0.55 * len(names)), dpi=110)
-    axes = figure.add_subplot()
+    figure = _figure(2.6 + 0.95 * len(decisions), 1.4 + 0.55 * len(names))
+    axes = figure.add_subplot(
+        title="Validation accuracy in each attempt (colour: above or below requirement)"
+    )
     for column, decision in enumerate(decisions):
         for name, accuracy in decision.accuracy.items():
             row = names.index(name)
@@ -276,18 +211,13 @@ def heat_map(decisions: Sequence[AttemptDecision], required: Mapping[str, float]
     norm = TwoSlopeNorm(0.0, vmin=-0.15, vmax=0.15)
     picture = axes.imshow(margin, cmap="RdYlGn", norm=norm, aspect="auto")
     axes.set_yticks(range(len(names)), [f"{name} ≥ {required[name]:.2f}" for name in names])
-    axes.set_xticks(
-        range(len(decisions)),
-        [
-            f"{decision.attempt.number:02d} {decision.attempt.label}\n"
-            f"→ {decision.attempt.adapter}\n{decision.verdict}"
-            for decision in decisions
-        ],
-        fontsize=7,
-    )
+    tried = [
+        f"{one.attempt.number:02d} {one.attempt.label}\n→ {one.attempt.adapter}\n{one.verdict}"
+        for one in decisions
+    ]
+    axes.set_xticks(range(len(decisions)), tried, fontsize=7)
     for tick, decision in zip(axes.get_xticklabels(), decisions, strict=True):
-        tick.set_color(VERDICT_COLOURS[decision.verdict])
-    axes.set_title("Validation accuracy in each attempt (colour: above or below requirement)")
+        tick.set_color(VERDICTS[decision.verdict])
     figure.colorbar(picture, ax=axes, label="accuracy − required")
     figure.tight_layout()
     return figure
@@ -295,25 +225,48 @@ def heat_map(decisions: Sequence[AttemptDecision], required: Mapping[str, float]
 
 def packing_timeline(decisions: Sequence[AttemptDecision], seconds: Sequence[float]) -> Figure:
     """A timeline of attempts: one bar each, by adapter, coloured by verdict."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    adapters = sorted({decision.attempt.adapter for decision in decisions}, reverse=True)
-    figure = Figure(figsize=(11, 1.6 + 0.7 * len(adapters)), dpi=110)
-    axes = figure.add_subplot()
-    start = 0.0
+    adapters = sorted({one.attempt.adapter for one in decisions}, reverse=True)
+    figure = _figure(11, 1.6 + 0.7 * len(adapters))
+    axes = figure.add_subplot(title="Packing timeline", xlabel="seconds of fusion")
+    start, shown = 0.0, {}
     for decision, took in zip(decisions, seconds, strict=True):
-        row = adapters.index(decision.attempt.adapter)
-        axes.barh(row, took, left=start, color=VERDICT_COLOURS[decision.verdict], edgecolor="white")
-        axes.text(start + took / 2, row, decision.attempt.label, ha="center", va="center",
-                  color="white", fontsize=8, rotation=20)  # fmt: skip
+        row, colour = adapters.index(decision.attempt.adapter), VERDICTS[decision.verdict]
+        bar = axes.barh(row, took, left=start, color=colour, edgecolor="white")
+        axes.bar_label(
+            bar, [decision.attempt.label], label_type="center", color="white", fontsize=8
+        )
+        shown[str(decision.verdict)] = bar
         start += took
     axes.set_yticks(range(len(adapters)), adapters)
-    axes.set_xlabel("seconds of fusion")
-    axes.set_title("Packing timeline")
-    axes.legend(
-        handles=[Patch(color=color, label=verdict) for verdict, color in VERDICT_COLOURS.items()],
-        loc="upper left", bbox_to_anchor=(1.0, 1.0),
-    )  # fmt: skip
+    axes.legend(shown.values(), shown, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     return figure
+
+
+def accuracy_curve(points: Sequence[Mapping[str, float]], title: str) -> Figure:
+    """Accuracy of each domain, and their mean, against the number of domains in an adapter.
+
+    Args:
+        points: Accuracy of the domains in each attempt on the adapter.
+        title: Title of the figure.
+    """
+    figure = _figure(6, 3)
+    axes = figure.add_subplot(
+        title=title, xlabel="domains in the adapter", ylabel="accuracy on validation"
+    )
+    for name in dict.fromkeys(name for point in points for name in point):
+        mine = [point for point in points if name in point]
+        axes.plot([len(one) for one in mine], [one[name] for one in mine], marker="o", label=name)
+    held = [len(point) for point in points]
+    axes.plot(held, [float(np.mean([*point.values()])) for point in points], "k--", label="mean")
+    axes.set_xticks(held)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    return figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=110)

@@ -8,20 +8,47 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock
+from hydra.experimental.callback import Callback
+from omegaconf import OmegaConf, read_write
+
 from valora_train.errors import without_passwords
-from valora_train.reporting.mlflow_store import store_lock
-from valora_train.reporting.study import StudyRun
-from valora_train.reporting.tracking import find_run
 from valora_train.stage import read_json, write_json
 from valora_train.sweeps import SWEEP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from omegaconf import DictConfig
+
     from valora_train.settings import Settings
 
 JOBS = "sweeps"
 """Folder, beside those of the stages, of what the jobs of each sweep returned."""
+STUDY = "valora.study"
+"""Tag of the parent run: what is compared, and a hash of it."""
+
+
+class WithoutPasswords(Callback):
+    """Hands the jobs of a sweep a store with a password in their environment.
+
+    Hydra writes its configuration to `multirun.yaml`.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Move the store out of the configuration and the overrides of the jobs."""
+        store, others = OmegaConf.select(config, "paths.tracking"), []
+        for override in config.hydra.overrides.task:
+            key, _, value = override.lstrip("+").partition("=")
+            if key == "paths.tracking":
+                store = value.strip("'\"")
+            else:
+                others.append(override)
+        if store and store != without_passwords(store):
+            os.environ["MLFLOW_TRACKING_URI"] = store
+            with read_write(config), read_write(config.hydra):
+                config.paths.tracking, config.hydra.overrides.task = None, others
+                config.hydra.job.override_dirname = ""
 
 
 def figures_of(fused: Path) -> dict[str, Any]:
@@ -37,11 +64,10 @@ def figures_of(fused: Path) -> dict[str, Any]:
     """
     result = read_json(fused / "fusion.json")
     domains = result["domains"].values()
-    reached = [one["accuracy"]["val"] for one in domains]
     margins = [one["accuracy"]["val"] - one["required"] for one in domains]
     return {
         "worst_margin": min(margins),
-        "accuracy": fmean(reached),
+        "accuracy": fmean(one["accuracy"]["val"] for one in domains),
         "adapters": len(result["packing"]),
         "attempts": len(result["attempts"]),
         "met": sum(margin >= 0 for margin in margins),
@@ -64,50 +90,45 @@ def record_job(
     sweep = os.environ.get(SWEEP)
     if sweep is None or not figures:
         return
+    import mlflow
+
+    from valora_train.reporting import tracking
+
     task = settings.task.name
     file = Path(settings.paths.work) / JOBS / f"{sweep}-{task}.json"
-    with store_lock(settings.paths.work):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        jobs = _read(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_suffix(".lock")):
+        try:
+            jobs = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):  # there is none, or it is damaged
+            jobs = {}
         given = dict(without_passwords(one).lstrip("+").partition("=")[::2] for one in overrides)
         jobs[str(number)] = {"overrides": given, "figures": dict(figures)}
         write_json(file, jobs)
-        uri = settings.paths.tracking
-        with StudyRun(uri, f"valora/{task}", f"sweep {sweep}", f"sweep · {task}", {}) as run:
-            columns, rows = sweep_table(jobs)
-            run.log_table(columns, rows, "jobs")
-            run.note(f"{len(rows)} jobs; the table `jobs.json` compares them.")
-            child = figures.get("run")
-            if child and find_run(uri, child) is not None:
-                run.adopt(child)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """What is known of the jobs; a damaged file is begun anew."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
-        return {}
+        tracking.connect(settings.paths, f"valora/{task}")
+        tags = {STUDY: f"sweep {sweep}"}
+        with tracking.storing():
+            known = tracking.search(f"tags.`{STUDY}` = '{tags[STUDY]}'")
+        columns, rows = sweep_table(jobs)
+        tags[tracking.NOTE] = f"{len(rows)} jobs; the table `jobs.json` compares them."
+        earlier = known[0].info.run_id if known else None
+        with tracking.open_run(f"sweep · {task}", tags, earlier) as run, tracking.storing():
+            tracking.log_table(columns, rows, "jobs.json")
+            if tracking.find_run(figures["run"]):
+                mlflow.MlflowClient().set_tag(figures["run"], tracking.PARENT, run)
 
 
 def sweep_table(jobs: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows of the jobs: settings in which they differ, and figures."""
-    order = sorted(jobs, key=int)
-    given = [jobs[number]["overrides"] for number in order]
+    numbers = sorted(jobs, key=int)
+    given = [jobs[number]["overrides"] for number in numbers]
+    figures = [jobs[number]["figures"] for number in numbers]
     names = dict.fromkeys(name for row in given for name in row)
     differ = [name for name in names if len({row.get(name) for row in given}) > 1]
-    figures = [key for key in jobs[order[0]]["figures"] if key != "run"]
+    kept = [key for key in figures[0] if key != "run"]
     rows = [
-        [
-            int(number),
-            *(jobs[number]["overrides"].get(name, "") for name in differ),
-            *(_short(jobs[number]["figures"].get(key)) for key in figures),
-        ]
-        for number in order
+        [int(number), *(row.get(name, "") for name in differ)]
+        + [round(one[key], 4) if isinstance(one[key], float) else one[key] for key in kept]
+        for number, row, one in zip(numbers, given, figures, strict=True)
     ]
-    return ["job", *differ, *figures], rows
-
-
-def _short(value: Any) -> Any:
-    return round(value, 4) if isinstance(value, float) else value
+    return ["job", *differ, *kept], rows

@@ -12,90 +12,65 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+import mlflow
 
 from valora_train.errors import TrackingError
-from valora_train.reporting.mlflow_store import LOCAL_SERVER
-from valora_train.reporting.tracking import latest_fusions
+from valora_train.reporting import tracking
+from valora_train.reporting.tracking import LOCAL_SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
-    Message = MutableMapping[str, Any]
-    Receive = Callable[[], Awaitable[Message]]
-    Send = Callable[[Message], Awaitable[None]]
-    App = Callable[[Message, Receive, Send], Awaitable[None]]
+    from fastapi import FastAPI, Request
 
-APP = "valora"
-"""Name of `create_app` in the entry-point group ``mlflow.app``."""
 CHOOSE = (
-    b"<script>localStorage.getItem('mlflow.workflowType_v1')||"
-    b"localStorage.setItem('mlflow.workflowType_v1','\"machine_learning\"')</script>"
+    "<script>localStorage.getItem('mlflow.workflowType_v1')||"
+    "localStorage.setItem('mlflow.workflowType_v1','\"machine_learning\"')</script>"
 )
-NOT_COPIED = {b"content-length", b"etag", b"last-modified", b"cache-control", b"expires"}
-CONDITIONS = {b"if-none-match", b"if-modified-since"}
 
 
-def create_app() -> App:
-    """MLflow's server, whose start page chooses Model training."""
+def create_app() -> FastAPI:
+    """MLflow's server, whose start page chooses Model training (an ``mlflow.app``)."""
     from mlflow.server.fastapi_app import app
 
     return choosing_model_training(app)
 
 
-def choosing_model_training(app: App) -> App:
-    """Put the script that chooses Model training into the start page of an ASGI application."""
+def choosing_model_training(app: FastAPI) -> FastAPI:
+    """Put the script that chooses Model training into the start page of an application."""
+    from fastapi.responses import HTMLResponse
 
-    async def changed(scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != "/" or scope["method"] != "GET":
-            await app(scope, receive, send)
-            return
-        kept = [pair for pair in scope["headers"] if pair[0] not in CONDITIONS]
-        start: Message = {}
-        body = b""
+    @app.middleware("http")
+    async def changed(request: Request, proceed: Callable[..., Awaitable[Any]]) -> Any:
+        if request.url.path != "/" or request.method != "GET":
+            return await proceed(request)
+        # A browser may have a copy of the page from MLflow itself.
+        conditions = (b"if-none-match", b"if-modified-since")
+        headers = [pair for pair in request.scope["headers"] if pair[0] not in conditions]
+        request.scope["headers"] = headers
+        answer = await proceed(request)
+        page = b"".join([part async for part in answer.body_iterator]).decode()
+        page = page.replace("<head>", f"<head>{CHOOSE}", 1)
+        return HTMLResponse(page, answer.status_code, {"cache-control": "no-cache"})
 
-        async def collect(message: Message) -> None:
-            nonlocal start, body
-            if message["type"] == "http.response.start":
-                start = message
-                return
-            body += message.get("body", b"")
-            if message.get("more_body", False):
-                return
-            page = body.replace(b"<head>", b"<head>" + CHOOSE, 1)
-            headers = [pair for pair in start["headers"] if pair[0].lower() not in NOT_COPIED]
-            headers += [
-                (b"content-length", str(len(page)).encode()),
-                (b"cache-control", b"no-cache"),
-            ]
-            await send({**start, "headers": headers})
-            await send({"type": "http.response.body", "body": page})
-
-        await app({**scope, "headers": kept}, receive, collect)
-
-    return changed
+    return app
 
 
-def print_links(uri: str | None, server: str, console: Console) -> None:
-    """Print the addresses of the latest fusions.
-
-    Args:
-        uri: Tracking URI; None for the default.
-        server: Address at which MLflow is served.
-        console: The console to print to.
-    """
-    found = latest_fusions(uri)
-    for experiment, run, address in found:
-        place = address.replace(LOCAL_SERVER, server, 1)
-        console.print(f"[bold]{experiment}[/]  {run}\n  {place}", highlight=False, soft_wrap=True)
-    if not found:
-        console.print("no fusion has run in this folder yet: make fuse", highlight=False)
+def latest_fusions() -> list[tuple[str, str, str | None]]:
+    """Experiment, name and address of the latest fusion of every task, the latest one first."""
+    found: dict[str, tuple[str, str, str | None]] = {}
+    with tracking.storing():
+        ours = mlflow.search_experiments(filter_string="name LIKE 'valora/%'")
+        names = {one.experiment_id: one.name for one in ours}
+        for run in tracking.search(f"tags.`{tracking.FUSION}` LIKE '%'", list(names)):
+            name = names[run.info.experiment_id]
+            if name not in found and tracking.is_fusion(run):
+                found[name] = name, run.info.run_name, tracking.find_run(run.info.run_id)
+    return list(found.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print links and serve MLflow's pages until Ctrl-C; other options are `mlflow server`'s."""
-    import mlflow
-
     parser = argparse.ArgumentParser(
         description="Serves MLflow's pages. Other options are those of `mlflow server`."
     )
@@ -103,20 +78,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=5000, help="port to listen on")
     parser.add_argument("--backend-store-uri", help="tracking URI; default: MLflow's")
     options, rest = parser.parse_known_args(arguments)
-    uri = options.backend_store_uri or mlflow.get_tracking_uri()
+    tracking.use_store(options.backend_store_uri)
+    uri, server = mlflow.get_tracking_uri(), f"http://{options.host}:{options.port}"
     try:
-        print_links(uri, f"http://{options.host}:{options.port}", Console())
+        found = latest_fusions()
     except TrackingError as error:
         sys.exit(f"error: {error}")
+    for experiment, run, address in found:
+        print(f"{experiment}  {run}\n  {str(address).replace(LOCAL_SERVER, server, 1)}")
+    print("" if found else "no fusion has run in this folder yet: make fuse", flush=True)
     if uri.startswith(("http://", "https://")):
         return  # that server shows the pages
-    command = [
-        "mlflow", "server", "--app-name", APP, "--workers", "1", "--backend-store-uri", uri,
-        "--host", options.host, "--port", str(options.port), *rest,
-    ]  # fmt: skip
     # Jobs are for evaluations of language models; their runners only take memory here.
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
-    sys.stdout.flush()
+    command = ["mlflow", "server", "--app-name", "valora", "--workers", "1", *rest]
+    command += ["--backend-store-uri", uri, "--host", options.host, "--port", str(options.port)]
     os.execv(sys.executable, [sys.executable, "-m", *command])  # Ctrl-C reaches MLflow itself
 
 

@@ -11,27 +11,24 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image
 
 from valora_data import shards
 from valora_data.contract.base_model import base_hash
 from valora_data.contract.bundle import GOLDEN, MANIFEST, Bundle, read_bundle, write_manifest
 from valora_data.errors import BundleError
 from valora_data.schema import Split
-from valora_train.errors import GateError, TrackingError
+from valora_train.errors import GateError
 from valora_train.fusion.reported import adapter_facts
 from valora_train.fusion.state import FUSION
-from valora_train.reporting.attempt_text import rejected_lines
-from valora_train.reporting.bundle_card import BARS, bundle_card, confusion_file
-from valora_train.reporting.fusion_report import log_result
-from valora_train.reporting.mlflow_store import store_lock
+from valora_train.reporting.cards import BARS, bundle_card, confusion_file
+from valora_train.reporting.fusion_report import run_of
 from valora_train.reporting.pictures import accuracy_bars, confusion_matrix
-from valora_train.reporting.tracking import Tracker, register_bundle
+from valora_train.reporting.texts import rejected_lines
+from valora_train.reporting.tracking import register_bundle
 from valora_train.settings import as_dict
 from valora_train.stage import intact, read_json, versions, write_json
 from valora_train.stages.distill import answers_on_test
@@ -72,7 +69,7 @@ def export_bundle(
     if previous is not None and previous.manifest["lineage"][FUSION_KEY] == fused.name:
         return previous, True
     result = read_json(intact(fused / FUSION))
-    result["mlflow_run_id"] = _find_run(settings, fused, result)
+    result["mlflow_run_id"] = run_of(settings, fused, result)
     partial = place.with_name(f".{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -81,7 +78,7 @@ def export_bundle(
         _free_memory()
         _run_gate(partial, domains, settings.model.device)
         bundle = read_bundle(partial)
-        _register(settings, bundle)
+        _register(bundle)
         if previous is None:
             partial.rename(place)
         else:
@@ -107,32 +104,6 @@ def _replace(place: Path, new: Path, kept: Path) -> None:
     except BaseException:
         kept.rename(place)
         raise
-
-
-def _find_run(settings: Settings, fused: Path, result: dict[str, Any]) -> str:
-    """The MLflow run of a fusion; if the store has lost it, the result is logged into a new one."""
-    with store_lock(settings.paths.work):
-        tracker = Tracker(
-            settings.paths.tracking,
-            f"valora/{settings.task.name}",
-            fused.name.rpartition("-")[2],
-        )
-    known = tracker.find(result["mlflow_run_id"])
-    if known is not None:
-        return known
-    name = f"{settings.task.name} · {result['strategy']} · seed {settings.train.seed}"
-    note = "The result of an earlier fusion, whose run this store does not have."
-    run = tracker.start(name, as_dict(settings), note, None)
-    try:
-        for picture in sorted((fused / "pictures").glob("*.png")):
-            with Image.open(picture) as image:
-                tracker.log_picture(image, f"pictures/{picture.name}")
-        log_result(tracker, result)
-    except BaseException:
-        with suppress(TrackingError):
-            tracker.finish("KILLED")
-        raise
-    return run
 
 
 def _read_previous(place: Path, name: str) -> Bundle | None:
@@ -186,9 +157,7 @@ def _write_bundle(
     accuracy_bars(manifest["domains"], manifest["adapters"]).savefig(folder / BARS)
     for name, facts in manifest["domains"].items():
         if matrix := facts["accuracy"].get("confusion"):
-            title = f"{name}: truth and prediction"
-            picture = confusion_matrix(matrix["names"], matrix["counts"], title)
-            picture.savefig(folder / confusion_file(name))
+            confusion_matrix(name, matrix).savefig(folder / confusion_file(name))
     (folder / "README.md").write_text(bundle_card(manifest), encoding="utf-8")
     write_manifest(folder, manifest)
 
@@ -323,7 +292,7 @@ def _run_gate(folder: Path, domains: Sequence[DomainInputs], device: str) -> Non
         raise GateError(f"the export gate rejected the bundle: {reason[0].removeprefix('error: ')}")
 
 
-def _register(settings: Settings, bundle: Bundle) -> None:
+def _register(bundle: Bundle) -> None:
     accuracy = {f"test.{k}": f"{v['accuracy']['test']:.4f}" for k, v in bundle.domains.items()}
     tags = {
         "bundle_version": str(bundle.version),
@@ -332,4 +301,4 @@ def _register(settings: Settings, bundle: Bundle) -> None:
         FUSION_KEY: bundle.manifest["lineage"][FUSION_KEY],
     } | accuracy
     run = bundle.manifest["lineage"]["mlflow_run_id"]
-    register_bundle(settings.paths.tracking, run, f"valora-{bundle.name}", bundle.folder, tags)
+    register_bundle(run, f"valora-{bundle.name}", bundle.folder, tags)

@@ -9,7 +9,8 @@ same of every domain without LoRA in `head_only/`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,7 @@ from valora_train.fusion.trainer import Trainer
 from valora_train.model.distributed import agree
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
-from valora_train.reporting.mlflow_store import store_lock
 from valora_train.reporting.progress import stopwatch
-from valora_train.reporting.tracking import Tracker, end_stale_runs
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy, teacher_figures, teacher_speed
@@ -212,8 +211,9 @@ class _Fusion:
             for name, item in self.inputs.items()
         }  # fmt: skip
         self.reported = Reported(asked, self.trainer, self.lmm, self.state)
+        self.key = stage.key
         self.report = FusionReport(
-            self._tracker(stage), display, self.trainer,
+            display, self.trainer,
             {name: requirement.required for name, requirement in self.requirements.items()},
             {name: (item.distilled, item.data) for name, item in self.inputs.items()},
         )  # fmt: skip
@@ -222,26 +222,11 @@ class _Fusion:
         with self.display.work("fuse", f"encoding images of {name}"):
             return self.inputs[name].load(self.settings, self.lmm)
 
-    def _tracker(self, stage: Stage) -> Tracker | None:
-        """Start or continue the fusion's MLflow run, on the leader, and remember it on disk."""
-        if not self.accelerator.is_main_process:
-            return None
-        settings, paths = self.settings, self.settings.paths
-        with store_lock(paths.work):
-            end_stale_runs(paths.tracking, paths.work)
-            tracker = Tracker(paths.tracking, f"valora/{settings.task.name}", stage.key)
-        name = f"{settings.task.name} · {settings.fusion.strategy} · seed {settings.train.seed}"
-        note = f"Packs {', '.join(self.inputs)} into the fewest adapters."
-        chosen = {name: item.settings for name, item in self.inputs.items()}
-        config = as_dict(replace(settings, domains=chosen))
-        self.state.mlflow_run_id = tracker.start(name, config, note, self.state.mlflow_run_id)
-        self.state.save()
-        return tracker
-
     def run(self) -> None:
         """Measure, pack, measure on the test split, and write the result."""
         report, state = self.report, self.state
-        with report.running():
+        running = report.running(self.settings, self.key, state)
+        with running if self.accelerator.is_main_process else nullcontext():
             for name in self.inputs:
                 if name not in state.head_only:
                     self._measure_alone(name)
@@ -262,17 +247,17 @@ class _Fusion:
             def told() -> list[dict[str, Any]]:
                 return history.told(plan.decisions, plan.packing, plan.head_only, packing.taken)
 
-            report.follow(told)
+            report.told = told
             for decision in plan.head_only.values():
                 report.placed_without_adapter(decision, state.folder / HEAD_ONLY)
-            report.resumed(packing.resume())
-            if state.told:
+            if resumed := packing.resume():
+                self.display.note("fuse", f"continuing after attempt {resumed}")
                 report.log_progress(plan, state)
             self._stop_if_unreachable(plan)
             while (attempt := plan.next()) is not None:
                 with report.attempt(attempt) as shown:
-                    outcome = packing.run(attempt, shown.on_step, shown.on_figures)
-                    shown.finish(outcome)
+                    outcome = packing.run(attempt, *shown)
+                    report.attempted(outcome)
                 # Tracked first, then on disk: an attempt that is interrupted in between is
                 # repeated, and its MLflow run replaced.
                 packing.record(outcome)
@@ -294,15 +279,16 @@ class _Fusion:
 
     def _measure_alone(self, name: str) -> None:
         """Measure a domain without LoRA."""
-        with self.report.head_only(name) as shown, stopwatch() as seconds:
-            reached, test = self.reported.measure_alone(
-                name, self.settings.train.seed, shown.on_step, shown.on_figures
-            )
+        what, requirement = f"without LoRA: {name}", self.requirements[name]
+        with self.report.training(what, f"/without LoRA/{name}") as shown, stopwatch() as seconds:
+            reached, test = self.reported.measure_alone(name, self.settings.train.seed, *shown)
             sheet = self.report.contact_sheet(name, test, Split.TEST)
             sheet.save(self.state.folder / HEAD_ONLY / f"{name}.png")
             self.state.head_only[name] = agree(reached)
             self.state.save()
-        self.report.head_only_measured(name, reached["val"], self.requirements[name], seconds())
+        sign = "≥" if requirement.met_by(reached["val"]) else "<"
+        line = f"{name}: without LoRA {reached['val']:.3f} {sign} {requirement.text}"
+        self.display.done("fuse", line, seconds())
 
     def _report_baselines(self) -> None:
         """Report what is known of the domains before the first attempt."""
@@ -355,7 +341,7 @@ class _Fusion:
             packing.load(adapter)
             for name in names:
                 reason = reasons.get(name, "as in the parent fusion")
-                with self.report.measuring(name):
+                with self.display.work("fuse", f"measuring {name} on test"):
                     test = reported.measure(adapter, name, reason, packing.evaluated.get(name))
                 sheet = self.report.test_measured(name, test)
                 (folder / "pictures").mkdir(exist_ok=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from valora_data.contract.bundle import read_bundle, write_manifest
 from valora_data.contract.files import expanded
 from valora_train.errors import PushError
-from valora_train.reporting.hub_card import with_metadata
+from valora_train.reporting.cards import with_metadata
 
 if TYPE_CHECKING:
     from valora_data.contract.bundle import Bundle

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from tests.bench.valora_train.trials import Trial, prepared, run_trials
-from valora_train.reporting.text import markdown_table
+from valora_train.reporting.texts import markdown_table
 
 COLUMNS = (
     "way", "adapters", "worst domain's share on test", "mean share", "domains that keep theirs",

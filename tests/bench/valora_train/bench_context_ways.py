@@ -28,7 +28,7 @@ from valora_train.fusion.facts import domain_facts, training_facts
 from valora_train.fusion.samples import LazyDomains, make_deterministic
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.progress import Display
-from valora_train.reporting.text import markdown_table
+from valora_train.reporting.texts import markdown_table
 from valora_train.settings import Settings
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT

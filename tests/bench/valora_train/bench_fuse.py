@@ -6,7 +6,7 @@ serving engine. Every part runs in a process of its own, so that its memory is i
 weights cost what trained ones do, and their accuracy means nothing: two domains ask for nothing,
 the third for more than is possible, so that its attempt on the shared adapter is rolled back.
 
-Needs neither Hydra nor MLflow. `--tiny` tries everything on the CPU.
+Needs no Hydra. `--tiny` tries everything on the CPU.
 """
 
 from __future__ import annotations
@@ -189,20 +189,17 @@ def make(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
-    """The factory without MLflow; seconds of its stages, and most memory."""
+    """The factory; seconds of its stages, and most memory."""
     from accelerate import Accelerator
 
     from valora_train.checks import check, check_with_libraries
     from valora_train.pipeline import Pipeline
     from valora_train.stage import read_json
-    from valora_train.stages import export, fuse
+    from valora_train.stages import export
 
     if given.limit and not given.tiny:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(given.limit * 1e9 / total)
-    fuse._start_tracker = lambda *_: None  # type: ignore[assignment]
-    export._find_run = lambda *_: "none"  # type: ignore[assignment]
-    export._register = lambda *_: None  # type: ignore[assignment]
     settings = settings_of(given, given.base, given.folder)
     check(settings)
     check_with_libraries(settings)

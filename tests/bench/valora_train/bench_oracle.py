@@ -31,7 +31,7 @@ from tests.bench.valora_train.oracle_table import (
 from valora_train.cli import config_folder
 from valora_train.fusion.requirement import Requirement, contract_of
 from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
-from valora_train.reporting.text import markdown_table
+from valora_train.reporting.texts import markdown_table
 from valora_train.settings import Settings, from_config
 
 SHARES = (0.9, 0.95, 0.97, 0.99)

@@ -131,6 +131,25 @@ def test_the_table_shows_what_differs():
     assert sweep_table(jobs) == (["job", "lr", "adapters"], [[9, "1", 3], [10, "2", 2]])
 
 
+@pytest.mark.parametrize("store", ["http://me:secret@host:9/x", "sqlite:///other.db"])
+def test_no_password_is_left_on_the_disk(tmp_path, monkeypatch, store):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "another")
+    used = []
+
+    def run(settings, *_, **__):
+        used.append(settings.paths.tracking or os.environ["MLFLOW_TRACKING_URI"])
+        return {}
+
+    monkeypatch.setattr(cli, "run", run)
+    given = ["-m", "task=detection", f"paths.tracking='{store}'", "train.seed=1,2"]
+    monkeypatch.setattr(sys, "argv", ["valora-train", *given])
+    cli.main()
+    assert used == [store] * 2
+    left = [file.read_text() for file in tmp_path.rglob("*.yaml")]
+    assert left and not any("secret" in text for text in left)
+
+
 @pytest.mark.slow
 def test_jobs_lie_below_a_parent_with_a_table(tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)

@@ -1,61 +1,206 @@
-"""The description of a fusion: packing, rejected alternatives, domains without an adapter."""
+"""A fusion in MLflow: attempts lie below its run, which is continued and shows what was kept."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+from PIL import Image
+from rich.console import Console
 
 from tests.unit.valora_train.fusion.test_history import DECISIONS, PACKING, REQUIREMENTS, START
-from tests.unit.valora_train.reporting.test_domain_table import ADAPTERS, DOMAINS, manifest
+from tests.unit.valora_train.reporting.test_texts import DOMAINS, result
+from tests.unit.valora_train.reporting.test_tracking import paths, status  # noqa: F401
+from valora_train.errors import UnreachableError
+from valora_train.fusion.decision import HeadOnlyDecision
 from valora_train.fusion.history import History
-from valora_train.reporting.bundle_card import bundle_card
-from valora_train.reporting.fusion_report import fusion_page
-from valora_train.reporting.tracking import NOTE_LENGTH
+from valora_train.fusion.state import FusionState
+from valora_train.reporting.fusion_report import FusionReport, run_of
+from valora_train.reporting.progress import Display
+from valora_train.reporting.ui import latest_fusions, main
+from valora_train.settings import DomainSettings, Settings, TaskSettings
 
-TOLD = History(REQUIREMENTS, START).told(DECISIONS, PACKING)
+
+@pytest.fixture
+def report(paths, tmp_path, monkeypatch):  # noqa: F811
+    """Makes reports of the same fusion, as processes that continue each other have them."""
+    monkeypatch.setattr("valora_train.reporting.fusion_report.digest", str)
+    monkeypatch.setattr(FusionReport, "contact_sheet", lambda *_: Image.new("RGB", (9, 9)))
+    domains = {name: DomainSettings(name=name, labels=[name]) for name in START}
+    task = TaskSettings(name="detection", type="detection")
+    settings = Settings(task=task, domains=domains, paths=paths)
+    state = FusionState(tmp_path, {})
+    folders = {name: (Path(f"taught-{name}"), Path(f"labelled-{name}")) for name in START}
+
+    def made(key: str = "a1"):
+        display = Display(Console(file=StringIO()))
+        made = FusionReport(display, None, dict.fromkeys(START, 0.5), folders)
+        return made, made.running(settings, key, state)
+
+    made.settings = settings
+    return made
 
 
-def result(**more):
-    speed = {name: facts.get("speed") for name, facts in DOMAINS.items()}
-    domains = {
-        name: {key: value for key, value in facts.items() if key != "speed"}
-        for name, facts in DOMAINS.items()
-    }
-    domains["people_count"]["reason"] = "without LoRA 0.830 ≥ 0.820: takes no adapter"
-    return {
-        "strategy": "rehearsal", "packing": {"adapter-1": ["bicycle"], "adapter-2": ["own_words"]},
-        "adapters": ADAPTERS, "domains": domains, "speed": speed, "attempts": TOLD, **more,
+def outcome(decision):
+    return SimpleNamespace(decision=decision, seconds=2.0, evaluations={})
+
+
+def nested(parent: str) -> dict[str, mlflow.entities.Run]:
+    found = mlflow.search_runs(output_format="list", search_all_experiments=True)
+    below = [run for run in found if run.data.tags.get("mlflow.parentRunId") == parent]
+    return {run.info.run_name: run for run in below}
+
+
+def told(decisions):
+    return lambda: History(REQUIREMENTS, START).told(decisions, PACKING)
+
+
+def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report, tmp_path):
+    shown, running = report()
+    with running:
+        for count, decision in enumerate(DECISIONS, 1):
+            shown.told = told(DECISIONS[:count])
+            with shown.attempt(decision.attempt) as (on_step, on_figures):
+                on_figures(1, {"lr": 0.1})
+                on_step(1, 2, 0.5)
+                shown.attempted(outcome(decision))
+            plan = SimpleNamespace(decisions=DECISIONS[:count])
+            shown.log_progress(plan, SimpleNamespace(seconds=[1.0] * count))
+            if count == 2:
+                metrics = mlflow.get_run(shown.run_id).data.metrics
+                assert metrics["accuracy/person"] == 0.95  # 0.91 was rolled back
+                assert "accuracy/bicycle" not in metrics
+        Image.new("RGB", (9, 9)).save(tmp_path / "plate.png")
+        shown.placed_without_adapter(HeadOnlyDecision("plate", 0.4, False, "a reason"), tmp_path)
+        shown.finish(result())
+    parent, runs = mlflow.get_run(shown.run_id), nested(shown.run_id)
+    assert (
+        parent.info.status == "FINISHED"
+        and parent.info.run_name == "detection · rehearsal · seed 0"
+    )
+    kept = DOMAINS["bicycle"]["accuracy"]["val"]
+    assert parent.data.metrics["accuracy/bicycle"] == kept
+    assert parent.data.metrics["images_per_second/people_count"] == 140.0
+    assert parent.data.tags["mlflow.note.content"].startswith("**3 domains in 2 adapters**")
+    assert parent.data.params["domains.person.labels"] == "['person']"
+    assert len(parent.inputs.dataset_inputs) == 2 * len(START)
+    client = MlflowClient()
+    files = {one.path for one in client.list_artifacts(shown.run_id)}
+    assert files >= {"accuracy.png", "accuracy_heat_map.png", "config.yaml",
+                     "packing_timeline.png", "steps.json"}  # fmt: skip
+    steps = json.loads(Path(client.download_artifacts(shown.run_id, "steps.json")).read_text())
+    assert len(steps["data"]) == len(DECISIONS)
+    assert list(runs)[::-1] == [f"{one.attempt.name} ({one.verdict})" for one in DECISIONS] + [
+        "plate (no adapter)"
+    ]
+    back = runs["02 bicycle → adapter-1 (rolled back)"]
+    assert back.data.metrics == {
+        "accuracy/person": 0.91, "accuracy/bicycle": 0.85, "required/person": 0.5,
+        "required/bicycle": 0.5, "loss": 0.5, "lr": 0.1, "seconds": 2.0,
+    }  # fmt: skip
+    assert back.data.tags["valora.decision"] == "rolled back"
+    # What became of its domain later is said, too.
+    assert "bicycle went to adapter-1 with attempt 07" in back.data.tags["mlflow.note.content"]
+    uses = [(one.dataset.name, one.tags[0].value) for one in back.inputs.dataset_inputs]
+    assert sorted(uses) == [
+        ("bicycle (labelled)", "validation"), ("bicycle (taught)", "training"),
+        ("person (labelled)", "validation"), ("person (taught)", "rehearsal"),
+    ]  # fmt: skip
+    assert {name for name, run in runs.items() if run.info.status == "FAILED"} == {
+        "05 plate → adapter-3 (unreachable)", "plate (no adapter)",
     }  # fmt: skip
 
 
-def test_the_page_shows_the_packing_and_what_it_was_chosen_over():
-    page = fusion_page(result(), "run-7")
-    assert page.startswith(
-        "**3 domains in 2 adapters** after 7 attempts (4 committed, 2 rolled back, 1 unreachable), "
-        "strategy `rehearsal`; 2 of 3 at their requirement on test.\n"
-    )
-    rows = [line for line in page.splitlines() if line.startswith("| adapter-") or "| none" in line]
-    assert rows[0].startswith("| adapter-1 (rank 16, 1.2 MB) | bicycle | f1 | 0.920 | 0.931 |")
-    assert "| +0.011 | 0.900 | 0.935 (0.912–0.951) | 0.610 |" in rows[0]
-    assert rows[-1].startswith("| none | people_count |")
-    assert "- **02 bicycle → adapter-1**, rolled back: person fell from 0.950 to 0.910" in page
-    assert "- **people_count**: without LoRA 0.830 ≥ 0.820: takes no adapter" in page
-    assert "| bicycle | 101 % of 0.930 | 0.675, 87 % of 0.779 | 0.021 (teacher 0.034) |" in page
-    assert "run_uuid=run-7" in page
+def test_an_interrupted_fusion_continues_its_run_and_repeats_its_attempt(report):
+    shown, running = report()
+    attempt = DECISIONS[0].attempt
+    with pytest.raises(KeyboardInterrupt), running, shown.attempt(attempt):
+        raise KeyboardInterrupt
+    (interrupted,) = nested(shown.run_id).values()
+    assert interrupted.info.status == status(shown.run_id) == "KILLED"
+    assert interrupted.data.tags["mlflow.note.content"].startswith("**Running**: tried person in")
+    MlflowClient().update_run(interrupted.info.run_id, status="RUNNING")  # as `kill -9` leaves it
+    MlflowClient().update_run(shown.run_id, status="RUNNING")
+    again, running = report()
+    again.told = told(DECISIONS[:1])
+    with running:
+        assert again.run_id == shown.run_id
+        assert status(interrupted.info.run_id) == "KILLED"
+        with again.attempt(attempt):
+            again.attempted(outcome(DECISIONS[0]))
+    (repeated,) = nested(shown.run_id).values()
+    assert repeated.info.run_id != interrupted.info.run_id
+    assert repeated.info.status == status(shown.run_id) == "FINISHED"
 
 
-def test_a_fusion_without_rejections_has_no_such_part():
-    page = fusion_page(result(attempts=TOLD[:1]), "run-7")
-    assert "Rejected" not in page
-    assert "after 1 attempt (1 committed)" in page
+def test_what_is_out_of_reach_fails_with_its_reason_and_can_continue(report):
+    shown, running = report()
+    with pytest.raises(UnreachableError), running:
+        raise UnreachableError("person misses its requirement")
+    run = mlflow.get_run(shown.run_id)
+    assert run.info.status == "FAILED"
+    assert run.data.tags["mlflow.note.content"] == "person misses its requirement"
+    again, running = report()
+    with running:
+        assert again.run_id == shown.run_id
 
 
-def test_long_histories_fit_into_a_description():
-    page = fusion_page(result(attempts=TOLD * 40), "run-7")
-    assert len(page) <= NOTE_LENGTH
-    assert "more: see the table steps.json" in page
-    assert "| none | people_count |" in page  # the packing is whole
-    assert "| bicycle | 101 % of 0.930 |" in page
+@pytest.mark.parametrize("lost", ["nothing", "run", "experiment"])
+def test_a_run_that_the_store_lost_is_logged_anew(report, tmp_path, lost):
+    shown, running = report("0123")
+    with running:
+        pass
+    fused = tmp_path / "fuse-detection-0123"
+    (fused / "pictures").mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(fused / "pictures" / "bicycle.png")
+    if lost == "run":
+        mlflow.delete_run(shown.run_id)
+    elif lost == "experiment":
+        mlflow.delete_experiment(mlflow.get_run(shown.run_id).info.experiment_id)
+    run = run_of(report.settings, fused, result(mlflow_run_id=shown.run_id))
+    assert status(run) == "FINISHED"
+    assert (run == shown.run_id) == (lost != "run")  # with an experiment its runs come back
+    if lost == "run":
+        assert mlflow.get_run(run).data.metrics["adapters"] == 2
+        pictures = [one.path for one in MlflowClient().list_artifacts(run, "pictures")]
+        assert pictures == ["pictures/bicycle.png"]
+    assert run_of(report.settings, fused, result(mlflow_run_id="gone")) == run
 
 
-def test_the_card_lists_what_was_rejected():
-    from valora_train.reporting.attempt_text import rejected_lines
+def test_without_a_run_nothing_is_logged(report, tmp_path):
+    shown, _ = report()
+    shown.told = told(DECISIONS[:1])
+    with shown.attempt(DECISIONS[0].attempt) as (on_step, _):
+        on_step(1, 2, 0.5)
+        shown.attempted(outcome(DECISIONS[0]))
+    shown.log_baselines({"teacher": {"person": 0.9}})
+    shown.finish(result())
+    assert not list(tmp_path.glob("mlruns"))
 
-    card = bundle_card(manifest() | {"rejected": rejected_lines(TOLD)})
-    assert "- **06 plate → adapter-2**, rolled back: bicycle fell from 0.830 to 0.810" in card
-    assert "Rejected attempts" not in bundle_card(manifest())
+
+def test_links_name_the_latest_fusions_and_the_server_that_is_started(
+    report,
+    monkeypatch,
+    capsys,
+    paths,  # noqa: F811
+):
+    started = []
+    monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
+    given = ["--port", "5055", "--backend-store-uri", paths.tracking]
+    main(given)
+    assert "no fusion has run in this folder yet" in capsys.readouterr().out
+    runs = []
+    for key in ("a1", "a2"):
+        shown, running = report(key)
+        with running, shown.attempt(DECISIONS[0].attempt):
+            runs.append(shown.run_id)
+    mlflow.create_experiment("something else")
+    ((experiment, name, address),) = latest_fusions()
+    assert (experiment, name) == ("valora/detection", "detection · rehearsal · seed 0")
+    assert runs[-1] in address
+    main(given)
+    assert address.replace(":5000", ":5055") in capsys.readouterr().out
+    assert "--port 5055" in " ".join(started[-1])

@@ -15,7 +15,7 @@ import yaml
 from valora_data.contract.bundle import read_bundle
 from valora_data.errors import ValoraError
 from valora_serve.demo.command import BUNDLES
-from valora_train.reporting.hub_card import with_metadata
+from valora_train.reporting.cards import with_metadata
 from valora_train.settings import PushSettings, Settings
 from valora_train.stages.push import push as push_bundle
 

@@ -1,0 +1,213 @@
+"""The README of a bundle: what it holds, how accurate it is, how it is used; and its metadata.
+
+The metadata at the top are those of Hugging Face's model cards, whose `model-index` its pages show.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from valora_data.wording import plural
+from valora_train.reporting.texts import (
+    BESIDE_OTHERS,
+    PROMISES,
+    accuracy_text,
+    bytes_text,
+    domain_table,
+    markdown_table,
+)
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
+BARS = "pictures/accuracy-of-all-domains.png"
+"""Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""
+MAX_CLASSES = 30
+HUB_TASKS = {
+    "detection": "object-detection", "classification": "image-classification",
+    "video": "video-classification", "vqa": "visual-question-answering",
+    "caption": "image-to-text", "grounding": "zero-shot-object-detection",
+    "counting": "image-classification", "context": "question-answering",
+}  # fmt: skip
+"""Hugging Face's names of our task types; others are `other`."""
+HUB_METRICS = {"f1@0.5": "f1", "top1": "accuracy", "vqa_score": "accuracy", "cider": "cider"}
+"""Hugging Face's names of our metrics; others keep their own."""
+CARD = """\
+---
+base_model: {base}
+library_name: peft
+tags: [valora, lora, vision]
+---
+# {name}, version {version}
+
+{domains} in {adapters} of `{base}` (strategy `{strategy}`, {attempts}).
+
+{packing}
+
+Decisions are made on validation, where a domain must reach its *bar*: what is asked, plus the \
+margin. *Required* is promised of *test*, which no decision has used; its accuracy has its 95 % \
+interval, whose lower end *at least* takes. *Without LoRA* is the frozen base model on test, with \
+a head of its own or its written answers. Teachers are measured on test, too; images/s in batches \
+of 32, from decoded images to answers.
+
+{promises}
+
+![accuracy of all domains]({bars})
+
+{classes}## Pictures
+Images of the test split. True boxes are white, right predictions green, wrong ones red; the true \
+answer stands in grey below a wrong one.
+
+{pictures}
+
+## Decisions
+
+{decisions}
+
+## Use
+Serve the bundle with `valora-serve`, or load {what}:
+
+```python
+{code}
+```
+
+The heads in `heads/` read the last hidden states of the domain's prompt; where a domain has no \
+head, the model writes the answer. `bundle.json` lists the prompt, adapter and head of every \
+domain; where the adapter is null, the base model answers without LoRA.
+"""
+
+
+def confusion_file(domain: str) -> str:
+    """Place of a domain's confusion matrix in a bundle."""
+    return f"pictures/{domain}-confusion.png"
+
+
+def bundle_card(manifest: dict[str, Any]) -> str:
+    """The README of a bundle, in markdown with the metadata of a model card.
+
+    Args:
+        manifest: Content of `bundle.json`.
+    """
+    domains, adapters = manifest["domains"], manifest["adapters"]
+    packing = [
+        (f"`{facts['path']}`", facts["rank"],
+         bytes_text(facts["bytes"]) if "bytes" in facts else "–", ", ".join(facts["domains"]))
+        for facts in adapters.values()
+    ]  # fmt: skip
+    if unpacked := [name for name, facts in domains.items() if facts["adapter"] is None]:
+        packing.append(("none: the base model as it is", "", "", ", ".join(unpacked)))
+    pictures = []
+    for name, facts in domains.items():
+        pictures.append(f"**{name}**\n\n![{name}](pictures/{name}.png)\n")
+        if "confusion" in facts["accuracy"]:
+            pictures.append(f"![{name}: truth and prediction]({confusion_file(name)})\n")
+    decisions = [
+        f"- **{n}**: {facts['reason']}" for n, facts in domains.items() if facts.get("reason")
+    ]
+    if manifest.get("rejected"):
+        decisions += ["", "Rejected attempts:", "", *manifest["rejected"]]
+    code = [
+        "from transformers import AutoModelForImageTextToText",
+        "",
+        "base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json",
+    ]
+    if paths := [facts["path"] for facts in adapters.values()]:
+        code.insert(0, "from peft import PeftModel")
+        code.append(f'model = PeftModel.from_pretrained(base, "{paths[0]}")')
+    return CARD.format(
+        name=manifest["name"],
+        version=manifest["version"],
+        base=manifest["base"]["id"],
+        strategy=manifest["strategy"],
+        domains=plural(len(domains), "domain"),
+        adapters=plural(len(adapters), "LoRA adapter"),
+        attempts=plural(manifest["attempts"], "attempt"),
+        packing="\n".join(markdown_table(("adapter", "rank", "size", "domains"), packing)),
+        promises="\n".join(domain_table(domains, adapters, (*PROMISES, *BESIDE_OTHERS))),
+        bars=BARS,
+        classes=_classes(domains),
+        pictures="\n".join(pictures),
+        decisions="\n".join(decisions),
+        what="an adapter with PEFT" if paths else "the base model, as no domain needs an adapter",
+        code="\n".join(code),
+    )
+
+
+def _classes(domains: dict[str, Any]) -> str:
+    """The section about single classes, of the domains that have several."""
+    rows = []
+    for name, facts in domains.items():
+        figures = facts["accuracy"].get("per_class", {})
+        worst = sorted(figures.items(), key=lambda item: item[1]["f1"])[:MAX_CLASSES]
+        rows += [
+            (name, label, one["support"],
+             *(accuracy_text(one.get(key)) for key in ("precision", "recall", "f1", "ap")))
+            for label, one in worst if len(figures) > 1
+        ]  # fmt: skip
+    columns = ("domain", "class", "truths", "precision", "recall", "f1", "AP")
+    text = (
+        f"On the test split; of each domain the {MAX_CLASSES} classes with the lowest F1 at most."
+    )
+    lines = ["## Classes", text, "", *markdown_table(columns, rows), "", ""]
+    return "\n".join(lines) if rows else ""
+
+
+def with_metadata(card: str, manifest: dict[str, Any]) -> str:
+    """A bundle's README with the metadata of model hubs, evaluation results included.
+
+    Args:
+        card: The README.
+        manifest: Content of `bundle.json`.
+    """
+    from huggingface_hub import ModelCardData
+
+    domains = manifest["domains"]
+    tasks = {HUB_TASKS.get(facts.get("task") or "", "other") for facts in domains.values()}
+    data = (manifest.get("lineage") or {}).get("data") or {}
+    results = [
+        one
+        for name, facts in domains.items()
+        for one in _results(name, facts, data.get(name) or {})
+    ]
+    metadata = ModelCardData(
+        base_model=manifest["base"]["id"],
+        library_name="peft",
+        model_name=manifest["name"],
+        pipeline_tag=tasks.pop() if len(tasks) == 1 and "other" not in tasks else None,
+        tags=["valora", "lora", "vision"],
+        metrics=sorted({result.metric_type for result in results}) or None,
+        eval_results=results or None,
+    )
+    text = re.sub(r"\A---\n.*?\n---\n", "", card, count=1, flags=re.DOTALL)
+    return f"---\n{metadata.to_yaml().rstrip()}\n---\n{text}"
+
+
+def _results(name: str, facts: dict[str, Any], data: dict[str, Any]) -> list[EvalResult]:
+    """The accuracy of a domain on test, and its mAP if it was measured."""
+    from huggingface_hub import EvalResult
+
+    accuracy, metric = facts.get("accuracy") or {}, facts.get("metric") or "accuracy"
+    extra = {
+        "required": facts.get("required"),
+        "interval_95": accuracy.get("test_ci95"),
+        "teacher": accuracy.get("teacher"),
+    }
+    extra = {key: value for key, value in extra.items() if value is not None}
+    figures = [(HUB_METRICS.get(metric, metric), metric, accuracy.get("test"), extra)]
+    figures.append(("map", "mAP@0.5:0.95", accuracy.get("test_map"), {}))
+    return [
+        EvalResult(
+            task_type=HUB_TASKS.get(facts.get("task") or "", "other"),
+            task_name=name,
+            dataset_type=str(data.get("labelled") or name),
+            dataset_name=name,
+            dataset_split="test",
+            metric_type=kind,
+            metric_name=shown,
+            metric_value=round(float(value), 4),
+            metric_args=more or None,
+        )
+        for kind, shown, value, more in figures
+        if value is not None
+    ]

@@ -1,0 +1,354 @@
+"""Texts and tables for people: the same in MLflow, in a bundle's README and on the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from rich.markdown import Markdown
+
+from valora_data.wording import plural
+from valora_train.fusion.decision import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from rich.console import Console
+
+    from valora_data.contract.bundle import Bundle
+
+    Told = Mapping[str, Any]
+    """An entry of `fusion.history.History.told`."""
+    Facts = Mapping[str, Any]
+    """The entry of a domain, or of an adapter, in a bundle's manifest."""
+
+NOTE_LENGTH = 8000
+"""Most characters of a description in MLflow."""
+
+
+# --- words and figures ----------------------------------------------------------------------------
+
+
+def joined(names: Sequence[str]) -> str:
+    """Names in a sentence: ``a``, ``a and b`` or ``a, b and c``."""
+    return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
+
+
+def duration(seconds: float) -> str:
+    """A duration: ``38 s``, ``12 min 05 s`` or ``3 h 20 min``."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def accuracy_text(accuracy: float | None) -> str:
+    """An accuracy with three decimals, or a dash where there is none."""
+    return "–" if accuracy is None else f"{accuracy:.3f}"
+
+
+def share_text(part: float, whole: float) -> str:
+    """A share in percent, e.g. ``97 %``; a dash where the whole is nothing."""
+    return f"{part / whole:.0%}".replace("%", " %") if whole > 0 else "–"
+
+
+def adapter_texts(name: str | None, facts: Facts) -> list[str]:
+    """An adapter in words: its name, rank and size, as far as they are known."""
+    words = [name or "none"]
+    words += [f"rank {facts['rank']}"] if "rank" in facts else []
+    words += [bytes_text(facts["bytes"])] if "bytes" in facts else []
+    return words
+
+
+def bytes_text(size: int) -> str:
+    """A number of bytes with two digits, e.g. ``640 kB`` or ``1.2 MB``."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            amount = size / factor
+            return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:.0f} {unit}"
+    return f"{size} B"
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """The lines of a markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(map(str, row))} |" for row in lines]
+
+
+# --- attempts -------------------------------------------------------------------------------------
+
+
+def attempt_page(told: Told) -> str:
+    """The description of an attempt in markdown: its first lines say all that was decided."""
+    outcome = outcome_of(told)
+    if not told["below"]:  # names of domains stay as they are
+        outcome = outcome[:1].upper() + outcome[1:]
+    lines = [f"**{verdict_of(told).capitalize()}**: {tried(told)}.", "", f"{outcome}.", ""]
+    lines += [f"{sentence}.", ""] if (sentence := went(told)) else []
+    columns = ("domain", "in this attempt", "before", "after", "change", "must keep", "slack")
+    return "\n".join(lines + markdown_table(columns, [_row(told, name) for name in told["before"]]))
+
+
+def verdict_of(told: Told) -> str:
+    """The verdict, and whether new domains were left out."""
+    return f"{told['verdict']} in part" if _left_out(told) else str(told["verdict"])
+
+
+def _left_out(told: Told) -> bool:
+    """Whether an adapter was committed without all new domains."""
+    return bool(told["kept"]) and not set(told["new"]) <= set(told["kept"])
+
+
+def rejected_lines(attempts: Sequence[Told]) -> list[str]:
+    """A list in markdown of the attempts that were not committed, or not with all domains."""
+    return [
+        f"- **{one['name']}**, {verdict_of(one)}: "
+        f"{'. '.join(filter(None, (outcome_of(one), went(one))))}."
+        for one in attempts
+        if "went" in one and (one["verdict"] != Verdict.COMMITTED or _left_out(one))
+    ]
+
+
+def tried(told: Told) -> str:
+    """What was tried: which domains, in which adapter, beside which others."""
+    new, moved = told["new"], told["moved"]
+    text = f"tried {joined(new)}{' together' if len(new) > 1 else ''} in {told['adapter']}"
+    if told["held"]:
+        text += f" beside {joined(told['held'])}"
+    elif told.get("dedicated"):
+        text += " with its dedicated adapter: nothing was trained"
+    else:
+        text += ", a new adapter" + (" of its own" if len(new) == 1 else "")
+    if moved:
+        several = len(moved) > 1
+        text += f"; {joined(moved)} would leave the adapter{'s' if several else ''} that held "
+        text += "them" if several else "it"
+    return text
+
+
+def outcome_of(told: Told) -> str:
+    """What fell below what, from which value and by how much; or what came closest to it."""
+    if None in told["accuracy"].values():  # the training diverged
+        return str(told["reason"])
+    if told["below"]:
+        return "; ".join(f"{name} {_change(told, name)}" for name in told["below"])
+    closest = min(told["before"], key=lambda name: _slack(told, name))
+    return f"every domain keeps what it must; closest is {closest}, which {_change(told, closest)}"
+
+
+def went(told: Told) -> str:
+    """What became of the new domains; empty if they simply stay where they were tried."""
+    sentences = []
+    for name, fate in told["went"].items():
+        if fate != f"is in {told['adapter']}":
+            sentences.append(f"{name} {fate}")
+        elif told["verdict"] == Verdict.UNREACHABLE:
+            sentences.append(f"{name} keeps {told['adapter']}, flagged")
+    return "; ".join(sentences)
+
+
+def _slack(told: Told, name: str) -> float:
+    return float(told["accuracy"][name] - told["floor"][name])
+
+
+def _change(told: Told, name: str) -> str:
+    """How a domain's accuracy changed, and how far it is from what it must keep."""
+    before, after, slack = told["before"][name], told["accuracy"][name], _slack(told, name)
+    if before is None:
+        change = f"reached {after:.3f}"
+    elif accuracy_text(before) == accuracy_text(after):
+        change = f"stayed at {after:.3f}"
+    else:
+        where = "" if name in (*told["held"], *told["moved"]) else " without LoRA"
+        verb = "fell" if after < before else "rose"
+        change = f"{verb} from {before:.3f}{where} to {after:.3f}"
+    gap = f"{abs(slack):.3f}"
+    if 1e-6 <= abs(slack) < 0.0005:  # three decimals would be zeros
+        gap = f"{abs(slack):.6f}".rstrip("0")
+    return f"{change}, {gap} {'below' if slack < 0 else 'above'} {told['asked'][name]}"
+
+
+def _row(told: Told, name: str) -> list[str]:
+    before, after = told["before"][name], told["accuracy"][name]
+    part = "held" if name in told["held"] else "moved here" if name in told["moved"] else "new"
+    both = before is not None and after is not None
+    return [
+        f"**{name}**" if name in told["below"] else name,
+        part,
+        accuracy_text(before),
+        accuracy_text(after),
+        f"{after - before:+.3f}" if both else "–",
+        accuracy_text(told["floor"][name]),
+        "–" if after is None else f"{_slack(told, name):+.3f}",
+    ]
+
+
+def steps_table(
+    attempts: Sequence[Told], seconds: Sequence[float], domains: Iterable[str]
+) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of all attempts, with their durations and the accuracy of each domain."""
+    columns = ["step", "domain", "adapter", "decision", "reason", "went", "seconds"]
+    rows = [
+        [
+            told["number"], ", ".join(told["new"]), told["adapter"], verdict_of(told),
+            outcome_of(told), went(told), round(took, 1),
+            *(accuracy_text(told["accuracy"][name]) if name in told["accuracy"] else ""
+              for name in domains),
+            ", ".join(told["held"]),
+        ]
+        for told, took in zip(attempts, seconds, strict=True)
+    ]  # fmt: skip
+    return [*columns, *domains, "held before"], rows
+
+
+# --- domains --------------------------------------------------------------------------------------
+
+PROMISES = (
+    "domain", "metric", "adapter", "bar", "validation", "slack", "required", "test (95 %)",
+    "without LoRA",
+)  # fmt: skip
+"""Columns of what a domain must reach and reaches."""
+BESIDE_OTHERS = (
+    "of its own adapter", "of the teacher", "mAP", "calibration error", "images/s", "other metrics",
+)  # fmt: skip
+"""Columns that compare a domain with an adapter of its own, and with its teacher."""
+
+
+def domain_table(
+    domains: Mapping[str, Facts], adapters: Mapping[str, Facts], columns: Sequence[str]
+) -> list[str]:
+    """A markdown table with a line for each domain, without columns that say nothing of any.
+
+    Args:
+        domains: Entry of each domain in the manifest.
+        adapters: Entry of each adapter in the manifest.
+        columns: Some of `PROMISES` and `BESIDE_OTHERS`.
+    """
+    rows = [_cells(name, facts, adapters) for name, facts in domains.items()]
+    kept = [column for column in columns if any(row[column] != "–" for row in rows)]
+    lines = markdown_table(kept, ([row[column] for column in kept] for row in rows))
+    return [] if kept == ["domain"] else lines
+
+
+def _cells(name: str, facts: Facts, adapters: Mapping[str, Facts]) -> dict[str, str]:
+    """What each column says of a domain."""
+    accuracy = facts["accuracy"]
+    test, (low, high), bar = accuracy["test"], accuracy["test_ci95"], facts.get("bar")
+    adapter, *more = adapter_texts(facts["adapter"], adapters.get(facts["adapter"], {}))
+
+    def of(key: str, other: str, whole: float | None) -> str:
+        share = "" if whole is None else f"{share_text(accuracy[key], whole)} of {whole:.3f}"
+        return ", ".join(filter(None, (other, share))) or "–"
+
+    def beside_teacher(key: str, what: str = "") -> str:
+        ours, other = accuracy.get(f"test_{key}"), accuracy.get(f"teacher_{key}")
+        return f"{what}{accuracy_text(ours)}" + (f" (teacher {other:.3f})" if other else "")
+
+    # What its own adapter reaches on test follows from the share of it that is required.
+    share = (facts.get("contract") or {}).get("of_dedicated")
+    alone = facts["required"] / share if share else 0.0
+    speed = facts.get("speed") or {}
+    rates = [f"{one['images_per_second']:{',.0f' if one['images_per_second'] >= 100 else '.3g'}}"
+             for one in (speed, speed.get("teacher")) if one]  # fmt: skip
+    if rates[1:]:
+        there = speed["teacher"]["machine"]
+        rates[1] = f"(teacher {rates[1]}{'' if there == speed['machine'] else f' on {there}'})"
+    others = [
+        beside_teacher(key.removeprefix("test_"), f"{key.removeprefix('test_')} ")
+        for key in accuracy
+        if key.startswith("test_") and key not in ("test_ci95", "test_map", "test_ece")
+    ]
+    return {
+        "domain": name,
+        "metric": facts["metric"],
+        "adapter": f"{adapter} ({', '.join(more)})" if more else adapter,
+        "bar": accuracy_text(bar),
+        "validation": accuracy_text(accuracy.get("val")),
+        "slack": "–" if None in (bar, accuracy.get("val")) else f"{accuracy['val'] - bar:+.3f}",
+        "required": accuracy_text(facts["required"]),
+        "test (95 %)": f"{test:.3f} ({low:.3f}–{high:.3f})"
+        + ("" if facts["status"] == "met" else ", missed"),
+        "without LoRA": accuracy_text(accuracy["head_only"]),
+        "of its own adapter": f"{share_text(test, alone)} of {alone:.3f}, at least "
+        f"{100 * low / alone:.1f} %" if alone else "–",
+        "of the teacher": of("test", "", accuracy["teacher"]),
+        "mAP": of("test_map", f"{accuracy['test_map']:.3f}", accuracy.get("teacher_map"))
+        if "test_map" in accuracy else "–",
+        "calibration error": beside_teacher("ece"),
+        "images/s": " ".join(rates) or "–",
+        "other metrics": ", ".join(others) or "–",
+    }  # fmt: skip
+
+
+def by_adapter(domains: Mapping[str, Facts], adapters: Iterable[str]) -> dict[str, Facts]:
+    """Domains in the order of their adapters, those without one last."""
+    order = {name: place for place, name in enumerate([*adapters, None])}
+    names = sorted(domains, key=lambda name: order.get(domains[name].get("adapter"), 0))
+    return {name: domains[name] for name in names}
+
+
+def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
+    """The description of a fusion in markdown: the packing, and what it was chosen over.
+
+    Args:
+        result: Content of `fusion.json`.
+        run_id: Id of the fusion's run.
+    """
+    adapters, attempts, speed = (
+        result.get("adapters", {}),
+        result["attempts"],
+        result.get("speed", {}),
+    )
+    domains = by_adapter(
+        {name: facts | {"speed": speed.get(name)} for name, facts in result["domains"].items()},
+        adapters,
+    )
+    met = sum(facts["status"] == "met" for facts in domains.values())
+    counts = Counter(attempt["verdict"] for attempt in attempts)
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    head = (
+        f"**{plural(len(domains), 'domain')} in {plural(len(result['packing']), 'adapter')}** "
+        f"after {plural(len(attempts), 'attempt')}{f' ({verdicts})' if verdicts else ''}, strategy "
+        f"`{result['strategy']}`; {met} of {len(domains)} at their requirement on test."
+    )
+    rejected = rejected_lines(attempts)
+    alone = [
+        f"- **{name}**: {facts['reason']}"
+        for name, facts in domains.items()
+        if facts["adapter"] is None and facts.get("reason")
+    ]
+    lines = [head, "", *domain_table(domains, adapters, PROMISES), ""]
+    lines += [f"![accuracy](get-artifact?path=accuracy.png&run_uuid={run_id})", ""]
+    lines += [*domain_table(domains, adapters, ("domain", *BESIDE_OTHERS)), ""]
+    lines += ["**Without an adapter**", "", *alone, ""] if alone else []
+    lines += ["**Rejected**", "", *rejected] if rejected else []
+    text, end = "\n".join(lines), "\n\n… more: see the table steps.json"
+    if len(text) <= NOTE_LENGTH:
+        return text
+    return text[: NOTE_LENGTH - len(end)].rpartition("\n")[0] + end
+
+
+def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | None) -> None:
+    """Print the accuracies that a bundle promises.
+
+    Args:
+        bundle: The bundle.
+        console: The console to print to.
+        seconds: Duration of the whole run, in seconds.
+        link: Address of the fusion's run in MLflow's pages; None if there is none.
+    """
+    domains, adapters, manifest = bundle.domains, bundle.adapters, bundle.manifest
+    lines = [f"**{bundle.name}, version {bundle.version}**", ""]
+    lines += [*domain_table(domains, adapters, PROMISES), ""]
+    lines += [*domain_table(domains, adapters, ("domain", *BESIDE_OTHERS)), ""]
+    if manifest.get("rejected"):
+        lines += ["**Rejected attempts**", "", *manifest["rejected"]]
+    console.print(Markdown("\n".join(lines)))
+    met = sum(facts["status"] == "met" for facts in domains.values())
+    text = (
+        f"{met} of {plural(len(domains), 'domain')} at their requirement on test, in "
+        f"{plural(len(adapters), 'adapter')} after {plural(manifest['attempts'], 'attempt')} "
+        f"({seconds:.0f} s).\nBundle: {bundle.folder}/README.md"
+    )
+    text += f"\nEvery step: {link}\n(after `make ui`, or `mlflow ui`)" if link else ""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -50,9 +50,9 @@ class TeacherOptions(BaseModel):
 class Teacher(ABC):
     """A small model that answers for one domain; each subclass is a kind of teacher.
 
-    Register a subclass under a name in `valora_teachers.registry.KINDS`, or with an entry point of
-    the group ``valora.teachers``. Its module imports torch and other large libraries only inside of
-    methods, because all settings are checked before these are loaded.
+    Register it in `valora_teachers.registry.KINDS`, or with an entry point of the group
+    ``valora.teachers``. Its module imports torch and other large libraries only inside of methods,
+    because all settings are checked before these are loaded.
 
     Args:
         task: Task of the domain.
@@ -63,9 +63,8 @@ class Teacher(ABC):
 
     Attributes:
         options_type: The options of this kind.
-        artefact: Name of the file or folder that holds a trained model. A given model is copied
-            into its stage under this name. None for models that are used where they are, such as
-            names on the hub.
+        artefact: Name of the file or folder that holds a trained model, and to which a given one is
+            copied; None for models that are used where they are, such as names on the hub.
         trainable: Whether `train` is implemented.
         reads_prompt: Whether answers depend on the domain's prompt.
         without_effect: Options that answers do not depend on, such as a device.
@@ -99,16 +98,8 @@ class Teacher(ABC):
     ) -> dict[str, str]:
         """Content hashes of what answers depend on, besides the arguments of a teacher.
 
-        By default these are the model, the files and folders that options name, and the code of a
-        kind of another package.
-
-        Args:
-            weights: What names the model; None if its file or folder is hashed elsewhere.
-            options: Options by name.
-            cache: As in `valora_data.hashing.hash_files`.
-
-        Raises:
-            OSError: A file cannot be read.
+        These are the model (`weights`, None if it is hashed elsewhere), the files and folders that
+        options name, and the code of a kind of another package.
         """
         found = {"code": code_hash(cls.__module__)}
         if weights is not None:
@@ -121,10 +112,7 @@ class Teacher(ABC):
 
     @abstractmethod
     def load(self, weights: Path | str) -> None:
-        """Load a trained model.
-
-        Args:
-            weights: Its file or folder, or what else names it.
+        """Load a trained model from its file or folder, or by what else names it.
 
         Raises:
             TeacherError: The model cannot be loaded, or does not fit the task or the labels.
@@ -139,12 +127,7 @@ class Teacher(ABC):
         """
 
     def answer(self, samples: Sequence[Sample], on_batch: OnBatch | None = None) -> list[Answer]:
-        """Answer for samples, one answer per sample in order.
-
-        Args:
-            samples: The samples, with images of any size, and prompts where the task has them.
-            on_batch: Called after each batch.
-        """
+        """Answer for samples with images of any size, one answer per sample in order."""
         answers: list[Answer] = []
         for start in range(0, len(samples), self.batch):
             answers += self.answer_batch(samples[start : start + self.batch])
@@ -163,7 +146,7 @@ class Teacher(ABC):
 
         Args:
             samples: Labelled training samples.
-            folder: Where to save; created if missing.
+            folder: A folder, which may hold the `CHECKPOINT` of an interrupted training.
             on_epoch: Called after each epoch.
             validation: Labelled samples for a curve; nothing that is trained depends on them.
 
@@ -182,15 +165,7 @@ class Teacher(ABC):
         return self.prompt.replace("{}", sample.prompt) if "{}" in self.prompt else sample.prompt
 
     def match_classes(self, who: str, classes: Mapping[int, str]) -> None:
-        """Match the domain's labels to a model's classes, ignoring case and underscores.
-
-        Args:
-            who: The model's name, for error messages.
-            classes: Name of each class index.
-
-        Raises:
-            TeacherError: No class matches a label, or `names` contains an unknown class.
-        """
+        """Match the domain's labels to the classes of a model, ignoring case and underscores."""
         known = ", ".join(list(classes.values())[:10]) + (", …" if len(classes) > 10 else "")
         strange = [name for name in self.names if name not in classes.values()]
         if strange:
@@ -212,25 +187,14 @@ class Teacher(ABC):
             )
 
     def choose(self, scores: Sequence[float]) -> Answer:
-        """The answer of a model that scores each of its classes.
-
-        Scores of classes that mean one label add up; those of other classes are left out, and the
-        rest scaled to 1.
-        """
+        """The answer by scores of the model's classes, which add up if they mean one label."""
         soft = dict.fromkeys(self.labels, 0.0)
         for index, label in self.label_of.items():
             soft[label] += scores[index]
         return choice_answer(self.task, self.labels, list(soft.values()))
 
     def find_phrases(self, who: str) -> dict[str, str]:
-        """What an open-vocabulary detector looks for, to the label that each phrase stands for.
-
-        These are the labels, with underscores read as spaces, or the phrases that `names` has for
-        them.
-
-        Raises:
-            TeacherError: There is no label, or a phrase stands for none of them.
-        """
+        """What an open-vocabulary detector looks for, to the label that each phrase stands for."""
         if not self.labels:
             raise TeacherError(f"{who} has to be told what to look for: give the domain labels")
         stray = [label for label in self.names.values() if label not in self.labels]
@@ -273,11 +237,7 @@ def phrase_of(sample: Sample) -> str:
 
 
 def check_answers(who: str, task: Task, answers: Sequence[Answer]) -> None:
-    """Check that a teacher answered at least one sample.
-
-    Raises:
-        TeacherError: All answers are empty.
-    """
+    """Refuse a teacher all of whose answers are empty."""
     if not any(a.boxes or a.choice is not None or a.captions for a in answers):
         what = "finds nothing" if task.spec.answer == "boxes" else "answers nothing"
         raise TeacherError(

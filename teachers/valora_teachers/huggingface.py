@@ -32,15 +32,11 @@ if TYPE_CHECKING:
 
     from valora_data.schema import Sample
 
-TABLES = {
-    "ImageClassification": "IMAGE_CLASSIFICATION",
-    "VideoClassification": "VIDEO_CLASSIFICATION",
-    "ObjectDetection": "OBJECT_DETECTION",
-    "ZeroShotObjectDetection": "ZERO_SHOT_OBJECT_DETECTION",
-    "VisualQuestionAnswering": "VISUAL_QUESTION_ANSWERING",
-    "ImageTextToText": "IMAGE_TEXT_TO_TEXT",
-}
-"""What a model may be for: the end of its `AutoModelFor…`, and the name of transformers' table."""
+AUTO = (
+    "ImageClassification", "VideoClassification", "ObjectDetection", "ZeroShotObjectDetection",
+    "VisualQuestionAnswering", "ImageTextToText",
+)  # fmt: skip
+"""What a model may be for, in the names of transformers' `AutoModelFor…`."""
 IMAGES_ALONE = ("ImageClassification", "VideoClassification", "ObjectDetection")
 """Models with classes of their own, which read no text."""
 
@@ -109,16 +105,15 @@ class HuggingFace(Teacher):
             self._prepare_language()
 
     def _choose(self, config: Any) -> str:
-        """What the model is for, of `TABLES`."""
-        from transformers.models.auto import modeling_auto
+        """What the model is for, of `AUTO`."""
+        import transformers
 
         found = []
-        for auto, table in TABLES.items():
-            listed = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").get(
-                config.model_type, ()
-            )
-            listed = {listed} if isinstance(listed, str) else set(listed)
-            if listed & set(config.architectures or ()):
+        for auto in AUTO:
+            known = getattr(transformers, f"AutoModelFor{auto}")._model_mapping
+            classes = known.get(type(config), ())
+            classes = classes if isinstance(classes, tuple) else (classes,)
+            if {one.__name__ for one in classes} & set(config.architectures or ()):
                 found.append(auto)
         spec = self.task.spec
         wanted = []

@@ -75,15 +75,7 @@ class InContext(Teacher):
         self.model.to(self.options.device)
 
     def answer(self, samples: Sequence[Sample], on_batch: OnBatch | None = None) -> list[Answer]:
-        """Answer questions about their documents, one answer per sample in order.
-
-        Args:
-            samples: The samples.
-            on_batch: Called after each batch.
-
-        Raises:
-            TeacherError: A sample asks about no document, or the model cannot read what it says.
-        """
+        """Answer questions about their documents, one answer per sample in order."""
         answers = [Answer()] * len(samples)
         done = 0
         by_document: dict[int, list[int]] = defaultdict(list)

@@ -39,14 +39,7 @@ def make_teacher(
     options: Mapping[str, Any] | None = None,
     prompt: str = "",
 ) -> Teacher:
-    """A teacher that is to be trained or loaded.
-
-    Args:
-        kind: A name of `KINDS`.
-        task: Task of the domain.
-        labels: Labels of the domain; empty where answers are text.
-        options: `names`, and the kind's own options.
-        prompt: Prompt of the domain, for vision-language models.
+    """A teacher that is to be trained or loaded, with arguments as in `load_teacher`.
 
     Raises:
         TeacherError: The kind or an option is unknown, or a value is not possible.

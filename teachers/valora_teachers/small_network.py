@@ -51,9 +51,6 @@ def train(
     """Train a classifier with `SmallOptions` and save it in a folder, the checkpoint beside it.
 
     Samples that do not fill a batch come in another epoch.
-
-    Returns:
-        The mean `loss` of the last epoch, `epochs`, `images` and `seconds`.
     """
     started = time.perf_counter()
     targets, pixels = _targets(samples, labels), _pixels(samples, settings.size, frames)

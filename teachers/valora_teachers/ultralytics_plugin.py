@@ -34,11 +34,7 @@ MIN_CONFIDENCE = 0.01
 
 @cache
 def load_ultralytics() -> Any:
-    """Import Ultralytics.
-
-    Raises:
-        TeacherError: If it is not installed.
-    """
+    """Import Ultralytics, which is optional."""
     import torch
 
     # It writes settings when imported; a folder of this process alone keeps the user's as they are.
@@ -85,14 +81,7 @@ def threads_kept() -> Iterator[None]:
 
 
 def open_weights(path: Path) -> tuple[Any, str, dict[int, str]]:
-    """Load a `.pt` file, trained here or by any version that the installed Ultralytics reads.
-
-    Returns:
-        The `ultralytics.YOLO`, its task in Ultralytics' words, and the names of its classes.
-
-    Raises:
-        TeacherError: If Ultralytics or the file is missing, or the file is no such model.
-    """
+    """The `ultralytics.YOLO` of a `.pt` file, its task, and the names of its classes."""
     if not path.is_file():
         raise TeacherError(f"teacher {path} does not exist: check the path")
     ultralytics = load_ultralytics()
@@ -129,12 +118,7 @@ def predict(model: Any, samples: Sequence[Sample], **settings: Any) -> list[Any]
 
 
 def read_boxes(result: Any, label_of: Mapping[int, str]) -> Answer:
-    """Boxes of one of Ultralytics' results, inside the image, most confident first.
-
-    Args:
-        result: An `ultralytics.engine.results.Results`.
-        label_of: Label for each class index.
-    """
+    """Boxes of one of Ultralytics' results, inside the image, most confident first."""
     height, width = result.orig_shape
     edges = result.boxes.xyxy.clamp_min(0).tolist()
     found = zip(edges, result.boxes.cls.tolist(), result.boxes.conf.tolist(), strict=True)

@@ -75,18 +75,9 @@ def train_yolo(
     on_epoch: OnEpoch | None,
     validation: Sequence[Sample],
 ) -> dict[str, Any]:
-    """Train a detector from scratch and save it as Ultralytics saves its own.
+    """Train a detector with `YoloOptions` and save it as Ultralytics saves its own.
 
-    Args:
-        samples: Labelled images.
-        labels: Labels in the order of the class indices.
-        settings: `YoloOptions`.
-        path: The `.pt` file; the checkpoint lies beside it.
-        on_epoch: Called after each epoch.
-        validation: Labelled images whose loss `on_epoch` gets; may be empty.
-
-    Returns:
-        The mean `loss` of the last epoch, `epochs`, `images` and `seconds`.
+    The checkpoint lies beside the `.pt` file. `on_epoch` gets the loss of `validation`.
     """
     started = time.perf_counter()
     with _global_state_kept(), tempfile.TemporaryDirectory() as folder:

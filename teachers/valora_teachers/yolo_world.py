@@ -97,14 +97,7 @@ class YoloWorld(Teacher):
 
 
 def text_features(encoder: str, phrases: Sequence[str]) -> Tensor:
-    """CLIP's embeddings of phrases.
-
-    Returns:
-        (phrases, 512) float32, each of length 1.
-
-    Raises:
-        TeacherError: If the encoder cannot be loaded or has another width.
-    """
+    """CLIP's embeddings of phrases, (phrases, 512) float32, each of length 1."""
     import torch
 
     tokenizer, model = text_encoder(encoder)

@@ -21,6 +21,12 @@ ALL = tuple(NAMES.values())
 WORDS = [*"abc?.", "cat", "dog", "red", "blue", "the", "left", "right", "what", "is", "this", "yes"]
 
 
+TINY = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "initializer_range": 0.5,
+}  # fmt: skip
+
+
 def load_huggingface(source, task: Task, labels=(), *, prompt: str = "", **options):
     return load_teacher("huggingface", source, labels, options, task, prompt)
 
@@ -60,8 +66,7 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vit")
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        image_size=24, patch_size=8, id2label=NAMES, initializer_range=0.8,
+        **TINY | {"initializer_range": 0.8}, image_size=24, patch_size=8, id2label=NAMES
     )  # fmt: skip
     transformers.ViTForImageClassification(config).save_pretrained(folder)
     size = {"height": 24, "width": 24}
@@ -131,9 +136,8 @@ def test_a_model_for_several_labels_at_once(vit: Path, tmp_path: Path) -> None:
 def test_video_classification_agrees_with_the_pipeline(tmp_path: Path) -> None:
     torch.manual_seed(1)
     config = transformers.VideoMAEConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        image_size=16, patch_size=8, num_frames=4, tubelet_size=2, id2label=NAMES,
-        initializer_range=0.8,
+        **TINY | {"initializer_range": 0.8}, image_size=16, patch_size=8, num_frames=4,
+        tubelet_size=2, id2label=NAMES,
     )  # fmt: skip
     transformers.VideoMAEForVideoClassification(config).save_pretrained(tmp_path)
     size = {"height": 16, "width": 16}
@@ -243,12 +247,8 @@ def owl(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder, pad_token="!", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
     config = transformers.OwlViTConfig(
-        text_config={"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-                     "intermediate_size": 32, "vocab_size": len(tokenizer),
-                     "initializer_range": 0.5},
-        vision_config={"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-                       "intermediate_size": 32, "image_size": 32, "patch_size": 8,
-                       "initializer_range": 0.5},
+        text_config={**TINY, "vocab_size": len(tokenizer)},
+        vision_config={**TINY, "image_size": 32, "patch_size": 8},
         projection_dim=16,
     )  # fmt: skip
     transformers.OwlViTForObjectDetection(config).save_pretrained(folder)
@@ -360,16 +360,13 @@ def test_grounding_dino(tmp_path: Path) -> None:
 def save_blip(folder: Path, kind: type) -> Path:
     torch.manual_seed(5)
     tokenizer = word_tokenizer(folder, **BERT, bos_token="[DEC]", eos_token="[SEP]")
-    text = {"hidden_size": 16, "encoder_hidden_size": 16, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": len(tokenizer),
+    text = {**TINY, "encoder_hidden_size": 16, "vocab_size": len(tokenizer),
             "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.sep_token_id,
-            "pad_token_id": tokenizer.pad_token_id, "sep_token_id": tokenizer.sep_token_id,
-            "initializer_range": 0.5}  # fmt: skip
+            "pad_token_id": tokenizer.pad_token_id,
+            "sep_token_id": tokenizer.sep_token_id}  # fmt: skip
     config = transformers.BlipConfig(
         text_config=text,
-        vision_config={"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-                       "intermediate_size": 32, "image_size": 16, "patch_size": 8,
-                       "initializer_range": 0.5},
+        vision_config={**TINY, "image_size": 16, "patch_size": 8},
         projection_dim=16, image_text_hidden_size=16,
     )  # fmt: skip
     kind(config).save_pretrained(folder)

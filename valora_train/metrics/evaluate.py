@@ -29,18 +29,14 @@ class Matches:
     """The detections of a split, matched to the true boxes at IoU 0.5.
 
     Attributes:
-        score: (n,) float64, confidence of each detection.
-        hit: (n,) bool, whether it is matched to a true box.
-        image: (n,) int64, index of its image.
-        truths: (images,) int64, number of true boxes of each image.
         map: COCO's mean average precision over IoU 0.50:0.95, maximum 100 detections per image.
         ap: The same of each class that has objects.
     """
 
-    score: NDArray[np.float64]
-    hit: NDArray[np.bool_]
-    image: NDArray[np.int64]
-    truths: NDArray[np.int64]
+    score: NDArray[np.float64]  # (n,), confidence of each detection
+    hit: NDArray[np.bool_]  # (n,), whether it is matched to a true box
+    image: NDArray[np.int64]  # (n,), index of its image
+    truths: NDArray[np.int64]  # (images,), number of true boxes of each image
     map: float
     ap: Mapping[str, float] = field(default_factory=dict)
 

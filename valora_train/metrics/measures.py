@@ -35,7 +35,7 @@ def bootstrap(
 
     Args:
         each: (n,) or (n, k), what each sample adds to the sums.
-        statistic: The figure of every resample, from their sums: (resamples,) or (resamples, k).
+        statistic: Gives the figure of every resample from their (resamples, …) sums.
         seed: Seed of the resamples.
     """
     n = len(each)
@@ -122,11 +122,7 @@ def box_accuracy(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores
 
 
 def known(values: Sequence[str], task: str) -> Sequence[str]:
-    """Return the true answers to a sample.
-
-    Raises:
-        DataError: There are none.
-    """
+    """Return the true answers to a sample, of which there must be one."""
     if not values:
         raise DataError(f"a sample of task {task} has no answer to compare with: leave it out")
     return values
@@ -135,12 +131,7 @@ def known(values: Sequence[str], task: str) -> Sequence[str]:
 def cider(predicted: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> Scores:
     """CIDEr-D (Vedantam et al. 2015) by pycocoevalcap, between 0 and 10.
 
-    Args:
-        predicted: A caption for each image, in a list of one; an empty list is no caption.
-        references: At least one reference caption for each image.
-
-    Raises:
-        DataError: An image has no reference caption.
+    The first predicted caption of each image counts; each needs a reference caption.
     """
     from pycocoevalcap.cider.cider import Cider
 
@@ -157,11 +148,7 @@ def cider(predicted: Sequence[Sequence[str]], references: Sequence[Sequence[str]
 
 
 def vqa(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-    """VQA score: agreement with the annotators, see `vqa_score`.
-
-    Raises:
-        DataError: A sample has no answer of an annotator.
-    """
+    """VQA score: agreement with the annotators, see `vqa_score`."""
     pairs = zip(predicted, truth, strict=True)
     each = [vqa_score(one.choice or "", known(other.answers, "vqa")) for one, other in pairs]
     return Scores(np.array(each, np.float64))

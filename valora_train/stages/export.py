@@ -7,10 +7,10 @@ The bundle is written to ``bundles/<task>``; the previous version is moved to
 from __future__ import annotations
 
 import gc
-import re
 import shutil
 import subprocess
 import sys
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,19 +43,13 @@ if TYPE_CHECKING:
 
 EXAMPLES_PER_DOMAIN = 2
 FUSION_KEY = "fusion_stage"
-ENCODER_NAME = "memory"
-"""Name of a bundle's encoder of memory tokens."""
+ENCODER_NAME = "memory"  # of a bundle's encoder of memory tokens, which began them
 
 
 def export_bundle(
     settings: Settings, domains: Sequence[DomainInputs], fused: Path
 ) -> tuple[Bundle, bool]:
     """Write, check, register and publish the bundle of a fusion.
-
-    Args:
-        settings: All settings.
-        domains: The domains with their data.
-        fused: Output folder of stage `fuse`.
 
     Returns:
         The bundle, and whether it was up to date.
@@ -72,9 +66,12 @@ def export_bundle(
     result["mlflow_run_id"] = run_of(settings, fused, result)
     partial = place.with_name(f".{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    kept = [one.name.rpartition("@")[2] for one in place.parent.glob(f"{escape(place.name)}@*")]
+    older = [int(version) for version in kept if version.isdecimal()]
+    version = max([*older, previous.version if previous else 0]) + 1
     try:
         _free_memory()
-        _write_bundle(partial, settings, domains, fused, result, _next_version(place))
+        _write_bundle(partial, settings, domains, fused, result, version)
         _free_memory()
         _run_gate(partial, domains, settings.model.device)
         bundle = read_bundle(partial)
@@ -82,7 +79,12 @@ def export_bundle(
         if previous is None:
             partial.rename(place)
         else:
-            _replace(place, partial, place.with_name(f"{place.name}@{previous.version}"))
+            beside = place.rename(place.with_name(f"{place.name}@{previous.version}"))
+            try:
+                partial.rename(place)
+            except BaseException:
+                beside.rename(place)
+                raise
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -94,16 +96,6 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _replace(place: Path, new: Path, kept: Path) -> None:
-    """Put a folder in the place of another one, which is kept under another name."""
-    place.rename(kept)
-    try:
-        new.rename(place)
-    except BaseException:
-        kept.rename(place)
-        raise
 
 
 def _read_previous(place: Path, name: str) -> Bundle | None:
@@ -124,18 +116,6 @@ def _read_previous(place: Path, name: str) -> Bundle | None:
     return bundle
 
 
-def _next_version(place: Path) -> int:
-    pattern = re.compile(rf"{re.escape(place.name)}@(\d+)")
-    older = [
-        int(found[1])
-        for item in (place.parent.iterdir() if place.parent.is_dir() else ())
-        if (found := pattern.fullmatch(item.name))
-    ]
-    if (place / MANIFEST).is_file():
-        older.append(int(read_json(place / MANIFEST)["version"]))
-    return max(older, default=0) + 1
-
-
 def _write_bundle(
     folder: Path,
     settings: Settings,
@@ -149,24 +129,25 @@ def _write_bundle(
         if (fused / part).is_dir():  # there may be no adapter, or no head
             shutil.copytree(intact(fused / part), folder / part)
     manifest = _manifest(settings, domains, fused, result, version)
-    if (encoder := _encoder_of(settings)) is not None:
+    start = settings.heads.options.get("context", {}).get("start")
+    if start is not None and (encoder := Path(start).parent / ENCODER).is_dir():
         shutil.copytree(intact(encoder), folder / "encoders" / ENCODER_NAME)
         facts = {"path": f"encoders/{ENCODER_NAME}", "tokens": settings.context.tokens}
         manifest["encoders"] = {ENCODER_NAME: facts}
-    _write_golden(folder, manifest, domains, settings.model.device)
+    # Golden examples: answers of the bundle, loaded as a server loads it.
+    (folder / GOLDEN).parent.mkdir()
+    write_json(folder / GOLDEN, [])
+    write_manifest(folder, manifest)
+    model = BundleModel(read_bundle(folder), device=settings.model.device)
+    promised = [item for item in domains if item.settings.name in manifest["domains"]]
+    golden = [_golden_examples(folder, manifest, item, model) for item in promised]
+    write_json(folder / GOLDEN, [example for examples in golden for example in examples])
     accuracy_bars(manifest["domains"], manifest["adapters"]).savefig(folder / BARS)
     for name, facts in manifest["domains"].items():
         if matrix := facts["accuracy"].get("confusion"):
             confusion_matrix(name, matrix).savefig(folder / confusion_file(name))
     (folder / "README.md").write_text(bundle_card(manifest), encoding="utf-8")
     write_manifest(folder, manifest)
-
-
-def _encoder_of(settings: Settings) -> Path | None:
-    """The encoder that the memory tokens began with, if stage `memorise` has trained one."""
-    start = settings.heads.options.get("context", {}).get("start")
-    place = None if start is None else Path(start).parent / ENCODER
-    return place if place is not None and place.is_dir() else None
 
 
 def _manifest(
@@ -227,54 +208,39 @@ def _manifest(
     }
 
 
-def _write_golden(
-    folder: Path, manifest: dict[str, Any], domains: Sequence[DomainInputs], device: str
-) -> None:
-    """Write test images with the answers of the bundle, loaded as a server loads it."""
-    (folder / GOLDEN).parent.mkdir()
-    write_json(folder / GOLDEN, [])
-    write_manifest(folder, manifest)
-    model = BundleModel(read_bundle(folder), device=device)
-    examples: list[dict[str, Any]] = []
-    for item in domains:
-        if item.settings.name in manifest["domains"]:
-            examples += _golden_examples(folder, manifest, item, model)
-    write_json(folder / GOLDEN, examples)
-
-
 def _golden_examples(
     folder: Path, manifest: Mapping[str, Any], item: DomainInputs, model: BundleModel
 ) -> list[dict[str, Any]]:
+    """Write some test images of a domain; gives the examples."""
     name, task = item.settings.name, model.tasks[item.settings.name]
-    threshold = manifest["domains"][name].get("threshold")
+    facts = manifest["domains"][name]
+    threshold = facts.get("threshold")
     test = shards.open_shard(intact(item.data / Split.TEST))
     # For detection, images with at least one object are more telling.
     wanted = [n for n, answer in enumerate(test.answers()) if threshold is None or answer.boxes]
-    chosen = wanted[:EXAMPLES_PER_DOMAIN]
-    samples = [test[number] for number in chosen]
+    samples = [test[number] for number in wanted[:EXAMPLES_PER_DOMAIN]]
     taught = answers_on_test(item.distilled)
     examples = []
     for number, (sample, prediction) in enumerate(
         zip(samples, model.answer(name, samples), strict=True)
     ):
-        files = []
-        for place, image in enumerate(sample.images):
-            files.append(f"golden/{name}-{number}{f'-{place}' if place else ''}.png")
-            image.save(folder / files[-1])
         example: dict[str, Any] = {"domain": name}
-        if files:
-            example["image"] = files[0]
-        if files[1:]:
-            example["rest"] = files[1:]
+        for place, image in enumerate(sample.images):
+            file = f"golden/{name}-{number}{f'-{place}' if place else ''}.png"
+            image.save(folder / file)
+            if place:
+                example.setdefault("rest", []).append(file)
+            else:
+                example["image"] = file
         if task.video:
             example["media"] = "video"
         if sample.prompt is not None:
             example["prompt"] = sample.prompt
             example["question"] = task.domain.question(sample)
-        if "max_tokens" in manifest["domains"][name]:
-            example["max_tokens"] = manifest["domains"][name]["max_tokens"]
+        if "max_tokens" in facts:
+            example["max_tokens"] = facts["max_tokens"]
         example["expected"] = task.golden(prediction, threshold)
-        if taught and (teacher := taught[chosen[number]]) is not None:
+        if taught and (teacher := taught[wanted[number]]) is not None:
             example["teacher"] = teacher
         examples.append(example)
     return examples

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +41,9 @@ class BundleModel:
         bundle: The bundle.
         base: Id of the base model; the one that the bundle names by default.
         device: Device in torch's terms, e.g. `cuda`.
+
+    Attributes:
+        tasks: Task of each domain.
     """
 
     def __init__(self, bundle: Bundle, base: str | None = None, device: str = "cpu") -> None:
@@ -66,21 +68,19 @@ class BundleModel:
             self._lmm.adapters.load(name, bundle.folder / adapter["path"], decode_only=late)
         self.tasks: dict[str, DomainTask] = {}
         self._heads: dict[str, Any] = {}
-        contexts = bundle.contexts
         for name, facts in bundle.domains.items():
-            self.tasks[name] = self._task(name, facts)
-            part = facts["head"] or (contexts[name].file if name in contexts else None)
+            written = {"max_tokens": facts["max_tokens"]} if "max_tokens" in facts else {}
+            settings = HeadSettings(**bundle.manifest["nms"], **written)
+            domain = Domain(
+                name, Task(facts["task"]), tuple(facts["labels"]), facts["prompt"],
+                facts["required"],
+            )  # fmt: skip
+            video = facts.get("media") == "video"
+            self.tasks[name] = make_task(domain, settings, self._lmm, video=video)
+            memory = bundle.contexts[name].file if name in bundle.contexts else None
+            part = facts["head"] or memory
             file = bundle.folder / part if part else None
             self._heads[name] = load_head(self.tasks[name], file, self._lmm)
-
-    def _task(self, name: str, facts: Mapping[str, Any]) -> DomainTask:
-        settings = replace(HeadSettings(), **self._bundle.manifest["nms"])
-        if "max_tokens" in facts:
-            settings = replace(settings, max_tokens=facts["max_tokens"])
-        domain = Domain(
-            name, Task(facts["task"]), tuple(facts["labels"]), facts["prompt"], facts["required"]
-        )
-        return make_task(domain, settings, self._lmm, video=facts.get("media") == "video")
 
     def answer(self, domain: str, samples: Sequence[Sample]) -> list[Prediction]:
         """The bundle's answers for samples; their true answers are not used."""
@@ -93,52 +93,34 @@ class BundleModel:
         return self.tasks[domain].evaluate(self._heads[domain], predictions, samples).accuracy
 
 
-def golden_sample(folder: Path, example: Mapping[str, Any]) -> Sample:
-    """The sample of a golden example."""
-    images = []
-    for file in [*([example["image"]] if "image" in example else []), *example.get("rest", [])]:
-        with Image.open(folder / file) as image:
-            images.append(image.convert("RGB"))
-    first, *rest = images or [no_image()]
-    return Sample(golden_name(example), first, Answer(), example.get("prompt"), tuple(rest))
-
-
-def golden_name(example: Mapping[str, Any]) -> str:
-    """What messages call a golden example: its image, or its question."""
-    return str(example.get("image", example.get("prompt", "")))
-
-
 def check_golden(model: BundleModel, bundle: Bundle) -> int:
-    """Replay the golden examples.
-
-    Returns:
-        Number of examples.
+    """Replay the golden examples; gives their number.
 
     Raises:
         GateError: If an answer differs from the expected one.
     """
     examples = json.loads((bundle.folder / GOLDEN).read_text(encoding="utf-8"))
     for example in examples:
+        images = []
+        for file in [*([example["image"]] if "image" in example else []), *example.get("rest", [])]:
+            with Image.open(bundle.folder / file) as image:
+                images.append(image.convert("RGB"))
+        first, *rest = images or [no_image()]
+        named = str(example.get("image", example.get("prompt", "")))
+        sample = Sample(named, first, Answer(), example.get("prompt"), tuple(rest))
         domain = example["domain"]
-        task = model.tasks[domain]
-        prediction = model.answer(domain, [golden_sample(bundle.folder, example)])[0]
         threshold = bundle.domains[domain].get("threshold")
-        found = task.golden(prediction, threshold)
-        if not task.matches(found, example["expected"], threshold):
+        found = model.tasks[domain].golden(model.answer(domain, [sample])[0], threshold)
+        if not model.tasks[domain].matches(found, example["expected"], threshold):
             raise GateError(
-                f"golden example {golden_name(example)} of {domain} came out differently: expected "
+                f"golden example {named} of {domain} came out differently: expected "
                 f"{example['expected']}, got {found}; export the bundle again"
             )
     return len(examples)
 
 
 def check_accuracy(model: BundleModel, bundle: Bundle, data: Mapping[str, Path]) -> None:
-    """Measure the accuracy on the test split again.
-
-    Args:
-        model: The loaded bundle.
-        bundle: The bundle.
-        data: Output folder of stage `data`, by domain.
+    """Measure the accuracy on the test split of outputs of stage `data`, by domain.
 
     Raises:
         GateError: If the accuracy of a domain is not the one that was measured in training.
@@ -177,9 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    measured = (
-        f" and the test accuracy of {plural(len(chosen.data), 'domain')}" if chosen.data else ""
-    )
+    counted = plural(len(chosen.data), "domain")
+    measured = f" and the test accuracy of {counted}" if chosen.data else ""
     print(f"{chosen.bundle}: {plural(examples, 'golden example')}{measured} reproduced")
     return 0
 

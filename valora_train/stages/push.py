@@ -17,7 +17,6 @@ from valora_train.errors import PushError
 from valora_train.reporting.cards import with_metadata
 
 if TYPE_CHECKING:
-    from valora_data.contract.bundle import Bundle
     from valora_train.settings import Settings
 
 CARD = "README.md"
@@ -29,9 +28,6 @@ def push(settings: Settings) -> str:
     The repository is made if there is none. What has not changed is not sent again, so an upload
     that was interrupted is repeated by the same command.
 
-    Args:
-        settings: All settings.
-
     Returns:
         Address of the uploaded commit.
 
@@ -39,66 +35,51 @@ def push(settings: Settings) -> str:
         BundleError: The bundle does not exist, or was changed since it was exported.
         PushError: The hub refuses it or cannot be reached; the message says why.
     """
+    from huggingface_hub import HfApi
+    from huggingface_hub import errors as hub
+
     asked = settings.push
     if not asked.repo:
         raise PushError("command=push needs a repository: set push.repo=owner/name")
-    folder = expanded(asked.bundle or Path(settings.paths.bundles) / settings.task.name)
-    bundle = read_bundle(folder)
-    with TemporaryDirectory(prefix="valora-push-") as place:
-        staged = stage_bundle(bundle, Path(place) / bundle.name)
-        return _upload(staged, bundle, asked.repo, private=asked.private, revision=asked.revision)
-
-
-def stage_bundle(bundle: Bundle, target: Path) -> Path:
-    """Copy a bundle with a card that has evaluation results, and sign its files again.
-
-    Args:
-        bundle: The bundle, which stays as it is.
-        target: Folder to make.
-
-    Returns:
-        The copy.
-    """
-    shutil.copytree(bundle.folder, target)
-    card = target / CARD
-    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {bundle.name}\n"
-    card.write_text(with_metadata(text, bundle.manifest), encoding="utf-8")
-    write_manifest(target, {k: v for k, v in bundle.manifest.items() if k != "files"})
-    return target
-
-
-def _upload(folder: Path, bundle: Bundle, repo: str, *, private: bool, revision: str | None) -> str:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalTokenNotFoundError,
-        OfflineModeIsEnabled,
+    bundle = read_bundle(
+        expanded(asked.bundle or Path(settings.paths.bundles) / settings.task.name)
     )
-
     # What the HTTP library of this version of huggingface_hub raises: httpx, or httpx2.
-    unreachable = cast("type[Exception]", HfHubHTTPError.__mro__[1])
-    api = HfApi(library_name="valora")
-    try:
-        api.create_repo(repo, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo, branch=revision, exist_ok=True)
-        done = api.upload_folder(
-            repo_id=repo, folder_path=folder, revision=revision,
-            commit_message=f"{bundle.name}, version {bundle.version}",
-        )  # fmt: skip
-    except HFValidationError as error:
-        raise PushError(f"push.repo={repo} is no name of a repository: write owner/name") from error
-    except LocalTokenNotFoundError as error:
-        raise PushError("the hub asks for a token: run `hf auth login`, or set HF_TOKEN") from error
-    except OfflineModeIsEnabled as error:
-        raise PushError("HF_HUB_OFFLINE is set: unset it to push") from error
-    except HfHubHTTPError as error:
-        raise PushError(_refusal(repo, error)) from error
-    except unreachable as error:
-        raise PushError(
-            f"the hub cannot be reached ({type(error).__name__}): check the network and HF_ENDPOINT"
-        ) from error
+    unreachable = cast("type[Exception]", hub.HfHubHTTPError.__mro__[1])
+    with TemporaryDirectory(prefix="valora-push-") as place:
+        folder = shutil.copytree(bundle.folder, Path(place) / bundle.name)
+        card = folder / CARD
+        text = card.read_text(encoding="utf-8") if card.is_file() else f"# {bundle.name}\n"
+        card.write_text(with_metadata(text, bundle.manifest), encoding="utf-8")
+        # The files are signed again, with a card that has evaluation results.
+        write_manifest(folder, {k: v for k, v in bundle.manifest.items() if k != "files"})
+        api = HfApi(library_name="valora")
+        try:
+            api.create_repo(asked.repo, private=asked.private, exist_ok=True)
+            if asked.revision is not None:
+                api.create_branch(asked.repo, branch=asked.revision, exist_ok=True)
+            message = f"{bundle.name}, version {bundle.version}"
+            done = api.upload_folder(
+                repo_id=asked.repo, folder_path=folder, revision=asked.revision,
+                commit_message=message,
+            )  # fmt: skip
+        except hub.HFValidationError as error:
+            raise PushError(
+                f"push.repo={asked.repo} is no name of a repository: write owner/name"
+            ) from error
+        except hub.LocalTokenNotFoundError as error:
+            raise PushError(
+                "the hub asks for a token: run `hf auth login`, or set HF_TOKEN"
+            ) from error
+        except hub.OfflineModeIsEnabled as error:
+            raise PushError("HF_HUB_OFFLINE is set: unset it to push") from error
+        except hub.HfHubHTTPError as error:
+            raise PushError(_refusal(asked.repo, error)) from error
+        except unreachable as error:
+            raise PushError(
+                f"the hub cannot be reached ({type(error).__name__}): check the network and "
+                "HF_ENDPOINT"
+            ) from error
     return str(done.commit_url)
 
 

@@ -87,15 +87,8 @@ class LabelHeadModule(nn.Module):
         """Distillation loss (Hinton et al. 2015): (1 − s) CE + s T² KL(p_T ‖ q_T).
 
         p_T is the normalised p^(1/T) of the teacher's probabilities p, and q_T is the softmax of
-        logits / T. Samples without soft labels have s = 0.
-
-        Args:
-            logits: (n, poolings, labels) from `forward`.
-            targets: Targets of the same n samples.
-            settings: Weight s (`soft`) and temperature T of the soft labels.
-
-        Returns:
-            () float32, the mean over samples and poolings.
+        logits / T, (n, poolings, labels). Samples without soft labels have s = 0. The mean over
+        samples and poolings.
         """
         heat = settings.temperature
         label = targets.label[:, None].expand(logits.shape[:2])
@@ -111,7 +104,7 @@ class LabelHeadModule(nn.Module):
         """Choose the pooling with the best accuracy on validation; ties go to the lowest loss.
 
         Args:
-            logits: (n, poolings, labels) from `forward`.
+            logits: (n, poolings, labels).
             truth: (n,) int64, indices of the true labels; −1 for samples without one.
         """
         logits, truth = logits[truth >= 0].detach(), truth[truth >= 0]
@@ -121,12 +114,7 @@ class LabelHeadModule(nn.Module):
         self.chosen.fill_(best)
 
     def calibrate(self, logits: Tensor, truth: Tensor) -> None:
-        """Fit the temperature that calibrates the confidences (Guo et al. 2017).
-
-        Args:
-            logits: (n, labels) of the chosen pooling on the validation split.
-            truth: (n,) int64, indices of the true labels; −1 for samples without one.
-        """
+        """Fit the temperature (Guo et al. 2017) on the (n, labels) logits of the chosen pooling."""
         from scipy.optimize import minimize_scalar
 
         logits, truth = logits[truth >= 0].double(), truth[truth >= 0]
@@ -165,15 +153,10 @@ class LabelHeadModule(nn.Module):
 
 @dataclass(frozen=True)
 class ChoiceTargets(Targets):
-    """Targets of a label head for each sample.
+    """Targets of a label head for each sample."""
 
-    Attributes:
-        label: (n,) int64, index of the label.
-        soft: (n, labels) float32, probabilities by the teacher; zeros where it gave none.
-    """
-
-    label: Tensor
-    soft: Tensor
+    label: Tensor  # (n,) int64, index of the label
+    soft: Tensor  # (n, labels) float32, probabilities by the teacher; zeros where it gave none
 
 
 class ChoiceTask(HeadTask):

@@ -31,17 +31,12 @@ if TYPE_CHECKING:
     from valora_train.model.prompts import Encoded, HeadInputs
     from valora_train.settings import HeadSettings
 
+# How boxes of new heads vote for their place, see `contract.boxes.vote`. Chosen on the validation
+# splits of the six built-in domains from 0.01 to 0.12, where COCO mAP is flat from 0.03 to 0.08.
 VOTE_SIGMA = 0.05
-"""How boxes of new heads vote for their place, see `contract.boxes.vote`.
-
-Chosen on the validation splits of the six built-in domains from 0.01 to 0.12, where COCO mAP is
-flat from 0.03 to 0.08.
-"""
 REACH = 0.75  # cells along each axis between the centres of a box and a cell it is assigned to
-MIN_SCORE = 0.01
-"""Confidence from which boxes are measured; mAP and calibration need those below the threshold."""
-FITS = 2
-"""Fits of the Platt scaling, each on the boxes that the one before lets through."""
+MIN_SCORE = 0.01  # boxes are measured from here on: mAP needs those below the threshold
+FITS = 2  # of the Platt scaling, each on the boxes that the one before lets through
 
 
 class BoxHeadModule(nn.Module):
@@ -76,14 +71,7 @@ class BoxHeadModule(nn.Module):
         self.register_buffer("threshold", torch.tensor(0.5))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute the raw outputs from hidden states of the visual tokens.
-
-        Args:
-            hidden: (n, tokens, width).
-
-        Returns:
-            (n, tokens, 5 + classes) float32.
-        """
+        """(n, tokens, 5 + classes) float32 from (n, tokens, width), states of visual tokens."""
         raw: Tensor = self.linear(hidden.float())
         return raw
 
@@ -94,11 +82,6 @@ class BoxHeadModule(nn.Module):
         (Rezatofighi et al. 2019) and the cross entropy of classes. Objects are weighted by the
         teacher's confidence. Objectness learns 1 where a box is assigned, or the IoU of the
         predicted with that box (``HeadSettings.objectness``).
-
-        Args:
-            raw: (n, tokens, 5 + classes) from `forward`.
-            targets: Targets of the same n images.
-            weights: Settings with the weights of the three parts.
         """
         from torchvision.ops import box_iou, generalized_box_iou_loss
 
@@ -124,14 +107,7 @@ class BoxHeadModule(nn.Module):
     def predict(
         self, raw: Tensor, size: tuple[int, int], settings: HeadSettings, min_score: float
     ) -> list[Box]:
-        """Predict the boxes of one image.
-
-        Args:
-            raw: (tokens, 5 + classes) from `forward`.
-            size: Width and height of the image in pixels.
-            settings: Settings of non-maximum suppression.
-            min_score: Calibrated confidence below which boxes are dropped.
-        """
+        """The boxes of an image of some width and height, from its (tokens, 5 + classes)."""
         found = self.stored(settings).detections(raw, size, min_score)
         return [Box(*item.box, label=item.label, confidence=item.confidence) for item in found]
 
@@ -155,11 +131,7 @@ class BoxHeadModule(nn.Module):
         return module
 
     def calibrate(self, matches: Matches) -> None:
-        """Fit the Platt scaling that calibrates the confidences.
-
-        Args:
-            matches: Matches of the validation split, with confidences of the current calibration.
-        """
+        """Fit the Platt scaling on validation boxes, found with the current calibration."""
         from sklearn.linear_model import LogisticRegression
 
         if len(set(matches.hit.tolist())) < 2:
@@ -180,18 +152,12 @@ class DetectionTargets(Targets):
     A box is assigned to the cell that holds its centre, and to those cells whose centres are near
     the centre of the box (see `REACH`) and inside the box. A cell with several boxes gets the
     smallest.
-
-    Attributes:
-        positive: (n, tokens) bool, whether a box is assigned to the token.
-        weight: (n, tokens) float32, the teacher's confidence in the box.
-        boxes: (n, tokens, 4) float32, (x0, y0, x1, y1) relative to the image size.
-        classes: (n, tokens) int64, index of the label.
     """
 
-    positive: Tensor
-    weight: Tensor
-    boxes: Tensor
-    classes: Tensor
+    positive: Tensor  # (n, tokens) bool, whether a box is assigned to the token
+    weight: Tensor  # (n, tokens) float32, the teacher's confidence in the box
+    boxes: Tensor  # (n, tokens, 4) float32, (x0, y0, x1, y1) relative to the image size
+    classes: Tensor  # (n, tokens) int64, index of the label
 
     @classmethod
     def of(

@@ -37,7 +37,7 @@ def write_box(box: Box, size: Size, seen: Size, convention: Convention, step: in
     Args:
         box: The box, in pixels of the original image.
         size: Width and height of the original image in pixels.
-        seen: Width and height of the image that the vision encoder sees, for `pixels`.
+        seen: The same of the image that the vision encoder sees, for `pixels`.
         convention: `grid1000` or `pixels`.
         step: Coordinates are rounded to multiples of this number.
     """
@@ -50,10 +50,7 @@ def write_box(box: Box, size: Size, seen: Size, convention: Convention, step: in
 
 
 def read_boxes(text: str, size: Size, seen: Size, convention: Convention) -> list[Box]:
-    """Read the boxes in a text, in pixels of the original image; empty ones are dropped.
-
-    The arguments are those of `write_box`.
-    """
+    """Read the boxes in a text, in pixels of the original image; empty ones are dropped."""
     scales = (GRID,) * 4 if convention == "grid1000" else seen * 2
     found = []
     for match in BOX.finditer(text):

@@ -43,23 +43,13 @@ class Chain:
 
     def __init__(self, root: Path, domain: DomainSettings, teacher: TeacherSettings) -> None:
         self.work = root / "work"
-        data, self.fresh = self._run(data_stage(domain, self.work), domain)
-        self.data = data
-        self.kind = KINDS[teacher.kind]
-        self.teach = teach_stage(domain, teacher, data, self.work)
-        self.distill = distill_stage(domain, teacher, data, self._taught(), self.work)
-
-    def _run(self, stage, domain):
-        folder, reused = stage.run(self.work, lambda folder: build_data(domain, folder))
-        return folder, not reused
-
-    def _taught(self):
-        if self.teach is None:
-            return None
-        folder, _ = self.teach.run(
-            self.work, lambda f: (f / str(self.kind.artefact)).write_text("weights")
-        )
-        return folder
+        stage = data_stage(domain, self.work)
+        self.data, self.reused = stage.run(self.work, lambda folder: build_data(domain, folder))
+        self.teach, taught = teach_stage(domain, teacher, self.data, self.work), None
+        if self.teach is not None:
+            artefact = str(KINDS[teacher.kind].artefact)
+            taught, _ = self.teach.run(self.work, lambda f: (f / artefact).write_text("weights"))
+        self.distill = distill_stage(domain, teacher, self.data, taught, self.work)
 
     @property
     def keys(self) -> dict[str, str]:
@@ -93,7 +83,7 @@ def test_a_stage_depends_on_the_splits_that_it_reads(tmp_path, domain, split, ex
     before = Chain(tmp_path, domain, replace(SMALL, labelled=True))
     write_images(tmp_path / "set", changed=split)
     after = Chain(tmp_path, domain, replace(SMALL, labelled=True))
-    assert after.fresh
+    assert not after.reused
     assert changes(before, after) == expected
 
 
@@ -123,7 +113,7 @@ def test_settings_of_a_domain(tmp_path, domain, change, expected) -> None:
     before = Chain(tmp_path, domain, SMALL)
     after = Chain(tmp_path, replace(domain, **change), SMALL)
     assert changes(before, after) == expected
-    assert not after.fresh
+    assert after.reused
     if not expected:  # and what was made under another name is found
         assert after.teach.folder(after.work) == before.teach.folder(before.work)
 
@@ -146,10 +136,10 @@ def test_the_same_data_elsewhere_and_written_again_is_the_same(tmp_path, domain)
     (tmp_path / "set").rename(tmp_path / "moved")
     domain = replace(domain, source=replace(domain.source, path=str(tmp_path / "moved")))
     after = Chain(tmp_path, domain, SMALL)
-    assert not after.fresh
+    assert after.reused
     shutil.rmtree(tmp_path / "work")
     again = Chain(tmp_path, domain, SMALL)
-    assert again.fresh
+    assert not again.reused
     assert not changes(before, again)
 
 
@@ -178,40 +168,35 @@ def test_options_of_a_given_model(given, tmp_path) -> None:
     assert "teach" in changes(before, given("small", "other"))
 
 
-def test_the_text_encoder_of_a_yolo_world(given, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "place", "file", "options"),
+    [
+        ("yolo_world", "best.pt", "clip/vocab.json", {"text_encoder": "clip"}),
+        ("huggingface", "vit", "vit/model.safetensors", {"device": "cpu", "batch": 4}),
+        ("function", "own_teacher:answer", "levels/a.json", {"files": ["levels"]}),
+        ("function", "own_teacher:answer", "own_teacher.py", {}),
+    ],
+)
+def test_files_of_a_teacher(given, tmp_path, kind, place, file, options) -> None:
     (tmp_path / "best.pt").write_bytes(b"weights")
-    (tmp_path / "clip").mkdir()
-    (tmp_path / "clip" / "vocab.json").write_text("{}")
-    before = given("yolo_world", "best.pt", text_encoder="clip")
-    (tmp_path / "clip" / "vocab.json").write_text("{ }")
-    assert changes(before, given("yolo_world", "best.pt", text_encoder="clip")) == {"distill"}
+    (tmp_path / "own_teacher.py").write_text(FUNCTION)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    if not (tmp_path / file).exists():
+        (tmp_path / file).write_bytes(b"1")
+    before = given(kind, place, **options)
+    assert not changes(before, given(kind, place, **options))
+    with (tmp_path / file).open("a") as written:
+        written.write("\n# 2")
+    assert changes(before, given(kind, place, **options)) == {"distill"}
 
 
-def test_a_model_of_transformers(given, tmp_path) -> None:
+def test_options_of_a_model_of_transformers(given, tmp_path) -> None:
     (tmp_path / "vit").mkdir()
-    (tmp_path / "vit" / "model.safetensors").write_bytes(b"1")
     before = given("huggingface", "vit", device="cpu", batch=4)
     assert not changes(before, given("huggingface", "vit", device="cuda", batch=8))
     for name, value in {"dtype": "bfloat16", "threshold": 0.4, "names": {"a": "red"}}.items():
         assert changes(before, given("huggingface", "vit", **{name: value})) == {"distill"}
     assert changes(before, given("huggingface", "vit", "Say")) == {"distill"}
-    (tmp_path / "vit" / "model.safetensors").write_bytes(b"2")
-    assert changes(before, given("huggingface", "vit")) == {"distill"}
-
-
-def test_a_function(given, tmp_path) -> None:
-    module = tmp_path / "own_teacher.py"
-    module.write_text(FUNCTION)
-    (tmp_path / "levels").mkdir()
-    (tmp_path / "levels" / "a.json").write_text("1")
-    before = given("function", "own_teacher:answer", files=["levels"])
-    assert not changes(before, given("function", "own_teacher:answer", files=["levels"]))
-    (tmp_path / "levels" / "a.json").write_text("2")
-    after = given("function", "own_teacher:answer", files=["levels"])
-    assert changes(before, after) == {"distill"}
-    module.write_text(FUNCTION.replace("red", "white"))
-    again = given("function", "own_teacher:answer", files=["levels"])
-    assert changes(after, again) == {"distill"}
 
 
 def test_damaged_parts_name_the_folder_to_delete(tmp_path, domain, monkeypatch) -> None:

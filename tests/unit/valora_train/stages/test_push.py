@@ -59,10 +59,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.made |= json.loads(body)
             self._send(200, {"url": f"{self.server.url}/me/pets", "id": "me/pets"})
         elif "/preupload/" in self.path:
-            files = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
-                for file in json.loads(body)["files"]
-            ]
+            mode = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            files = [mode | {"path": file["path"]} for file in json.loads(body)["files"]]
             self._send(200, {"files": files})
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from valora_data.schema import Box
 from valora_train.metrics.measures import binary_calibration_error, bootstrap
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from valora_data.schema import Box
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from valora_data.errors import DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from valora_data.schema import Answer
+from valora_data.schema import Answer
 
 BOOTSTRAPS = 1000  # resamples behind an interval
 IOU = 0.5

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from valora_data.schema import Box
 from valora_train.metrics.measures import IOU
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from valora_data.schema import Box
 
 BACKGROUND = "background"  # where detections match no object, and objects no detection
 OTHER = "other"  # answers that are none of a domain's labels

@@ -5,18 +5,15 @@ from __future__ import annotations
 import platform
 import re
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from valora_data.cpu import usable_cores
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from valora_data.schema import Sample
+from valora_data.schema import Sample
 
 BATCH = 32  # samples, as teachers answer them
 ROUNDS = 5

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
+from pathlib import Path
+from typing import Any, ClassVar, Self, get_type_hints
 
 import torch
+from torch import Tensor, nn
 
+from valora_data.contract.head import Head
 from valora_data.contract.heads import read_head, write_head
+from valora_data.contract.results import HeadResult
 from valora_data.errors import BundleError
+from valora_data.schema import Answer, Domain, Sample
+from valora_data.tasks import TaskSpec
 from valora_train.errors import SettingsError, explain
-from valora_train.model.prompts import Example
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from torch import Tensor, nn
-
-    from valora_data.contract.head import Head
-    from valora_data.contract.results import HeadResult
-    from valora_data.schema import Answer, Domain, Sample
-    from valora_data.tasks import TaskSpec
-    from valora_train.metrics.measures import Scores
-    from valora_train.metrics.per_class import ClassReport
-    from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded, HeadInputs, HiddenStates
-    from valora_train.settings import HeadSettings
+from valora_train.metrics.measures import Scores
+from valora_train.metrics.per_class import ClassReport
+from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Encoded, Example, HeadInputs, HiddenStates
+from valora_train.settings import HeadSettings
 
 EVALUATION_BATCH = 64  # samples that go through the model at once when a head is measured
 

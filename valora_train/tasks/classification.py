@@ -8,8 +8,9 @@ kept.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +19,15 @@ from torch.nn import functional as F
 from valora_data.contract.label_head import LabelHead, Pooling, confidences, pool, pooled_width
 from valora_data.contract.results import LabelResult
 from valora_data.errors import DataError
-from valora_data.schema import Answer
+from valora_data.schema import Answer, Sample
 from valora_data.tasks import CLASSIFICATION, COUNTING, VIDEO
 from valora_data.wording import plural
 from valora_train.metrics.measures import Scores, calibration_error, exact_counts, top1
 from valora_train.metrics.per_class import choice_report
+from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Encoded, HeadInputs
+from valora_train.settings import HeadSettings
 from valora_train.tasks.base import Evaluation, HeadTask, Prediction, Targets
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_data.schema import Sample
-    from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded, HeadInputs
-    from valora_train.settings import HeadSettings
 
 POOLINGS = tuple(str(pooling) for pooling in Pooling)
 TEMPERATURES = (0.05, 20.0)  # bounds of the calibrated temperature
@@ -49,8 +45,8 @@ class LabelHeadModule(nn.Module):
     Attributes:
         linears: A layer (labels, width) for each pooling, (labels, 16 · width) for ``grid``.
         query: (width,), query vector of the pooling ``attention``.
-        chosen: (), index of the pooling in use, see `choose_pooling`.
-        temperature: (1,), divisor of the logits, see `calibrate`.
+        chosen: (), index of the pooling in use.
+        temperature: (1,), divisor of the logits.
     """
 
     chosen: Tensor
@@ -100,33 +96,32 @@ class LabelHeadModule(nn.Module):
         apart = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
         return ((1 - share) * hard + share * heat**2 * apart).mean()
 
-    def choose_pooling(self, logits: Tensor, truth: Tensor) -> None:
-        """Choose the pooling with the best accuracy on validation; ties go to the lowest loss.
+    def calibrate(self, logits: Tensor, truth: Tensor) -> None:
+        """Choose the pooling, then fit the temperature (Guo et al. 2017), on the validation split.
+
+        The pooling with the best accuracy is chosen; ties go to the lowest loss.
 
         Args:
-            logits: (n, poolings, labels).
+            logits: (n, poolings, labels) float32.
             truth: (n,) int64, indices of the true labels; −1 for samples without one.
         """
+        from scipy.optimize import minimize_scalar
+
         logits, truth = logits[truth >= 0].detach(), truth[truth >= 0]
         hits = (logits.argmax(-1) == truth[:, None]).float().mean(0).tolist()
         losses = [float(F.cross_entropy(some, truth)) for some in logits.unbind(1)]
         best = max(range(len(hits)), key=lambda place: (hits[place], -losses[place]))
         self.chosen.fill_(best)
-
-    def calibrate(self, logits: Tensor, truth: Tensor) -> None:
-        """Fit the temperature (Guo et al. 2017) on the (n, labels) logits of the chosen pooling."""
-        from scipy.optimize import minimize_scalar
-
-        logits, truth = logits[truth >= 0].double(), truth[truth >= 0]
         if not len(truth):
             return
+        chosen = logits[:, best].double()
 
         def misfit(log_temperature: float) -> float:
-            return float(F.cross_entropy(logits / math.exp(log_temperature), truth))
+            return float(F.cross_entropy(chosen / math.exp(log_temperature), truth))
 
         bounds = tuple(math.log(edge) for edge in TEMPERATURES)
-        best = minimize_scalar(misfit, bounds=bounds, method="bounded")
-        self.temperature.fill_(math.exp(float(best.x)))
+        fit = minimize_scalar(misfit, bounds=bounds, method="bounded")
+        self.temperature.fill_(math.exp(float(fit.x)))
 
     def stored(self, settings: HeadSettings | None = None) -> LabelHead:
         """The head in the form that bundles hold, with the chosen pooling only."""
@@ -160,19 +155,10 @@ class ChoiceTargets(Targets):
 
 
 class ChoiceTask(HeadTask):
-    """Chooses one of a domain's labels.
-
-    Attributes:
-        head_kind: Kind of the head, a name in `contract.heads.HEAD_KINDS`.
-    """
+    """Chooses one of a domain's labels, with a head of a kind in `contract.heads.HEAD_KINDS`."""
 
     result, module, head_type = LabelResult, LabelHeadModule, LabelHead
-    head_kind: ClassVar[str]
-
-    @property
-    def kind(self) -> str:
-        """Kind of the domain's head."""
-        return self.head_kind
+    kind: str
 
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> ChoiceTargets:
         """The labels, and the teacher's probabilities."""
@@ -210,9 +196,8 @@ class ChoiceTask(HeadTask):
     def calibrate(self, head: LabelHeadModule, raw: Tensor, samples: Sequence[Sample]) -> None:
         """Choose the pooling, then fit the temperature."""
         labels = {label: index for index, label in enumerate(self.domain.labels)}
-        truth = torch.tensor([labels.get(sample.answer.choice or "", -1) for sample in samples])
-        head.choose_pooling(raw, truth)
-        head.calibrate(raw[:, int(head.chosen)], truth)
+        truth = [labels.get(sample.answer.choice or "", -1) for sample in samples]
+        head.calibrate(raw, torch.tensor(truth))
 
     def predictions(
         self, head: LabelHeadModule, raw: Tensor, samples: Sequence[Sample]
@@ -252,7 +237,7 @@ class ClassificationTask(ChoiceTask):
     """Classifies images."""
 
     spec = CLASSIFICATION
-    head_kind = "classification"
+    kind = "classification"
     geometric = True
 
     @classmethod
@@ -265,14 +250,14 @@ class VideoTask(ClassificationTask):
     """Classifies the frames of videos."""
 
     spec = VIDEO
-    head_kind = "action"
+    kind = "action"
 
 
 class CountingTask(ChoiceTask):
     """Counts objects; each number is a label."""
 
     spec = COUNTING
-    head_kind = "counting"
+    kind = "counting"
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:

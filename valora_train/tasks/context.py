@@ -7,39 +7,29 @@ tokens, its logits and its hidden states (self-study, as in Cartridges and Knowl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.contract.base_model import base_hash
-from valora_data.contract.contexts import (
-    ADAPTER,
-    PREFIX,
-    ContextEntry,
-    read_memory,
-    source_hash,
-)
+from valora_data.contract.contexts import ADAPTER, PREFIX, ContextEntry, read_memory, source_hash
 from valora_data.errors import BundleError, DataError
+from valora_data.schema import Answer, Document, Sample
 from valora_data.tasks import CONTEXT
 from valora_data.wording import plural
 from valora_train.metrics.measures import Scores, known, normalized
 from valora_train.model import memory
+from valora_train.model.lmm import Lmm
+from valora_train.model.memory import AnyMemory
+from valora_train.model.prompts import Encoded, HiddenStates
 from valora_train.settings import ContextSettings
-from valora_train.tasks.language import LanguageTask
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
-
-    from valora_data.schema import Answer, Document, Sample
-    from valora_train.model.lmm import Lmm
-    from valora_train.model.memory import AnyMemory
-    from valora_train.model.prompts import Encoded, HiddenStates, Size
+from valora_train.tasks.language import LanguageTask, Size
 
 
 class SoftTargets:

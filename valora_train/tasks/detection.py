@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +18,13 @@ from valora_data.contract.results import BoxesResult, Detection
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Sample
 from valora_data.tasks import DETECTION
-from valora_train.metrics.evaluate import match
+from valora_train.metrics.evaluate import Matches, match
+from valora_train.metrics.measures import Scores
 from valora_train.metrics.per_class import detection_report
-from valora_train.model.prompts import Example
+from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Encoded, Example, HeadInputs
+from valora_train.settings import HeadSettings
 from valora_train.tasks.base import Evaluation, HeadTask, Prediction, Targets
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_train.metrics.evaluate import Matches
-    from valora_train.metrics.measures import Scores
-    from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded, HeadInputs
-    from valora_train.settings import HeadSettings
 
 # How boxes of new heads vote for their place, see `contract.boxes.vote`. Chosen on the validation
 # splits of the six built-in domains from 0.01 to 0.12, where COCO mAP is flat from 0.03 to 0.08.

@@ -7,20 +7,15 @@ resized image that the vision encoder sees.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from valora_data.schema import Answer, Box
+from valora_data.schema import Answer, Box, Sample
 from valora_data.tasks import GROUNDING
 from valora_train.metrics.measures import Scores, box_accuracy
-from valora_train.tasks.language import LanguageTask
+from valora_train.tasks.language import LanguageTask, Size
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_data.schema import Sample
-    from valora_train.model.prompts import Size
-
-    Convention = Literal["grid1000", "pixels"]
+Convention = Literal["grid1000", "pixels"]
 
 GRID = 1000
 NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
 from torch.nn import functional as F
 
 from valora_data.contract.results import golden_text, text_matches
 from valora_data.errors import DataError
-from valora_data.schema import Answer
+from valora_data.schema import Answer, Sample
 from valora_data.tasks import CAPTION
 from valora_train.metrics.measures import Scores, cider
+from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Encoded, Example, HiddenStates
 from valora_train.tasks.base import DomainTask, Prediction
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from valora_data.schema import Sample
-    from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded, Example, HiddenStates, Size
+Size = tuple[int, int]  # width and height in pixels
 
 
 class LanguageTask(DomainTask):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from valora_data.schema import Answer, Domain
 from valora_data.tasks import VQA
 from valora_train.metrics.measures import Scores, vqa
 from valora_train.tasks.base import DomainTask
 from valora_train.tasks.classification import ChoiceTask
 from valora_train.tasks.language import LanguageTask
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_data.schema import Answer, Domain
 
 
 class VqaTask(DomainTask):
@@ -34,10 +31,9 @@ class VqaTask(DomainTask):
 class VqaChoiceTask(VqaTask, ChoiceTask):
     """Answers questions with one of the domain's labels."""
 
-    @property
-    def kind(self) -> str:
-        """Kind of the domain's head."""
-        return "yes_no" if set(self.domain.labels) == {"yes", "no"} else "classification"
+    def __init__(self, domain: Domain, *given: Any, **options: Any) -> None:
+        super().__init__(domain, *given, **options)
+        self.kind = "yes_no" if set(domain.labels) == {"yes", "no"} else "classification"
 
 
 class VqaTextTask(VqaTask, LanguageTask):

@@ -105,11 +105,11 @@ def test_the_pooling_with_the_most_hits_on_validation_is_chosen():
     right = F.one_hot(truth, 3).float() * 5
     wrong = right.roll(1, dims=-1)
     logits = torch.stack([wrong, right, torch.cat([right[:3], wrong[3:]])], dim=1)
-    head.choose_pooling(logits, truth)
+    head.calibrate(logits, truth)
     assert head.pooling == "visual_mean"
     # Of equal hits the likelier; a sample without a known truth does not count.
     both = torch.stack([right, right * 2, wrong], dim=1)
-    head.choose_pooling(both, torch.tensor([0, 1, 2, -1]))
+    head.calibrate(both, torch.tensor([0, 1, 2, -1]))
     assert head.pooling == "visual_mean"
 
 
@@ -117,8 +117,8 @@ def test_calibration_finds_the_temperature():
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(4000, 3, generator=generator)
     truth = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-    head = random_head()
-    head.calibrate(logits * 2.5, truth)
+    head = random_head(["last"])
+    head.calibrate(logits[:, None] * 2.5, truth)
     assert float(head.temperature) == pytest.approx(2.5, rel=0.1)
 
 
@@ -141,6 +141,6 @@ def test_it_learns_from_what_only_attention_sees():
         optimizer.zero_grad()
         head.loss(head(read), targets, HeadSettings()).backward()
         optimizer.step()
-    head.choose_pooling(head(read), label)
+    head.calibrate(head(read), label)
     assert head.pooling == "attention"
     assert (head(read)[:, int(head.chosen)].argmax(-1) == label).float().mean() > 0.95

@@ -50,9 +50,6 @@ def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
         DataError: If the data does not exist or cannot be read.
     """
     source = domain.source
-    for path in (source.path, source.images, source.annotations, source.unlabelled):
-        if path is not None and not Path(path).exists() and not source.format.remote:
-            raise DataError(f"data of domain {domain.name} not found: {path} does not exist")
     inputs = {}
     if code := code_hash(type(source.format).__module__):
         inputs["code"] = code  # a format of another package

@@ -58,14 +58,8 @@ def teach_stage(
         _, inputs = teacher_facts(teacher.kind, None, settings["options"])
         inputs |= {"train": digest(data / Split.TRAIN)}
         return Stage(name, 3, settings, inputs, resumable=True, shared=True)
-    path = Path(domain.teacher)
-    if not path.exists():
-        raise DataError(
-            f"teacher of domain {domain.name} not found: {path} is no file; set "
-            f"domains.{domain.name}.teacher to a trained model, `{TRAIN}` or `{LABELS}`"
-        )
     try:
-        weights = digest(path, _cache(domain, work))
+        weights = digest(Path(domain.teacher), _cache(domain, work))
     except OSError as error:
         raise DataError(
             f"teacher of domain {domain.name}: {error.filename} cannot be read "

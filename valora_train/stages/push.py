@@ -36,7 +36,7 @@ def push(settings: Settings) -> str:
         PushError: The hub refuses it or cannot be reached; the message says why.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub import errors as hub
+    from huggingface_hub.errors import HfHubHTTPError
 
     asked = settings.push
     if not asked.repo:
@@ -45,7 +45,7 @@ def push(settings: Settings) -> str:
         expanded(asked.bundle or Path(settings.paths.bundles) / settings.task.name)
     )
     # What the HTTP library of this version of huggingface_hub raises: httpx, or httpx2.
-    unreachable = cast("type[Exception]", hub.HfHubHTTPError.__mro__[1])
+    unreachable = cast("type[Exception]", HfHubHTTPError.__mro__[1])
     with TemporaryDirectory(prefix="valora-push-") as place:
         folder = shutil.copytree(bundle.folder, Path(place) / bundle.name)
         card = folder / CARD
@@ -58,38 +58,16 @@ def push(settings: Settings) -> str:
             api.create_repo(asked.repo, private=asked.private, exist_ok=True)
             if asked.revision is not None:
                 api.create_branch(asked.repo, branch=asked.revision, exist_ok=True)
-            message = f"{bundle.name}, version {bundle.version}"
             done = api.upload_folder(
                 repo_id=asked.repo, folder_path=folder, revision=asked.revision,
-                commit_message=message,
+                commit_message=f"{bundle.name}, version {bundle.version}",
             )  # fmt: skip
-        except hub.HFValidationError as error:
+        except (OSError, ValueError, unreachable) as error:
+            said = str(getattr(error, "server_message", None) or error).strip().splitlines()
             raise PushError(
-                f"push.repo={asked.repo} is no name of a repository: write owner/name"
-            ) from error
-        except hub.LocalTokenNotFoundError as error:
-            raise PushError(
-                "the hub asks for a token: run `hf auth login`, or set HF_TOKEN"
-            ) from error
-        except hub.OfflineModeIsEnabled as error:
-            raise PushError("HF_HUB_OFFLINE is set: unset it to push") from error
-        except hub.HfHubHTTPError as error:
-            raise PushError(_refusal(asked.repo, error)) from error
-        except unreachable as error:
-            raise PushError(
-                f"the hub cannot be reached ({type(error).__name__}): check the network and "
-                "HF_ENDPOINT"
+                f"the hub does not take {asked.repo} ({type(error).__name__}: "
+                f"{said[0] if said else 'no reason given'}): check push.repo=owner/name, the "
+                "network and HF_ENDPOINT, and log in with `hf auth login`, or set HF_TOKEN, to a "
+                "token that may write"
             ) from error
     return str(done.commit_url)
-
-
-def _refusal(repo: str, error: Exception) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    said = str(getattr(error, "server_message", None) or error).strip().splitlines()
-    reason = said[0] if said else "no reason given"
-    if status in (401, 403):
-        return (
-            f"the hub does not let you write to {repo} ({reason}): run `hf auth login` with a "
-            "token that may write, or set HF_TOKEN"
-        )
-    return f"the hub refuses {repo} ({reason}): check push.repo, and try again"

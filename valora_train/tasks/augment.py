@@ -28,14 +28,8 @@ class Augmenter:
     """Makes augmented views of samples.
 
     Colours, blur, noise and compression are changed for every task; places only where the answer
-    moves with them. All images or frames of a sample get the same transform. Hues stay, because
-    answers may name colours.
-
-    Args:
-        settings: How much may change.
-        geometric: Whether crops, rotations and shifts leave the answer right, boxes being moved
-            along (`DomainTask.geometric`).
-        seed: Seed of all views.
+    moves with them (`DomainTask.geometric`). All images or frames of a sample get the same
+    transform. Hues stay, because answers may name colours.
     """
 
     def __init__(self, settings: AugmentSettings, geometric: bool, seed: int) -> None:

@@ -38,23 +38,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a domain reaches on a split.
+    """What a domain reaches on a split."""
 
-    Attributes:
-        accuracy: Value of the task's standard metric.
-        interval: Its 95 % bootstrap interval.
-        predictions: The answer to every sample.
-        details: Further metrics by name.
-        threshold: Confidence from which a box counts; None where there are no boxes.
-        classes: Metrics of each class; None where answers are no classes.
-    """
-
-    accuracy: float
-    interval: tuple[float, float]
-    predictions: list[Prediction]
-    details: dict[str, float] = field(default_factory=dict)
-    threshold: float | None = None
-    classes: ClassReport | None = None
+    accuracy: float  # value of the task's standard metric
+    interval: tuple[float, float]  # its 95 % bootstrap interval
+    predictions: list[Prediction]  # the answer to every sample
+    details: dict[str, float] = field(default_factory=dict)  # further metrics by name
+    threshold: float | None = None  # confidence from which a box counts; None without boxes
+    classes: ClassReport | None = None  # metrics of each class; None where answers are none
 
 
 @dataclass(frozen=True)
@@ -166,22 +157,15 @@ class DomainTask(ABC):
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> Any:
         """What a head learns of samples: `Targets` or a tensor; None where answers are text.
 
-        Args:
-            samples: Samples with answers.
-            encoded: The same samples, encoded.
-
         Raises:
             DataError: A sample has no answer that can be learnt.
         """
         return None
 
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> nn.Module | None:
-        """A head with initial weights; None where the model writes its answers.
+        """A head with initial weights for a model; None where the model writes its answers.
 
-        Args:
-            lmm: The model whose hidden states it reads.
-            first: One of the samples, encoded.
-            seed: Seed of the initial weights.
+        `first` is one of the samples, encoded.
         """
         return None
 
@@ -241,12 +225,7 @@ class DomainTask(ABC):
 
     @abstractmethod
     def golden(self, prediction: Prediction, threshold: float | None) -> Any:
-        """A prediction as ``golden.json`` holds it.
-
-        Args:
-            prediction: The prediction.
-            threshold: Confidence from which an answer counts; None if all do.
-        """
+        """A prediction as ``golden.json`` holds it, from the confidence that counts, if any."""
 
     @abstractmethod
     def matches(self, found: Any, expected: Any, threshold: float | None) -> bool:

@@ -33,14 +33,10 @@ from valora_train.tasks.language import LanguageTask, Size
 
 
 class SoftTargets:
-    """What the base model computes for answers with the document in its prompt.
-
-    Args:
-        hidden: For each sample (answer tokens, width), its hidden states before each token.
-    """
+    """What the base model computes for answers with the document in its prompt."""
 
     def __init__(self, hidden: Sequence[Tensor]) -> None:
-        self._hidden = list(hidden)
+        self._hidden = list(hidden)  # (answer tokens, width) of each sample
 
     def to(self, device: torch.device | str) -> SoftTargets:
         """Return the same on a device."""
@@ -82,11 +78,7 @@ class ContextTask(LanguageTask):
         return made
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Remember the document that the samples ask about.
-
-        Raises:
-            DataError: They ask about none, or it has fewer tokens than its memory.
-        """
+        """Remember the document that the samples ask about."""
         document = samples[0].document
         if document is None:
             raise DataError(
@@ -177,11 +169,7 @@ class ContextTask(LanguageTask):
         memory.stored(head, base_hash(self.lmm.base), self.lmm.dtype).write(file)
 
     def read_head(self, file: Path, width: int) -> AnyMemory:
-        """Read the memory.
-
-        Raises:
-            BundleError: It is damaged, or of another base model.
-        """
+        """Read the memory, which must be of this base model."""
         lmm = self.lmm
         found = read_memory(file, base_hash(lmm.base), lmm.config.get_text_config())
         if found.form != self.options.form and self._document is not None:

@@ -29,12 +29,8 @@ BOX = re.compile(
 def write_box(box: Box, size: Size, seen: Size, convention: Convention, step: int = 1) -> str:
     """Write a box in the format of Qwen-VL: ``<ref>name</ref><box>(x0,y0),(x1,y1)</box>``.
 
-    Args:
-        box: The box, in pixels of the original image.
-        size: Width and height of the original image in pixels.
-        seen: The same of the image that the vision encoder sees, for `pixels`.
-        convention: `grid1000` or `pixels`.
-        step: Coordinates are rounded to multiples of this number.
+    `size` is that of the original image, `seen` that of the image that the vision encoder sees, for
+    `pixels`. Coordinates are rounded to multiples of `step`.
     """
     scales = (GRID,) * 4 if convention == "grid1000" else seen * 2
     x0, y0, x1, y1 = (

@@ -27,9 +27,7 @@ class LanguageTask(DomainTask):
     def target_text(self, sample: Sample, seen: Size) -> str | None:
         """The text to learn; None or nothing but white space if the sample has no answer.
 
-        Args:
-            sample: A sample with its answer.
-            seen: Width and height of the first image as the model sees it, in pixels.
+        `seen` are width and height of the first image as the model sees it, in pixels.
         """
         return sample.answer.choice
 
@@ -38,11 +36,7 @@ class LanguageTask(DomainTask):
         return Answer(answers=(text,))
 
     def training_example(self, sample: Sample) -> Example:
-        """The prompt for a sample, with the answer to write.
-
-        Raises:
-            DataError: The sample has no answer.
-        """
+        """The prompt for a sample, with the answer to write."""
         if not (self.target_text(sample, sample.image.size) or "").strip():
             raise DataError(
                 f"sample {sample.id} of domain {self.domain.name} has no answer to learn: leave it "

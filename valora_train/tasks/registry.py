@@ -36,12 +36,7 @@ TASK_TYPES: Registry[type[DomainTask]] = Registry(
 
 
 def check_options(settings: HeadSettings) -> None:
-    """Check the settings that task types declare themselves.
-
-    Raises:
-        DataError: A task type is unknown.
-        SettingsError: A key is unknown, or a value is missing or of the wrong type.
-    """
+    """Check the settings that task types declare themselves (`DomainTask.read_options`)."""
     for name, values in settings.options.items():
         TASK_TYPES[name].read_options(name, values)
 

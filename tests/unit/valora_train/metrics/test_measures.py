@@ -11,6 +11,7 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Box
 from valora_train.metrics.measures import (
     box_accuracy,
+    calibration_error,
     cider,
     exact_counts,
     normalized,
@@ -74,51 +75,25 @@ def test_grounding_at_iou_one_half():
     assert scores.details["mean_iou"] == pytest.approx((0.51 + 0.49) / 4)
 
 
-def _cider(candidate, references, corpus):
-    """CIDEr-D as the paper has it, for one image, slowly."""
-
-    def grams(text, n):
-        words = text.split()
-        return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
-
-    total = 0.0
-    for n in range(1, 5):
-        seen = [set().union(*(grams(ref, n) for ref in refs)) for refs in corpus]
-
-        def vector(text, n=n, seen=seen):
-            found = grams(text, n)
-            return {
-                gram: found.count(gram)
-                * (math.log(len(corpus)) - math.log(max(1, sum(gram in one for one in seen))))
-                for gram in set(found)
-            }
-
-        mine = vector(candidate)
-        for reference in references:
-            theirs = vector(reference)
-            dot = sum(min(mine.get(gram, 0.0), w) * w for gram, w in theirs.items())
-            norm = math.sqrt(sum(v * v for v in mine.values())) * math.sqrt(
-                sum(v * v for v in theirs.values())
-            )
-            gap = len(grams(candidate, 2)) - len(grams(reference, 2))  # as pycocoevalcap counts
-            if norm:
-                total += dot / norm * math.exp(-(gap**2) / 72) / len(references)
-    return total / 4 * 10
+def test_cider_in_closed_form():
+    # With four words of its own, each caption has one n-gram of each weight with its image.
+    references = [("a red star there", "the old red star"), ("two blue rings touch",),
+                  ("some key at night",)]  # fmt: skip
+    said = [("A red star, there!",), ("two blue rings touch",), ()]
+    found = cider(said, references).each
+    # Half of what the first gets is from its twin, the rest from the words and pairs that it has in
+    # common with the other reference: ("red", "star") of 4, ("red star") of 3 n-grams.
+    assert found == pytest.approx([(10 + (2 / 4 + 1 / 3) / 4 * 10) / 2, 10, 0])
+    with pytest.raises(DataError, match="a sample of task caption has no answer"):
+        cider(said, [(), *references[1:]])
 
 
-def test_cider_is_that_of_the_paper():
-    references = [
-        ("a red star at the top", "there is a red star at the top"),
-        ("two blue rings", "two rings"),
-        ("a key and a sun at night", "a key and a sun in the dark"),
-    ]
-    said = ["A red star, at the top", "two blue stars", "a key at night"]
-    scores = cider([(text,) for text in said], references)
-    plain = ["a red star at the top", "two blue stars", "a key at night"]
-    for each, text, refs in zip(scores.each, plain, references, strict=True):
-        assert each == pytest.approx(_cider(text, refs, references), rel=1e-6)
-    assert scores.each[0] > 2 * scores.each[1]
-    assert cider([()] * 3, references).mean == 0.0
+def test_calibration_error_needs_probabilities():
+    sure = [Answer(label="a", soft=(0.9, 0.1)), Answer(label="b", soft=(0.3, 0.7))]
+    truth = [Answer(label="a"), Answer(label="a")]
+    assert calibration_error(sure, truth) == pytest.approx((0.1 + 0.7) / 2)
+    assert calibration_error([Answer(label="a")], truth[:1]) is None
+    assert calibration_error([], []) is None
 
 
 def test_intervals_hold_the_mean():

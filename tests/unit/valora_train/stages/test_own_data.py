@@ -351,6 +351,14 @@ def test_data_without_any_object_is_refused(tmp_path: Path) -> None:
         build_data(own(tmp_path / "set" / "data.yaml"), tmp_path / "data")
 
 
+def test_answers_that_teach_nothing_are_refused(tmp_path: Path) -> None:
+    table(tmp_path / "set", lambda _: {"count": 1})
+    source = SourceSettings(kind="imagefolder", path=str(tmp_path / "set"))
+    domain = DomainSettings("coins", Task.COUNTING, ["0", "1"], "?", source=source)
+    with pytest.raises(DataError, match="are '1', so that there is nothing to tell apart"):
+        build_data(domain, tmp_path / "data")
+
+
 @pytest.mark.slow
 def test_domains_of_every_task_go_into_one_bundle(tmp_path: Path, random_llava: Path) -> None:
     (command,) = re.findall(r"```text\n(valora-train .*?)```", PAGE.read_text(), re.S)
@@ -377,54 +385,3 @@ def test_domains_of_every_task_go_into_one_bundle(tmp_path: Path, random_llava: 
     assert set(domains) == set(names)
     assert {facts["task"] for facts in domains.values()} == {*Task.all()} - {Task.CONTEXT}
     assert "/#/experiments/" in done.stdout
-
-
-def read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
-    """Answers of an example's samples by the number of their picture, and question."""
-    build_data(domain_of(name, tmp_path, monkeypatch), tmp_path / "data")
-    written = {natural_picture(i).tobytes(): i for i in range(COUNT)}
-    found = {}
-    for split in (Split.TRAIN, Split.VAL, Split.TEST):
-        for sample in shards.read(tmp_path / "data" / split):
-            found[f"{written[sample.image.tobytes()]} {sample.prompt}"] = sample.answer
-    return found
-
-
-# What the files say, read by hand: no other reader of these formats is installed.
-
-
-def test_label_studio_reads_as_its_manual_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = read("fruit", tmp_path, monkeypatch)
-    tasks = {task["id"]: task for task in json.loads((tmp_path / "fruit/export.json").read_text())}
-    assert len(found) >= 16
-    for key, answer in found.items():
-        (result,) = tasks[int(key.split()[0])]["annotations"][0]["result"]
-        value = result["value"]  # percent of the picture, 96 pixels wide and high
-        left, top = 0.96 * value["x"], 0.96 * value["y"]
-        edges = (left, top, left + 0.96 * value["width"], top + 0.96 * value["height"])
-        (box,) = answer.boxes
-        assert box.xyxy == pytest.approx(edges)
-        assert [box.label] == value["rectanglelabels"]
-
-
-def test_llava_vqa_and_refcoco_read_as_their_files_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    talk = read("talk", tmp_path / "a", monkeypatch)
-    for key, answer in talk.items():
-        number, _, question = key.partition(" ")
-        assert question == "which one?"
-        assert answer.answers == (f"no. {number}",)
-    yesno = read("yesno", tmp_path / "b", monkeypatch)
-    for key, answer in yesno.items():
-        number, _, question = key.partition(" ")
-        assert question == "is it?"
-        assert answer.answers == (("yes", "no")[int(number) % 2],)
-    where = read("where", tmp_path / "c", monkeypatch)
-    for key, answer in where.items():
-        assert key.endswith(" the left one")
-        (box,) = answer.boxes  # x, y, width and height in the file
-        assert box.xyxy == (4, 6, 54, 46)
-    assert min(map(len, (talk, yesno, where))) >= 16

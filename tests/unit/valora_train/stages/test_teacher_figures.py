@@ -5,7 +5,6 @@ import random
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from valora_data import shards
@@ -13,7 +12,6 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Split, Task
 from valora_data.sources.scenes.builtin import builtin_labels
 from valora_train.metrics.evaluate import match
-from valora_train.metrics.measures import calibration_error
 from valora_train.settings import DomainSettings, SourceSettings, TeacherSettings
 from valora_train.stages.data import build_data
 from valora_train.stages.distill import (
@@ -178,22 +176,3 @@ def test_a_small_teacher_is_distilled_with_its_soft_labels(data, tmp_path):
     assert all(len(sample.answer.soft) == len(WEATHER) for sample in samples[:12])
     assert all(sample.answer.choice for sample in samples)
     assert set(json.loads((out / REPORT).read_text())["accuracy"]) == {"unlabelled", "val", "test"}
-
-
-def test_calibration_of_labels_equals_its_definition():
-    rng = np.random.default_rng(3)
-    shares = rng.dirichlet([0.6, 0.6, 0.6], size=400)
-    labels, best = ["a", "b", "c"], shares.max(axis=1)
-    truth = [labels[place] for place in rng.integers(0, 3, 400)]
-    predicted = [Answer(label=labels[int(row.argmax())], soft=tuple(map(float, row)))
-                 for row in shares]  # fmt: skip
-    bins = np.minimum((best * 15).astype(int), 14)
-    hit = np.array([one.label == other for one, other in zip(predicted, truth, strict=True)])
-    expected = sum(
-        abs(hit[bins == number].mean() - best[bins == number].mean()) * (bins == number).mean()
-        for number in set(bins.tolist())
-    )
-    answers = [Answer(label=label) for label in truth]
-    assert calibration_error(predicted, answers) == pytest.approx(expected, abs=1e-5)
-    assert calibration_error([Answer(label="a")], [Answer(label="a")]) is None
-    assert calibration_error([], []) is None

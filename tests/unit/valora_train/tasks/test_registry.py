@@ -43,12 +43,9 @@ def test_a_task_of_another_package(installed):
     assert TASK_TYPES["close_number"].measure(said, truth).mean == np.mean([1, 1, 0, 1])
 
 
-def test_an_unknown_task_type_lists_what_there_is():
+def test_unknown_task_types_and_options_are_refused():
     with pytest.raises(DataError, match="unknown task type 'poetry': choose one of caption, class"):
         TASK_TYPES["poetry"]
-
-
-def test_options_of_a_task_type_without_any_are_refused():
     check_options(HeadSettings())
     with pytest.raises(SettingsError, match="task type video has no options, got speed"):
         check_options(HeadSettings(options={"video": {"speed": 2}}))

@@ -111,9 +111,7 @@ def distill_stage(
 
         weights = domain.teacher if taught is None else None
         cache = _cache(domain, work)
-        facts, hashes = teacher_facts(
-            teacher.kind, weights, teacher.options, domain.prompt, cache
-        )
+        facts, hashes = teacher_facts(teacher.kind, weights, teacher.options, domain.prompt, cache)
         known = as_dict(teacher)
         settings |= {key: known[key] for key in ("min_confidence", "threshold", "labelled")}
         settings |= facts

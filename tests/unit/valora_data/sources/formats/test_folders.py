@@ -81,7 +81,8 @@ def test_unlabelled_images(tmp_path: Path) -> None:
 BOXES = Answer((Box(0, 0, 3, 2, "cat"),))
 ROWS: list[tuple[Task, dict[str, object], Answer]] = [
     (Task.CLASSIFICATION, {"label": "cat"}, Answer(label="cat")),
-    (Task.CLASSIFICATION, {"label": 3.0, "soft": [0.5, 0.5]}, Answer(label="3", soft=(0.5, 0.5))),
+    (Task.CLASSIFICATION, {"class": 3.0, "probabilities": [0.5, 0.5]},
+     Answer(label="3", soft=(0.5, 0.5))),
     (Task.COUNTING, {"count": 4.0}, Answer(count=4)),
     (Task.VQA, {"question": "it", "answer": "me"}, Answer(answers=("me",))),
     (Task.VQA, {"question": "it", "answers": [{"answer": "a"}, {"answer": "b"}]},

@@ -44,11 +44,7 @@ class Checkpoint:
         self.spent = 0.0
 
     def load(self, training: str) -> dict[str, Any] | None:
-        """Return the state of a training, or None if there is none.
-
-        Args:
-            training: What is trained; a checkpoint of another training is ignored.
-        """
+        """The state of a training; None if there is none, or it is of another one."""
         import torch
 
         self._started = time.monotonic()
@@ -82,20 +78,15 @@ class Checkpoint:
         Returns:
             Whether one was written.
         """
+        import torch
+
         start = time.monotonic()
         if start < self._next:
             return False
-        written = self._write(training, state())
-        now = time.monotonic()
-        self._next = now + max(self._every, (now - start) / COST if self._every else 0.0)
-        return written
-
-    def _write(self, training: str, state: dict[str, Any]) -> bool:
-        import torch
-
-        seconds = self.spent + time.monotonic() - self._started
+        found: dict[str, Any] = {"training": training, "state": state()}
+        found["seconds"] = self.spent + time.monotonic() - self._started
         body = io.BytesIO()
-        torch.save({"training": training, "seconds": seconds, "state": state}, body)
+        torch.save(found, body)
         temporary = self._path.with_name(f"{self._path.name}.tmp")
         try:
             with temporary.open("wb") as file:
@@ -111,8 +102,11 @@ class Checkpoint:
                     self._path, error.strerror,
                 )  # fmt: skip
             self._failed = True
-            return False
-        return True
+        else:
+            self._failed = False
+        now = time.monotonic()
+        self._next = now + max(self._every, (now - start) / COST if self._every else 0.0)
+        return not self._failed
 
     def discard(self) -> None:
         """Delete the file: the training is finished."""

@@ -6,6 +6,7 @@ import argparse
 import random
 import sys
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from valora_data.sources.base import Source
-    from valora_data.validation.inspection import Inspection, SplitFacts
+    from valora_data.validation.inspection import Inspection
 
 BAR = 30
 SHOWN_LABELS = 20
@@ -173,28 +174,15 @@ def _report(found: Inspection, console: Console) -> None:
     for name in ("split", "samples", "images", "answered", "sizes"):
         table.add_column(name, justify="left" if name in ("split", "sizes") else "right")
     for split, facts in found.splits.items():
-        table.add_row(
-            split, f"{facts.samples}", f"{facts.images}", f"{facts.samples - facts.unanswered}",
-            _sizes(facts),
-        )  # fmt: skip
+        (size, count), *rest = facts.sizes.most_common() or [((0, 0), 0)]
+        sizes = f"{size[0]} × {size[1]}" + (f" ({count}), {len(rest)} more" if rest else "")
+        answered = facts.samples - facts.unanswered
+        table.add_row(split, str(facts.samples), str(facts.images), str(answered), sizes)
     console.print(table)
-    _histogram(found, console)
-
-
-def _sizes(facts: SplitFacts) -> str:
-    (size, count), *rest = facts.sizes.most_common() or [((0, 0), 0)]
-    text = f"{size[0]} × {size[1]}"
-    return text if not rest else f"{text} ({count}), {len(rest)} more"
-
-
-def _histogram(found: Inspection, console: Console) -> None:
-    from rich.table import Table
-
     total: Counter[str] = sum((facts.labels for facts in found.splits.values()), start=Counter())
     if not total:
         return
-    table = Table(title=plural(len(total), "label"),
-                  title_justify="left")  # fmt: skip
+    table = Table(title=plural(len(total), "label"), title_justify="left")
     table.add_column("label")
     for split in found.splits:
         table.add_column(split, justify="right")
@@ -214,18 +202,15 @@ def _preview(source: Source, options: argparse.Namespace, console: Console) -> i
 
     if options.count < 1:
         raise DataError(f"--count must be at least 1, got {options.count}")
-    kept, looked = _Reservoir(options.count, options.seed), 0
-    splits = open_source(source)
-    names = {("all" if split is None else str(split)): stream for split, stream in splits.items()}
-    if options.split and options.split not in names:
-        raise DataError(f"there is no split {options.split!r}, only {', '.join(names)}: name one")
-    for name, stream in names.items():
-        if options.split in (None, name):
-            for sample in stream():
-                if looked == options.limit:
-                    break
-                looked += 1
-                kept.offer(sample)
+    kept = _Reservoir(options.count, options.seed)
+    splits = {str(split or "all"): stream for split, stream in open_source(source).items()}
+    if options.split and options.split not in splits:
+        raise DataError(f"there is no split {options.split!r}, only {', '.join(splits)}: name one")
+    streams = [stream for name, stream in splits.items() if options.split in (None, name)]
+    looked = 0
+    for sample in islice((sample for stream in streams for sample in stream()), options.limit):
+        looked += 1
+        kept.offer(sample)
     if not kept.samples:
         raise DataError(f"{options.path} holds no samples: there is nothing to show")
     out = Path(options.out)

@@ -11,11 +11,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Number of cores that this process may use: its affinity, and its container's limit.
-
-    A container that may use 4 of 64 cores (`docker run --cpus 4`, a limit of Kubernetes) sees all
-    64, and 64 threads would wait for each other.
-    """
+    """Number of cores that this process may use: its affinity, and its container's limit."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
 """Draws samples for people: images with boxes, captions below them, tiles side by side on a sheet.
 
 Boxes and their labels are drawn by supervision, which the training extra installs; nothing that
-serves imports this module.
+serves imports this module. Sizes are in pixels.
 """
 
 from __future__ import annotations
@@ -21,65 +21,38 @@ if TYPE_CHECKING:
 
 MAX_FRAMES = 4
 MAX_STRETCH = 3  # longest side of a photograph, in sides of a square of the same area
-LETTER_WIDTH, ROW_HEIGHT = 6, 12  # pixels of Pillow's default font
-LABEL_SIZE, LABEL_PADDING = 12, 2  # pixels
-LEGEND_ROW, LEGEND_GAP = 18, 8  # pixels
-
-
-def fit_into_tile(
-    images: Sequence[Image.Image], side: int, background: str
-) -> tuple[Image.Image, float]:
-    """Fit an image, or some frames of a video, into a square tile without distorting them.
-
-    Args:
-        images: The image, or the frames; at most four frames are shown, the first and the last
-            among them.
-        side: Width and height of the tile in pixels.
-        background: Colour of what the images leave free.
-
-    Returns:
-        The tile, and the scale at which the first image, in the upper left corner, is shown.
-    """
-    count = min(MAX_FRAMES, len(images))
-    shown = [images[round(i * (len(images) - 1) / max(1, count - 1))] for i in range(count)]
-    across = 1 if count == 1 else 2
-    cell = side // across
-    tile = Image.new("RGB", (side, side), background)
-    for place, image in enumerate(shown):
-        fitted = ImageOps.contain(image.convert("RGB"), (cell, cell))
-        tile.paste(fitted, (place % across * cell, place // across * cell))
-    return tile, cell / max(shown[0].size)
+LETTER_WIDTH, ROW_HEIGHT = 6, 12  # of Pillow's default font
+LABEL_SIZE, LABEL_PADDING = 12, 2
+LEGEND_ROW, LEGEND_GAP = 18, 8
 
 
 def show_photograph(images: Sequence[Image.Image], side: int) -> tuple[Image.Image, float]:
     """Scale an image to the area of a square, so that panoramas and portraits stay readable.
 
-    Args:
-        images: The image; of a video's frames, some are shown in a square (`fit_into_tile`).
-        side: Side of the square in pixels. No side of an image gets longer than three times that.
+    Of a video's frames up to four are shown in a square, the first and the last among them.
 
     Returns:
-        The scaled image without any border, and the scale.
+        The picture, and the scale at which the image, or the first frame, is shown in its upper
+        left corner.
     """
-    if len(images) > 1:
-        return fit_into_tile(images, side, "black")
-    width, height = images[0].size
-    scale = min(side / math.sqrt(width * height), MAX_STRETCH * side / max(width, height))
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    return images[0].convert("RGB").resize(size, Image.Resampling.LANCZOS), scale
+    if len(images) == 1:
+        width, height = images[0].size
+        scale = min(side / math.sqrt(width * height), MAX_STRETCH * side / max(width, height))
+        size = (max(1, round(width * scale)), max(1, round(height * scale)))
+        return images[0].convert("RGB").resize(size, Image.Resampling.LANCZOS), scale
+    count = min(MAX_FRAMES, len(images))
+    shown = [images[round(i * (len(images) - 1) / (count - 1))] for i in range(count)]
+    cell = side // 2
+    tile = Image.new("RGB", (side, side), "black")
+    for place, image in enumerate(shown):
+        fitted = ImageOps.contain(image.convert("RGB"), (cell, cell))
+        tile.paste(fitted, (place % 2 * cell, place // 2 * cell))
+    return tile, cell / max(shown[0].size)
 
 
 def widen(tile: Image.Image, width: int, background: str) -> Image.Image:
-    """Give a narrow image a border on the right, so that text below it has room.
-
-    Args:
-        tile: The image.
-        width: Least width in pixels.
-        background: Colour of the border.
-    """
-    if tile.width >= width:
-        return tile
-    wider = Image.new("RGB", (width, tile.height), background)
+    """Give a narrow image a border on the right, so that text below it has room."""
+    wider = Image.new("RGB", (max(width, tile.width), tile.height), background)
     wider.paste(tile)
     return wider
 
@@ -102,9 +75,6 @@ def draw_boxes(
         colours: Colour of each box.
         labels: Text above each box, cut to the width of the image; None for no text.
         below: Whether the text is below each box instead.
-
-    Returns:
-        The image with the boxes.
     """
     if not boxes:
         return tile
@@ -135,7 +105,7 @@ def draw_boxes(
 
 
 def _cut(text: str, room: int) -> str:
-    """Shorten a label to a width in pixels."""
+    """Shorten a label to a width."""
     font = ImageFont.load_default(LABEL_SIZE)
     if font.getlength(text) <= room:
         return text
@@ -147,14 +117,7 @@ def _cut(text: str, room: int) -> str:
 def add_legend(
     sheet: Image.Image, entries: Sequence[tuple[str, str]], background: str, text: str
 ) -> Image.Image:
-    """Put a legend above a sheet: a coloured square and its meaning for each entry.
-
-    Args:
-        sheet: The sheet.
-        entries: Meaning and colour of each entry.
-        background: Colour behind the legend.
-        text: Colour of the words.
-    """
+    """Put a legend above a sheet: a coloured square for each meaning and colour, then the words."""
     font = ImageFont.load_default(LABEL_SIZE)
     places, left, row = [], LEGEND_GAP, 0
     for meaning, _ in entries:
@@ -205,14 +168,7 @@ def add_caption(
 
 
 def arrange(tiles: Sequence[Image.Image], columns: int, gap: int, background: str) -> Image.Image:
-    """Arrange tiles row by row on a sheet; tiles may differ in size.
-
-    Args:
-        tiles: At least one.
-        columns: Tiles per row, where all are as narrow as the narrowest.
-        gap: Pixels between tiles and around the sheet.
-        background: Colour of the gaps.
-    """
+    """Arrange tiles row by row on a sheet, `columns` of the narrowest in a row."""
     narrowest, widest = (pick(tile.width for tile in tiles) for pick in (min, max))
     width = max(columns * (narrowest + gap), widest + gap) + gap
     places, left, top, tallest = [], gap, gap, 0

@@ -5,44 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageOps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     import numpy.typing as npt
 
     from valora_data.schema import Sample
 
-THUMB = 24
-"""Side of the thumbnails that copies are compared by, in pixels."""
-NEAR_BITS = 6
+NEAR_BITS = 16
 """Largest Hamming distance, of 64 bits, between the hashes of copies."""
-MOST_BITS = 16
-"""Largest Hamming distance of copies of smooth pictures, whose hashes are half noise."""
+SIDE = 24
+"""Side of the thumbnails that copies are compared by, in pixels."""
+SAME_LEVELS = 18.0
+"""Largest difference between thumbnails of copies in any pixel, but for the brightness, of 255
+levels: in grey, halving with recompression to quality 20 stays below 16, and a patch of a thirtieth
+of the width that moved before a fixed camera exceeds 40."""
+GREY = np.array([0.299, 0.587, 0.114], np.float32)
 NEAR_LEVELS = 6.0
-"""Largest mean difference between the thumbnails of copies, of 255 levels."""
-NEAR = (NEAR_LEVELS, 14.0)
-"""Largest mean difference between the thumbnails of copies, on the whole and in any part of 3 × 3
-pixels: where something moved in front of a fixed camera, the latter is larger."""
-SMOOTH = (3.0, 8.0)
-"""The same for pictures whose hashes differ in more than `NEAR_BITS` bits."""
-DETAIL = 64
-"""Side of the grey pictures that tell copies whose boxes differ, in pixels."""
-SAME_LEVELS = 10.0
-"""Largest difference between these pictures of copies, in any pixel: recompression to quality 20
-and halving stay below it, and what moved in front of a fixed camera does not."""
+"""Largest mean difference between thumbnails of copies with the same boxes: a text may lie over."""
 FLAT = 4.0
 """Standard deviation of the grey levels below which an image is too uniform to be recognised."""
-SAME_PLACE = 0.5
+SAME_PLACE = 0.8
 """Intersection over union from which two boxes are at the same place."""
-EXACT_PLACE = 0.8
-"""Intersection over union from which they are at exactly the same place."""
 SAME_BOXES = 0.8
-"""Share of the boxes that must be at the same places in copies."""
+"""Share of the boxes that must be at the same places."""
 Key = tuple[str, str]
 """Name of the split and id of a sample."""
 
@@ -86,24 +77,18 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Print:
-    """What a picture is recognised by.
-
-    Attributes:
-        key: Split and id of the sample.
-        bits: Perceptual hash.
-        mirrored: Perceptual hash of the mirror image.
-        thumb: Thumbnail, uint8 of shape (`THUMB`, `THUMB`, 3).
-        detail: Grey levels, uint8 of shape (`DETAIL`, `DETAIL`).
-        boxes: Edges of the objects as shares of the image, float of shape (n, 4); None where
-            objects are not what is asked for.
-    """
+    """What a picture is recognised by; `boxes` has shape (n, 4), in shares of the image."""
 
     key: Key
     bits: np.uint64
     mirrored: np.uint64
     thumb: npt.NDArray[np.uint8]
-    detail: npt.NDArray[np.uint8]
-    boxes: npt.NDArray[np.float64] | None
+    boxes: npt.NDArray[np.float64]
+
+    def mirror(self) -> _Print:
+        x0, y0, x1, y1 = self.boxes.T
+        boxes = np.stack([1 - x1, y0, 1 - x0, y1], axis=1)
+        return _Print(self.key, self.mirrored, self.bits, self.thumb[:, ::-1], boxes)
 
 
 class Duplicates:
@@ -137,19 +122,16 @@ class Duplicates:
         first = self._exact.setdefault(content_hash(sample), key)
         if first != key:
             self._pairs.append(Pair(first, key, Likeness.EQUAL))
-            return
-        if not self._near:
-            return
-        picture = sample.images[len(sample.images) // 2]
-        thumb = picture.resize((THUMB, THUMB), Image.Resampling.BOX)
-        bits = perceptual_hash(thumb)
-        mirrored = perceptual_hash(ImageOps.mirror(thumb))
-        if bits is not None and mirrored is not None:
-            levels = np.asarray(thumb, dtype=np.uint8)
-            small = picture.convert("L").resize((DETAIL, DETAIL), Image.Resampling.BILINEAR)
-            detail = np.asarray(small, dtype=np.uint8)
-            boxes = _places(sample, picture)
-            self._prints.append(_Print(key, bits, mirrored, levels, detail, boxes))
+        elif self._near:
+            picture = sample.images[len(sample.images) // 2]
+            thumb = picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+            bits, mirrored = perceptual_hash(thumb), perceptual_hash(ImageOps.mirror(thumb))
+            # Where samples have prompts, the boxes are those of one question.
+            known = sample.answer.boxes if sample.prompt is None else ()
+            boxes = np.array([box.xyxy for box in known], np.float64).reshape(-1, 4)
+            boxes /= [*picture.size, *picture.size]
+            if bits is not None and mirrored is not None:
+                self._prints.append(_Print(key, bits, mirrored, np.asarray(thumb), boxes))
 
     def pairs(self) -> list[Pair]:
         """All pairs so far: each copy with the first sample of its picture."""
@@ -157,24 +139,14 @@ class Duplicates:
 
     def _near_pairs(self) -> Iterator[Pair]:
         prints = self._prints
-        if not prints:
-            return
-        bits = np.array([found.bits for found in prints])
-        thumbs = np.stack([found.thumb for found in prints])
-        parts = np.stack([_parts(found.thumb) for found in prints])
+        bits = np.array([one.bits for one in prints], np.uint64)
         for likeness in (Likeness.ALIKE, Likeness.MIRRORED):
-            flip = likeness is Likeness.MIRRORED
-            for place, found in enumerate(prints):
-                shown = _mirrored(found) if flip else found
+            for place, one in enumerate(prints):
+                shown = one.mirror() if likeness is Likeness.MIRRORED else one
                 apart = np.bitwise_count(bits[:place] ^ shown.bits)
-                near = np.flatnonzero(apart <= MOST_BITS)
-                gaps = np.abs(parts[near] - _parts(shown.thumb)).mean(axis=(1, 2, 3))
-                near = near[gaps <= NEAR_LEVELS]  # cheap, and leaves few
-                limits = np.where(apart[near, None] <= NEAR_BITS, NEAR, SMOOTH)
-                alike, everywhere = _compare(thumbs[near], shown.thumb, limits)
-                for first, same in zip(near[alike], everywhere[alike], strict=True):
-                    if _is_copy(prints[first], shown, same):
-                        yield Pair(prints[first].key, found.key, likeness)
+                for first in np.flatnonzero(apart <= NEAR_BITS):
+                    if _is_copy(prints[first], shown):
+                        yield Pair(prints[first].key, one.key, likeness)
                         break
 
 
@@ -221,94 +193,30 @@ def groups_of(pairs: Iterable[Pair]) -> Mapping[Key, Key]:
     return {key: root(key) for key in list(first)}
 
 
-def _parts(levels: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Means of the parts of 3 × 3 pixels of a thumbnail, of shape (8, 8, 3)."""
-    side = THUMB // 3
-    means: npt.NDArray[np.float32] = levels.reshape(side, 3, side, 3, 3).mean(
-        axis=(1, 3), dtype=np.float32
-    )
-    return means
+def _is_copy(one: _Print, other: _Print) -> bool:
+    """Whether pictures differ nowhere, whatever was labelled, or little and have the same boxes.
 
-
-def _mirrored(found: _Print) -> _Print:
-    boxes = found.boxes
-    if boxes is not None:
-        edges = (1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3])
-        boxes = np.stack(edges, axis=1)
-    thumb, detail = found.thumb[:, ::-1], found.detail[:, ::-1]
-    return _Print(found.key, found.mirrored, found.bits, thumb, detail, boxes)
-
-
-def _compare(
-    thumbs: npt.NDArray[np.uint8], shown: npt.NDArray[np.uint8], limits: npt.NDArray[np.float64]
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Whether thumbnails agree with another one, but for the brightness.
-
-    Args:
-        thumbs: Shape (n, `THUMB`, `THUMB`, 3).
-        shown: Shape (`THUMB`, `THUMB`, 3).
-        limits: Largest mean difference on the whole and in any part, of shape (n, 2).
-
-    Returns:
-        Whether they agree on the whole, and whether they do in every part, each of shape (n,).
+    Recompression changes colours most, so without boxes to compare, grey levels decide.
     """
-    gaps = thumbs.astype(np.float32) - shown
-    alike = np.abs(gaps).mean(axis=(1, 2, 3)) <= NEAR_LEVELS
-    gaps -= gaps.mean(axis=(1, 2, 3), keepdims=True)
-    gaps = np.abs(gaps)
-    alike &= gaps.mean(axis=(1, 2, 3)) <= limits[:, 0]
-    side = THUMB // 3
-    in_parts = gaps.reshape(-1, side, 3, side, 3, 3).mean(axis=(2, 4, 5))
-    return alike, in_parts.max(axis=(1, 2), initial=0) <= limits[:, 1]
-
-
-def _is_copy(one: _Print, other: _Print, everywhere: bool) -> bool:
-    """Whether one of two pictures that are alike on the whole is a copy of the other.
-
-    Args:
-        one: The first.
-        other: The second, mirrored where that is what is compared.
-        everywhere: Whether they are alike in every part.
-    """
-    gap = one.detail.astype(np.float32) - other.detail
-    if np.abs(gap - gap.mean()).max() <= SAME_LEVELS:
-        return True  # whatever was labelled: two people may have
-    if not everywhere and not _boxed_alike(one.boxes, other.boxes):
+    gaps = one.thumb.astype(np.float32) - other.thumb
+    if np.abs(gaps).mean() > NEAR_LEVELS:
         return False
-    return _same_boxes(one.boxes, other.boxes, SAME_PLACE)
-
-
-def _boxed_alike(
-    one: npt.NDArray[np.float64] | None, other: npt.NDArray[np.float64] | None
-) -> bool:
-    """Whether pictures have objects at exactly the same places, so that little was put over one."""
-    known = one is not None and other is not None and len(one) and len(other)
-    return bool(known) and _same_boxes(one, other, EXACT_PLACE)
-
-
-def _same_boxes(
-    one: npt.NDArray[np.float64] | None,
-    other: npt.NDArray[np.float64] | None,
-    least_iou: float,
-) -> bool:
-    """Whether boxes are at the same places; where one picture has none, they do not tell."""
-    if one is None or other is None or not len(one) or not len(other):
+    if np.abs(gaps - gaps.mean()).max() <= SAME_LEVELS:
         return True
+    if len(one.boxes) and len(other.boxes):
+        return _same_boxes(one.boxes, other.boxes)
+    grey = gaps @ GREY
+    return bool(np.abs(grey - grey.mean()).max() <= SAME_LEVELS)
+
+
+def _same_boxes(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> bool:
+    """Whether most of the boxes of two pictures are at the same places."""
+    from scipy.optimize import linear_sum_assignment
+
     least = np.maximum(one[:, None, :2], other[None, :, :2])
     most = np.minimum(one[:, None, 2:], other[None, :, 2:])
     shared = np.prod(np.clip(most - least, 0, None), axis=2)
     areas = [np.prod(boxes[:, 2:] - boxes[:, :2], axis=1) for boxes in (one, other)]
     iou = shared / (areas[0][:, None] + areas[1][None] - shared)
-    from scipy.optimize import linear_sum_assignment
-
-    rows, columns = linear_sum_assignment(-iou)
-    matched = int((iou[rows, columns] >= least_iou).sum())
+    matched = int((iou[linear_sum_assignment(-iou)] >= SAME_PLACE).sum())
     return matched >= SAME_BOXES * max(len(one), len(other))
-
-
-def _places(sample: Sample, picture: Image.Image) -> npt.NDArray[np.float64] | None:
-    if sample.prompt is not None:  # the boxes are those of one question
-        return None
-    edges: Sequence[tuple[float, ...]] = [box.xyxy for box in sample.answer.boxes]
-    scale = (picture.width, picture.height, picture.width, picture.height)
-    return np.array(edges, np.float64).reshape(-1, 4) / scale

@@ -19,12 +19,10 @@ log = logging.getLogger(__name__)
 
 MAX_FAULTY = 0.05
 """Share of images that may have faults before a data set is refused."""
-EXAMPLES = 3
-"""Examples of each kind of fault that a message shows."""
 
 
 class FaultKind(Enum):
-    """A kind of fault: what it is, the remedy, and whether something is skipped.
+    """A kind of fault.
 
     Attributes:
         what: What is counted, in the words of `wording.plural`.
@@ -34,82 +32,61 @@ class FaultKind(Enum):
     """
 
     def __init__(self, what: str, remedy: str, skips: bool = True) -> None:
-        self.what = what
-        self.remedy = remedy
-        self.skips = skips
+        self.what, self.remedy, self.skips = what, remedy, skips
 
-    IMAGE_MISSING = (
-        "image|images is|are listed but missing",
-        "add the files or remove the entries",
-    )
-    IMAGE_UNREADABLE = ("image|images cannot be decoded", "repair or remove them")
-    VIDEO_UNREADABLE = ("video|videos cannot be decoded", "repair or remove them")
-    IMAGE_TWICE = ("image|images is|are listed twice", "keep one entry for each")
+    # fmt: off
+    IMAGE_MISSING = "image|images is|are listed but missing", "add the files or remove the entries"
+    IMAGE_UNREADABLE = "image|images cannot be decoded", "repair or remove them"
+    VIDEO_UNREADABLE = "video|videos cannot be decoded", "repair or remove them"
+    IMAGE_TWICE = "image|images is|are listed twice", "keep one entry for each"
     IMAGE_UNCLASSED = (
-        "image|images lies|lie beside the folders of the classes", "move them into one of them",
-    )  # fmt: skip
-    IMAGE_OUTSIDE = ("file|files lies|lie outside the data set's folder", "move them inside")
+        "image|images lies|lie beside the folders of the classes", "move them into one of them")
+    IMAGE_OUTSIDE = "file|files lies|lie outside the data set's folder", "move them inside"
     SIZE_DIFFERS = (
         "image|images differs|differ in size from what its|their annotation says",
-        "export the annotations for these images again",
-    )
-    BOX_EMPTY = ("box|boxes has|have no area", "give them a width and a height, or remove them")
+        "export the annotations for these images again")
+    BOX_EMPTY = "box|boxes has|have no area", "give them a width and a height, or remove them"
     BOX_INVERTED = (
         "box|boxes has|have no area, as its|their edges are the wrong way round",
-        "exchange the edges",
-    )
+        "exchange the edges")
     BOX_NOT_FINITE = (
         "box|boxes has|have no area, as its|their edges are not finite numbers",
-        "correct or remove them",
-    )
+        "correct or remove them")
     BOX_OUTSIDE = (
         "box|boxes lies|lie outside its|their image",
-        "check the unit of the coordinates and the size of the image",
-    )
-    BOX_MALFORMED = ("box|boxes is|are malformed", "fix or remove them")
-    CLASS_UNKNOWN = ("box|boxes has|have an unknown class", "make the ids and names match")
+        "check the unit of the coordinates and the size of the image")
+    BOX_MALFORMED = "box|boxes is|are malformed", "fix or remove them"
+    CLASS_UNKNOWN = "box|boxes has|have an unknown class", "make the ids and names match"
     LABEL_STRAY = (
         "label|labels is|are none of the domain's",
-        "correct them, or add them to the domain's labels",
-    )
-    LABEL_MALFORMED = ("label|labels is|are malformed", "correct them")
-    ROW_MALFORMED = ("row|rows is|are malformed", "fix or remove them")
-    ROW_INCOMPLETE = ("row|rows lacks|lack a value", "add it or remove the row")
-    FILE_MALFORMED = ("annotation file|files cannot be read", "export them again")
+        "correct them, or add them to the domain's labels")
+    LABEL_MALFORMED = "label|labels is|are malformed", "correct them"
+    ROW_MALFORMED = "row|rows is|are malformed", "fix or remove them"
+    ROW_INCOMPLETE = "row|rows lacks|lack a value", "add it or remove the row"
+    FILE_MALFORMED = "annotation file|files cannot be read", "export them again"
     ANNOTATION_STRAY = (
         "annotation|annotations belongs|belong to no listed image",
-        "add the images or remove the annotations",
-    )
-    ID_TWICE = ("id|ids occurs|occur more than once", "number them anew")
+        "add the images or remove the annotations")
+    ID_TWICE = "id|ids occurs|occur more than once", "number them anew"
 
-    ROW_REPEATED = ("row|rows is|are repeated, of which one is used", "keep one of each", False)
+    ROW_REPEATED = "row|rows is|are repeated, of which one is used", "keep one of each", False
     IMAGE_UNLABELLED = (
         "image|images has|have no label file or entry, which counts as no objects",
-        "add labels, or leave it if they show none",
-        False,
-    )
+        "add labels, or leave it if they show none", False)
     LABELS_EMPTY = (
         "image|images has|have empty labels, which counts as no objects",
-        "add labels, or leave it if they show none",
-        False,
-    )
+        "add labels, or leave it if they show none", False)
     LABELS_ORPHANED = (
-        "label file|files belongs|belong to no image", "add the images or remove the files", False,
-    )  # fmt: skip
+        "label file|files belongs|belong to no image", "add the images or remove the files", False)
     IMAGE_UNLISTED = (
-        "image file|files is|are not listed and not used", "list them or remove them", False,
-    )  # fmt: skip
+        "image file|files is|are not listed and not used", "list them or remove them", False)
     NOT_LABELLED = (
-        "entry|entries is|are not labelled yet and not used",
-        "label or remove them",
-        False,
-    )
+        "entry|entries is|are not labelled yet and not used", "label or remove them", False)
     SPLIT_REPEATED = (
         "split|splits has|have the images of train, of which a part is taken for it|them",
-        "name other images for it, if there are any",
-        False,
-    )
-    CLASS_UNUSED = ("class|classes has|have no samples", "add samples or remove the class", False)
+        "name other images for it, if there are any", False)
+    CLASS_UNUSED = "class|classes has|have no samples", "add samples or remove the class", False
+    # fmt: on
 
 
 class FaultError(DataError):
@@ -122,8 +99,7 @@ class FaultError(DataError):
 
     def __init__(self, kind: FaultKind, text: str) -> None:
         super().__init__(f"{text}: {kind.remedy}")
-        self.kind = kind
-        self.text = text
+        self.kind, self.text = kind, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +139,6 @@ class Faults:
     def add(self, kind: FaultKind, item: str, text: str) -> None:
         """Collect a fault.
 
-        Args:
-            kind: Kind of fault.
-            item: The image or row that it belongs to.
-            text: Names the thing and what is wrong with it.
-
         Raises:
             DataError: More than `tolerance` of the images have faults.
         """
@@ -190,14 +161,7 @@ class Faults:
 
     @contextmanager
     def tolerate(self, item: str) -> Iterator[None]:
-        """Collect a `FaultError` of the block instead of raising it.
-
-        Args:
-            item: The image or row that the block reads.
-
-        Raises:
-            DataError: More than `tolerance` of the images have faults.
-        """
+        """Collect a `FaultError` of the block that reads an image or row, instead of raising it."""
         try:
             yield
         except FaultError as error:
@@ -224,13 +188,11 @@ class Faults:
             if kind.skips
         ]
         return (
-            f"{self.source}: {len(self._items)} of {plural(self.total, 'image')} skipped in "
-            "whole or in "
-            f"part: {'; '.join(kinds)}; `valora-data check` lists all faults"
+            f"{self.source}: {len(self._items)} of {plural(self.total, 'image')} skipped in whole "
+            f"or in part: {'; '.join(kinds)}; `valora-data check` lists all faults"
         )
 
     def warn(self) -> None:
-        """Log one warning about what was skipped since the last one, if anything was."""
-        text = self.summary()
-        if text is not None:
+        """Log one warning about what was skipped, if anything was."""
+        if (text := self.summary()) is not None:
             log.warning("%s", text)

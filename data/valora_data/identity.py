@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,15 +26,15 @@ HUB_SECONDS = 5.0
 
 
 def place_hash(place: str | Path, cache: Path | None = None) -> str:
-    """Hash what a file, a folder or a name on the hub holds.
+    """Hash what a file, a folder or the name of a model on the hub holds.
 
     Args:
-        place: The file, the folder, or the name of a model on the hub.
+        place: The file, the folder or the name.
         cache: As in `hash_files`.
 
     Returns:
-        The hash of the content; for a name on the hub its commit; empty if there is no such thing,
-        which loading it reports.
+        The hash of the content; for a name its commit; empty if there is no such thing, which
+        loading it reports.
 
     Raises:
         OSError: A file cannot be read.
@@ -43,15 +44,7 @@ def place_hash(place: str | Path, cache: Path | None = None) -> str:
 
 
 def hub_commit(name: str, kind: Literal["model", "dataset"] = "model") -> str:
-    """Return the commit that loading a repository of the hub by its name leads to.
-
-    Args:
-        name: Name of the repository.
-        kind: What the repository holds.
-
-    Returns:
-        The commit on the hub; offline, that of the local cache; empty if neither is known.
-    """
+    """The commit of a repository on the hub; offline, that of the local cache; empty if unknown."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -76,35 +69,27 @@ def code_hash(module: str) -> str:
 
     A module is local if it belongs to the same package, or lies outside the folders of installed
     packages and of the standard library. A file is named by a string constant with its path,
-    relative to the working directory or to the module.
-
-    Args:
-        module: Name of the module.
-
-    Returns:
-        The hash; empty for modules of this project, and for those that cannot be found.
+    relative to the working directory or to the module. Empty for modules of this project, and for
+    those that cannot be found.
     """
     top = module.partition(".")[0]
     if top in OURS:
         return ""
-    files: dict[Path, set[str]] = {}
-    waiting = [module]
-    seen: set[str] = set()
+    files: dict[Path, set[Path]] = {}
+    waiting, seen = [module], set[str]()
     while waiting:
         name = waiting.pop()
-        if name in seen:
-            continue
+        file = None if name in seen else _source(name, top)
         seen.add(name)
-        file = _source(name, top)
         if file is None or file in files:
             continue
-        tree = _parse(file)
-        files[file] = set() if tree is None else set(_named_files(tree, file.parent))
-        waiting += [] if tree is None else _imports(tree, name, file)
-    everything = {*files, *(Path(path) for named in files.values() for path in named)}
-    if not everything:
-        return ""
-    return hash_files(everything, min(files).parent)
+        files[file] = set()
+        with suppress(OSError, SyntaxError, ValueError):
+            tree = ast.parse(file.read_bytes())
+            files[file] = set(_named_files(tree, file.parent))
+            waiting += _imports(tree, name, file)
+    named = set[Path]().union(*files.values())
+    return hash_files({*files, *named}, min(files).parent) if files else ""
 
 
 def _source(name: str, top: str) -> Path | None:
@@ -138,13 +123,6 @@ def _is_local(spec: ModuleSpec | None) -> bool:
     )
 
 
-def _parse(file: Path) -> ast.Module | None:
-    try:
-        return ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None
-
-
 def _imports(tree: ast.Module, name: str, file: Path) -> Iterator[str]:
     """Names of modules, or of their attributes, that a module imports."""
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
@@ -159,16 +137,11 @@ def _imports(tree: ast.Module, name: str, file: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def _named_files(tree: ast.Module, folder: Path) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
-            continue
-        text = node.value
-        if not 0 < len(text) < 4096 or "\n" in text or "\0" in text:
-            continue
-        for path in (expanded(text), folder / text):
-            try:
-                if path.is_file():
-                    yield str(path)
-            except (OSError, RuntimeError):
-                continue
+def _named_files(tree: ast.Module, folder: Path) -> Iterator[Path]:
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    for text in texts:
+        if isinstance(text, str) and 0 < len(text) < 4096 and not {"\n", "\0"} & {*text}:
+            for path in (expanded(text), folder / text):
+                with suppress(OSError, RuntimeError):
+                    if path.is_file():
+                        yield path

@@ -134,13 +134,13 @@ def to_rgb(image: Image.Image, file_format: str | None = None) -> Image.Image:
     """
     mode = image.mode
     if mode.startswith("I;16") or (mode == "I" and file_format in ("PNG", "PPM")):
-        return _grey(np.asarray(image).astype(np.float64) / 257)
+        return _from_levels(np.asarray(image).astype(np.float64) / 257)
     if mode == "I":
         raise DataError(
             "it holds 32-bit integers, of which the white is not known; save it with 8 or 16 bits"
         )
     if mode == "F":
-        return _grey(_levels(np.asarray(image)))
+        return _from_floats(np.asarray(image))
     if image.has_transparency_data:
         return _on_background(image)
     if mode in ("CMYK", "LAB"):
@@ -148,13 +148,12 @@ def to_rgb(image: Image.Image, file_format: str | None = None) -> Image.Image:
     return image if mode == "RGB" else image.convert("RGB")
 
 
-def _grey(levels: np.ndarray) -> Image.Image:
-    rounded = np.clip(np.rint(levels), 0, 255).astype(np.uint8)
-    return Image.fromarray(rounded).convert("RGB")
+def _from_levels(levels: np.ndarray) -> Image.Image:
+    """An image of grey levels of 0 to 255."""
+    return Image.fromarray(np.clip(np.rint(levels), 0, 255).astype(np.uint8)).convert("RGB")
 
 
-def _levels(values: np.ndarray) -> np.ndarray:
-    """Grey levels of 0 to 255 from floating-point values."""
+def _from_floats(values: np.ndarray) -> Image.Image:
     if not np.isfinite(values).all():
         raise DataError("it holds values that are not finite; save it with 8 or 16 bits")
     least, most = float(values.min()), float(values.max())
@@ -163,7 +162,7 @@ def _levels(values: np.ndarray) -> np.ndarray:
             f"it holds values from {least:g} to {most:g}, of which the white is not known; scale "
             "them to 0 to 1, or save it with 8 or 16 bits"
         )
-    return values * 255.0 if most <= 1 else values
+    return _from_levels(values * 255.0 if most <= 1 else values)
 
 
 def _on_background(image: Image.Image) -> Image.Image:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import shutil
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from valora_data.duplicates import Duplicates, Likeness, groups_of
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Document, Sample, Split
+from valora_data.schema import Answer, Split
 from valora_data.shards import ShardWriter, open_shard
 from valora_data.splits import split_of
 from valora_data.wording import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from valora_data.duplicates import Pair
+    from valora_data.duplicates import Key, Pair
+    from valora_data.shards import Shard
     from valora_data.sources.base import Splits
 
 log = logging.getLogger(__name__)
@@ -27,11 +27,17 @@ log = logging.getLogger(__name__)
 TRUTH = "unlabelled_truth"
 """Folder beside the splits: the answers of the unlabelled split, where they are known."""
 READ = "read"
-"""Folder of what was read, until it is known which split each sample belongs to."""
+"""Folder of what was read, one shard a part of the source, until its samples have a split."""
 WHOLE = "all"
 """Name of the part that has no split yet."""
 SHOWN_PAIRS = 10
 """Pairs of leaking samples that a message names."""
+
+UNANSWERED: Mapping[str, Any] = {
+    "label": None, "soft": [], "answers": [], "captions": [], "count": None,
+    "objects": {"bbox": [], "category": [], "score": []},
+}  # fmt: skip
+"""Columns of a sample without an answer."""
 
 Leaks = Literal["refuse", "keep_test", "keep_train"]
 """What is done about an image that two given splits share: refuse the data, or keep the copy in
@@ -84,111 +90,25 @@ def prepare(
     shares = {split: share / total for split, share in shares.items()}
     duplicates = Duplicates(near)
     try:
-        with _Writers(labels, folder, on_sample) as writers:
-            if None in splits or leaks != "refuse":
-                _read(splits, labels, folder / READ, duplicates, writers.progress)
-                _divide(folder / READ, splits, shares, seed, duplicates.pairs(), leaks, writers)
-            else:
-                for name, sample in _samples(splits):
-                    duplicates.add(name, sample)
-                    writers.add(Split(name), sample)
-                    writers.progress()
-                check_leaks([pair for pair in duplicates.pairs() if pair.leaks])
-            writers.check()
+        _read(splits, labels, folder / READ, duplicates, on_sample)
+        pairs = duplicates.pairs()
+        if leaks == "refuse":
+            check_leaks([pair for pair in pairs if pair.leaks])
+        parts = {part: open_shard(folder / READ / part) for part in (WHOLE, *Split)
+                 if (folder / READ / part).is_dir()}  # fmt: skip
+        given = {str(split) for split in splits if split is not None}
+        plan = _divide(parts, given, shares, seed, groups_of(pairs), leaks)
+        answers = {name: shard.answers() for name, shard in parts.items()}
+        answered = {
+            split: sum(answers[part][index] != Answer() for part, index in rows)
+            for split, rows in plan.items()
+        }
+        _check(plan, answered)
+        for split, rows in plan.items():
+            _write(split, rows, parts, labels, folder, truth=answered[Split.UNLABELLED] > 0)
     finally:
         shutil.rmtree(folder / READ, ignore_errors=True)
-    if not writers.answered[Split.UNLABELLED]:
-        shutil.rmtree(folder / TRUTH)
-    return writers.counts
-
-
-class _Writers:
-    """Writes the shards of all splits, and the truth of the unlabelled one.
-
-    Attributes:
-        counts: Number of samples of each split.
-        answered: Number of samples of each split that have an answer.
-    """
-
-    def __init__(
-        self, labels: Sequence[str], folder: Path, on_sample: Callable[[int], None] | None
-    ) -> None:
-        self._labels = labels
-        self._folder = folder
-        self._on_sample = on_sample
-        self._stack = ExitStack()
-        self._writers: dict[str, ShardWriter] = {}
-        self._done = 0
-        self.counts = dict.fromkeys(Split, 0)
-        self.answered = dict.fromkeys(Split, 0)
-
-    def __enter__(self) -> _Writers:
-        self._stack.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
-
-    def progress(self) -> None:
-        """Say that one more sample was read."""
-        self._done += 1
-        if self._on_sample is not None:
-            self._on_sample(self._done)
-
-    def add(self, split: Split, sample: Sample) -> None:
-        """Write a sample."""
-        self.answered[split] += sample.answer != Answer()
-        if split is Split.UNLABELLED:
-            self._writer(TRUTH).add(sample)
-            sample = replace(sample, answer=Answer())
-        self._writer(split).add(sample)
-        self.counts[split] += 1
-
-    def add_row(
-        self, split: Split, row: dict[str, Any], answer: Answer, document: Document | None
-    ) -> None:
-        """Write a row of a shard with the same labels, whose answer is known."""
-        for name in (TRUTH, split) if split is Split.UNLABELLED else (split,):
-            self._writer(name).ask_about(document)
-        self.answered[split] += answer != Answer()
-        if split is Split.UNLABELLED:
-            self._writer(TRUTH).add_row(row)
-            row = {**row, **UNANSWERED}
-        self._writer(split).add_row(row)
-        self.counts[split] += 1
-
-    def check(self) -> None:
-        """Check that no split is empty, and none without answers that is measured on."""
-        for split, count in self.counts.items():
-            if not count:
-                raise _empty(split)
-        for split in (Split.VAL, Split.TEST):
-            if any(self.answered.values()) and not self.answered[split]:
-                raise DataError(
-                    f"none of the {plural(self.counts[split], f'{split} sample')} has an object or "
-                    f"another answer, so that nothing could be measured: label some, or leave the "
-                    f"{split} split out of the data set, so that a part of train is taken for it"
-                )
-
-    def _writer(self, name: str) -> ShardWriter:
-        if name not in self._writers:
-            images_of = str(Split.UNLABELLED) if name == TRUTH else None
-            writer = ShardWriter(self._labels, self._folder / name, images_of)
-            self._writers[name] = self._stack.enter_context(writer)
-        return self._writers[name]
-
-
-UNANSWERED: Mapping[str, Any] = {
-    "label": None, "soft": [], "answers": [], "captions": [], "count": None,
-    "objects": {"bbox": [], "category": [], "score": []},
-}  # fmt: skip
-"""Columns of a sample without an answer."""
-
-
-def _samples(splits: Splits) -> Iterator[tuple[str, Sample]]:
-    for split, stream in splits.items():
-        for sample in stream():
-            yield WHOLE if split is None else str(split), sample
+    return {split: len(rows) for split, rows in plan.items()}
 
 
 def _read(
@@ -196,65 +116,100 @@ def _read(
     labels: Sequence[str],
     folder: Path,
     duplicates: Duplicates,
-    progress: Callable[[], None],
+    on_sample: Callable[[int], None] | None,
 ) -> None:
     """Read all samples once, into one shard for each part of the source."""
-    with ExitStack() as stack:
-        writers: dict[str, ShardWriter] = {}
-        for name, sample in _samples(splits):
-            duplicates.add(name, sample)
-            if name not in writers:
-                writers[name] = stack.enter_context(ShardWriter(labels, folder / name))
-            writers[name].add(sample)
-            progress()
+    done = 0
+    for split, stream in splits.items():
+        name = WHOLE if split is None else str(split)
+        with ExitStack() as stack:
+            writer = None
+            for sample in stream():
+                writer = writer or stack.enter_context(ShardWriter(labels, folder / name))
+                duplicates.add(name, sample)
+                writer.add(sample)
+                done += 1
+                if on_sample is not None:
+                    on_sample(done)
 
 
 def _divide(
-    folder: Path,
-    splits: Splits,
+    parts: Mapping[str, Shard],
+    given: set[str],
     shares: Mapping[Split, float],
     seed: int,
-    pairs: Sequence[Pair],
+    leaders: Mapping[Key, Key],
     leaks: Leaks,
-    writers: _Writers,
-) -> None:
-    """Give every sample that was read to its split."""
-    given = {str(split) for split in splits if split is not None}
-    across = [pair for pair in pairs if pair.leaks]
-    if leaks == "refuse":
-        check_leaks(across)
-    leaders = groups_of(pairs)
+) -> dict[Split, list[tuple[str, int]]]:
+    """The samples of every split: which part holds each, and where."""
     kept = {} if leaks == "refuse" else _kept(leaders, leaks)
+    plan: dict[Split, list[tuple[str, int]]] = {split: [] for split in Split}
     dropped = 0
-    for part in (WHOLE, *Split):
-        if not (folder / part).is_dir():
-            continue
-        shard = open_shard(folder / part)
-        for index, answer in enumerate(shard.answers()):
-            row = shard.row(index)
-            key = (str(part), row["id"].split("#", 1)[0])
+    for part, shard in parts.items():
+        for index, name in enumerate(shard.ids()):
+            key = (part, name.split("#", 1)[0])
             leader = leaders.get(key, key)
             if kept.get(leader, part) != part:
                 dropped += 1
                 continue
             split = Split(part) if part in given else split_of(leader[1], shares, seed)
-            writers.add_row(split, row, answer, shard.document)
+            plan[split].append((part, index))
     if dropped:
         log.warning(
             "%d samples left out, whose image is in another split, too (source.leaks=%s)",
             dropped, leaks,
         )  # fmt: skip
+    return plan
 
 
-def _kept(leaders: Mapping[Any, Any], leaks: Leaks) -> dict[Any, str]:
+def _kept(leaders: Mapping[Key, Key], leaks: Leaks) -> dict[Key, str]:
     """The part of the source in which each group of copies stays."""
     order = [str(Split.TRAIN), WHOLE, str(Split.UNLABELLED), str(Split.VAL), str(Split.TEST)]
-    kept: dict[Any, str] = {}
+    better = max if leaks == "keep_test" else min
+    kept: dict[Key, str] = {}
     for (part, _), leader in leaders.items():
-        known = kept.setdefault(leader, part)
-        better = max if leaks == "keep_test" else min
-        kept[leader] = better(known, part, key=order.index)
+        kept[leader] = better(kept.get(leader, part), part, key=order.index)
     return kept
+
+
+def _check(plan: Mapping[Split, Sequence[Any]], answered: Mapping[Split, int]) -> None:
+    """Check that no split is empty, and none without answers that is measured on."""
+    for split, rows in plan.items():
+        if not rows:
+            raise _empty(split)
+    for split in (Split.VAL, Split.TEST):
+        if any(answered.values()) and not answered[split]:
+            raise DataError(
+                f"none of the {plural(len(plan[split]), f'{split} sample')} has an object or "
+                "another answer, so that nothing could be measured: label some, or leave the "
+                f"{split} split out of the data set, so that a part of train is taken for it"
+            )
+
+
+def _write(
+    split: Split,
+    rows: Sequence[tuple[str, int]],
+    parts: Mapping[str, Shard],
+    labels: Sequence[str],
+    folder: Path,
+    truth: bool,
+) -> None:
+    """Write a split; a part that becomes one as it is, is moved."""
+    part = rows[0][0]
+    if split is not Split.UNLABELLED and rows == [(part, i) for i in range(len(parts[part]))]:
+        (folder / READ / part).rename(folder / split)
+        return
+    with ExitStack() as stack:
+        writer = stack.enter_context(ShardWriter(labels, folder / split))
+        answers = None
+        if split is Split.UNLABELLED and truth:
+            answers = stack.enter_context(ShardWriter(labels, folder / TRUTH, str(split)))
+        for part, index in rows:
+            row, document = parts[part].row(index), parts[part].document
+            if answers is not None:
+                answers.add_row(row, document)
+            bare = UNANSWERED if split is Split.UNLABELLED else {}
+            writer.add_row({**row, **bare}, document)
 
 
 def check_leaks(pairs: Sequence[Pair]) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from valora_data.errors import DataError
@@ -27,7 +28,7 @@ from valora_data.schema import Answer, Box, Document, Sample, no_image
 from valora_data.wording import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -87,7 +88,7 @@ def _row(sample: Sample, stored: bool = True) -> dict[str, Any]:
 
 
 def _stored(image: Image) -> Image | dict[str, Any]:
-    """What the data set stores of an image: its file if it came from one, else its pixels."""
+    """The file of an image if it came from one, else its pixels."""
     file = encoded_file(image)
     return image if file is None else {"bytes": file.content, "path": None}
 
@@ -127,37 +128,26 @@ class ShardWriter:
                 asks about another document than those before.
         """
         self._check(sample)
-        self.ask_about(sample.document)
-        self.add_row(_row(sample, stored=self._images_of is None))
+        self.add_row(_row(sample, stored=self._images_of is None), sample.document)
 
-    def ask_about(self, document: Document | None) -> None:
-        """Say which document all samples ask about.
-
-        Raises:
-            DataError: Earlier samples ask about another one.
-        """
+    def add_row(self, row: dict[str, Any], document: Document | None = None) -> None:
+        """Write a row of `Shard.row`, whose labels are known, and which asks about a document."""
         if self.count and document is not self._document and document != self._document:
             raise DataError(
                 f"samples of {self._folder.name} ask about several documents: make each a domain"
             )
         self._document = document
-
-    def add_row(self, row: dict[str, Any]) -> None:
-        """Write a row of `Shard.rows`, whose labels are known."""
         self._writer.write(row if self._images_of is None else row | {"images": []})
         self.count += 1
 
     def _check(self, sample: Sample) -> None:
         answer, labels = sample.answer, self._labels
-        if labels:
-            used = [box.label for box in answer.boxes]
-            used += [answer.label] if answer.label is not None else []
-            for label in used:
-                if label not in labels:
-                    raise DataError(
-                        f"sample {sample.id}: label {label!r} is not one of {', '.join(labels)}: "
-                        "add it to the domain's labels or leave the sample out"
-                    )
+        for label in (*(box.label for box in answer.boxes), answer.label):
+            if labels and label is not None and label not in labels:
+                raise DataError(
+                    f"sample {sample.id}: label {label!r} is not one of {', '.join(labels)}: add "
+                    "it to the domain's labels or leave the sample out"
+                )
         if answer.soft and len(answer.soft) != len(labels):
             raise DataError(
                 f"sample {sample.id} has {plural(len(answer.soft), 'soft label')}, expected "
@@ -227,19 +217,17 @@ def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int
 class Shard(Sequence[Sample]):
     """A data set on disk; samples are decoded one by one from a memory map.
 
+    Args:
+        dataset: The rows; `open_shard` reads them.
+        images: Rows in the same order that hold the images; None if `dataset` does.
+        document: The document that the samples ask about, if there is one.
+
     Attributes:
         labels: The label set; empty where answers are language.
         document: The document that the samples ask about; None where there is none.
     """
 
     def __init__(self, dataset: Any, images: Any = None, document: Document | None = None) -> None:
-        """Wrap a data set; use `open_shard` for a folder.
-
-        Args:
-            dataset: The rows.
-            images: Rows in the same order that hold the images; None if `dataset` does.
-            document: The document that the samples ask about, if there is one.
-        """
         self.document = document
         self._dataset = dataset.with_format("arrow")  # which leaves images as they are stored
         self._images = None if images is None else images.with_format("arrow")
@@ -255,22 +243,21 @@ class Shard(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        return self._sample(self.row(index))
+        row = self.row(index)
+        first, *rest = [decode_image(image["bytes"]) for image in row["images"]] or [no_image()]
+        return Sample(
+            row["id"], first, self._answer(row), row["prompt"], tuple(rest), self.document
+        )
 
     def row(self, index: int) -> dict[str, Any]:
         """A row with its encoded images, for `ShardWriter.add_row`."""
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of a shard of {len(self)}")
+            raise IndexError(index)
         index %= len(self)
         row: dict[str, Any] = self._dataset[index].to_pylist()[0]
         if self._images is not None:
             row["images"] = self._images[index].to_pylist()[0]["images"]
         return row
-
-    def _sample(self, row: dict[str, Any]) -> Sample:
-        answer = self._answer(row)
-        first, *rest = [decode_image(image["bytes"]) for image in row["images"]] or [no_image()]
-        return Sample(row["id"], first, answer, row["prompt"], tuple(rest), self.document)
 
     def _answer(self, row: dict[str, Any]) -> Answer:
         objects = row["objects"]
@@ -292,6 +279,10 @@ class Shard(Sequence[Sample]):
 
     def _name(self, label: int | str) -> str:
         return label if isinstance(label, str) else self.labels[label]
+
+    def ids(self) -> list[str]:
+        """The ids of the samples, in order."""
+        return [str(row["id"]) for row in self._dataset.select_columns("id")[:].to_pylist()]
 
     def answers(self) -> list[Answer]:
         """The answers alone, in order; no image is decoded."""
@@ -315,16 +306,34 @@ def open_shard(folder: Path) -> Shard:
     """
     from datasets import load_from_disk
 
-    try:
+    with _readable(folder):
         dataset = load_from_disk(str(folder))
+        missing = sorted(set(_features(())) - set(getattr(dataset, "features", ())))
+        if missing:
+            raise ValueError(f"no column {', '.join(missing)}")
+        images = None
+        if (folder / IMAGES_OF).is_file():
+            name = json.loads((folder / IMAGES_OF).read_text(encoding="utf-8"))["folder"]
+            images = load_from_disk(str(folder.parent / name))
+        return Shard(dataset, images, _document(folder))
+
+
+def read(folder: Path) -> list[Sample]:
+    """Read a whole shard into memory.
+
+    Raises:
+        DataError: If the folder is missing or is not such a data set.
+    """
+    with _readable(folder):
+        return list(open_shard(folder))
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder} is not a readable data set ({error}): make it again") from error
-    missing = sorted(set(_features(())) - set(getattr(dataset, "features", ())))
-    if missing:
-        raise DataError(
-            f"{folder} is not a readable data set (no column {', '.join(missing)}): make it again"
-        )
-    return Shard(dataset, _other_images(folder), _document(folder))
 
 
 def _document(folder: Path) -> Document | None:
@@ -334,43 +343,9 @@ def _document(folder: Path) -> Document | None:
     file = folder / DOCUMENT
     if not file.is_file():
         return None
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        images = []
-        for place in range(facts["images"]):
-            with Image.open(folder / f"document-{place}.png") as image:
-                images.append(image.convert("RGB"))
-        return Document(facts["text"], tuple(images))
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{folder} has no readable document ({error}): make the data set again"
-        ) from error
-
-
-def _other_images(folder: Path) -> Any:
-    """The data set that holds a shard's images, if it is another one."""
-    from datasets import load_from_disk
-
-    note = folder / IMAGES_OF
-    if not note.is_file():
-        return None
-    try:
-        name = json.loads(note.read_text(encoding="utf-8"))["folder"]
-        return load_from_disk(str(folder.parent / name))
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{folder} has no readable images ({error}): make the data set again"
-        ) from error
-
-
-def read(folder: Path) -> list[Sample]:
-    """Read a whole shard into memory.
-
-    Raises:
-        DataError: If the folder is missing or is not such a data set.
-    """
-    shard = open_shard(folder)
-    try:
-        return list(shard)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{folder} is not a readable data set ({error}): make it again") from error
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    images = []
+    for place in range(facts["images"]):
+        with Image.open(folder / f"document-{place}.png") as image:
+            images.append(image.convert("RGB"))
+    return Document(facts["text"], tuple(images))

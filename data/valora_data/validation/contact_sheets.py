@@ -22,12 +22,7 @@ COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9
 
 
 def contact_sheet(samples: Sequence[Sample], columns: int = 6) -> Image:
-    """A sheet of samples: image or frames with the true boxes, question and answer below.
-
-    Args:
-        samples: The samples to show, at least one.
-        columns: Tiles per row.
-    """
+    """A sheet of samples: image or frames with the true boxes, question and answer below."""
     colour_of = _colours(samples)
     tiles = [_tile(sample, colour_of) for sample in samples]
     return _with_legend(arrange(tiles, min(columns, len(tiles)), GAP, "#dddddd"), colour_of)
@@ -36,20 +31,14 @@ def contact_sheet(samples: Sequence[Sample], columns: int = 6) -> Image:
 def pair_sheet(pairs: Sequence[Pair], samples: Mapping[Key, Sample]) -> Image | None:
     """A sheet of pairs of pictures that look the same, one pair per row, with their boxes.
 
-    Args:
-        pairs: The pairs.
-        samples: Samples by split and id; pairs without their samples are left out.
-
-    Returns:
-        The sheet; None if no pair has its samples.
+    Pairs without their samples are left out; None if none is left.
     """
     tiles = []
     colour_of = _colours(samples.values())
     for number, pair in enumerate(pairs, start=1):
         if pair.first in samples and pair.second in samples:
             for split, name in (pair.first, pair.second):
-                title = f"pair {number}, {pair.likeness}"
-                titles = [title, f"{split}: {name}"]
+                titles = [f"pair {number}, {pair.likeness}", f"{split}: {name}"]
                 tiles.append(_tile(samples[split, name], colour_of, PAIR_TILE, titles))
     if not tiles:
         return None
@@ -98,8 +87,5 @@ def _tile(
     lines += [sample.prompt] if sample.prompt else []
     if {box.label for box in boxes} != {sample.prompt}:
         lines.append(answer_text(sample))
-    return _with_lines(widen(draw_boxes(tile, boxes, scale, colours), side, "white"), lines)
-
-
-def _with_lines(tile: Image, lines: Sequence[str]) -> Image:
-    return add_caption(tile, [(line, "black") for line in lines], CAPTION_ROWS, "white")
+    drawn = widen(draw_boxes(tile, boxes, scale, colours), side, "white")
+    return add_caption(drawn, [(line, "black") for line in lines], CAPTION_ROWS, "white")

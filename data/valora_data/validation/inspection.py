@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -117,31 +118,20 @@ def inspect(source: Source, on_sample: Callable[[str, Sample], None] | None = No
 
 
 def pictures_of(source: Source, pairs: Sequence[Pair]) -> Mapping[Key, Sample]:
-    """Samples of some pairs, read once more.
-
-    Args:
-        source: The source of the pairs.
-        pairs: The pairs to look for.
-
-    Returns:
-        Samples by split and id; what is found no more is left out.
-    """
+    """Samples of some pairs by split and id, read once more; what is gone is left out."""
     wanted = {key for pair in pairs for key in (pair.first, pair.second)}
     found: dict[Key, Sample] = {}
     splits = open_source(replace(source, reader=ImageReader.for_check(source.path or source.name)))
     for split, stream in splits.items():
         name = str(split or (Split.TRAIN if len(splits) > 1 else "all"))
-        if not any(key[0] == name for key in wanted - set(found)):
-            continue
-        try:
-            for sample in stream():
-                key = (name, sample.id)
-                if key in wanted:
-                    found.setdefault(key, sample)
-                if not any(key[0] == name for key in wanted - set(found)):
-                    break
-        except DataError:
-            continue  # it was reported when the set was checked
+        left = {key for key in wanted if key[0] == name}
+        with suppress(DataError):  # it was reported when the set was checked
+            for sample in stream() if left else ():
+                if (name, sample.id) in left:
+                    found[name, sample.id] = sample
+                    left.remove((name, sample.id))
+                    if not left:
+                        break
     return found
 
 
@@ -160,12 +150,7 @@ def _note(facts: SplitFacts, sample: Sample, task: Task) -> None:
 
 
 def _problems(found: Inspection) -> list[str]:
-    problems = [
-        f"{plural(len(faults), kind.what)} ({_examples([fault.text for fault in faults])}): "
-        f"{kind.remedy}"
-        for kind, faults in found.faults.by_kind().items()
-        if kind.skips
-    ]
+    problems = _of_kinds(found, skips=True)
     for likeness in Likeness:
         leaks = [pair for pair in found.leaks if pair.likeness is likeness]
         if leaks:
@@ -174,15 +159,23 @@ def _problems(found: Inspection) -> list[str]:
                 f"({_examples(list(map(str, leaks)))}): keep each in one split, or set "
                 "domains.NAME.source.leaks=keep_test"
             )
-    problems += [
-        f"split {name} holds no samples: add some"
-        for name, facts in found.splits.items()
-        if not facts.samples
-    ]
-    problems += _unanswered(found)
+    spec = found.task.spec
+    for name, facts in found.splits.items():
+        if not facts.samples:
+            problems.append(f"split {name} holds no samples: add some")
+        elif name != Split.UNLABELLED and facts.unanswered == facts.samples:
+            what = "objects" if spec.detects else "answers"
+            problems.append(
+                f"none of the {plural(facts.samples, 'image')} of split {name} has {what}: check "
+                "where the labels are, or use kind `images` for images without labels"
+            )
+        elif name != Split.UNLABELLED and facts.unanswered and not spec.detects:
+            problems.append(
+                f"{facts.unanswered} of {plural(facts.samples, 'sample')} of split {name} "
+                f"{agreeing(facts.unanswered, 'has|have')} no answer: add it or remove them"
+            )
     labels = {name: facts.labels for name, facts in found.splits.items() if facts.labels}
     learnt = labels.get(str(Split.TRAIN), labels.get("all"))
-    spec = found.task.spec
     if spec.choice and spec.labels == "required" and learnt is not None:
         if len(learnt) == 1:
             problems.append(f"there is only one class, {next(iter(learnt))!r}: add another")
@@ -191,41 +184,13 @@ def _problems(found: Inspection) -> list[str]:
             if strange:
                 problems.append(
                     f"split {name} has labels that are not in {Split.TRAIN} "
-                    f"({', '.join(strange[:5])}): "
-                    "give all splits the same label set"
+                    f"({', '.join(strange[:5])}): give all splits the same label set"
                 )
     return problems
 
 
-def _unanswered(found: Inspection) -> list[str]:
-    """Splits without any answer, where answers are needed; and single samples without one."""
-    problems = []
-    for name, facts in found.splits.items():
-        if name == Split.UNLABELLED or not facts.unanswered:
-            continue
-        if facts.unanswered == facts.samples:
-            what = "objects" if found.task.spec.detects else "answers"
-            problems.append(
-                f"none of the {plural(facts.samples, 'image')} of split {name} has {what}: "
-                "check where the "
-                "labels are, or use kind `images` for images without labels"
-            )
-        elif not found.task.spec.detects:
-            problems.append(
-                f"{facts.unanswered} of {plural(facts.samples, 'sample')} of split {name} "
-                f"{agreeing(facts.unanswered, 'has|have')} no answer: "
-                "add it or remove them"
-            )
-    return problems
-
-
 def _notes(found: Inspection) -> list[str]:
-    notes = [
-        f"{plural(len(faults), kind.what)} ({_examples([fault.text for fault in faults])}): "
-        f"{kind.remedy}"
-        for kind, faults in found.faults.by_kind().items()
-        if not kind.skips
-    ]
+    notes = _of_kinds(found, skips=False)
     for likeness in Likeness:
         pairs = [pair for pair in found.duplicates if pair.likeness is likeness]
         if pairs:
@@ -233,10 +198,19 @@ def _notes(found: Inspection) -> list[str]:
             shown = [f"{pair.second[1]} is {pair.first[1]}" for pair in pairs]
             notes.append(
                 f"{plural(len(pairs), 'picture|pictures occurs|occur again in its|their')} own "
-                f"split{how} ({_examples(shown)}): "
-                "they go to the same split, and one of each is enough"
+                f"split{how} ({_examples(shown)}): they go to the same split, and one of each is "
+                "enough"
             )
     return notes
+
+
+def _of_kinds(found: Inspection, *, skips: bool) -> list[str]:
+    return [
+        f"{plural(len(faults), kind.what)} ({_examples([fault.text for fault in faults])}): "
+        f"{kind.remedy}"
+        for kind, faults in found.faults.by_kind().items()
+        if kind.skips is skips
+    ]
 
 
 def _examples(texts: Sequence[str]) -> str:

@@ -9,7 +9,6 @@ from valora_data.drawing import (
     add_legend,
     arrange,
     draw_boxes,
-    fit_into_tile,
     show_photograph,
     widen,
 )
@@ -22,19 +21,13 @@ def bounds(image, colour):
     return columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
 
 
-def test_an_image_is_fitted_without_distortion():
-    tile, scale = fit_into_tile([Image.new("RGB", (120, 60), "red")], 240, "black")
-    assert scale == 2
-    assert bounds(tile, (255, 0, 0)) == (0, 0, 240, 120)
-
-
 def test_of_a_video_the_first_and_the_last_frame_are_shown():
     frames = [Image.new("RGB", (40, 40), (50 * n, 0, 255)) for n in range(6)]
-    tile, scale = fit_into_tile(frames, 80, "black")
+    tile, scale = show_photograph(frames, 80)
     assert scale == 1
     assert bounds(tile, (0, 0, 255)) == (0, 0, 40, 40)
     assert bounds(tile, (250, 0, 255)) == (40, 40, 80, 80)
-    pair, _ = fit_into_tile(frames[:2], 80, "black")
+    pair, _ = show_photograph(frames[:2], 80)
     assert bounds(pair, (50, 0, 255)) == (40, 0, 80, 40)
 
 

@@ -50,6 +50,8 @@ LOCAL_SERVER = "http://127.0.0.1:5000"
 CURVE_SECONDS, CURVE_ROWS = 2.0, 450  # that are gathered for a request
 SERVERS = ("http:", "https:", "databricks")
 REMEDIES = {
+    r"disk is full|no space": "free some space",
+    r"readonly|read-only|permission denied|unable to open": "make it writable",
     r"locked": "stop the other program that uses it",
     r"out-of-date|can't locate revision|no such (table|column)|schema": (
         "it was made by another version of MLflow: back it up and run `mlflow db upgrade`, or use "

@@ -33,14 +33,7 @@ _SAME_PLURAL = frozenset({"glasses", "scissors", "dice"})
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked about one or more images and what is right.
-
-    Attributes:
-        task: One of the keys of `TASKS`, or `which_image`, `motion`.
-        prompt: Text before the images.
-        answer: The text to write; empty for detection.
-        boxes: What to detect: (x0, y0, x1, y1) in pixels, for the task `detect` only.
-    """
+    """What is asked about one or more images and what is right."""
 
     task: str
     prompt: str
@@ -261,12 +254,7 @@ def ask_motion(shape: str, way: str) -> Question:
 
 
 def write_boxes(name: str, boxes: Sequence[tuple[float, float, float, float]]) -> str:
-    """Boxes of one name as text.
-
-    Args:
-        name: What they are boxes of.
-        boxes: (x0, y0, x1, y1) in pixels of a scene.
-    """
+    """Boxes of one name as text."""
     text = ""
     for box in boxes:
         x0, y0, x1, y1 = (round(edge / SIZE * GRID / GRID_STEP) * GRID_STEP for edge in box)

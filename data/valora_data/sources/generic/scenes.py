@@ -69,15 +69,7 @@ PATTERNS = ("plain", "striped", "dotted", "checked", "outlined")
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One named thing of a scene.
-
-    Attributes:
-        shape: One of `SHAPES`.
-        color: One of `COLORS`.
-        pattern: One of `PATTERNS`.
-        box: Extent (x0, y0, x1, y1) in pixels, x1 and y1 exclusive, inside the image; what other
-            things cover counts as well.
-    """
+    """One named thing of a scene."""
 
     shape: str
     color: str

@@ -3,7 +3,7 @@
 
 Every thing is a handful of polygons and strokes in a square of [-1, 1] × [-1, 1] (x to the right,
 y down). None of them is, or looks like, one of the built-in detection domains: those must stay new
-to the base model (`DOMAIN_WORDS` in `generic_scenes`).
+to the base model (`DOMAIN_WORDS` in `scenes`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ Role = Literal["fill", "hole", "dark", "light"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One piece of a thing.
-
-    Attributes:
-        points: Vertices, (n, 2), x and y in [-1, 1].
-        role: `fill` adds to the silhouette, `hole` cuts it; `dark` and `light` are details on it.
-        width: Width of the stroke along `points`; 0 fills the polygon.
-    """
+    """One piece of a thing."""
 
     points: Points
     role: Role = "fill"
@@ -354,11 +348,9 @@ FREE_TURN = frozenset(
     ]
 )
 """Things that are themselves at any angle; the others are turned by some degrees only."""
-
 KEEP_ASPECT = frozenset(
     ["circle", "oval", "square", "bar", "ring", "hexagon", "pentagon", "diamond"]
 )
 """Things whose name depends on their proportions: they are hardly stretched."""
-
 KEEP_SIDE = frozenset(["letter k", "letter e", "letter s"])
 """Things whose mirror image is another thing."""

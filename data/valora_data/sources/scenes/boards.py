@@ -7,16 +7,17 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, ImageFilter
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFilter
 
 from valora_data.sources.generic.scenes import draw_sprite
 from valora_data.sources.scenes.drawing import Layer, softened
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS, photograph_crop
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from collections.abc import Callable, Sequence
 
-    from valora_data.schema import Split
+    from valora_data.schema import Answer, Split, Task
 
 SIZE = 96
 SOLID = 0.4
@@ -42,12 +43,7 @@ def scene_rng(domain: str, split: Split, index: int, seed: int) -> np.random.Gen
 
 @dataclass(slots=True)
 class Board:
-    """An image in the making, `SIZE` pixels square.
-
-    Attributes:
-        pixels: RGB in [0, 255], (height, width, 3) float32.
-        boxes: Extents of the things on it, in pixels.
-    """
+    """An image in the making, `SIZE` pixels square."""
 
     pixels: npt.NDArray[np.float32]
     boxes: list[Edges] = field(default_factory=list)
@@ -56,13 +52,7 @@ class Board:
     def photograph(
         cls, rng: np.random.Generator, split: Split, without: str | None = None
     ) -> Board:
-        """A board with a crop of a photograph that only this split shows.
-
-        Args:
-            rng: Source of all randomness.
-            split: Whose photographs.
-            without: Part of the file name of one that shows what is looked for.
-        """
+        """A board with a crop of a photograph that only this split shows."""
         suitable = [
             number
             for number, photograph in enumerate(PHOTOGRAPHS)
@@ -83,16 +73,7 @@ class Board:
     def add(
         self, rng: np.random.Generator, layer: Layer, region: Region = EVERYWHERE
     ) -> Edges | None:
-        """Put a thing at a random place where it covers no other.
-
-        Args:
-            rng: Source of the place.
-            layer: The thing.
-            region: Where its centre may lie, (x0, y0, x1, y1) in shares of the image.
-
-        Returns:
-            Its box (x0, y0, x1, y1) in pixels, or None if there was no room for it.
-        """
+        """Put a thing at a random place where it covers no other."""
         x0, y0, x1, y1 = extent(layer)
         width, height = x1 - x0, y1 - y0
         low = np.array([region[0] * SIZE - width / 2, region[1] * SIZE - height / 2])
@@ -180,3 +161,96 @@ def resized(layer: Layer, factor: float) -> Layer:
 
 def _apart(a: Edges, b: Edges) -> bool:
     return a[2] + GAP <= b[0] or b[2] + GAP <= a[0] or a[3] + GAP <= b[1] or b[3] + GAP <= a[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One sample before it has a name."""
+
+    images: tuple[Image.Image, ...]
+    answer: Answer
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SceneDomain:
+    """A built-in domain."""
+
+    task: Task
+    prompt: str
+    draw: Callable[[np.random.Generator, Split], Drawn] | None = None
+    labels: tuple[str, ...] = ()
+
+
+def chosen(rng: np.random.Generator, options: Sequence[str]) -> str:
+    """One of some words."""
+    return options[int(rng.integers(len(options)))]
+
+
+# ---- weather -----------------------------------------------------------------------------------
+
+Floats = npt.NDArray[np.float32]
+WEATHERS = ("clear", "rain", "snow", "fog", "night")
+
+
+def add_weather(rng: np.random.Generator, board: Board, weather: str) -> None:
+    """Change a board so that it shows one of `WEATHERS`."""
+    pixels = board.pixels
+    if weather == "rain":
+        pixels *= rng.uniform(0.6, 0.8)
+        pixels += _rgb(0, 4, 14)
+        streaks = _strokes(rng, int(rng.integers(35, 60)), (7, 15), rng.uniform(0.1, 0.5))
+        pixels += streaks * (_rgb(205, 215, 230) - pixels) * np.float32(0.7)
+    elif weather == "snow":
+        pixels += (np.float32(235) - pixels) * np.float32(rng.uniform(0.15, 0.35))
+        flakes = _flakes(rng, int(rng.integers(50, 90)))
+        pixels += flakes * (np.float32(252) - pixels)
+    elif weather == "fog":
+        height = np.linspace(1, rng.uniform(0.6, 0.9), SIZE, dtype=np.float32)[:, None, None]
+        grey = np.float32(rng.uniform(165, 215))
+        pixels += (grey - pixels) * height * np.float32(rng.uniform(0.55, 0.72))
+    elif weather == "night":
+        pixels *= np.float32(rng.uniform(0.26, 0.38))
+        pixels += _rgb(0, 2, 16)
+        for _ in range(int(rng.integers(1, 4))):
+            _lamp(rng, pixels)
+    board.pixels = pixels
+
+
+def _strokes(
+    rng: np.random.Generator, count: int, lengths: tuple[int, int], slant: float
+) -> Floats:
+    """Parallel strokes as coverage, (SIZE, SIZE, 1)."""
+    sheet = Image.new("L", (SIZE, SIZE))
+    pen = ImageDraw.Draw(sheet)
+    lean = slant if rng.random() < 0.5 else -slant
+    for x, y, length in zip(
+        rng.uniform(0, SIZE, count), rng.uniform(-8, SIZE, count), rng.uniform(*lengths, count),
+        strict=True,
+    ):  # fmt: skip
+        pen.line(((x, y), (x + lean * length, y + length)), fill=int(rng.integers(120, 255)))
+    return np.asarray(sheet, dtype=np.float32)[..., None] / np.float32(255)
+
+
+def _flakes(rng: np.random.Generator, count: int) -> Floats:
+    """Soft dots as coverage, (SIZE, SIZE, 1)."""
+    sheet = Image.new("L", (SIZE * 2, SIZE * 2))
+    pen = ImageDraw.Draw(sheet)
+    for x, y, r in zip(
+        rng.uniform(0, SIZE * 2, count), rng.uniform(0, SIZE * 2, count),
+        rng.uniform(1.2, 3.4, count), strict=True,
+    ):  # fmt: skip
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=int(rng.integers(190, 255)))
+    return np.asarray(sheet.reduce(2), dtype=np.float32)[..., None] / np.float32(255)
+
+
+def _lamp(rng: np.random.Generator, pixels: Floats) -> None:
+    x, y = rng.uniform(8, SIZE - 8, 2)
+    at = np.arange(SIZE, dtype=np.float32)
+    distance = ((at[None, :] - x) ** 2 + (at[:, None] - y) ** 2) / np.float32(rng.uniform(15, 60))
+    glow = np.exp(-distance)[..., None] * _rgb(255, 225, 150)
+    pixels += glow.astype(np.float32)
+
+
+def _rgb(*levels: float) -> Floats:
+    return np.array(levels, dtype=np.float32)

@@ -7,8 +7,8 @@ index) alone, so that any image can be made again without the ones before it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from hashlib import sha256
 from io import BytesIO
+from itertools import combinations
 from math import cos, sin
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,9 @@ from PIL import Image, ImageFilter
 from valora_data.errors import DataError
 from valora_data.images import decode_image
 from valora_data.schema import Answer, Box, Sample, Split
+from valora_data.sources.scenes.boards import scene_rng
 from valora_data.sources.scenes.drawing import lit, softened
-from valora_data.sources.scenes.near_misses import NEAR_MISSES
-from valora_data.sources.scenes.objects import TARGETS
+from valora_data.sources.scenes.objects import NEAR_MISSES, TARGETS
 from valora_data.sources.scenes.photographs import photograph_crop
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from valora_data.sources.scenes.props import Drawing
+    from valora_data.sources.scenes.objects import Drawing
 
 SIZE = 96
 GRID = 8
@@ -37,41 +37,23 @@ GRID = 8
 DOMAINS = tuple(TARGETS)
 
 
-@dataclass(frozen=True, slots=True)
-class Difficulty:
-    """What makes the scenes hard; the requirements of the six domains are set for these values.
-
-    Attributes:
-        target_counts: Probabilities of trying to place 0, 1, 2, … targets.
-        distractors: Range of how many other things are tried.
-        near_miss: Share of distractors that resemble the class; the others belong to the other
-            five domains.
-        overlap: Probability that a thing may cover another one.
-        min_visible: Least share of a target that must stay visible where things may cover it.
-        max_iou: Largest overlap of the boxes of two targets.
-        blur: Largest radius of Gaussian blur in pixels.
-        noise: Largest standard deviation of sensor noise, of 255.
-        jpeg: Range of JPEG quality.
-        lighting: Largest strength of shading across a thing.
-        shadow: Largest darkness of cast shadows.
-        exposure: Largest relative change of brightness and contrast.
-    """
-
-    target_counts: tuple[float, ...] = (0.12, 0.36, 0.30, 0.16, 0.06)
-    distractors: tuple[int, int] = (1, 4)
-    near_miss: float = 0.7
-    overlap: float = 0.3
-    min_visible: float = 0.65
-    max_iou: float = 0.3
-    blur: float = 0.9
-    noise: float = 10.0
-    jpeg: tuple[int, int] = (45, 95)
-    lighting: float = 0.28
-    shadow: float = 0.45
-    exposure: float = 0.22
-
-
-DIFFICULTY = Difficulty()
+# What makes the scenes hard; the requirements of the six domains are set for these values.
+TARGET_COUNTS = (
+    0.12,
+    0.36,
+    0.30,
+    0.16,
+    0.06,
+)  # probabilities of 0, 1, 2, … tried targets
+DISTRACTORS = (1, 4)  # range of how many other things are tried
+NEAR_MISS = 0.7  # share of them that resemble the class; others belong to the other five domains
+OVERLAP = 0.3  # probability that a thing may cover another one
+MIN_VISIBLE = 0.65  # least share of a target that stays visible where things may cover it
+MAX_IOU = 0.3  # largest overlap of the boxes of two targets
+BLUR, NOISE = 0.9, 10.0  # largest radius in pixels, and standard deviation of noise, of 255
+JPEG = (45, 95)  # range of JPEG quality
+LIGHTING, SHADOW = 0.28, 0.45  # largest strength of shading, and darkness of cast shadows
+EXPOSURE = 0.22  # largest relative change of brightness and contrast
 MIN_SIDE = 8
 MASK_COVERAGE = 0.35
 """Coverage from which a pixel counts as part of a thing; thin tubes rarely cover half a pixel."""
@@ -82,13 +64,7 @@ MIN_CONTRAST = 38.0
 
 @dataclass(slots=True)
 class Scene:
-    """A drawn image with the truth about it.
-
-    Attributes:
-        image: RGB image, 96 × 96.
-        label: What `masks` show.
-        masks: Visible pixels of each target, each (96, 96) bool.
-    """
+    """A drawn image with the truth about it."""
 
     image: Image.Image
     label: str
@@ -100,20 +76,7 @@ class Scene:
 
 
 def detection_sample(domain: str, split: Split, index: int, seed: int = 0) -> Sample:
-    """One image of a domain with its boxes; the same for the same arguments.
-
-    Args:
-        domain: One of `DOMAINS`.
-        split: Which photographs and which random numbers.
-        index: Number of the sample in its split, from 0.
-        seed: Another seed gives other data sets.
-
-    Returns:
-        The sample, with id ``<domain>/<split>/<index>``; boxes bear the domain's name.
-
-    Raises:
-        DataError: If the domain is unknown.
-    """
+    """One image of a domain with its boxes; the same for the same arguments."""
     scene = draw_scene(domain, split, index, seed)
     return Sample(f"{domain}/{split}/{index:05d}", scene.image, Answer(scene.boxes()))
 
@@ -124,26 +87,19 @@ def detection_samples(domain: str, split: Split, count: int, seed: int = 0) -> I
 
 
 def draw_scene(domain: str, split: Split, index: int, seed: int = 0) -> Scene:
-    """Draw the image of `detection_sample` and keep the masks of its targets.
-
-    Raises:
-        DataError: If the domain is unknown.
-    """
+    """Draw the image of `detection_sample` and keep the masks of its targets."""
     if domain not in TARGETS:
         raise DataError(f"unknown domain {domain!r}: expected one of {', '.join(DOMAINS)}")
-    key = sha256(f"{seed}/{domain}/{split.value}/{index}".encode()).digest()
-    rng = np.random.default_rng(int.from_bytes(key[:16], "little"))
+    rng = scene_rng(domain, split, index, seed)
     angle = rng.uniform(0, 2 * np.pi)
     canvas = _Canvas(
         pixels=photograph_crop(rng, split, SIZE).astype(np.float32),
         light=(cos(angle), -abs(sin(angle))),
-        lighting=rng.uniform(0, DIFFICULTY.lighting),
-        shadow=rng.uniform(0.1, DIFFICULTY.shadow),
+        lighting=rng.uniform(0, LIGHTING),
+        shadow=rng.uniform(0.1, SHADOW),
     )
-    counts = DIFFICULTY.target_counts
-    wanted = [True] * int(rng.choice(len(counts), p=counts))
-    low, high = DIFFICULTY.distractors
-    wanted += [False] * int(rng.integers(low, high + 1))
+    wanted = [True] * int(rng.choice(len(TARGET_COUNTS), p=TARGET_COUNTS))
+    wanted += [False] * int(rng.integers(DISTRACTORS[0], DISTRACTORS[1] + 1))
     rng.shuffle(wanted)
     for is_target in wanted:
         painter = TARGETS[domain] if is_target else _distractor(rng, domain)
@@ -152,7 +108,7 @@ def draw_scene(domain: str, split: Split, index: int, seed: int = 0) -> Scene:
 
 
 def _distractor(rng: np.random.Generator, domain: str) -> Callable[[np.random.Generator], Drawing]:
-    if rng.random() < DIFFICULTY.near_miss:
+    if rng.random() < NEAR_MISS:
         return NEAR_MISSES[domain]
     others = [name for name in DOMAINS if name != domain]
     return TARGETS[others[int(rng.integers(len(others)))]]
@@ -160,17 +116,7 @@ def _distractor(rng: np.random.Generator, domain: str) -> Callable[[np.random.Ge
 
 @dataclass(slots=True)
 class _Canvas:
-    """An image in the making.
-
-    Attributes:
-        pixels: RGB in [0, 255], (96, 96, 3) float32.
-        light: Where light comes from, a unit vector with y down.
-        lighting: Strength of shading.
-        shadow: Darkness of cast shadows.
-        masks: Visible pixels of the targets so far.
-        areas: Pixels of each target before anything covered it.
-        taken: Pixels that show any thing.
-    """
+    """An image in the making."""
 
     pixels: npt.NDArray[np.float32]
     light: tuple[float, float]
@@ -189,7 +135,7 @@ class _Canvas:
             return
         size = np.array([columns[-1] - columns[0] + 1, rows[-1] - rows[0] + 1])
         origin = np.array([columns[0], rows[0]])
-        may_overlap = rng.random() < DIFFICULTY.overlap
+        may_overlap = rng.random() < OVERLAP
         # Mostly whole; where overlap is allowed it may also reach over the edge of the image.
         spill = 0.2 * size if may_overlap else np.zeros(2)
         for _ in range(PLACEMENTS):
@@ -216,23 +162,19 @@ class _Canvas:
             visible.append(mask)
             areas.append(area)
         if any(
-            np.count_nonzero(new) < DIFFICULTY.min_visible * whole
+            np.count_nonzero(new) < MIN_VISIBLE * whole
             for new, whole in zip(visible, areas, strict=True)
         ):
             return False
         boxes = [_bounds(new) for new in visible]
-        if any(x1 - x0 < MIN_SIDE or y1 - y0 < MIN_SIDE for x0, y0, x1, y1 in boxes):
-            return False
         cells = {
             (int((x0 + x1) / 2 * GRID / SIZE), int((y0 + y1) / 2 * GRID / SIZE))
             for x0, y0, x1, y1 in boxes
         }
-        if len(cells) < len(boxes):
-            return False
-        return all(
-            _iou(boxes[i], boxes[j]) <= DIFFICULTY.max_iou
-            for i in range(len(boxes))
-            for j in range(i)
+        return (
+            len(cells) == len(boxes)
+            and all(min(x1 - x0, y1 - y0) >= MIN_SIDE for x0, y0, x1, y1 in boxes)
+            and all(_iou(one, other) <= MAX_IOU for one, other in combinations(boxes, 2))
         )
 
     def _stack(
@@ -327,28 +269,25 @@ def _bounds(mask: npt.NDArray[np.bool_]) -> tuple[int, int, int, int]:
 
 
 def _iou(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> float:
-    width = min(a[2], b[2]) - max(a[0], b[0])
-    height = min(a[3], b[3]) - max(a[1], b[1])
-    if width <= 0 or height <= 0:
-        return 0.0
+    width = max(0, min(a[2], b[2]) - max(a[0], b[0]))
+    height = max(0, min(a[3], b[3]) - max(a[1], b[1]))
     union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - width * height
     return width * height / union
 
 
 def _photographed(rng: np.random.Generator, pixels: npt.NDArray[np.float32]) -> Image.Image:
     """What a camera makes of the scene: exposure, tint, blur, noise and compression."""
-    gain = 1 + rng.uniform(-DIFFICULTY.exposure, DIFFICULTY.exposure)
-    contrast = 1 + rng.uniform(-DIFFICULTY.exposure, DIFFICULTY.exposure / 2)
+    gain = 1 + rng.uniform(-EXPOSURE, EXPOSURE)
+    contrast = 1 + rng.uniform(-EXPOSURE, EXPOSURE / 2)
     tint = 1 + rng.uniform(-0.06, 0.06, size=3).astype(np.float32)
     pixels = (128 + (pixels - 128) * contrast) * gain * tint
     image = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
-    image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0, DIFFICULTY.blur)))
-    sigma = rng.uniform(0, DIFFICULTY.noise)
+    image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0, BLUR)))
+    sigma = rng.uniform(0, NOISE)
     noisy = np.asarray(image, dtype=np.float32)
     noisy = noisy + sigma * rng.standard_normal(noisy.shape, dtype=np.float32)
     image = Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8))
     file = BytesIO()
-    low, high = DIFFICULTY.jpeg
     # Without chroma subsampling, which would halve the colour resolution of so small an image.
-    image.save(file, "JPEG", quality=int(rng.integers(low, high + 1)), subsampling=0)
+    image.save(file, "JPEG", quality=int(rng.integers(JPEG[0], JPEG[1] + 1)), subsampling=0)
     return decode_image(file.getvalue())  # remembers its file, so that it is not encoded again

@@ -53,17 +53,7 @@ def digit_samples(split: Split, count: int, seed: int = 0) -> Iterator[Sample]:
 def digit_layer(
     rng: np.random.Generator, split: Split, length: float, colour: tuple[int, int, int]
 ) -> tuple[Layer, str]:
-    """A digit of a split as a thing to put on a picture.
-
-    Args:
-        rng: Chooses the digit.
-        split: Which part of the images.
-        length: Height and width in pixels.
-        colour: Of the strokes.
-
-    Returns:
-        The layer, whose coverage is the ink, and the digit.
-    """
+    """A digit of a split as a thing to put on a picture."""
     pixels, digits = _digits()
     places = _places(split)
     place = int(places[int(rng.integers(len(places)))])

@@ -82,14 +82,7 @@ class Pen:
     def __init__(
         self, width: float, height: float, pose: Pose | None = None, margin: float = 0.1
     ) -> None:
-        """Start with a transparent sheet.
-
-        Args:
-            width: Pixels that x from 0 to 1 spans before the pose.
-            height: Pixels that y from 0 to 1 spans before the pose.
-            pose: How the shape stands.
-            margin: Room on each side, as a share of the width and height.
-        """
+        """Start with a transparent sheet."""
         pose = pose or Pose()
         self.width, self.height = width, height
         angle = radians(pose.turn)
@@ -159,15 +152,7 @@ class Pen:
         width: float,
         gap: float = 0.45,
     ) -> None:
-        """Characters side by side in a box.
-
-        Args:
-            glyphs: Indices into `GLYPHS`.
-            box: (x0, y0, x1, y1) in unit coordinates.
-            fill: Colour of the strokes.
-            width: Width of the strokes in pixels.
-            gap: Space between characters, as a share of a character's width.
-        """
+        """Characters side by side in a box."""
         x0, y0, x1, y1 = box
         advance = (x1 - x0) / (len(glyphs) + (len(glyphs) - 1) * gap)
         for place, glyph in enumerate(glyphs):

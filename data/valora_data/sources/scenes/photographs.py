@@ -7,11 +7,10 @@ is all there is to find.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -26,15 +25,8 @@ MIN_SIDE = 60
 """Shortest side of a crop in pixels of its photograph: smaller ones are mush when enlarged."""
 
 
-@dataclass(frozen=True, slots=True)
-class Photograph:
-    """A bundled photograph and the part of it that serves as background.
-
-    Attributes:
-        package: Top-level package whose wheel holds the file.
-        file: Path below the package's folder.
-        area: (x0, y0, x1, y1) in pixels.
-    """
+class Photograph(NamedTuple):
+    """A bundled photograph: its package, file, and the part (x0, y0, x1, y1) that is shown."""
 
     package: str
     file: str
@@ -64,13 +56,6 @@ def region_of(photograph: int, split: Split) -> tuple[int, int, int, int]:
 
     The order of the strips rotates from photograph to photograph, so that no split always gets the
     left side.
-
-    Args:
-        photograph: Index into `PHOTOGRAPHS`.
-        split: Whose part.
-
-    Returns:
-        (x0, y0, x1, y1) in pixels of the photograph, x1 and y1 exclusive.
     """
     x0, y0, x1, y1 = PHOTOGRAPHS[photograph].area
     splits = list(Split)

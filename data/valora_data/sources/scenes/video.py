@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import cos, pi, sin
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,27 @@ from PIL import Image
 from valora_data.schema import Answer, Task
 from valora_data.sources.generic.scenes import COLORS
 from valora_data.sources.generic.shapes import SHAPES
-from valora_data.sources.scenes.boards import SIZE, Board, resized, thing
-from valora_data.sources.scenes.drawing import Layer, Pen, Pose
-from valora_data.sources.scenes.figures import Look, Posture, figure
-from valora_data.sources.scenes.objects import VEHICLES
+from valora_data.sources.scenes.boards import (
+    SIZE,
+    Board,
+    Drawn,
+    SceneDomain,
+    chosen,
+    resized,
+    thing,
+)
+from valora_data.sources.scenes.drawing import Colour, Layer, Pen, Pose, scaled
+from valora_data.sources.scenes.objects import (
+    BLACK,
+    CLOTHES,
+    HAIR,
+    PAINTS,
+    SKIN,
+    VEHICLES,
+    WHITE,
+    pick,
+)
 from valora_data.sources.scenes.photographs import photograph_crop
-from valora_data.sources.scenes.props import PAINTS, WHITE, pick
-from valora_data.sources.scenes.scene_domain import Drawn, SceneDomain, chosen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +48,70 @@ ACTIONS = ("walk", "jump", "wave", "crouch", "stand")
 BALL_PATHS = ("roll", "bounce", "rise", "fall", "swing")
 CAMERA_MOVES = ("pan left", "pan right", "zoom in", "zoom out", "still")
 CHANGES = ("appear", "vanish", "grow", "shrink", "recolor")
+
+
+HIPS, SHOULDERS = 0.55, 0.24
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What stays the same from frame to frame."""
+
+    height: float
+    skin: Colour
+    hair: Colour
+    top: Colour
+    bottom: Colour
+
+    @classmethod
+    def any(cls, rng: np.random.Generator) -> Look:
+        """Someone."""
+        clothes = pick(rng, CLOTHES), pick(rng, CLOTHES)
+        return cls(rng.uniform(40, 54), pick(rng, SKIN, 12), pick(rng, HAIR, 12), *clothes)
+
+
+@dataclass(frozen=True, slots=True)
+class Posture:
+    """How someone stands; all in shares of the height.
+
+    Attributes:
+        feet: Distance of each foot from the middle, left and right.
+        hands: Place of each hand (x from the middle, y from the crown), left and right.
+        sink: How far the body is lowered by bent knees.
+    """
+
+    feet: tuple[float, float] = (-0.08, 0.08)
+    hands: tuple[tuple[float, float], tuple[float, float]] = ((-0.14, 0.56), (0.14, 0.56))
+    sink: float = 0.0
+
+
+def figure(look: Look, posture: Posture) -> Layer:
+    """Draw someone; the sheet's size depends on the look alone, the soles are at its foot."""
+    pen = Pen(look.height, look.height, margin=0.12)
+    limb, drop = look.height * 0.085, posture.sink
+    hips, shoulders = HIPS + drop, SHOULDERS + drop
+    for side, foot, shade in ((-1, posture.feet[0], 0.8), (1, posture.feet[1], 1.0)):
+        bend = 0.5 + foot * 0.6 + side * drop * 0.7
+        knee = (bend, (hips + 0.97) / 2 - drop * 0.15)
+        leg = ((0.5 + side * 0.05, hips), knee, (0.5 + foot, 0.95))
+        pen.limb(leg, scaled(look.bottom, shade), limb * 1.2)
+        pen.limb(((0.5 + foot, 0.97), (0.56 + foot, 0.97)), scaled(BLACK, 1.3), limb * 0.8)
+    for side, (x, y), shade in ((-1, posture.hands[0], 0.8), (1, posture.hands[1], 1.1)):
+        hand = (0.5 + x, y + drop)
+        elbow = (0.5 + side * 0.13 + x * 0.25, (shoulders + hand[1]) / 2 + 0.03)
+        pen.limb(
+            ((0.5 + side * 0.09, shoulders + 0.02), elbow, hand), scaled(look.top, shade), limb
+        )
+        pen.disc(*hand, limb * 0.6, look.skin)
+    chest = (
+        (0.39, shoulders), (0.45, shoulders - 0.05), (0.55, shoulders - 0.05), (0.61, shoulders),
+        (0.59, hips + 0.03), (0.41, hips + 0.03),
+    )  # fmt: skip
+    pen.polygon(chest, look.top)
+    head = look.height * 0.085
+    pen.disc(0.5, 0.085 + drop, head * 1.08, look.hair)
+    pen.disc(0.51, 0.1 + drop, head * 0.85, look.skin)
+    return pen.layer()
 
 
 def _clip(rng: np.random.Generator, boards: Sequence[Board], label: str) -> Drawn:

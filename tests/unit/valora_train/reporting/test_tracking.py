@@ -178,7 +178,8 @@ def test_classes_are_metrics_a_table_and_a_picture(paths):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [("garbage", "it is damaged: move it away"), ("newer", "another version of MLflow"),
-     ("locked", "stop the other program that uses it")],
+     ("database is locked", "stop the other program that uses it"),
+     ("database or disk is full", "free some space")],
 )  # fmt: skip
 def test_a_store_that_cannot_be_used_is_one_sentence(paths, tmp_path, damage, message, monkeypatch):
     file = tmp_path / f"{damage}.db"
@@ -190,12 +191,12 @@ def test_a_store_that_cannot_be_used_is_one_sentence(paths, tmp_path, damage, me
         with sqlite3.connect(file) as database:
             database.execute("UPDATE alembic_version SET version_num = 'fffffffffff1'")
 
-    def lock(*_: object, **__: object) -> None:
-        raise MlflowException("(sqlite3.OperationalError) database is locked")
+    def fail(*_: object, **__: object) -> None:
+        raise MlflowException(f"(sqlite3.OperationalError) {damage}")
 
-    if damage == "locked":
-        monkeypatch.setattr(MlflowClient, "search_model_versions", lock)
-        monkeypatch.setattr(mlflow, "set_experiment", lock)
+    if damage.startswith("database"):
+        monkeypatch.setattr(MlflowClient, "search_model_versions", fail)
+        monkeypatch.setattr(mlflow, "set_experiment", fail)
     bad = PathSettings(work=paths.work, tracking=f"sqlite:///{file}")
     for use in (lambda: connect(bad, "x"), lambda: tracking.register_bundle("r", "n", file, {})):
         with pytest.raises(TrackingError, match=message) as caught:

@@ -16,15 +16,14 @@ from valora_data.errors import DataError
 from valora_data.images import encoded_file
 from valora_data.schema import Split
 from valora_data.sources.scenes.detection import (
-    DIFFICULTY,
     DOMAINS,
+    MAX_IOU,
     detection_sample,
     detection_samples,
     draw_scene,
 )
 from valora_data.sources.scenes.drawing import GLYPHS, Layer, Pen, Pose, arc, lit
-from valora_data.sources.scenes.near_misses import NEAR_MISSES
-from valora_data.sources.scenes.objects import TARGETS
+from valora_data.sources.scenes.objects import NEAR_MISSES, TARGETS
 
 COUNT = 40
 
@@ -70,7 +69,7 @@ def test_targets_can_be_told_apart_by_one_box_per_cell(domain: str) -> None:
         cells = [((b.x0 + b.x1) // 2 // 12, (b.y0 + b.y1) // 2 // 12) for b in sample.answer.boxes]
         assert len(set(cells)) == len(cells)
         for a, b in combinations(sample.answer.boxes, 2):
-            assert box_iou(tensor([a.xyxy]), tensor([b.xyxy])).item() <= DIFFICULTY.max_iou
+            assert box_iou(tensor([a.xyxy]), tensor([b.xyxy])).item() <= MAX_IOU
 
 
 @pytest.mark.parametrize("domain", DOMAINS)

@@ -60,6 +60,7 @@ REMEDIES = {
     r"no answer|retries exceeded|refused|timed out": "start it, or correct its address",
     r"error code 40[13]": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
     r"no module named": "install that package",
+    r"file exists|not a directory": "move it away",
     r"malformed|not a database|corrupt|disk image": "it is damaged: move it away",
     r"": "mend it",
 }

@@ -13,6 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes that tests start share the 
 
 import logging
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -58,6 +59,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_store_of_an_earlier_test() -> Iterator[None]:
+    yield
+    if "mlflow" in sys.modules:  # a run sets its store for the whole process
+        sys.modules["mlflow"].set_tracking_uri(None)
 
 
 @pytest.fixture(scope="module")

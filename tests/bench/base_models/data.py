@@ -21,9 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from valora_data.sources.documents.albums import MOST_THINGS as ALBUM_THINGS
-from valora_data.sources.documents.albums import AlbumFact, album_facts, ask_about_album
-from valora_data.sources.generic.questions import (
+from tests.bench.base_models.clips import domain_words_in, draw_clip
+from tests.bench.base_models.questions import (
     CAPTIONED,
     TASKS,
     Question,
@@ -31,6 +30,8 @@ from valora_data.sources.generic.questions import (
     ask_which_image,
     vocabulary,
 )
+from valora_data.sources.documents.albums import MOST_THINGS as ALBUM_THINGS
+from valora_data.sources.documents.albums import AlbumFact, album_facts, ask_about_album
 from valora_data.sources.generic.scenes import (
     COLORS,
     MOST_THINGS,
@@ -38,8 +39,6 @@ from valora_data.sources.generic.scenes import (
     SIZE,
     TRAINING_SEEDS,
     Scene,
-    domain_words_in,
-    draw_clip,
     draw_scene,
 )
 from valora_data.sources.generic.shapes import SHAPES

@@ -20,11 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.ops import box_iou
 
-from valora_data.contract.boxes import decode, suppress
-from valora_data.contract.contexts import system_turn
-from valora_data.sources.documents.albums import draw_album
-from valora_data.sources.documents.records import RECORD_TOKENS, draw_document
-from valora_data.sources.generic.questions import (
+from tests.bench.base_models.clips import draw_clip
+from tests.bench.base_models.questions import (
     TASKS,
     Question,
     ask_motion,
@@ -32,7 +29,11 @@ from valora_data.sources.generic.questions import (
     caption_phrases,
     read_boxes,
 )
-from valora_data.sources.generic.scenes import MOST_THINGS, SIZE, Scene, draw_clip, draw_scene
+from valora_data.contract.boxes import decode, suppress
+from valora_data.contract.contexts import system_turn
+from valora_data.sources.documents.albums import draw_album
+from valora_data.sources.documents.records import RECORD_TOKENS, draw_document
+from valora_data.sources.generic.scenes import MOST_THINGS, SIZE, Scene, draw_scene
 
 GRID = (8, 8)
 THRESHOLD_SEEDS, TEST_SEEDS, NOVEL_SEEDS = 10_000_000, 20_000_000, 30_000_000

@@ -33,18 +33,6 @@ SMALLEST = 15.0
 OVERSAMPLING = 3
 """Things are drawn this many times larger and averaged down, so that their edges are smooth."""
 
-DOMAIN_WORDS = frozenset(
-    re.findall(
-        "[a-z]+",
-        """license licence plate plates number traffic sign signs vehicle vehicles car cars truck
-        trucks bus buses van vans vegetation tree trees plant plants leaf leaves grass bush bushes
-        flower flowers forest bicycle bicycles bike bikes cycle wheel wheels person persons people
-        man men woman women child children human humans pedestrian pedestrians rider face street
-        road""",
-    )
-)
-"""Words of the built-in detection domains, which the base model must never have seen."""
-
 COLORS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {
     "red": ((0.97, 1.015), (0.78, 1.0), (0.68, 0.95)),
     "orange": ((0.065, 0.09), (0.85, 1.0), (0.9, 1.0)),
@@ -123,9 +111,15 @@ class Sprite:
         return replace(self, thing=thing, corner=(self.corner[0] + dx, self.corner[1] + dy))
 
 
-def domain_words_in(text: str) -> frozenset[str]:
-    """Words of `text` that belong to the built-in detection domains."""
-    return DOMAIN_WORDS & set(re.findall(r"[a-z]+", text.lower()))
+def plural(shape: str) -> str:
+    """More than one of a shape."""
+    if shape in ("glasses", "scissors", "dice"):
+        return shape
+    if shape.startswith("letter "):
+        return shape.replace("letter", "letters")
+    if shape.endswith("y"):
+        return shape[:-1] + "ies"
+    return shape + ("es" if re.search(r"(s|sh|ch|x)$", shape) else "s")
 
 
 def is_reserved(shape: str, color: str) -> bool:
@@ -205,7 +199,7 @@ def draw_background(rng: np.random.Generator) -> Floats:
     return clipped
 
 
-def _draw_clutter(image: Floats, rng: np.random.Generator) -> Floats:
+def draw_clutter(image: Floats, rng: np.random.Generator) -> Floats:
     """Adds unnamed scraps, threads and blots, which resemble no thing."""
     canvas = Image.fromarray((image * 255).astype(np.uint8))
     pen = ImageDraw.Draw(canvas, "RGBA")
@@ -418,55 +412,9 @@ def draw_sprites(
 
 
 def draw_scene(seed: int, most: int = MOST_THINGS, *, novel: bool = False) -> Scene:
-    """Draws the scene of a seed with one to `most` things.
-
-    Args:
-        seed: Any non-negative integer; equal seeds give equal scenes.
-        most: Largest number of things.
-        novel: Whether the rearmost thing is a combination of colour and shape kept from training.
-    """
+    """Draws the scene of a seed with one to `most` things."""
     rng = np.random.default_rng(seed)
-    background = _draw_clutter(draw_background(rng), rng)
+    background = draw_clutter(draw_background(rng), rng)
     sprites = draw_sprites(rng, most, novel=novel)
     pixels = finish(compose(background, sprites, rng), rng)
     return Scene(pixels, tuple(sprite.thing for sprite in sprites))
-
-
-def draw_clip(seed: int, frames: int) -> tuple[tuple[Scene, ...], str, str]:
-    """Draws frames in which one thing moves and the others stand still.
-
-    Args:
-        seed: Any non-negative integer.
-        frames: Number of frames, 2 or more.
-
-    Returns:
-        The frames in order, the moving thing's shape (the only one of its kind) and the direction:
-        left, right, up, down.
-    """
-    rng = np.random.default_rng(seed)
-    background = _draw_clutter(draw_background(rng), rng)
-    way, dx, dy = [("left", -1, 0), ("right", 1, 0), ("up", 0, -1), ("down", 0, 1)][
-        int(rng.integers(4))
-    ]
-    shape, color = str(rng.choice(list(SHAPES))), str(rng.choice(list(COLORS)))
-    while is_reserved(shape, color):
-        color = str(rng.choice(list(COLORS)))
-    mover = draw_sprite(shape, color, "plain", float(rng.uniform(14, 30)), rng)
-    w, h = (int(n) for n in (mover.thing.box[2] - mover.thing.box[0],
-                             mover.thing.box[3] - mover.thing.box[1]))  # fmt: skip
-    path = int(rng.integers(20, 46))
-    start_x = int(rng.integers(path, SIZE - w)) if dx < 0 else int(
-        rng.integers(0, SIZE - w - path * dx + 1))  # fmt: skip
-    start_y = int(rng.integers(path, SIZE - h)) if dy < 0 else int(
-        rng.integers(0, SIZE - h - path * dy + 1))  # fmt: skip
-    mover = mover.moved(start_x - int(mover.thing.box[0]), start_y - int(mover.thing.box[1]))
-    others = [s for s in draw_sprites(rng, 3) if s.thing.shape != shape]
-    state = rng.bit_generator.state
-    scenes = []
-    for i in range(frames):
-        rng.bit_generator.state = state  # one camera: the same shadow, light and blur
-        step = round(path * i / (frames - 1))
-        sprites = [*others, mover.moved(dx * step, dy * step)]
-        pixels = finish(compose(background, sprites, rng), rng)
-        scenes.append(Scene(pixels, tuple(sprite.thing for sprite in sprites)))
-    return tuple(scenes), shape, way

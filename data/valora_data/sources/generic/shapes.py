@@ -3,7 +3,7 @@
 
 Every thing is a handful of polygons and strokes in a square of [-1, 1] × [-1, 1] (x to the right,
 y down). None of them is, or looks like, one of the built-in detection domains: those must stay new
-to the base model (`DOMAIN_WORDS` in `scenes`).
+to the base model (`DOMAIN_WORDS` in its recipe).
 """
 
 from __future__ import annotations

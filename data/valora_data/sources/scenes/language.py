@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from valora_data.schema import Answer, Box, Task
-from valora_data.sources.generic.questions import plural
-from valora_data.sources.generic.scenes import PATTERNS, color_of
+from valora_data.sources.generic.scenes import PATTERNS, color_of, plural
 from valora_data.sources.generic.shapes import SHAPES
 from valora_data.sources.scenes.boards import (
     Board,

@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from tests.bench.base_models import pretrain
+from tests.bench.base_models.clips import DOMAIN_WORDS
 from tests.bench.base_models.data import (
     BUCKETS,
     CHUNK,
@@ -49,13 +50,7 @@ from tests.bench.base_models.pretrain import (
     load,
     schedule,
 )
-from valora_data.sources.generic.scenes import (
-    COLORS,
-    DOMAIN_WORDS,
-    PATTERNS,
-    TRAINING_SEEDS,
-    draw_scene,
-)
+from valora_data.sources.generic.scenes import COLORS, PATTERNS, TRAINING_SEEDS, draw_scene
 from valora_data.sources.generic.shapes import SHAPES
 
 TINY = Path(__file__).parents[4] / "data/valora_data/tiny"

@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 
+from tests.bench.base_models.clips import domain_words_in
 from valora_data.contract.base_model import base_folder
 from valora_data.sources.documents.albums import ask_about_album, draw_album
 from valora_data.sources.documents.records import (
@@ -12,7 +13,6 @@ from valora_data.sources.documents.records import (
     WORDINGS,
     draw_document,
 )
-from valora_data.sources.generic.scenes import domain_words_in
 
 
 def test_every_fact_is_in_the_text_once():

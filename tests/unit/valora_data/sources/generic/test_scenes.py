@@ -4,30 +4,28 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from valora_data.sources.generic.questions import (
+from tests.bench.base_models.clips import DOMAIN_WORDS, domain_words_in, draw_clip
+from tests.bench.base_models.questions import (
     GRID_STEP,
     TASKS,
     ask_motion,
     ask_which_image,
     caption_phrases,
-    plural,
     read_boxes,
     vocabulary,
     write_boxes,
 )
 from valora_data.sources.generic.scenes import (
     COLORS,
-    DOMAIN_WORDS,
     MOST_THINGS,
     PATTERNS,
     SIZE,
     color_of,
     compose,
-    domain_words_in,
-    draw_clip,
     draw_scene,
     draw_sprite,
     is_reserved,
+    plural,
 )
 from valora_data.sources.generic.shapes import SHAPES
 

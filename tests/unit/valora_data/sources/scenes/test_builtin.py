@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+from tests.bench.base_models.questions import caption_phrases
 from tests.support.data_sets import check_no_leak
 from valora_data.errors import DataError
 from valora_data.schema import Domain, Split, Task
-from valora_data.sources.generic.questions import caption_phrases
 from valora_data.sources.scenes.builtin import (
     builtin_labels,
     builtin_names,

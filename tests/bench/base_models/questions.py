@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE, Scene, Thing
+from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE, Scene, Thing, plural
 from valora_data.sources.generic.shapes import SHAPES
 
 ORDINALS = ("first", "second", "third", "fourth")
@@ -28,28 +28,22 @@ GRID = 1000
 GRID_STEP = 10
 """Boxes as text are rounded to this many grid units, about a pixel of a scene."""
 
-_SAME_PLURAL = frozenset({"glasses", "scissors", "dice"})
-
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked about one or more images and what is right."""
+    """What is asked about one or more images and what is right.
+
+    Attributes:
+        task: One of the keys of `TASKS`, or `which_image`, `motion`.
+        prompt: Text before the images.
+        answer: The text to write; empty for detection.
+        boxes: What to detect: (x0, y0, x1, y1) in pixels, for the task `detect` only.
+    """
 
     task: str
     prompt: str
     answer: str = ""
     boxes: tuple[tuple[float, float, float, float], ...] = ()
-
-
-def plural(shape: str) -> str:
-    """More than one of a shape."""
-    if shape in _SAME_PLURAL:
-        return shape
-    if shape.startswith("letter "):
-        return shape.replace("letter", "letters")
-    if shape.endswith("y"):
-        return shape[:-1] + "ies"
-    return shape + ("es" if re.search(r"(s|sh|ch|x)$", shape) else "s")
 
 
 def _pick(things: Sequence[Thing], rng: np.random.Generator) -> Thing:
@@ -254,7 +248,12 @@ def ask_motion(shape: str, way: str) -> Question:
 
 
 def write_boxes(name: str, boxes: Sequence[tuple[float, float, float, float]]) -> str:
-    """Boxes of one name as text."""
+    """Boxes of one name as text.
+
+    Args:
+        name: What they are boxes of.
+        boxes: (x0, y0, x1, y1) in pixels of a scene.
+    """
     text = ""
     for box in boxes:
         x0, y0, x1, y1 = (round(edge / SIZE * GRID / GRID_STEP) * GRID_STEP for edge in box)

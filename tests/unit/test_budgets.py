@@ -10,18 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 20_274,
-    "data/valora_data": 17_130,
-    "teachers/valora_teachers": 2_984,
+    "valora_train": 11_867,
+    "data/valora_data": 14_042,
+    "teachers/valora_teachers": 1_943,
     "kernels/valora_kernels": 6_301,
-    "valora_serve": 41_354,
-    "tests/*/valora_train": 11_017,
-    "tests/*/valora_data": 6_689,
-    "tests/*/valora_teachers": 1_530,
+    "valora_serve": 41_352,
+    "tests/*/valora_train": 8_588,
+    "tests/*/valora_data": 6_224,
+    "tests/*/valora_teachers": 1_395,
     "tests/*/valora_kernels": 2_385,
-    "tests/*/valora_serve": 30_792,
-    "tests/unit/bench": 1_464,
-    BENCH: 9_900,
+    "tests/*/valora_serve": 30_791,
+    "tests/unit/bench": 1_459,
+    BENCH: 10_257,
 }
 
 

@@ -50,7 +50,7 @@ def check(settings: Settings) -> None:
         _check_source(domain)
         if domain.teacher != LABELS:
             _check_teacher(domain, domain.taught_by or settings.teacher)
-    if start is not None and not expanded(start).is_dir():
+    if start is not None and not Path(start).is_dir():
         raise SettingsError(
             f"context.start={start} is no folder: name one with memories, or set it to null"
         )
@@ -64,7 +64,7 @@ def check(settings: Settings) -> None:
             "fusion.of_dedicated trains adapters side by side, each in one process: set "
             "model.shard=false, and start it without accelerate or torchrun (fusion.processes)"
         )
-    if fusion.parent is not None and not (expanded(fusion.parent) / "bundle.json").is_file():
+    if fusion.parent is not None and not (Path(fusion.parent) / "bundle.json").is_file():
         raise SettingsError(
             f"fusion.parent={fusion.parent} holds no bundle: name a bundle's folder, or set it to "
             "null"
@@ -142,7 +142,7 @@ def check_contracts_asked(settings: Settings, overrides: Sequence[str]) -> None:
 
 def _check_writable(setting: str, place: str) -> None:
     """Check that a folder is there or can be made, and can be written to."""
-    folder = Path(os.path.abspath(expanded(place)))  # noqa: PTH100 (keeps links)
+    folder = Path(os.path.abspath(place))  # noqa: PTH100 (keeps links)
     str(folder).encode()  # raises for what is no UTF-8, which no report could name
     try:
         while not (folder.exists() or folder.is_symlink()):
@@ -190,7 +190,7 @@ def _check_teacher(domain: DomainSettings, teacher: TeacherSettings) -> None:
                 f"{place}={given} names no function of a module that is installed or in "
                 "PYTHONPATH: write module:function"
             )
-    elif not expanded(given).exists() and (kind.artefact or given.startswith((".", "/", "~"))):
+    elif not Path(given).exists() and (kind.artefact or given.startswith((".", "/", "~"))):
         raise SettingsError(
             f"{place}={given} does not exist: name a trained model, `train` or `labels`"
         )

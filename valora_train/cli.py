@@ -24,7 +24,6 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from yaml import YAMLError
 
-from valora_data.contract.files import expanded
 from valora_data.errors import ValoraError
 from valora_train.checks import check, check_contracts_asked, check_with_libraries
 from valora_train.errors import SweepError, without_passwords
@@ -77,7 +76,7 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
     if settings.shelf is not None:
         from valora_data.sources.shelf import read_shelf
 
-        for note in read_shelf(expanded(settings.shelf)).notes:
+        for note in read_shelf(Path(settings.shelf)).notes:
             display.note("shelf", note)
     check_with_libraries(settings)  # torch takes seconds to import
     from valora_train.pipeline import run_stages

@@ -6,6 +6,7 @@ What a kind of teacher or a task type needs is declared there (`teacher.options`
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -58,6 +59,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 ShareAboveZero = Annotated[float, Field(gt=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+HomePath = Annotated[Text, AfterValidator(os.path.expanduser)]  # `~` is the home folder
 Names = Annotated[list[Text], AfterValidator(_distinct)]
 
 
@@ -126,7 +128,8 @@ class DomainSettings(Section):
     # Share of the teacher's accuracy to keep as well; null for `task.of_teacher`.
     of_teacher: ShareAboveZero | None = None
     relative: bool = False  # `required` is such a share itself
-    teacher: str = "train"  # or `labels`, a path, a name on the hub, ``package.module:function``
+    # Or `labels`, a path, a name on the hub, ``package.module:function``.
+    teacher: HomePath = "train"
     taught_by: TeacherSettings | None = None  # null for those of the task
     mirror: bool | None = None  # mirrored images have mirrored answers; null: see `mirrors`
     source: SourceSettings = SourceSettings()
@@ -389,7 +392,7 @@ class ContextSettings(Section):
     encoder_steps: Whole = 0
     # Folder of memories to begin with, by name of the domain; null for the documents' beginnings,
     # or for what the encoder makes.
-    start: str | None = None
+    start: HomePath | None = None
     logits: Weight = 1.0  # of the divergence from the base model with the document in its prompt
     hidden: Weight = 1.0  # of the distance from its hidden states
     answers: Weight = 0.0  # of the cross entropy of the answers
@@ -421,7 +424,8 @@ class FusionSettings(Section):
     processes: Whole = 0  # that train those adapters; 0 for as many as there are cores
     # A domain that misses its requirement even alone stops the fusion, or is flagged.
     unreachable: Literal["fail", "keep"] = "fail"
-    parent: str | None = None  # bundle to extend: its unchanged domains keep adapters and heads
+    # Bundle to extend: its unchanged domains keep adapters and heads.
+    parent: HomePath | None = None
 
 
 @dataclass(frozen=True)
@@ -429,7 +433,7 @@ class PushSettings(Section):
     """Where `command=push` uploads a bundle."""
 
     repo: str | None = None  # of a Hugging Face hub, ``owner/name``; made if there is none
-    bundle: str | None = None  # folder; null for that of the task
+    bundle: HomePath | None = None  # folder; null for that of the task
     private: bool = True  # a new repository
     revision: str | None = None  # branch; null for the main one
 
@@ -438,8 +442,8 @@ class PushSettings(Section):
 class PathSettings(Section):
     """Folders of outputs, relative to the working directory."""
 
-    work: Text = ".valora"  # outputs of stages
-    bundles: Text = "bundles"
+    work: HomePath = ".valora"  # outputs of stages
+    bundles: HomePath = "bundles"
     tracking: str | None = None  # MLflow's URI; null: SQLite in the working directory
 
 
@@ -450,7 +454,7 @@ class Settings(Section):
     command: Literal["teach", "distill", "fuse", "export", "push"] = "export"  # the last stage
     processes: Whole = 1  # that prepare domains side by side; 0: see `preparing_processes`
     task: TaskSettings = TaskSettings()
-    shelf: str | None = None  # folder that Ultralytics trains into (see `add_shelf`)
+    shelf: HomePath | None = None  # folder that Ultralytics trains into (see `add_shelf`)
     domains: dict[str, DomainSettings] = field(default_factory=dict)
     teacher: TeacherSettings = TeacherSettings()  # of domains without their own
     model: ModelSettings = ModelSettings()

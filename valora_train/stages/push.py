@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 from valora_data.contract.bundle import read_bundle, write_manifest
-from valora_data.contract.files import expanded
 from valora_train.errors import PushError
 from valora_train.reporting.cards import with_metadata
 
@@ -41,9 +40,7 @@ def push(settings: Settings) -> str:
     asked = settings.push
     if not asked.repo:
         raise PushError("command=push needs a repository: set push.repo=owner/name")
-    bundle = read_bundle(
-        expanded(asked.bundle or Path(settings.paths.bundles) / settings.task.name)
-    )
+    bundle = read_bundle(Path(asked.bundle or f"{settings.paths.bundles}/{settings.task.name}"))
     # What the HTTP library of this version of huggingface_hub raises: httpx, or httpx2.
     unreachable = cast("type[Exception]", HfHubHTTPError.__mro__[1])
     with TemporaryDirectory(prefix="valora-push-") as place:

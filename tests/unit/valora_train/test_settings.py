@@ -47,6 +47,19 @@ def test_the_default_settings_pass(plain) -> None:
     check_all(OmegaConf.create(plain))
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    places = ("domains.person.teacher", "context.start", "fusion.parent", "paths.work",
+              "paths.bundles", "push.bundle")  # fmt: skip
+    made = from_config(configured(*(f"{place}='~/here'" for place in places)))
+    for place in places:
+        group, *rest = place.split(".")
+        if group == "domains":
+            assert made.domains[rest[0]].teacher == "/home/me/here"
+        else:
+            assert getattr(getattr(made, group), rest[0]) == "/home/me/here"
+
+
 def refused(plain, place: str, value: object) -> str:
     values = json.loads(json.dumps(plain))
     *groups, last = place.split(".")

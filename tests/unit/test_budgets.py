@@ -15,7 +15,7 @@ BUDGETS = {
     "teachers/valora_teachers": 1_943,
     "kernels/valora_kernels": 6_301,
     "valora_serve": 41_352,
-    "tests/*/valora_train": 8_588,
+    "tests/*/valora_train": 8_596,
     "tests/*/valora_data": 6_224,
     "tests/*/valora_teachers": 1_395,
     "tests/*/valora_kernels": 2_385,

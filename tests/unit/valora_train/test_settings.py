@@ -49,15 +49,10 @@ def test_the_default_settings_pass(plain) -> None:
 
 def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    places = ("domains.person.teacher", "context.start", "fusion.parent", "paths.work",
-              "paths.bundles", "push.bundle")  # fmt: skip
-    made = from_config(configured(*(f"{place}='~/here'" for place in places)))
-    for place in places:
-        group, *rest = place.split(".")
-        if group == "domains":
-            assert made.domains[rest[0]].teacher == "/home/me/here"
-        else:
-            assert getattr(getattr(made, group), rest[0]) == "/home/me/here"
+    given = {"fusion.parent": "b", "paths.work": "w", "domains.person.teacher": "t.pt"}
+    made = from_config(configured(*(f"++{place}='~/{end}'" for place, end in given.items())))
+    found = made.fusion.parent, made.paths.work, made.domains["person"].teacher
+    assert found == ("/home/me/b", "/home/me/w", "/home/me/t.pt")
 
 
 def refused(plain, place: str, value: object) -> str:

@@ -92,7 +92,13 @@ def check_with_libraries(settings: Settings) -> None:
             make_teacher(teacher.kind, options=teacher.options)
     if settings.command not in FUSING:
         return
-    model, device = settings.model, torch.device(settings.model.device)
+    model = settings.model
+    try:
+        device = torch.device(model.device)
+    except RuntimeError:
+        raise SettingsError(
+            f"bad setting model.device={model.device!r}: set it to cpu, cuda, or cuda:1 and so on"
+        ) from None
     if device.type == "cuda" and torch.cuda.device_count() <= (device.index or 0):
         raise SettingsError(
             f"model.device={device}: this machine, or the installed torch, has no such GPU; set "

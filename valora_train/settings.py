@@ -218,7 +218,7 @@ class ModelSettings(Section):
     device: Annotated[
         str,
         BeforeValidator(lambda given: f"cuda:{given}" if str(given).isdigit() else given),
-        Field(pattern=r"^(cpu|mps|(cuda|xpu)(:\d+)?)$"),
+        Field(pattern=r"^[a-z]+(:\d+)?$"),
     ] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the frozen weights
     # What training multiplies float32 matrices in; auto: bfloat16 on CPUs with instructions for it

@@ -210,8 +210,8 @@ def test_a_task_of_another_package_is_trained_and_served(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"number": {"slope": 1}}, r"bad setting heads\.options\.number\.slope=1: unexpected"),
-        ({"number": {"bias": "much"}}, r"bad setting heads\.options\.number\.bias='much': input"),
+        ({"number": {"slope": 1}}, r"heads\.options\.number\.slope=1: there is no such setting"),
+        ({"number": {"bias": "much"}}, r"heads\.options\.number\.bias='much': must be a valid"),
         ({"caption": {"bias": 1}}, "task type caption has no options, got bias: leave heads"),
         ({"poetry": {"bias": 1}}, "unknown task type 'poetry'"),
     ],

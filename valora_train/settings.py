@@ -216,9 +216,7 @@ class ModelSettings(Section):
 
     id: Text = "tiny"  # shipped with the project; or a local folder, or a name on the hub
     device: Annotated[
-        str,
-        BeforeValidator(lambda given: f"cuda:{given}" if str(given).isdigit() else given),
-        Field(pattern=r"^[a-z]+(:\d+)?$"),
+        str, BeforeValidator(lambda given: f"cuda:{given}" if str(given).isdigit() else given)
     ] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the frozen weights
     # What training multiplies float32 matrices in; auto: bfloat16 on CPUs with instructions for it

@@ -26,7 +26,8 @@ SIZE = 96  # width and height of a scene in pixels
 MOST_THINGS = 6  # named things in a scene
 SMALLEST = 15.0  # shortest long side of a named thing in pixels: little more than a visual token
 OVERSAMPLING = 3  # things are drawn this many times larger and averaged down: smooth edges
-COLORS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {
+Range = tuple[float, float]
+COLORS: dict[str, tuple[Range, Range, Range]] = {
     "red": ((0.97, 1.015), (0.78, 1.0), (0.68, 0.95)),
     "orange": ((0.065, 0.09), (0.85, 1.0), (0.9, 1.0)),
     "yellow": ((0.14, 0.17), (0.75, 1.0), (0.88, 1.0)),
@@ -37,9 +38,8 @@ COLORS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, f
     "pink": ((0.88, 0.93), (0.32, 0.55), (0.92, 1.0)),
     "brown": ((0.05, 0.08), (0.6, 0.85), (0.3, 0.42)),
     "white": ((0.0, 1.0), (0.0, 0.05), (0.93, 1.0)),
-    "black": ((0.0, 1.0), (0.0, 0.3), (0.04, 0.13)),
-    "gray": ((0.0, 1.0), (0.0, 0.05), (0.42, 0.6)),
-}
+    "black": ((0.0, 1.0), (0.0, 0.3), (0.04, 0.13)), "gray": ((0.0, 1.0), (0.0, 0.05), (0.42, 0.6)),
+}  # fmt: skip
 """Name to the ranges of hue, saturation and value that people call so."""
 
 RESERVED_EVERY = 23
@@ -152,11 +152,9 @@ def _ramp(rng: np.random.Generator) -> Floats:
 
 def _octaves(rng: np.random.Generator) -> Floats:
     """Noise over several scales whose amplitude falls like a random power, (SIZE, SIZE)."""
-    falloff = rng.uniform(0.4, 0.85)
-    first = int(rng.integers(2, 7))
-    return np.asarray(
-        sum(falloff**i * _field(rng, min(first * 2**i, SIZE)) for i in range(4)), dtype=np.float32
-    )
+    falloff, first = rng.uniform(0.4, 0.85), int(rng.integers(2, 7))
+    octaves = [falloff**i * _field(rng, min(first * 2**i, SIZE)) for i in range(4)]
+    return np.asarray(sum(octaves), dtype=np.float32)
 
 
 def _tiling(rng: np.random.Generator) -> Floats:

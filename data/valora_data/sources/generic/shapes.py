@@ -105,15 +105,6 @@ def _wave(rng: np.random.Generator) -> Parts:
     return (Part(np.stack([x, y], 1), width=0.22),)
 
 
-def _ring(rng: np.random.Generator) -> Parts:
-    r = rng.uniform(0.5, 0.7)
-    return (_oval(0, 0, 1, 1), _oval(0, 0, r, r, role="hole"))
-
-
-def _crescent(rng: np.random.Generator) -> Parts:
-    return (_oval(0, 0, 1, 1), _oval(rng.uniform(0.4, 0.55), -0.1, 0.85, 0.85, role="hole"))
-
-
 def _heart(rng: np.random.Generator) -> Parts:
     t = np.linspace(0, 2 * np.pi, 48)
     x = 16 * np.sin(t) ** 3
@@ -181,8 +172,8 @@ SHAPES: dict[str, Parts | Callable[[np.random.Generator], Parts]] = {
     "heart": _heart,
     "cross": (_rect(-0.32, -0.98, 0.32, 0.98), _rect(-0.98, -0.32, 0.98, 0.32)),
     "arrow": (_poly(-1, -0.26, 0.15, -0.26, 0.15, -0.7, 1, 0, 0.15, 0.7, 0.15, 0.26, -1, 0.26),),
-    "crescent": _crescent,
-    "ring": _ring,
+    "crescent": lambda rng: (_oval(0, 0, 1, 1), _oval(rng.uniform(0.4, 0.55), -0.1, 0.85, 0.85, role="hole")),
+    "ring": lambda rng: (_oval(0, 0, 1, 1), _oval(0, 0, r := rng.uniform(0.5, 0.7), r, role="hole")),
     "gear": _gear,
     "sun": _sun,
     "snowflake": _snowflake,

@@ -73,15 +73,9 @@ class Board:
     def add(
         self, rng: np.random.Generator, layer: Floats, region: Edges = EVERYWHERE
     ) -> Edges | None:
-        """Put a thing at a random place where it covers no other, its middle in a region.
+        """Put a thing where it covers no other, its middle in a region (shares of the image).
 
-        Args:
-            rng: Source of all randomness.
-            layer: The thing, see `Pen.layer`.
-            region: Shares of the image.
-
-        Returns:
-            The thing's box; None if no place was found.
+        Returns its box; None if no random place does.
         """
         x0, y0, x1, y1 = extent(layer)
         size = np.array([x1 - x0, y1 - y0])

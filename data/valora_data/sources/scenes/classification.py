@@ -111,8 +111,7 @@ def _coin(rng: np.random.Generator) -> Floats:
     pen.oval(scaled(metal, 0.6), 0.5, 0.5, 0.5, 0.5)
     pen.oval(metal, 0.5, 0.5, 0.44, 0.44)
     pen.ring(scaled(metal, 1.25), 1.0, 0.5, 0.5, size * 0.36)
-    number = [int(rng.integers(1, 9))]
-    pen.text(scaled(metal, 0.5), size * 0.07, number, 0.38, 0.3, 0.62, 0.7)
+    pen.text(scaled(metal, 0.5), size * 0.07, str(rng.integers(1, 9)), 0.38, 0.3, 0.62, 0.7)
     return pen.layer()
 
 

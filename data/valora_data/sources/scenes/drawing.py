@@ -25,27 +25,22 @@ Edges = tuple[float, float, float, float]
 SUPERSAMPLING = 4
 CURVE_POINTS = 28
 
-# Strokes of plate characters in a unit square, y down; one tuple per connected stroke.
-GLYPHS: tuple[tuple[tuple[Point, ...], ...], ...] = (
-    (((0, 0), (1, 0), (1, 1), (0, 1), (0, 0)),),  # 0
-    (((0.1, 0.25), (0.5, 0), (0.5, 1)),),  # 1
-    (((0, 0), (1, 0), (1, 0.5), (0, 0.5), (0, 1), (1, 1)),),  # 2
-    (((0, 0), (1, 0), (1, 1), (0, 1)), ((0.3, 0.5), (1, 0.5))),  # 3
-    (((0, 0), (0, 0.55), (1, 0.55)), ((0.75, 0), (0.75, 1))),  # 4
-    (((1, 0), (0, 0), (0, 0.5), (1, 0.5), (1, 1), (0, 1)),),  # 5
-    (((1, 0), (0, 0), (0, 1), (1, 1), (1, 0.5), (0, 0.5)),),  # 6
-    (((0, 0), (1, 0), (0.4, 1)),),  # 7
-    (((0, 0), (1, 0), (1, 1), (0, 1), (0, 0)), ((0, 0.5), (1, 0.5))),  # 8
-    (((0, 1), (0.5, 0), (1, 1)), ((0.2, 0.65), (0.8, 0.65))),  # A
-    (((1, 0), (0, 0), (0, 1), (1, 1)), ((0, 0.5), (0.8, 0.5))),  # E
-    (((0, 0), (0, 1)), ((1, 0), (1, 1)), ((0, 0.5), (1, 0.5))),  # H
-    (((0, 0), (0, 1)), ((1, 0), (0, 0.55), (1, 1))),  # K
-    (((0, 0), (0, 1), (1, 1)),),  # L
-    (((0, 1), (0, 0), (1, 1), (1, 0)),),  # N
-    (((0, 1), (0, 0), (1, 0), (1, 0.5), (0, 0.5)),),  # P
-    (((0, 0), (1, 0)), ((0.5, 0), (0.5, 1))),  # T
-    (((0, 0), (1, 1)), ((1, 0), (0, 1))),  # X
-)
+GLYPHS = {
+    "0": ((0, 0, 1, 0, 1, 1, 0, 1, 0, 0),), "1": ((0.1, 0.25, 0.5, 0, 0.5, 1),),
+    "2": ((0, 0, 1, 0, 1, 0.5, 0, 0.5, 0, 1, 1, 1),),
+    "3": ((0, 0, 1, 0, 1, 1, 0, 1), (0.3, 0.5, 1, 0.5)),
+    "4": ((0, 0, 0, 0.55, 1, 0.55), (0.75, 0, 0.75, 1)),
+    "5": ((1, 0, 0, 0, 0, 0.5, 1, 0.5, 1, 1, 0, 1),),
+    "6": ((1, 0, 0, 0, 0, 1, 1, 1, 1, 0.5, 0, 0.5),), "7": ((0, 0, 1, 0, 0.4, 1),),
+    "8": ((0, 0, 1, 0, 1, 1, 0, 1, 0, 0), (0, 0.5, 1, 0.5)),
+    "A": ((0, 1, 0.5, 0, 1, 1), (0.2, 0.65, 0.8, 0.65)),
+    "E": ((1, 0, 0, 0, 0, 1, 1, 1), (0, 0.5, 0.8, 0.5)),
+    "H": ((0, 0, 0, 1), (1, 0, 1, 1), (0, 0.5, 1, 0.5)),
+    "K": ((0, 0, 0, 1), (1, 0, 0, 0.55, 1, 1)), "L": ((0, 0, 0, 1, 1, 1),),
+    "N": ((0, 1, 0, 0, 1, 1, 1, 0),), "P": ((0, 1, 0, 0, 1, 0, 1, 0.5, 0, 0.5),),
+    "T": ((0, 0, 1, 0), (0.5, 0, 0.5, 1)), "X": ((0, 0, 1, 1), (1, 0, 0, 1)),
+}  # fmt: skip
+"""Strokes of the characters of plates in a unit square, y down."""
 
 
 class Pen:
@@ -63,16 +58,9 @@ class Pen:
         self, width: float, height: float, *, turn: float = 0.0, slant: float = 0.0,
         rise: float = 0.0, mirrored: bool = False, margin: float = 0.1,
     ) -> None:  # fmt: skip
-        """Start with a transparent sheet.
+        """Start with a transparent sheet, turned by degrees clockwise, then mirrored.
 
-        Args:
-            width: Of the unit square, in pixels.
-            height: The same.
-            turn: Rotation in degrees, clockwise.
-            slant: Horizontal shift per unit of height, as seen from the side.
-            rise: Vertical shift per unit of width: the slope of a surface seen at an angle.
-            mirrored: Whether left and right are swapped.
-            margin: Room around the unit square, in its units.
+        `slant` is a shift to the side per unit of height, `rise` one upwards per unit of width.
         """
         self.width, self.height = width, height
         angle = radians(turn)
@@ -148,15 +136,16 @@ class Pen:
         at = arc(x, y, radius * narrow / self.width, radius / self.height)
         self.line(colour, width, *at, *at[:4])
 
-    def text(self, colour: Colour, width: float, glyphs: Sequence[int], *box: float) -> None:
-        """Characters, by their place in `GLYPHS`, side by side in a box."""
+    def text(self, colour: Colour, width: float, text: str, *box: float) -> None:
+        """Characters of `GLYPHS` side by side in a box."""
         x0, y0, x1, y1 = box
         gap = 0.45
-        advance = (x1 - x0) / (len(glyphs) + (len(glyphs) - 1) * gap)
-        for place, glyph in enumerate(glyphs):
+        advance = (x1 - x0) / (len(text) + (len(text) - 1) * gap)
+        for place, character in enumerate(text):
             left = x0 + place * advance * (1 + gap)
-            for stroke in GLYPHS[glyph]:
-                at = [c for u, v in stroke for c in (left + u * advance, y0 + v * (y1 - y0))]
+            for stroke in GLYPHS[character]:
+                points = zip(stroke[::2], stroke[1::2], strict=True)
+                at = [c for u, v in points for c in (left + u * advance, y0 + v * (y1 - y0))]
                 self.line(colour, width, *at)
 
     def layer(self) -> Floats:

@@ -51,7 +51,7 @@ def _sheet(
     side: Literal["width", "height"], length: Point, ratio: Point | float,
     pose: Literal["upright", "tilted", "facing"], margin: float = 0.1,
 ) -> Callable[[Callable[..., None]], Callable[..., Pen]]:  # fmt: skip
-    """Give a painter a pen of a random size: one side in pixels, the other as a share of it.
+    """Give a painter a pen: one side in pixels, the other as a share of it.
 
     What is `tilted` stands on uneven ground; what is `facing` also faces left or right.
     """
@@ -105,16 +105,16 @@ def _license_plate(rng: np.random.Generator) -> Pen:
     edge = (x, 0, 1 - x, 0, 1, 0.12, 1, 0.88, 1 - x, 1, x, 1, 0, 0.88, 0, 0.12)
     pen.fill(ground, *edge)
     pen.line(scaled(ink, 0.9), 0.9, *edge, *edge[:2])
+    rows, stroke, lengths = [(0.08, 0.2, 0.93, 0.8)], 0.11, (5, 8)
     if double:
         rows, stroke, lengths = [(0.12, 0.12, 0.88, 0.45), (0.12, 0.56, 0.88, 0.9)], 0.07, (3, 5)
     elif rng.random() < 0.4:
         pen.box(BLUE, 0.0, 0.04, 0.11, 0.96)
-        rows, stroke, lengths = [(0.15, 0.2, 0.93, 0.8)], 0.11, (5, 8)
-    else:
-        rows, stroke, lengths = [(0.08, 0.2, 0.93, 0.8)], 0.11, (5, 8)
+        rows = [(0.15, 0.2, 0.93, 0.8)]
     for row in rows:
-        glyphs = rng.integers(len(GLYPHS), size=int(rng.integers(*lengths))).tolist()
-        pen.text(ink, max(1.0, height * stroke), glyphs, *row)
+        places = rng.integers(len(GLYPHS), size=int(rng.integers(*lengths)))
+        text = "".join(list(GLYPHS)[place] for place in places)
+        pen.text(ink, max(1.0, height * stroke), text, *row)
     return pen
 
 
@@ -143,8 +143,7 @@ def _plain_board(rng: np.random.Generator) -> Pen:
 # ---- traffic signs -----------------------------------------------------------------------------
 
 SIGNS = (
-    "prohibition", "no entry", "stop", "warning", "give way", "mandatory", "priority",
-    "information",
+    "prohibition", "no entry", "stop", "warning", "give way", "mandatory", "priority", "information"
 )  # fmt: skip
 """Kinds of road signs, by number."""
 TRIANGLE = (0.5, 0.04, 1.0, 0.94, 0.0, 0.94)
@@ -168,9 +167,11 @@ def _sign_sheet(rng: np.random.Generator, size: float | None = None) -> Pen:
     return Pen(size * rng.uniform(0.72, 1.0), size, turn=turn, rise=rise, margin=margin)
 
 
-def _pole(rng: np.random.Generator, pen: Pen) -> None:
-    foot = rng.uniform(1.6, 2.2)
-    pen.backing().line(varied(rng, (140, 140, 145), 30), 2.0, 0.5, 0.5, 0.5, foot)
+def _on_pole(rng: np.random.Generator, pen: Pen, probability: float) -> Pen:
+    if rng.random() < probability:
+        foot = rng.uniform(1.6, 2.2)
+        pen.backing().line(varied(rng, (140, 140, 145), 30), 2.0, 0.5, 0.5, 0.5, foot)
+    return pen
 
 
 def _symbol(rng: np.random.Generator, pen: Pen, ink: Colour, r: float) -> None:
@@ -179,8 +180,8 @@ def _symbol(rng: np.random.Generator, pen: Pen, ink: Colour, r: float) -> None:
     stroke = max(1.2, size * 0.28)
     kind = int(rng.integers(5))
     if kind == 0:  # a number
-        glyphs = (int(rng.integers(1, 9)), 0)
-        pen.text(ink, max(1.1, size * 0.2), glyphs, 0.5 - r, 0.5 - r * 0.7, 0.5 + r, 0.5 + r * 0.7)
+        text = f"{rng.integers(1, 9)}0"
+        pen.text(ink, max(1.1, size * 0.2), text, 0.5 - r, 0.5 - r * 0.7, 0.5 + r, 0.5 + r * 0.7)
     elif kind == 1:  # an arrow
         side = 1 if rng.random() < 0.5 else -1
         tip = 0.5 + side * r
@@ -218,7 +219,7 @@ def traffic_sign(
     elif sign == "stop":
         pen.fill(WHITE, *_regular(8, pi / 8, 0.53))
         pen.fill(red, *_regular(8, pi / 8, 0.48))
-        pen.text(WHITE, max(1.0, pen.height * 0.06), (5, 16, 0, 15), 0.17, 0.36, 0.83, 0.64)
+        pen.text(WHITE, max(1.0, pen.height * 0.06), "5T0P", 0.17, 0.36, 0.83, 0.64)
     elif sign == "warning":
         pen.fill(red, *TRIANGLE)
         pen.fill(chosen(rng, (WHITE, yellow)), *INNER_TRIANGLE)
@@ -239,9 +240,7 @@ def traffic_sign(
         pen.box(WHITE, 0.04, 0.04, 0.96, 0.96)
         pen.box(blue, 0.09, 0.09, 0.91, 0.91)
         _symbol(rng, pen, WHITE, 0.25)
-    if size is None and rng.random() < 0.6:
-        _pole(rng, pen)
-    return pen
+    return pen if size else _on_pole(rng, pen, 0.6)
 
 
 def _sign_like(rng: np.random.Generator) -> Pen:
@@ -272,9 +271,7 @@ def _sign_like(rng: np.random.Generator) -> Pen:
         pen.oval(pick(rng, PAINTS), x, 0.35, 0.15, 0.15)
         for y in (0.66, 0.76, 0.86):
             pen.line(GREY, 1.0, 0.18, y, rng.uniform(0.5, 0.82), y)
-    if rng.random() < 0.5:
-        _pole(rng, pen)
-    return pen
+    return _on_pole(rng, pen, 0.5)
 
 
 # ---- vehicles ----------------------------------------------------------------------------------
@@ -673,21 +670,12 @@ def _person_like(rng: np.random.Generator, pen: Pen) -> None:
 
 
 TARGETS: Mapping[str, Painter] = {
-    "license_plate": _license_plate,
-    "traffic_sign": traffic_sign,
-    "vehicle": vehicle,
-    "vegetation": vegetation,
-    "bicycle": bicycle,
-    "person": person,
-}
+    "license_plate": _license_plate, "traffic_sign": traffic_sign, "vehicle": vehicle,
+    "vegetation": vegetation, "bicycle": bicycle, "person": person,
+}  # fmt: skip
 """The six domains of the paper's Figure 10, in its order."""
-
 NEAR_MISSES: Mapping[str, Painter] = {
-    "license_plate": _plain_board,
-    "traffic_sign": _sign_like,
-    "vehicle": _box_like,
-    "vegetation": _plant_like,
-    "bicycle": _bicycle_like,
-    "person": _person_like,
-}
+    "license_plate": _plain_board, "traffic_sign": _sign_like, "vehicle": _box_like,
+    "vegetation": _plant_like, "bicycle": _bicycle_like, "person": _person_like,
+}  # fmt: skip
 """Per domain: what resembles its class and is none."""

@@ -73,16 +73,9 @@ def region_of(photograph: int, split: Split) -> tuple[int, int, int, int]:
 def photograph_crop(
     rng: np.random.Generator, split: Split, size: int = SIZE, photograph: int | None = None
 ) -> Pixels:
-    """A random crop: place, scale, flips, brightness, contrast and tint vary.
+    """A random crop of one of `PHOTOGRAPHS`, by its number, or of any: RGB, (size, size, 3).
 
-    Args:
-        rng: Source of all randomness.
-        split: Whose regions to crop from.
-        size: Side of the result in pixels.
-        photograph: Index into `PHOTOGRAPHS`; any if None.
-
-    Returns:
-        RGB pixels, (size, size, 3).
+    Place, scale, flips, brightness, contrast and tint vary.
 
     Raises:
         DataError: If the photographs are not installed.

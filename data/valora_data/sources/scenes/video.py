@@ -67,13 +67,11 @@ def _figure(
     hands: tuple[Point, Point] = ((-0.14, 0.56), (0.14, 0.56)),
     sink: float = 0.0,
 ) -> Floats:
-    """Draw someone; the sheet's size depends on the look alone, the soles are at its foot.
+    """Draw someone on a sheet whose size depends on the look alone; the soles are at its foot.
 
-    Args:
-        look: Height in pixels, and colours of skin, hair, top and trousers.
-        feet: Distance of each foot from the middle, left and right, in shares of the height.
-        hands: Place of each hand (x from the middle, y from the crown), left and right.
-        sink: How far the body is lowered by bent knees.
+    `look` is a height in pixels, and colours of skin, hair, top and trousers. All else is shares of
+    the height: how far each foot is from the middle, where each hand is (x from the middle, y from
+    the crown), and how far bent knees lower the body.
     """
     height, skin, hair, top, bottom = look
     pen = Pen(height, height, margin=0.12)

@@ -65,7 +65,7 @@ def test_scenes_hold_a_few_things_inside_the_image():
         assert (scene.pixels.shape, scene.pixels.dtype) == ((SIZE, SIZE, 3), np.uint8)
         assert 1 <= len(scene.things) <= MOST_THINGS
         for thing in scene.things:
-            assert 0 <= min(thing.box[:2])
+            assert min(thing.box[:2]) >= 0
             assert max(thing.box[2:]) <= SIZE
             assert 9 <= thing.length <= 70
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.scenes.boards import SceneDomain, scene_rng
-from valora_data.sources.scenes.classification import CLASSIFICATION, COUNTING
+from valora_data.sources.scenes.classification import CLASSIFICATION, COUNTING, VIDEO
 from valora_data.sources.scenes.detection import DETECTION
 from valora_data.sources.scenes.language import CAPTION, GROUNDING, VQA
 from valora_data.sources.scenes.photographs import DIGITS, digit_samples
-from valora_data.sources.scenes.video import VIDEO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

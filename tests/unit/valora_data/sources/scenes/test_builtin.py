@@ -17,9 +17,8 @@ from valora_data.sources.scenes.builtin import (
     builtin_prompt,
     builtin_samples,
 )
-from valora_data.sources.scenes.classification import SURFACES
+from valora_data.sources.scenes.classification import FRAMES, SURFACES
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS
-from valora_data.sources.scenes.video import FRAMES
 
 DOMAINS = [(task, name) for task in Task.all() for name in builtin_names(task)]
 CHOICES = [(t, n) for t, n in DOMAINS if t is not Task.DETECTION and builtin_labels(t, n)]

@@ -356,10 +356,15 @@ def finish(image: Floats, rng: np.random.Generator) -> Pixels:
     light = rng.uniform(0.8, 1.12) * (1 + _ramp(rng) * rng.uniform(0, 0.14))
     tint = rng.normal(1.0, 0.02, 3)
     image = np.clip(image * light[:, :, None] * tint, 0, 1)
-    photo = Image.fromarray((image * 255).astype(np.uint8))
+    return grainy((image * 255).astype(np.uint8), rng, 0.9, 9)
+
+
+def grainy(pixels: Pixels, rng: np.random.Generator, blur: float, strength: float) -> Pixels:
+    """Blur, of half of all images, and grain of up to some radius and standard deviation."""
+    photo = Image.fromarray(pixels)
     if rng.random() < 0.5:
-        photo = photo.filter(ImageFilter.GaussianBlur(float(rng.uniform(0.2, 0.9))))
-    grain = rng.standard_normal((SIZE, SIZE, 3), dtype=np.float32) * rng.uniform(0, 9)
+        photo = photo.filter(ImageFilter.GaussianBlur(float(rng.uniform(0.2, blur))))
+    grain = rng.standard_normal(pixels.shape, dtype=np.float32) * rng.uniform(0, strength)
     return np.clip(np.asarray(photo, dtype=np.float32) + grain, 0, 255).astype(np.uint8)
 
 
@@ -378,7 +383,7 @@ def draw_sprites(
     for i in range(wanted):
         length = float(np.exp(rng.uniform(np.log(SMALLEST), np.log(largest))))
         pattern = "plain" if rng.random() < 0.6 else str(rng.choice(PATTERNS))
-        if length < 18 and pattern != "plain":
+        if length < 18:
             pattern = "plain"  # a pattern of two pixels is none
         shape, color = str(rng.choice(kinds)), str(rng.choice(tones))
         while is_reserved(shape, color) != (novel and i == 0):

@@ -7,9 +7,17 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw
 
-from valora_data.sources.generic.scenes import SIZE, Floats, Thing, draw_sprite, softened, windows
+from valora_data.sources.generic.scenes import (
+    SIZE,
+    Floats,
+    Thing,
+    draw_sprite,
+    grainy,
+    softened,
+    windows,
+)
 from valora_data.sources.scenes.drawing import Edges, bounds, chosen
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS, photograph_crop
 
@@ -126,12 +134,8 @@ class Board:
     def image(self, rng: np.random.Generator) -> Image.Image:
         """What a camera makes of it: light, tint, blur and grain."""
         tint = rng.uniform(0.88, 1.1) * (1 + rng.uniform(-0.03, 0.03, 3)).astype(np.float32)
-        photo = Image.fromarray(np.clip(self.pixels * tint, 0, 255).astype(np.uint8))
-        if rng.random() < 0.5:
-            photo = photo.filter(ImageFilter.GaussianBlur(float(rng.uniform(0.2, 0.8))))
-        grain = rng.standard_normal((*photo.size[::-1], 3), dtype=np.float32) * rng.uniform(0, 7)
-        noisy = np.asarray(photo, dtype=np.float32) + grain
-        return Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8))
+        pixels = np.clip(self.pixels * tint, 0, 255).astype(np.uint8)
+        return Image.fromarray(grainy(pixels, rng, 0.8, 7))
 
 
 def extent(layer: Floats) -> tuple[int, int, int, int]:

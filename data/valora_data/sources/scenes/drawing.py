@@ -78,9 +78,8 @@ class Pen:
         ends = (-margin, 1 + margin)
         xs, ys = zip(*self._place([c for u in ends for v in ends for c in (u, v)]), strict=True)
         self._left, self._top = min(xs), min(ys)
-        self._size = tuple(
-            (int(max(at) - min(at)) // SUPERSAMPLING + 1) * SUPERSAMPLING for at in (xs, ys)
-        )
+        columns, rows = (int(max(at) - min(at)) // SUPERSAMPLING + 1 for at in (xs, ys))
+        self._size = (columns * SUPERSAMPLING, rows * SUPERSAMPLING)
         self._start()
 
     def _start(self) -> None:

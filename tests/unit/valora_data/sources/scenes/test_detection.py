@@ -148,5 +148,5 @@ def test_arc_is_part_of_an_ellipse() -> None:
 
 
 def test_glyphs_are_distinct_and_inside_the_unit_square() -> None:
-    assert len(set(GLYPHS)) == len(GLYPHS)
-    assert all(0 <= v <= 1 for g in GLYPHS for stroke in g for point in stroke for v in point)
+    assert len(set(GLYPHS.values())) == len(GLYPHS)
+    assert all(0 <= v <= 1 for glyph in GLYPHS.values() for stroke in glyph for v in stroke)

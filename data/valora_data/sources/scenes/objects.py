@@ -156,7 +156,7 @@ def _flipped(at: tuple[float, ...]) -> list[float]:
 
 
 def _regular(corners: int, start: float, radius: float) -> list[float]:
-    angles = [start + 2 * pi * i / corners for i in range(corners)]
+    angles = (start + 2 * pi * i / corners for i in range(corners))
     return [c for a in angles for c in (0.5 + radius * cos(a), 0.5 + radius * sin(a))]
 
 
@@ -277,7 +277,8 @@ def _sign_like(rng: np.random.Generator) -> Pen:
 # ---- vehicles ----------------------------------------------------------------------------------
 
 
-def _wheels(pen: Pen, y: float, radius: float, *xs: float) -> None:
+def _wheels(pen: Pen, y: float, share: float, *xs: float) -> None:
+    radius = pen.height * share
     for x in xs:
         pen.disc(TYRE, x, y, radius)
         pen.disc((170, 172, 176), x, y, radius * 0.5)
@@ -299,7 +300,7 @@ def _car_side(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) 
     pen.box(scaled(paint, 0.55), 0.0, 0.74, 1.0, 0.83)
     pen.disc((250, 240, 190), 0.04, 0.58, 1.0)
     pen.disc((200, 40, 40), 0.96, 0.56, 1.0)
-    _wheels(pen, 0.82, pen.height * 0.19, 0.2, 0.8)
+    _wheels(pen, 0.82, 0.19, 0.2, 0.8)
 
 
 @_sheet("width", (24, 42), (0.75, 0.95), "tilted")
@@ -328,7 +329,7 @@ def _van(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) -> No
     if rng.random() < 0.6:
         pen.box(glass, 0.44, 0.13, 0.9, 0.46)
     pen.box(scaled(paint, 0.55), 0.0, 0.78, 1.0, 0.86)
-    _wheels(pen, 0.85, pen.height * 0.15, 0.2, 0.8)
+    _wheels(pen, 0.85, 0.15, 0.2, 0.8)
 
 
 @_sheet("width", (38, 60), (0.38, 0.48), "facing")
@@ -339,7 +340,7 @@ def _bus(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) -> No
         pen.box(glass, x, 0.16, x + 0.15, 0.46)
     pen.box(scaled(colour, 0.7) if colour else pick(rng, PAINTS), 0.0, 0.58, 1.0, 0.66)
     pen.box(scaled(paint, 0.55), 0.0, 0.78, 1.0, 0.86)
-    _wheels(pen, 0.85, pen.height * 0.15, 0.2, 0.8)
+    _wheels(pen, 0.85, 0.15, 0.2, 0.8)
 
 
 @_sheet("width", (36, 60), (0.42, 0.52), "facing")
@@ -350,7 +351,7 @@ def _truck(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) -> 
     pen.fill(cab, 0.0, 0.5, 0.07, 0.2, 0.27, 0.18, 0.27, 0.8, 0.0, 0.8)
     pen.fill(varied(rng, GLASS, 30), 0.04, 0.48, 0.09, 0.27, 0.21, 0.27, 0.21, 0.48)
     pen.box((50, 50, 54), 0.0, 0.74, 1.0, 0.84)
-    _wheels(pen, 0.85, pen.height * 0.14, 0.15, 0.68, 0.86)
+    _wheels(pen, 0.85, 0.14, 0.15, 0.68, 0.86)
 
 
 def _van_or_bus(rng: np.random.Generator) -> Pen:
@@ -517,7 +518,6 @@ def _plant_like(rng: np.random.Generator, pen: Pen) -> None:
 
 
 # ---- bicycles ----------------------------------------------------------------------------------
-
 
 # Seen obliquely a bicycle gets shorter, not lower.
 _bicycle_sheet = _sheet("width", (32, 60), (0.56, 0.78), "facing")

@@ -162,7 +162,8 @@ def resized(layer: Floats, factor: float) -> Floats:
     planes = [Image.fromarray(weighted[..., i]) for i in range(4)]
     scaled = np.dstack([np.asarray(p.resize(size, Image.Resampling.BILINEAR)) for p in planes])
     scaled[..., :3] /= np.maximum(scaled[..., 3:], 1e-3)
-    return np.clip(scaled, 0, 255).astype(np.float32)
+    result: Floats = np.clip(scaled, 0, 255).astype(np.float32)
+    return result
 
 
 def fitted(

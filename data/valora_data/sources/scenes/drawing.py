@@ -216,7 +216,7 @@ def lit(layer: Floats, direction: Point, strength: float) -> Floats:
     return layer
 
 
-def shade(pixels: Floats, factor: Floats) -> None:
+def shade(pixels: Floats, factor: npt.NDArray[np.floating]) -> None:
     """Multiply colours in place."""
     for channel in range(3):  # a loop over three channels would be the innermost one
         pixels[..., channel] *= factor

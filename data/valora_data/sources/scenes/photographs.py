@@ -98,7 +98,8 @@ def photograph_crop(
     # Lift very dark and dim very bright crops towards the middle: objects must stay visible.
     pixels += (rng.uniform(70, 180) - mean) * rng.uniform(0.3, 0.9)
     pixels *= 1 + rng.uniform(-0.12, 0.12, size=3).astype(np.float32)
-    return np.clip(pixels, 0, 255).astype(np.uint8)
+    result: Pixels = np.clip(pixels, 0, 255).astype(np.uint8)
+    return result
 
 
 @cache

@@ -16,7 +16,6 @@ from valora_data.duplicates import Likeness
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Source
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
-from valora_data.sources.scenes.detection import detection_samples
 from valora_data.validation.inspection import inspect
 
 
@@ -124,7 +123,9 @@ def test_what_the_factory_wrote(task: Task, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_an_ultralytics_set(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    parts = {s: list(detection_samples("person", Split(s), 6)) for s in ("train", "val")}
+    parts = {
+        s: list(builtin_samples(Task.DETECTION, "person", Split(s), 6)) for s in ("train", "val")
+    }
     yaml = write_yolo(parts, ["person"], tmp_path / "set")
     assert check(yaml, tmp_path) == 0
     out = capsys.readouterr().out

@@ -18,22 +18,16 @@ from valora_data.sources.generic.shapes import FREE_TURN, KEEP_ASPECT, KEEP_SIDE
 
 Floats = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.uint8]
+Window = tuple[slice, slice]
 
 TRAINING_SEEDS = 1_000_000_000
 """Scenes that the base model is trained on have this seed and larger ones; all else smaller."""
-SIZE = 96
-"""Width and height of a scene in pixels."""
-
-MOST_THINGS = 6
-"""Named things in a scene."""
-
-SMALLEST = 15.0
-"""Shortest long side of a named thing in pixels, little more than a visual token."""
-
-OVERSAMPLING = 3
-"""Things are drawn this many times larger and averaged down, so that their edges are smooth."""
-
-COLORS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {
+SIZE = 96  # width and height of a scene in pixels
+MOST_THINGS = 6  # named things in a scene
+SMALLEST = 15.0  # shortest long side of a named thing in pixels: little more than a visual token
+OVERSAMPLING = 3  # things are drawn this many times larger and averaged down: smooth edges
+Range = tuple[float, float]
+COLORS: dict[str, tuple[Range, Range, Range]] = {
     "red": ((0.97, 1.015), (0.78, 1.0), (0.68, 0.95)),
     "orange": ((0.065, 0.09), (0.85, 1.0), (0.9, 1.0)),
     "yellow": ((0.14, 0.17), (0.75, 1.0), (0.88, 1.0)),
@@ -44,9 +38,8 @@ COLORS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, f
     "pink": ((0.88, 0.93), (0.32, 0.55), (0.92, 1.0)),
     "brown": ((0.05, 0.08), (0.6, 0.85), (0.3, 0.42)),
     "white": ((0.0, 1.0), (0.0, 0.05), (0.93, 1.0)),
-    "black": ((0.0, 1.0), (0.0, 0.3), (0.04, 0.13)),
-    "gray": ((0.0, 1.0), (0.0, 0.05), (0.42, 0.6)),
-}
+    "black": ((0.0, 1.0), (0.0, 0.3), (0.04, 0.13)), "gray": ((0.0, 1.0), (0.0, 0.05), (0.42, 0.6)),
+}  # fmt: skip
 """Name to the ranges of hue, saturation and value that people call so."""
 
 RESERVED_EVERY = 23
@@ -57,7 +50,7 @@ PATTERNS = ("plain", "striped", "dotted", "checked", "outlined")
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One named thing of a scene."""
+    """One named thing of a scene; its box is (x0, y0, x1, y1) in pixels."""
 
     shape: str
     color: str
@@ -90,13 +83,9 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Sprite:
-    """A thing before it is put on a background.
+    """A thing before it is put on a background: coverage (h, w) and colours (h, w, 3) in [0, 1].
 
-    Attributes:
-        thing: Its names; the box is where it will be.
-        alpha: Coverage in [0, 1], (h, w).
-        rgb: Colours in [0, 1], (h, w, 3).
-        corner: Where its upper left pixel goes, (x, y).
+    `corner` is where its upper left pixel goes, (x, y).
     """
 
     thing: Thing
@@ -111,15 +100,28 @@ class Sprite:
         return replace(self, thing=thing, corner=(self.corner[0] + dx, self.corner[1] + dy))
 
 
+def windows(shape: tuple[int, ...], left: int, top: int, side: int = SIZE) -> tuple[Window, Window]:
+    """The part of an image that a sheet at (left, top) covers, and that part of the sheet."""
+    x0, y0 = max(0, left), max(0, top)
+    x1, y1 = max(x0, min(side, left + shape[1])), max(y0, min(side, top + shape[0]))
+    part = (slice(y0 - top, y1 - top), slice(x0 - left, x1 - left))
+    return (slice(y0, y1), slice(x0, x1)), part
+
+
+def softened(coverage: Floats, radius: float) -> Floats:
+    """A coverage map in [0, 1] after Gaussian blur with `radius` pixels."""
+    image = Image.fromarray((coverage * 255).astype(np.uint8))
+    blurred = image.filter(ImageFilter.GaussianBlur(radius))
+    return np.asarray(blurred, dtype=np.float32) / np.float32(255)
+
+
 def plural(shape: str) -> str:
     """More than one of a shape."""
     if shape in ("glasses", "scissors", "dice"):
         return shape
     if shape.startswith("letter "):
         return shape.replace("letter", "letters")
-    if shape.endswith("y"):
-        return shape[:-1] + "ies"
-    return shape + ("es" if re.search(r"(s|sh|ch|x)$", shape) else "s")
+    return re.sub("ys$", "ies", shape + ("es" if re.search(r"(s|sh|ch|x)$", shape) else "s"))
 
 
 def is_reserved(shape: str, color: str) -> bool:
@@ -150,11 +152,9 @@ def _ramp(rng: np.random.Generator) -> Floats:
 
 def _octaves(rng: np.random.Generator) -> Floats:
     """Noise over several scales whose amplitude falls like a random power, (SIZE, SIZE)."""
-    falloff = rng.uniform(0.4, 0.85)
-    first = int(rng.integers(2, 7))
-    return np.asarray(
-        sum(falloff**i * _field(rng, min(first * 2**i, SIZE)) for i in range(4)), dtype=np.float32
-    )
+    falloff, first = rng.uniform(0.4, 0.85), int(rng.integers(2, 7))
+    octaves = [falloff**i * _field(rng, min(first * 2**i, SIZE)) for i in range(4)]
+    return np.asarray(sum(octaves), dtype=np.float32)
 
 
 def _tiling(rng: np.random.Generator) -> Floats:
@@ -219,7 +219,8 @@ def _draw_masks(
     shape: str, length: float, rng: np.random.Generator
 ) -> tuple[Image.Image, Image.Image, Image.Image]:
     """Oversampled silhouette, dark and light details of one specimen, turned and bent at random."""
-    parts = SHAPES[shape](rng)
+    outline = SHAPES[shape]
+    parts = outline(rng) if callable(outline) else outline
     turn = rng.uniform(0, 2 * np.pi) if shape in FREE_TURN else np.radians(rng.normal(0, 9))
     stretch = rng.normal(0, 0.03 if shape in KEEP_ASPECT else 0.12)
     shear = rng.normal(0, 0.02 if shape in KEEP_ASPECT else 0.08)
@@ -231,16 +232,13 @@ def _draw_masks(
     phase, bend = rng.uniform(0, 6, 2), rng.uniform(0, 0.06)
     thickness = rng.uniform(0.85, 1.25)
 
-    moved = []
-    for part in parts:
-        points = part.points + bend * np.sin(2.5 * part.points[:, ::-1] + phase)
-        moved.append(points @ matrix.T)
-    reach = [
-        (points.min(0) - part.width / 2, points.max(0) + part.width / 2)
-        for points, part in zip(moved, parts, strict=True)
-        if part.role == "fill"
+    moved = [
+        (part, (part.points + bend * np.sin(2.5 * part.points[:, ::-1] + phase)) @ matrix.T)
+        for part in parts
     ]
-    low, high = np.min([a for a, _ in reach], 0), np.max([b for _, b in reach], 0)
+    filled = [(part.width / 2, points) for part, points in moved if part.role == "fill"]
+    low = np.min([points.min(0) - half for half, points in filled], 0)
+    high = np.max([points.max(0) + half for half, points in filled], 0)
     scale = length * OVERSAMPLING / float((high - low).max())
     margin = 2 * OVERSAMPLING
     # One more pixel at random: specimens do not sit on the pixel grid.
@@ -250,7 +248,7 @@ def _draw_masks(
     masks = {role: Image.new("L", canvas) for role in ("fill", "dark", "light")}
     pens = {role: ImageDraw.Draw(mask) for role, mask in masks.items()}
     # Holes cut what was drawn before them, so strokes may cross them later.
-    for points, part in zip(moved, parts, strict=True):
+    for part, points in moved:
         pen = pens["fill" if part.role == "hole" else part.role]
         ink = 0 if part.role == "hole" else 255
         xy = [(float(x), float(y)) for x, y in points * scale + shift]
@@ -270,25 +268,17 @@ def _pattern(name: str, shape: tuple[int, int], rng: np.random.Generator) -> Flo
     u = 2 * np.pi * (np.cos(angle) * x + np.sin(angle) * y) / period + rng.uniform(0, 6)
     v = 2 * np.pi * (np.cos(angle) * y - np.sin(angle) * x) / period + rng.uniform(0, 6)
     wave = {
-        "striped": lambda: np.sin(u),
-        "dotted": lambda: np.cos(u) + np.cos(v) - 0.9,
-        "checked": lambda: 1.5 * np.sin(u) * np.sin(v),
-    }[name]()
+        "striped": np.sin(u),
+        "dotted": np.cos(u) + np.cos(v) - 0.9,
+        "checked": 1.5 * np.sin(u) * np.sin(v),
+    }[name]
     return np.asarray(np.clip(0.5 + 1.6 * wave, 0, 1), dtype=np.float32)
 
 
 def draw_sprite(
     shape: str, color: str, pattern: str, length: float, rng: np.random.Generator
 ) -> Sprite:
-    """Draws one specimen of a named thing with its upper left corner at (0, 0).
-
-    Args:
-        shape: One of `SHAPES`.
-        color: One of `COLORS`.
-        pattern: One of `PATTERNS`.
-        length: About its longer side, in pixels.
-        rng: Source of everything that varies.
-    """
+    """Draws one specimen of a named thing, about `length` pixels long, at (0, 0)."""
     fill, dark, light = _draw_masks(shape, length, rng)
     if pattern == "outlined":
         inner = fill.filter(ImageFilter.GaussianBlur(max(length * OVERSAMPLING * 0.055, 3.5)))
@@ -347,23 +337,12 @@ def compose(background: Floats, sprites: list[Sprite], rng: np.random.Generator)
     image = background.copy()
     shadow = rng.uniform(0, 0.5) if rng.random() < 0.4 else 0.0
     for sprite in sprites:
-        x, y = sprite.corner
-        h, w = sprite.alpha.shape
-        left, top = max(x, 0), max(y, 0)
-        right, bottom = min(x + w, SIZE), min(y + h, SIZE)
-        window = (slice(top, bottom), slice(left, right))
-        inside = (slice(top - y, bottom - y), slice(left - x, right - x))
-        under, alpha = image[window], sprite.alpha[inside][:, :, None]
-        rgb = sprite.rgb[inside]
+        window, inside = windows(sprite.alpha.shape, *sprite.corner)
+        under, alpha, rgb = image[window], sprite.alpha[inside][:, :, None], sprite.rgb[inside]
         ink = (rgb * alpha).sum((0, 1)) / alpha.sum()
         if np.abs(ink - under.mean((0, 1))).sum() < 0.45:
             # Nobody could tell it from what is behind: a halo sets it off.
-            halo = np.asarray(
-                Image.fromarray((alpha[:, :, 0] * 255).astype(np.uint8)).filter(
-                    ImageFilter.GaussianBlur(1.5)
-                ),
-                dtype=np.float32,
-            )[:, :, None] / 255.0  # fmt: skip
+            halo = softened(alpha[:, :, 0], 1.5)[:, :, None]
             tone = 0.0 if ink.mean() > 0.45 else 1.0
             under = under + np.clip(2.0 * halo, 0, 1) * (tone - under)
         elif shadow:
@@ -377,10 +356,15 @@ def finish(image: Floats, rng: np.random.Generator) -> Pixels:
     light = rng.uniform(0.8, 1.12) * (1 + _ramp(rng) * rng.uniform(0, 0.14))
     tint = rng.normal(1.0, 0.02, 3)
     image = np.clip(image * light[:, :, None] * tint, 0, 1)
-    photo = Image.fromarray((image * 255).astype(np.uint8))
+    return grainy((image * 255).astype(np.uint8), rng, 0.9, 9)
+
+
+def grainy(pixels: Pixels, rng: np.random.Generator, blur: float, strength: float) -> Pixels:
+    """Blur, of half of all images, and grain of up to some radius and standard deviation."""
+    photo = Image.fromarray(pixels)
     if rng.random() < 0.5:
-        photo = photo.filter(ImageFilter.GaussianBlur(float(rng.uniform(0.2, 0.9))))
-    grain = rng.standard_normal((SIZE, SIZE, 3), dtype=np.float32) * rng.uniform(0, 9)
+        photo = photo.filter(ImageFilter.GaussianBlur(float(rng.uniform(0.2, blur))))
+    grain = rng.standard_normal(pixels.shape, dtype=np.float32) * rng.uniform(0, strength)
     return np.clip(np.asarray(photo, dtype=np.float32) + grain, 0, 255).astype(np.uint8)
 
 
@@ -399,7 +383,7 @@ def draw_sprites(
     for i in range(wanted):
         length = float(np.exp(rng.uniform(np.log(SMALLEST), np.log(largest))))
         pattern = "plain" if rng.random() < 0.6 else str(rng.choice(PATTERNS))
-        if length < 18 and pattern != "plain":
+        if length < 18:
             pattern = "plain"  # a pattern of two pixels is none
         shape, color = str(rng.choice(kinds)), str(rng.choice(tones))
         while is_reserved(shape, color) != (novel and i == 0):

@@ -1,38 +1,52 @@
-"""Boards: photographs that the built-in scenes, except those of detection, draw on."""
+"""Boards that the scenes of every task but detection are put on; weather over them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw
 
-from valora_data.sources.generic.scenes import draw_sprite
-from valora_data.sources.scenes.drawing import Layer, softened
+from valora_data.sources.generic.scenes import (
+    SIZE,
+    Floats,
+    Thing,
+    draw_sprite,
+    grainy,
+    softened,
+    windows,
+)
+from valora_data.sources.scenes.drawing import Edges, bounds, chosen
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS, photograph_crop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from valora_data.schema import Answer, Split, Task
+    from valora_data.schema import Answer, Split
 
-SIZE = 96
-SOLID = 0.4
-"""Coverage from which a pixel counts as part of a thing."""
+SOLID = 0.4  # coverage from which a pixel counts as part of a thing
 PLACEMENTS = 30
-GAP = 2
-"""Pixels that stay free between things."""
-FAINT = 30.0
-"""Mean difference of colour, of 255, below which a thing gets a rim to set it off."""
+GAP = 2  # pixels that stay free between things
+FAINT = 30.0  # mean difference of colour, of 255, below which a rim sets a thing off
+EVERYWHERE: Edges = (0.0, 0.0, 1.0, 1.0)
 
-Edges = tuple[float, float, float, float]
-Region = tuple[float, float, float, float]
-EVERYWHERE: Region = (0.0, 0.0, 1.0, 1.0)
-LEFT: Region = (0.0, 0.0, 0.5, 1.0)
-RIGHT: Region = (0.5, 0.0, 1.0, 1.0)
+
+class Drawn(NamedTuple):
+    """One sample before it has a name."""
+
+    images: tuple[Image.Image, ...]
+    answer: Answer
+    prompt: str | None = None
+
+
+class SceneDomain(NamedTuple):
+    """A built-in domain; the digits, which are not drawn, have no `draw`."""
+
+    prompt: str
+    draw: Callable[[np.random.Generator, Split], Drawn] | None = None
+    labels: tuple[str, ...] = ()
 
 
 def scene_rng(domain: str, split: Split, index: int, seed: int) -> np.random.Generator:
@@ -43,22 +57,20 @@ def scene_rng(domain: str, split: Split, index: int, seed: int) -> np.random.Gen
 
 @dataclass(slots=True)
 class Board:
-    """An image in the making, `SIZE` pixels square."""
+    """An image in the making, and the boxes of what was added to it."""
 
-    pixels: npt.NDArray[np.float32]
+    pixels: Floats
     boxes: list[Edges] = field(default_factory=list)
 
     @classmethod
-    def photograph(
-        cls, rng: np.random.Generator, split: Split, without: str | None = None
-    ) -> Board:
-        """A board with a crop of a photograph that only this split shows."""
+    def photograph(cls, rng: np.random.Generator, split: Split, without: str = "") -> Board:
+        """A board with a crop that only this split shows, of a photograph of no file `without`."""
         suitable = [
             number
             for number, photograph in enumerate(PHOTOGRAPHS)
-            if without is None or without not in photograph.file
+            if not without or without not in photograph.file
         ]
-        number = suitable[int(rng.integers(len(suitable)))]
+        number = chosen(rng, suitable)
         return cls(photograph_crop(rng, split, SIZE, number).astype(np.float32))
 
     @classmethod
@@ -66,130 +78,102 @@ class Board:
         """A board of one dark colour, to write on."""
         return cls(np.zeros((SIZE, SIZE, 3), np.float32) + np.float32(rng.uniform(0, 60, 3)))
 
-    def copy(self) -> Board:
-        """A copy of the board, on which other things can be drawn."""
-        return Board(self.pixels.copy(), list(self.boxes))
-
     def add(
-        self, rng: np.random.Generator, layer: Layer, region: Region = EVERYWHERE
+        self, rng: np.random.Generator, layer: Floats, region: Edges = EVERYWHERE
     ) -> Edges | None:
-        """Put a thing at a random place where it covers no other."""
+        """Put a thing where it covers no other, its middle in a region (shares of the image).
+
+        Returns its box; None if no random place does.
+        """
         x0, y0, x1, y1 = extent(layer)
-        width, height = x1 - x0, y1 - y0
-        low = np.array([region[0] * SIZE - width / 2, region[1] * SIZE - height / 2])
-        high = np.array([region[2] * SIZE - width / 2, region[3] * SIZE - height / 2])
-        low, high = np.maximum(low, 0), np.minimum(high, [SIZE - width, SIZE - height])
+        size = np.array([x1 - x0, y1 - y0])
+        low = np.maximum(np.array(region[:2]) * SIZE - size / 2, 0)
+        high = np.minimum(np.array(region[2:]) * SIZE - size / 2, SIZE - size)
         if (low > high).any():
             return None
         for corner in rng.uniform(low, high, (PLACEMENTS, 2)):
             left, top = (int(v) for v in np.round(corner))
-            box = (float(left), float(top), float(left + width), float(top + height))
-            if all(_apart(box, other) for other in self.boxes):
+            box = (float(left), float(top), float(left + x1 - x0), float(top + y1 - y0))
+            if all(
+                max(box[0] - b[2], b[0] - box[2], box[1] - b[3], b[1] - box[3]) >= GAP
+                for b in self.boxes
+            ):
                 self.paste(layer, left - x0, top - y0)
                 self.boxes.append(box)
                 return box
         return None
 
-    def paste(self, layer: Layer, left: int, top: int) -> None:
+    def put(
+        self, rng: np.random.Generator, shape: str, color: str, *, pattern: str = "plain",
+        length: tuple[float, float] = (18.0, 32.0), region: Edges = EVERYWHERE,
+    ) -> Thing | None:  # fmt: skip
+        """Draw one of the base model's named things where there is room; None if there is none."""
+        box = self.add(rng, thing(rng, shape, color, rng.uniform(*length), pattern), region)
+        return None if box is None else Thing(shape, color, pattern, box)
+
+    def paste(self, layer: Floats, left: int, top: int) -> None:
         """Put a thing with its sheet's corner at (left, top); it may reach over the edge."""
-        height, width = layer.pixels.shape[:2]
-        rows, columns = self.pixels.shape[:2]
-        x0, y0, x1, y1 = (
-            max(0, left),
-            max(0, top),
-            min(columns, left + width),
-            min(rows, top + height),
-        )
-        if x0 >= x1 or y0 >= y1:
-            return
-        patch = layer.pixels[y0 - top : y1 - top, x0 - left : x1 - left]
-        under = self.pixels[y0:y1, x0:x1]
+        view, part = windows(layer.shape, left, top, self.pixels.shape[0])
+        patch, under = layer[part], self.pixels[view]
         colour, cover = patch[..., :3], patch[..., 3:]
         weight = float(cover.sum())
         if weight:
             ink = (colour * cover).sum((0, 1)) / weight
             gap = ink - (under * cover).sum((0, 1)) / weight
             if np.abs(gap).mean() < FAINT:
-                rim = np.minimum(1.0, 2.0 * softened(np.ascontiguousarray(patch[..., 3]), 1.2))
+                rim = np.minimum(1.0, 2.0 * softened(patch[..., 3], 1.2))
                 under = under + rim[..., None] * ((20.0 if ink.mean() > 115 else 235.0) - under)
-        self.pixels[y0:y1, x0:x1] = under + cover * (colour - under)
+        self.pixels[view] = under + cover * (colour - under)
+
+    def with_middle(self, layer: Floats, x: float, y: float) -> Board:
+        """A copy of the board with the middle of a layer at (x, y) in pixels."""
+        board = Board(self.pixels.copy())
+        board.paste(layer, round(x - layer.shape[1] / 2), round(y - layer.shape[0] / 2))
+        return board
 
     def image(self, rng: np.random.Generator) -> Image.Image:
         """What a camera makes of it: light, tint, blur and grain."""
         tint = rng.uniform(0.88, 1.1) * (1 + rng.uniform(-0.03, 0.03, 3)).astype(np.float32)
-        photo = Image.fromarray(np.clip(self.pixels * tint, 0, 255).astype(np.uint8))
-        if rng.random() < 0.5:
-            photo = photo.filter(ImageFilter.GaussianBlur(float(rng.uniform(0.2, 0.8))))
-        grain = rng.standard_normal((*photo.size[::-1], 3), dtype=np.float32) * rng.uniform(0, 7)
-        noisy = np.asarray(photo, dtype=np.float32) + grain
-        return Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8))
+        pixels = np.clip(self.pixels * tint, 0, 255).astype(np.uint8)
+        return Image.fromarray(grainy(pixels, rng, 0.8, 7))
 
 
-def extent(layer: Layer) -> tuple[int, int, int, int]:
+def extent(layer: Floats) -> tuple[int, int, int, int]:
     """Box around the solid pixels of a layer; of all of it if none is solid."""
-    solid = layer.pixels[..., 3] > SOLID
-    columns, rows = np.flatnonzero(solid.any(0)), np.flatnonzero(solid.any(1))
-    if not len(columns):
-        height, width = solid.shape
-        return (0, 0, width, height)
-    return (int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1)
+    solid = layer[..., 3] > SOLID
+    return bounds(solid if solid.any() else np.ones_like(solid))
 
 
 def thing(
     rng: np.random.Generator, shape: str, color: str, length: float, pattern: str = "plain"
-) -> Layer:
+) -> Floats:
     """One of the base model's named things as a layer; `length` in pixels."""
     sprite = draw_sprite(shape, color, pattern, length, rng)
-    return Layer(np.dstack([sprite.rgb * 255, sprite.alpha]).astype(np.float32))
+    return np.dstack([sprite.rgb * 255, sprite.alpha]).astype(np.float32)
 
 
-def resized(layer: Layer, factor: float) -> Layer:
+def resized(layer: Floats, factor: float) -> Floats:
     """The layer at another size."""
-    height, width = layer.pixels.shape[:2]
+    height, width = layer.shape[:2]
     size = (max(1, round(width * factor)), max(1, round(height * factor)))
-    cover = layer.pixels[..., 3:]
+    cover = layer[..., 3:]
     # Colours are weighted by coverage, so that what is transparent does not bleed in.
-    weighted = np.dstack([layer.pixels[..., :3] * cover, cover])
-    planes = [
-        np.asarray(Image.fromarray(weighted[..., i]).resize(size, Image.Resampling.BILINEAR))
-        for i in range(4)
-    ]
-    scaled = np.dstack(planes)
+    weighted = np.dstack([layer[..., :3] * cover, cover])
+    planes = [Image.fromarray(weighted[..., i]) for i in range(4)]
+    scaled = np.dstack([np.asarray(p.resize(size, Image.Resampling.BILINEAR)) for p in planes])
     scaled[..., :3] /= np.maximum(scaled[..., 3:], 1e-3)
-    return Layer(np.clip(scaled, 0, 255).astype(np.float32))
+    result: Floats = np.clip(scaled, 0, 255).astype(np.float32)
+    return result
 
 
-def _apart(a: Edges, b: Edges) -> bool:
-    return a[2] + GAP <= b[0] or b[2] + GAP <= a[0] or a[3] + GAP <= b[1] or b[3] + GAP <= a[1]
+def fitted(
+    rng: np.random.Generator, layer: Floats, length: tuple[float, float] = (20.0, 30.0)
+) -> Floats:
+    """The layer at a size of which the longer side lies in a range of pixels."""
+    x0, y0, x1, y1 = extent(layer)
+    return resized(layer, rng.uniform(*length) / max(x1 - x0, y1 - y0))
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """One sample before it has a name."""
-
-    images: tuple[Image.Image, ...]
-    answer: Answer
-    prompt: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SceneDomain:
-    """A built-in domain."""
-
-    task: Task
-    prompt: str
-    draw: Callable[[np.random.Generator, Split], Drawn] | None = None
-    labels: tuple[str, ...] = ()
-
-
-def chosen(rng: np.random.Generator, options: Sequence[str]) -> str:
-    """One of some words."""
-    return options[int(rng.integers(len(options)))]
-
-
-# ---- weather -----------------------------------------------------------------------------------
-
-Floats = npt.NDArray[np.float32]
 WEATHERS = ("clear", "rain", "snow", "fog", "night")
 
 
@@ -198,36 +182,34 @@ def add_weather(rng: np.random.Generator, board: Board, weather: str) -> None:
     pixels = board.pixels
     if weather == "rain":
         pixels *= rng.uniform(0.6, 0.8)
-        pixels += _rgb(0, 4, 14)
-        streaks = _strokes(rng, int(rng.integers(35, 60)), (7, 15), rng.uniform(0.1, 0.5))
-        pixels += streaks * (_rgb(205, 215, 230) - pixels) * np.float32(0.7)
+        pixels += np.array([0, 4, 14], np.float32)
+        streaks = _streaks(rng, int(rng.integers(35, 60)), rng.uniform(0.1, 0.5))
+        pixels += streaks * (np.array([205, 215, 230], np.float32) - pixels) * np.float32(0.7)
     elif weather == "snow":
         pixels += (np.float32(235) - pixels) * np.float32(rng.uniform(0.15, 0.35))
-        flakes = _flakes(rng, int(rng.integers(50, 90)))
-        pixels += flakes * (np.float32(252) - pixels)
+        pixels += _flakes(rng, int(rng.integers(50, 90))) * (np.float32(252) - pixels)
     elif weather == "fog":
         height = np.linspace(1, rng.uniform(0.6, 0.9), SIZE, dtype=np.float32)[:, None, None]
         grey = np.float32(rng.uniform(165, 215))
         pixels += (grey - pixels) * height * np.float32(rng.uniform(0.55, 0.72))
     elif weather == "night":
         pixels *= np.float32(rng.uniform(0.26, 0.38))
-        pixels += _rgb(0, 2, 16)
-        for _ in range(int(rng.integers(1, 4))):
-            _lamp(rng, pixels)
-    board.pixels = pixels
+        pixels += np.array([0, 2, 16], np.float32)
+        at = np.arange(SIZE, dtype=np.float32)
+        for _ in range(int(rng.integers(1, 4))):  # lamps
+            x, y = rng.uniform(8, SIZE - 8, 2)
+            distance = (at[None, :] - x) ** 2 + (at[:, None] - y) ** 2
+            glow = np.exp(-(distance / np.float32(rng.uniform(15, 60))))
+            pixels += (glow[..., None] * np.array([255, 225, 150], np.float32)).astype(np.float32)
 
 
-def _strokes(
-    rng: np.random.Generator, count: int, lengths: tuple[int, int], slant: float
-) -> Floats:
+def _streaks(rng: np.random.Generator, count: int, slant: float) -> Floats:
     """Parallel strokes as coverage, (SIZE, SIZE, 1)."""
     sheet = Image.new("L", (SIZE, SIZE))
     pen = ImageDraw.Draw(sheet)
     lean = slant if rng.random() < 0.5 else -slant
-    for x, y, length in zip(
-        rng.uniform(0, SIZE, count), rng.uniform(-8, SIZE, count), rng.uniform(*lengths, count),
-        strict=True,
-    ):  # fmt: skip
+    xs, ys = rng.uniform(0, SIZE, count), rng.uniform(-8, SIZE, count)
+    for x, y, length in zip(xs, ys, rng.uniform(7, 15, count), strict=True):
         pen.line(((x, y), (x + lean * length, y + length)), fill=int(rng.integers(120, 255)))
     return np.asarray(sheet, dtype=np.float32)[..., None] / np.float32(255)
 
@@ -236,21 +218,7 @@ def _flakes(rng: np.random.Generator, count: int) -> Floats:
     """Soft dots as coverage, (SIZE, SIZE, 1)."""
     sheet = Image.new("L", (SIZE * 2, SIZE * 2))
     pen = ImageDraw.Draw(sheet)
-    for x, y, r in zip(
-        rng.uniform(0, SIZE * 2, count), rng.uniform(0, SIZE * 2, count),
-        rng.uniform(1.2, 3.4, count), strict=True,
-    ):  # fmt: skip
+    xs, ys = rng.uniform(0, SIZE * 2, count), rng.uniform(0, SIZE * 2, count)
+    for x, y, r in zip(xs, ys, rng.uniform(1.2, 3.4, count), strict=True):
         pen.ellipse((x - r, y - r, x + r, y + r), fill=int(rng.integers(190, 255)))
     return np.asarray(sheet.reduce(2), dtype=np.float32)[..., None] / np.float32(255)
-
-
-def _lamp(rng: np.random.Generator, pixels: Floats) -> None:
-    x, y = rng.uniform(8, SIZE - 8, 2)
-    at = np.arange(SIZE, dtype=np.float32)
-    distance = ((at[None, :] - x) ** 2 + (at[:, None] - y) ** 2) / np.float32(rng.uniform(15, 60))
-    glow = np.exp(-distance)[..., None] * _rgb(255, 225, 150)
-    pixels += glow.astype(np.float32)
-
-
-def _rgb(*levels: float) -> Floats:
-    return np.array(levels, dtype=np.float32)

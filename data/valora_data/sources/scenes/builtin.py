@@ -1,6 +1,7 @@
 """The built-in domains of every task: drawn, or real images out of wheels, never downloaded.
 
-Every sample is a function of (seed, domain, split, index) alone.
+Every sample is a function of (seed, domain, split, index) alone, so that any one can be made again
+without the ones before it.
 """
 
 from __future__ import annotations
@@ -9,23 +10,19 @@ from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
-from valora_data.sources.scenes import detection, digits
 from valora_data.sources.scenes.boards import SceneDomain, scene_rng
-from valora_data.sources.scenes.classification import CLASSIFICATION, COUNTING
+from valora_data.sources.scenes.classification import CLASSIFICATION, COUNTING, VIDEO
+from valora_data.sources.scenes.detection import DETECTION
 from valora_data.sources.scenes.language import CAPTION, GROUNDING, VQA
-from valora_data.sources.scenes.video import VIDEO
+from valora_data.sources.scenes.photographs import DIGITS, digit_samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-
 SCENES: Mapping[Task, Mapping[str, SceneDomain]] = {
-    Task.DETECTION: {
-        name: SceneDomain(Task.DETECTION, f"detect {name.replace('_', ' ')}", labels=(name,))
-        for name in detection.DOMAINS
-    },
+    Task.DETECTION: DETECTION,
     Task.CLASSIFICATION: {
-        "digits": SceneDomain(Task.CLASSIFICATION, "which digit is this?", labels=digits.LABELS),
+        "digits": SceneDomain("which digit is this?", None, DIGITS),
         **CLASSIFICATION,
     },
     Task.VIDEO: VIDEO,
@@ -34,7 +31,7 @@ SCENES: Mapping[Task, Mapping[str, SceneDomain]] = {
     Task.GROUNDING: GROUNDING,
     Task.COUNTING: COUNTING,
 }
-"""Domains by task and name; those of detection and the digits have no `draw`."""
+"""Domains by task and name."""
 
 
 def builtin_names(task: Task) -> tuple[str, ...]:
@@ -55,32 +52,18 @@ def builtin_prompt(task: Task, name: str) -> str:
 def builtin_samples(
     task: Task, name: str, split: Split, count: int, seed: int = 0
 ) -> Iterator[Sample]:
-    """The first `count` samples of a split of a built-in domain.
-
-    Args:
-        task: The domain's task.
-        name: The domain.
-        split: Which photographs, digits and random numbers.
-        count: Number of samples.
-        seed: Another seed gives other scenes.
-
-    Yields:
-        Samples with ids ``<domain>/<split>/<number>``.
+    """The first `count` samples of a split of a built-in domain; another seed gives other scenes.
 
     Raises:
         DataError: If there is no such domain, or the real images of a split are fewer.
     """
     draw = _domain(task, name).draw
-    if task is Task.DETECTION:
-        yield from detection.detection_samples(name, split, count, seed)
-    elif draw is None:
-        yield from digits.digit_samples(split, count, seed)
-    else:
-        for index in range(count):
-            drawn = draw(scene_rng(name, split, index, seed), split)
-            first, *rest = drawn.images
-            key = f"{name}/{split}/{index:05d}"
-            yield Sample(key, first, drawn.answer, drawn.prompt, tuple(rest))
+    if draw is None:
+        yield from digit_samples(split, count, seed)
+        return
+    for index in range(count):
+        (first, *rest), answer, prompt = draw(scene_rng(name, split, index, seed), split)
+        yield Sample(f"{name}/{split}/{index:05d}", first, answer, prompt, tuple(rest))
 
 
 def _domain(task: Task, name: str) -> SceneDomain:

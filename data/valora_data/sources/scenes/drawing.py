@@ -1,187 +1,166 @@
-"""A pen that draws shapes in unit coordinates, posed and anti-aliased, and layers to stack."""
+"""A pen that draws shapes in unit coordinates, posed and anti-aliased, and its sheets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
 from functools import cache
 from math import cos, pi, radians, sin
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw
+
+from valora_data.sources.generic.scenes import Floats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
+T = TypeVar("T")
 Colour = tuple[int, int, int]
 Point = tuple[float, float]
+Edges = tuple[float, float, float, float]
 
 SUPERSAMPLING = 4
 CURVE_POINTS = 28
 
-# Strokes of plate characters in a unit square, y down; one tuple per connected stroke.
-GLYPHS: tuple[tuple[tuple[Point, ...], ...], ...] = (
-    (((0, 0), (1, 0), (1, 1), (0, 1), (0, 0)),),  # 0
-    (((0.1, 0.25), (0.5, 0), (0.5, 1)),),  # 1
-    (((0, 0), (1, 0), (1, 0.5), (0, 0.5), (0, 1), (1, 1)),),  # 2
-    (((0, 0), (1, 0), (1, 1), (0, 1)), ((0.3, 0.5), (1, 0.5))),  # 3
-    (((0, 0), (0, 0.55), (1, 0.55)), ((0.75, 0), (0.75, 1))),  # 4
-    (((1, 0), (0, 0), (0, 0.5), (1, 0.5), (1, 1), (0, 1)),),  # 5
-    (((1, 0), (0, 0), (0, 1), (1, 1), (1, 0.5), (0, 0.5)),),  # 6
-    (((0, 0), (1, 0), (0.4, 1)),),  # 7
-    (((0, 0), (1, 0), (1, 1), (0, 1), (0, 0)), ((0, 0.5), (1, 0.5))),  # 8
-    (((0, 1), (0.5, 0), (1, 1)), ((0.2, 0.65), (0.8, 0.65))),  # A
-    (((1, 0), (0, 0), (0, 1), (1, 1)), ((0, 0.5), (0.8, 0.5))),  # E
-    (((0, 0), (0, 1)), ((1, 0), (1, 1)), ((0, 0.5), (1, 0.5))),  # H
-    (((0, 0), (0, 1)), ((1, 0), (0, 0.55), (1, 1))),  # K
-    (((0, 0), (0, 1), (1, 1)),),  # L
-    (((0, 1), (0, 0), (1, 1), (1, 0)),),  # N
-    (((0, 1), (0, 0), (1, 0), (1, 0.5), (0, 0.5)),),  # P
-    (((0, 0), (1, 0)), ((0.5, 0), (0.5, 1))),  # T
-    (((0, 0), (1, 1)), ((1, 0), (0, 1))),  # X
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Pose:
-    """How a shape stands: turned, slanted, and mirrored.
-
-    Attributes:
-        turn: Rotation in degrees, clockwise.
-        slant: Horizontal shift per unit of height, as seen from the side.
-        rise: Vertical shift per unit of width: the slope of a surface seen at an angle.
-        mirrored: Whether left and right are swapped.
-    """
-
-    turn: float = 0.0
-    slant: float = 0.0
-    rise: float = 0.0
-    mirrored: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A picture of one thing, to be stacked on others.
-
-    Attributes:
-        pixels: RGB and coverage, (height, width, 4) float32; RGB in [0, 255], coverage in [0, 1].
-    """
-
-    pixels: npt.NDArray[np.float32]
+GLYPHS = {
+    "0": ((0, 0, 1, 0, 1, 1, 0, 1, 0, 0),), "1": ((0.1, 0.25, 0.5, 0, 0.5, 1),),
+    "2": ((0, 0, 1, 0, 1, 0.5, 0, 0.5, 0, 1, 1, 1),),
+    "3": ((0, 0, 1, 0, 1, 1, 0, 1), (0.3, 0.5, 1, 0.5)),
+    "4": ((0, 0, 0, 0.55, 1, 0.55), (0.75, 0, 0.75, 1)),
+    "5": ((1, 0, 0, 0, 0, 0.5, 1, 0.5, 1, 1, 0, 1),),
+    "6": ((1, 0, 0, 0, 0, 1, 1, 1, 1, 0.5, 0, 0.5),), "7": ((0, 0, 1, 0, 0.4, 1),),
+    "8": ((0, 0, 1, 0, 1, 1, 0, 1, 0, 0), (0, 0.5, 1, 0.5)),
+    "A": ((0, 1, 0.5, 0, 1, 1), (0.2, 0.65, 0.8, 0.65)),
+    "E": ((1, 0, 0, 0, 0, 1, 1, 1), (0, 0.5, 0.8, 0.5)),
+    "H": ((0, 0, 0, 1), (1, 0, 1, 1), (0, 0.5, 1, 0.5)),
+    "K": ((0, 0, 0, 1), (1, 0, 0, 0.55, 1, 1)), "L": ((0, 0, 0, 1, 1, 1),),
+    "N": ((0, 1, 0, 0, 1, 1, 1, 0),), "P": ((0, 1, 0, 0, 1, 0, 1, 0.5, 0, 0.5),),
+    "T": ((0, 0, 1, 0), (0.5, 0, 0.5, 1)), "X": ((0, 0, 1, 1), (1, 0, 0, 1)),
+}  # fmt: skip
+"""Strokes of the characters of plates in a unit square, y down."""
 
 
 class Pen:
-    """Draws into a rectangle of `width` × `height` pixels that unit coordinates span.
+    """Draws on a sheet of `width` × `height` pixels that unit coordinates span.
 
-    Everything is drawn `SUPERSAMPLING` times as large and reduced at the end. Points may lie
-    outside the unit square by `margin`.
+    Everything is drawn `SUPERSAMPLING` times as large and reduced at the end. Coordinates are
+    x, y, x, y, …; they may lie outside the unit square by `margin`. Widths of strokes and radii are
+    pixels.
     """
 
+    behind: Pen | None = None
+    """The pen of what the thing is mounted on."""
+
     def __init__(
-        self, width: float, height: float, pose: Pose | None = None, margin: float = 0.1
-    ) -> None:
-        """Start with a transparent sheet."""
-        pose = pose or Pose()
+        self, width: float, height: float, *, turn: float = 0.0, slant: float = 0.0,
+        rise: float = 0.0, mirrored: bool = False, margin: float = 0.1,
+    ) -> None:  # fmt: skip
+        """Start with a transparent sheet, turned by degrees clockwise, then mirrored.
+
+        `slant` is a shift to the side per unit of height, `rise` one upwards per unit of width.
+        """
         self.width, self.height = width, height
-        angle = radians(pose.turn)
-        sign = -1.0 if pose.mirrored else 1.0
-        # Columns: where one unit of x and one unit of y go, in supersampled pixels.
-        self._x = _turned(sign * width, pose.rise * width, angle)
-        self._y = _turned(pose.slant * height, height, angle)
-        corners = [
-            (u * self._x[0] + v * self._y[0], u * self._x[1] + v * self._y[1])
-            for u in (-margin, 1 + margin)
-            for v in (-margin, 1 + margin)
-        ]
-        self._left = min(x for x, _ in corners)
-        self._top = min(y for _, y in corners)
-        size = (
-            int(max(x for x, _ in corners) - self._left) // SUPERSAMPLING + 1,
-            int(max(y for _, y in corners) - self._top) // SUPERSAMPLING + 1,
-        )
+        angle = radians(turn)
+
+        def turned(x: float, y: float) -> Point:
+            return (
+                SUPERSAMPLING * (x * cos(angle) - y * sin(angle)),
+                SUPERSAMPLING * (x * sin(angle) + y * cos(angle)),
+            )
+
+        # Where one unit of x and one unit of y go, in supersampled pixels.
+        self._x = turned((-1.0 if mirrored else 1.0) * width, rise * width)
+        self._y = turned(slant * height, height)
+        self._left = self._top = 0.0
+        ends = (-margin, 1 + margin)
+        xs, ys = zip(*self._place([c for u in ends for v in ends for c in (u, v)]), strict=True)
+        self._left, self._top = min(xs), min(ys)
+        columns, rows = (int(max(at) - min(at)) // SUPERSAMPLING + 1 for at in (xs, ys))
+        self._size = (columns * SUPERSAMPLING, rows * SUPERSAMPLING)
+        self._start()
+
+    def _start(self) -> None:
         # What is drawn covers a pixel or does not, so that colours are premultiplied already, as
         # in mode RGBa; Pillow cannot draw in it, but in RGBX, which has the same four channels.
-        self._image = Image.new(
-            "RGBX", (size[0] * SUPERSAMPLING, size[1] * SUPERSAMPLING), (0, 0, 0, 0)
-        )
+        self._image = Image.new("RGBX", self._size, (0, 0, 0, 0))
         self._draw = ImageDraw.Draw(self._image)
 
-    def _place(self, points: Sequence[Point]) -> list[Point]:
+    def backing(self) -> Pen:
+        """A pen of the same stance for what the thing is mounted on."""
+        self.behind = copy(self)
+        self.behind._start()
+        return self.behind
+
+    def _place(self, at: Sequence[float]) -> list[Point]:
         (a, b), (c, d), left, top = self._x, self._y, self._left, self._top
-        return [(u * a + v * c - left, u * b + v * d - top) for u, v in points]
+        return [
+            (u * a + v * c - left, u * b + v * d - top)
+            for u, v in zip(at[::2], at[1::2], strict=True)
+        ]
 
-    def polygon(self, points: Sequence[Point], fill: Colour) -> None:
+    def fill(self, colour: Colour, *at: float) -> None:
         """A filled polygon."""
-        self._draw.polygon(self._place(points), fill=fill)
+        self._draw.polygon(self._place(at), fill=colour)
 
-    def rectangle(self, x0: float, y0: float, x1: float, y1: float, fill: Colour) -> None:
+    def box(self, colour: Colour, x0: float, y0: float, x1: float, y1: float) -> None:
         """A filled rectangle; the pose may make it a parallelogram."""
-        self.polygon(((x0, y0), (x1, y0), (x1, y1), (x0, y1)), fill)
+        self.fill(colour, x0, y0, x1, y0, x1, y1, x0, y1)
 
-    def ellipse(self, x: float, y: float, rx: float, ry: float, fill: Colour) -> None:
+    def oval(self, colour: Colour, x: float, y: float, rx: float, ry: float) -> None:
         """A filled ellipse with centre (x, y)."""
-        self.polygon(arc(x, y, rx, ry), fill)
+        self.fill(colour, *arc(x, y, rx, ry))
 
-    def disc(self, x: float, y: float, radius: float, fill: Colour) -> None:
-        """A filled circle; `radius` in pixels."""
-        self.ellipse(x, y, radius / self.width, radius / self.height, fill)
+    def disc(self, colour: Colour, x: float, y: float, radius: float) -> None:
+        """A filled circle."""
+        self.oval(colour, x, y, radius / self.width, radius / self.height)
 
-    def line(self, points: Sequence[Point], fill: Colour, width: float) -> None:
-        """A stroke through points; `width` in pixels."""
+    def line(self, colour: Colour, width: float, *at: float) -> None:
+        """A stroke through points."""
         thickness = max(1, round(width * SUPERSAMPLING))
-        self._draw.line(self._place(points), fill=fill, width=thickness, joint="curve")
+        self._draw.line(self._place(at), fill=colour, width=thickness, joint="curve")
 
-    def limb(self, points: Sequence[Point], fill: Colour, width: float) -> None:
-        """A stroke with round ends; `width` in pixels."""
-        self.line(points, fill, width)
-        for x, y in (points[0], points[-1]):
-            self.disc(x, y, width / 2, fill)
+    def limb(self, colour: Colour, width: float, *at: float) -> None:
+        """A stroke with round ends."""
+        self.line(colour, width, *at)
+        for x, y in (at[:2], at[-2:]):
+            self.disc(colour, x, y, width / 2)
 
-    def ring(self, x: float, y: float, radius: float, fill: Colour, width: float) -> None:
-        """A circle's outline; `radius` and `width` in pixels."""
-        points = arc(x, y, radius / self.width, radius / self.height)
-        self.line([*points, points[0], points[1]], fill, width)
-
-    def text(
-        self,
-        glyphs: Sequence[int],
-        box: tuple[float, float, float, float],
-        fill: Colour,
-        width: float,
-        gap: float = 0.45,
+    def ring(
+        self, colour: Colour, width: float, x: float, y: float, radius: float, narrow: float = 1.0
     ) -> None:
-        """Characters side by side in a box."""
-        x0, y0, x1, y1 = box
-        advance = (x1 - x0) / (len(glyphs) + (len(glyphs) - 1) * gap)
-        for place, glyph in enumerate(glyphs):
-            left = x0 + place * advance * (1 + gap)
-            for stroke in GLYPHS[glyph]:
-                points = [(left + u * advance, y0 + v * (y1 - y0)) for u, v in stroke]
-                self.line(points, fill, width)
+        """The outline of a circle, `narrow` times as wide as high."""
+        at = arc(x, y, radius * narrow / self.width, radius / self.height)
+        self.line(colour, width, *at, *at[:4])
 
-    def layer(self) -> Layer:
-        """What was drawn so far, reduced to pixels of the scene."""
+    def text(self, colour: Colour, width: float, text: str, *box: float) -> None:
+        """Characters of `GLYPHS` side by side in a box."""
+        x0, y0, x1, y1 = box
+        gap = 0.45
+        advance = (x1 - x0) / (len(text) + (len(text) - 1) * gap)
+        for place, character in enumerate(text):
+            left = x0 + place * advance * (1 + gap)
+            for stroke in GLYPHS[character]:
+                points = zip(stroke[::2], stroke[1::2], strict=True)
+                at = [c for u, v in points for c in (left + u * advance, y0 + v * (y1 - y0))]
+                self.line(colour, width, *at)
+
+    def layer(self) -> Floats:
+        """What was drawn so far: RGB in [0, 255] and coverage in [0, 1], (height, width, 4)."""
         small = self._image.reduce(SUPERSAMPLING)
         small = Image.frombytes("RGBa", small.size, small.tobytes()).convert("RGBA")
         pixels = np.asarray(small, dtype=np.float32)
         pixels[..., 3] /= 255
-        return Layer(pixels)
-
-
-def _turned(x: float, y: float, angle: float) -> Point:
-    return (
-        SUPERSAMPLING * (x * cos(angle) - y * sin(angle)),
-        SUPERSAMPLING * (x * sin(angle) + y * cos(angle)),
-    )
+        return pixels
 
 
 def arc(
     x: float, y: float, rx: float, ry: float, *, start: float = 0.0, end: float = 2 * pi
-) -> list[Point]:
-    """Points of an ellipse's outline between two angles (radians, clockwise from the right)."""
-    return [(x + rx * u, y + ry * v) for u, v in _unit_arc(start, end)]
+) -> list[float]:
+    """An ellipse's outline between two angles (radians, clockwise from the right)."""
+    return [c for u, v in _unit_arc(start, end) for c in (x + rx * u, y + ry * v)]
 
 
 @cache
@@ -193,16 +172,22 @@ def _unit_arc(start: float, end: float) -> tuple[Point, ...]:
     return tuple((cos(a), sin(a)) for a in angles)
 
 
-def blob(rng: np.random.Generator, x: float, y: float, rx: float, ry: float) -> list[Point]:
-    """Points of an irregular rounded outline that fills about the ellipse."""
+def blob(rng: np.random.Generator, x: float, y: float, rx: float, ry: float) -> list[float]:
+    """An irregular rounded outline that fills about the ellipse."""
     angles = np.linspace(0, 2 * pi, CURVE_POINTS, endpoint=False)
     waves = np.arange(2, 5)[:, None] * angles + rng.uniform(0, 2 * pi, (3, 1))
     reach = 1 + (rng.uniform(0.02, 0.12, (3, 1)) * np.sin(waves)).sum(0)
-    xs, ys = x + rx * reach * np.cos(angles), y + ry * reach * np.sin(angles)
-    return list(zip(xs.tolist(), ys.tolist(), strict=True))
+    at = np.stack([x + rx * reach * np.cos(angles), y + ry * reach * np.sin(angles)], axis=1)
+    points: list[float] = at.ravel().tolist()
+    return points
 
 
-def varied(rng: np.random.Generator, colour: Sequence[int], spread: int = 25) -> Colour:
+def chosen(rng: np.random.Generator, options: Sequence[T]) -> T:
+    """One of some things."""
+    return options[int(rng.integers(len(options)))]
+
+
+def varied(rng: np.random.Generator, colour: Colour, spread: int = 25) -> Colour:
     """A colour near the given one: brightness moves most, hue a little."""
     lightness = rng.uniform(-spread, spread)
     r, g, b = (
@@ -212,30 +197,34 @@ def varied(rng: np.random.Generator, colour: Sequence[int], spread: int = 25) ->
     return (r, g, b)
 
 
+def pick(rng: np.random.Generator, options: Sequence[Colour], spread: int = 18) -> Colour:
+    """One of some colours, varied."""
+    return varied(rng, chosen(rng, options), spread)
+
+
 def scaled(colour: Colour, factor: float) -> Colour:
     """A darker (factor < 1) or lighter colour."""
     r, g, b = (int(min(255, max(0, channel * factor))) for channel in colour)
     return (r, g, b)
 
 
-def lit(layer: Layer, direction: Point, strength: float) -> Layer:
+def lit(layer: Floats, direction: Point, strength: float) -> Floats:
     """The layer as seen under light that comes from `direction` (a unit vector, y down)."""
-    height, width = layer.pixels.shape[:2]
-    shade = 1 + strength * (direction[0] * _line(width) + direction[1] * _line(height)[:, None])
-    pixels = layer.pixels.copy()
-    for channel in range(3):  # loops over three channels would be the innermost ones
-        pixels[..., channel] *= shade
-    return Layer(pixels)
+    y, x = (np.linspace(-1, 1, count, dtype=np.float32) for count in layer.shape[:2])
+    layer = layer.copy()
+    shade(layer, 1 + strength * (direction[0] * x + direction[1] * y[:, None]))
+    return layer
 
 
-@cache
-def _line(count: int) -> npt.NDArray[np.float32]:
-    """Numbers from -1 to 1."""
-    return np.linspace(-1, 1, count, dtype=np.float32)
+def shade(pixels: Floats, factor: npt.NDArray[np.floating]) -> None:
+    """Multiply colours in place."""
+    for channel in range(3):  # a loop over three channels would be the innermost one
+        pixels[..., channel] *= factor
 
 
-def softened(coverage: npt.NDArray[np.float32], radius: float) -> npt.NDArray[np.float32]:
-    """A coverage map in [0, 1] after Gaussian blur with `radius` pixels."""
-    image = Image.fromarray((coverage * 255).astype(np.uint8))
-    blurred = image.filter(ImageFilter.GaussianBlur(radius))
-    return np.asarray(blurred, dtype=np.float32) / np.float32(255)
+def bounds(mask: npt.NDArray[np.bool_]) -> tuple[int, int, int, int]:
+    """The box around what is true; all zeros if nothing is."""
+    columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
+    if not len(columns):
+        return (0, 0, 0, 0)
+    return (int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1)

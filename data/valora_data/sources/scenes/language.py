@@ -1,29 +1,22 @@
-"""Built-in language domains: questions, captions and referring expressions about drawn pictures."""
+"""Built-in language domains: questions, captions and referring expressions about drawn pictures.
+
+Where things found no room, a picture is drawn anew.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from valora_data.schema import Answer, Box, Task
-from valora_data.sources.generic.scenes import PATTERNS, color_of, plural
+from valora_data.schema import Answer, Box
+from valora_data.sources.generic.scenes import PATTERNS, Thing, color_of, plural
 from valora_data.sources.generic.shapes import SHAPES
-from valora_data.sources.scenes.boards import (
-    Board,
-    Drawn,
-    Edges,
-    SceneDomain,
-    add_weather,
-    chosen,
-    resized,
-    thing,
-)
-from valora_data.sources.scenes.digits import LABELS as DIGITS
-from valora_data.sources.scenes.digits import digit_layer
+from valora_data.sources.scenes.boards import Board, Drawn, SceneDomain, add_weather, resized
+from valora_data.sources.scenes.drawing import Edges, chosen
 from valora_data.sources.scenes.objects import SIGNS, TARGETS, VEHICLES, traffic_sign
+from valora_data.sources.scenes.photographs import DIGITS, digit_layer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import numpy as np
 
@@ -31,7 +24,6 @@ if TYPE_CHECKING:
 
 ANNOTATORS = 10
 """Answers per question, as in VQA v2."""
-NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
 PLACES = {
     "top left": (0.02, 0.02, 0.28, 0.28), "top": (0.4, 0.02, 0.6, 0.28),
     "top right": (0.72, 0.02, 0.98, 0.28), "left": (0.02, 0.4, 0.28, 0.6),
@@ -45,71 +37,31 @@ CLEAR_COLORS = ("red", "yellow", "green", "blue", "purple", "pink", "white", "bl
 TABLE_SHAPES = tuple(shape for shape in SHAPES if not shape.startswith("letter"))
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A thing on a board: its names and box in pixels."""
-
-    shape: str
-    color: str
-    box: Edges
-
-    @property
-    def name(self) -> str:
-        """Colour and shape."""
-        return f"{self.color} {self.shape}"
+def _several(rng: np.random.Generator, options: Collection[str], count: int) -> list[str]:
+    """Different ones of some words."""
+    return [str(word) for word in rng.choice(list(options), count, replace=False)]
 
 
-def put(
-    rng: np.random.Generator,
-    board: Board,
-    shape: str,
-    color: str,
-    *,
-    length: tuple[float, float] = (18.0, 32.0),
-    pattern: str = "plain",
-    region: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0),
-) -> Placed | None:
-    """Draw a named thing and put it where there is room in a region; None if there is none."""
-    box = board.add(rng, thing(rng, shape, color, rng.uniform(*length), pattern), region)
-    return None if box is None else Placed(shape, color, box)
-
-
-def things_on_photograph(
-    rng: np.random.Generator, split: Split, count: int, length: tuple[float, float] = (18.0, 32.0)
-) -> tuple[Board, list[Placed]]:
-    """A board with `count` things of different shapes and colours."""
+def _in_places(
+    rng: np.random.Generator, split: Split, count: int
+) -> tuple[Board, dict[str, Thing]]:
+    """A board with things of different shapes, by the name of their place."""
     while True:
         board = Board.photograph(rng, split)
-        shapes = [str(s) for s in rng.choice(TABLE_SHAPES, count, replace=False)]
-        colors = [str(c) for c in rng.choice(CLEAR_COLORS, count, replace=False)]
-        placed = [
-            put(rng, board, shape, color, length=length)
-            for shape, color in zip(shapes, colors, strict=True)
-        ]
-        found = [one for one in placed if one is not None]
-        if len(found) == count:
-            return board, found
+        places, shapes = _several(rng, PLACES, count), _several(rng, TABLE_SHAPES, count)
+        found = {
+            place: board.put(
+                rng, shape, chosen(rng, CLEAR_COLORS), length=(18, 26), region=PLACES[place]
+            )
+            for place, shape in zip(places, shapes, strict=True)
+        }
+        things = {place: one for place, one in found.items() if one is not None}
+        if len(things) == count:
+            return board, things
 
 
-def annotators(rng: np.random.Generator, answer: str, others: Sequence[str]) -> tuple[str, ...]:
-    """What ten people answer: at least seven agree, the rest says something of `others`."""
-    strays = int(rng.integers(0, 4)) if others else 0
-    return (*[answer] * (ANNOTATORS - strays), *(chosen(rng, others) for _ in range(strays)))
-
-
-def article(name: str) -> str:
-    """A name after `a` or `an`."""
+def _article(name: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def joined(phrases: Sequence[str]) -> str:
-    """Phrases as a list: commas, and `and` before the last."""
-    return " and ".join([", ".join(phrases[:-1]), phrases[-1]] if phrases[1:] else phrases)
-
-
-def from_left(placed: Sequence[Placed]) -> list[Placed]:
-    """Things in the order in which captions name them."""
-    return sorted(placed, key=lambda one: one.box[0] + one.box[2])
 
 
 # ---- questions -----------------------------------------------------------------------------------
@@ -128,11 +80,13 @@ SIGN_FACTS = {
 
 
 def _asked(
-    board: Board, rng: np.random.Generator, question: str, answer: str, others: tuple[str, ...]
+    board: Board, rng: np.random.Generator, question: str, answer: str, options: Sequence[str]
 ) -> Drawn:
-    wrong = tuple(other for other in others if other != answer)
-    said = Answer(answers=annotators(rng, answer, wrong))
-    return Drawn((board.image(rng),), said, question)
+    """What ten people answer: at least seven agree, the rest says another one of the options."""
+    others = [option for option in options if option != answer]
+    strays = [chosen(rng, others) for _ in range(int(rng.integers(0, 4)))]
+    said = (*[answer] * (ANNOTATORS - len(strays)), *strays)
+    return Drawn((board.image(rng),), Answer(answers=said), question)
 
 
 def _vehicle_color(rng: np.random.Generator, split: Split) -> Drawn:
@@ -140,39 +94,27 @@ def _vehicle_color(rng: np.random.Generator, split: Split) -> Drawn:
     red, green, blue = (int(level) for level in color_of(color, rng) * 255)
     board = Board.photograph(rng, split)
     board.add(rng, VEHICLES[kind](rng, (red, green, blue)).layer())
-    put(rng, board, chosen(rng, TABLE_SHAPES), chosen(rng, CLEAR_COLORS), length=(14, 20))
+    board.put(rng, chosen(rng, TABLE_SHAPES), chosen(rng, CLEAR_COLORS), length=(14, 20))
     return _asked(board, rng, f"what color is the {kind}?", color, CLEAR_COLORS)
 
 
 def _street_presence(rng: np.random.Generator, split: Split) -> Drawn:
     board = Board.photograph(rng, split, "grass")
     kinds = [str(kind) for kind in rng.permutation(list(STREET))]
-    shown = [
-        kind
-        for kind in kinds[: int(rng.integers(1, 3))]
-        if board.add(rng, TARGETS[kind](rng).thing) is not None
-    ]
+    tried = kinds[: int(rng.integers(1, 3))]
+    shown = [kind for kind in tried if board.add(rng, TARGETS[kind](rng).layer()) is not None]
     there = bool(shown) and rng.random() < 0.5
     asked = chosen(rng, shown if there else [kind for kind in kinds if kind not in shown])
-    question = f"is there {article(STREET[asked])}?"
+    question = f"is there {_article(STREET[asked])}?"
     return _asked(board, rng, question, "yes" if there else "no", ("yes", "no"))
 
 
 def _place_content(rng: np.random.Generator, split: Split) -> Drawn:
-    while True:
-        board = Board.photograph(rng, split)
-        places = [str(place) for place in rng.choice(list(PLACES), 3, replace=False)]
-        shapes = [str(shape) for shape in rng.choice(TABLE_SHAPES, 3, replace=False)]
-        found = [
-            put(rng, board, shape, chosen(rng, CLEAR_COLORS), length=(18, 26), region=PLACES[place])
-            for place, shape in zip(places, shapes, strict=True)
-        ]
-        if None not in found:
-            break
-    where = places[0] if places[0] == "center" else f"the {places[0]}"
-    question = f"what is at {where}?"
-    return _asked(board, rng, question.replace("at center", "in the center"), shapes[0],
-                  tuple(shapes))  # fmt: skip
+    board, things = _in_places(rng, split, 3)
+    place, *_ = things
+    where = "in the center" if place == "center" else f"at the {place}"
+    shapes = [one.shape for one in things.values()]
+    return _asked(board, rng, f"what is {where}?", shapes[0], shapes)
 
 
 def _digit_facts(rng: np.random.Generator, split: Split) -> Drawn:
@@ -189,28 +131,28 @@ def _digit_facts(rng: np.random.Generator, split: Split) -> Drawn:
 def _sign_facts(rng: np.random.Generator, split: Split) -> Drawn:
     kind = chosen(rng, list(SIGN_FACTS))
     board = Board.photograph(rng, split)
-    board.add(rng, traffic_sign(rng, SIGNS.index(kind), rng.uniform(28, 56)).thing)
+    board.add(rng, traffic_sign(rng, SIGNS.index(kind), rng.uniform(28, 56)).layer())
     if rng.random() < 0.5:
-        board.add(rng, resized(TARGETS["vegetation"](rng).thing, 0.7))
+        board.add(rng, resized(TARGETS["vegetation"](rng).layer(), 0.7))
     which = int(rng.integers(2))
-    answer = SIGN_FACTS[kind][which]
-    others = tuple(sorted({facts[which] for facts in SIGN_FACTS.values()}))
-    question = ("what shape is the sign?", "what color is the sign?")[which]
-    return _asked(board, rng, question, answer, others)
+    options = sorted({facts[which] for facts in SIGN_FACTS.values()})
+    question = f"what {('shape', 'color')[which]} is the sign?"
+    return _asked(board, rng, question, SIGN_FACTS[kind][which], options)
 
 
 VQA = {
-    "vehicle_color": SceneDomain(Task.VQA, "{}", _vehicle_color),
-    "street_presence": SceneDomain(Task.VQA, "{}", _street_presence, ("no", "yes")),
-    "place_content": SceneDomain(Task.VQA, "{}", _place_content),
-    "digit_facts": SceneDomain(Task.VQA, "{}", _digit_facts),
-    "sign_facts": SceneDomain(Task.VQA, "{}", _sign_facts),
+    "vehicle_color": SceneDomain("{}", _vehicle_color),
+    "street_presence": SceneDomain("{}", _street_presence, ("no", "yes")),
+    "place_content": SceneDomain("{}", _place_content),
+    "digit_facts": SceneDomain("{}", _digit_facts),
+    "sign_facts": SceneDomain("{}", _sign_facts),
 }
 """Domains by name; every sample has its own question and ten annotators."""
 
 
 # ---- captions ------------------------------------------------------------------------------------
 
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
 WEATHER_WORDS = {
     "clear": ("by day", "on a sunny day"), "rain": ("in the rain", "on a day of rain"),
     "snow": ("in the snow", "on a day of snow"), "night": ("at night", "in the dark"),
@@ -218,76 +160,79 @@ WEATHER_WORDS = {
 SIZES = {"small": (16.0, 21.0), "big": (30.0, 40.0)}
 
 
-def _captioned(board: Board, rng: np.random.Generator, captions: tuple[str, ...]) -> Drawn:
+def _middle(thing: Thing) -> float:
+    """Captions name things from left to right."""
+    return thing.box[0] + thing.box[2]
+
+
+def _joined(phrases: Sequence[str]) -> str:
+    """Phrases as a list: commas, and `and` before the last."""
+    return " and ".join([", ".join(phrases[:-1]), phrases[-1]] if phrases[1:] else phrases)
+
+
+def _captioned(board: Board, rng: np.random.Generator, *captions: str) -> Drawn:
     return Drawn((board.image(rng),), Answer(captions=captions))
 
 
 def _place_caption(rng: np.random.Generator, split: Split) -> Drawn:
-    count = int(rng.integers(1, 3))
-    while True:
-        board = Board.photograph(rng, split)
-        places = [str(place) for place in rng.choice(list(PLACES), count, replace=False)]
-        shapes = [str(shape) for shape in rng.choice(TABLE_SHAPES, count, replace=False)]
-        placed = [
-            put(rng, board, shape, chosen(rng, CLEAR_COLORS), length=(18, 26), region=PLACES[place])
-            for shape, place in zip(shapes, places, strict=True)
-        ]
-        named = [
-            (article(one.name), "in the center" if place == "center" else f"at the {place}", one)
-            for one, place in zip(placed, places, strict=True)
-            if one is not None
-        ]
-        if len(named) == count:
-            break
-    named.sort(key=lambda entry: entry[2].box[0] + entry[2].box[2])
-    plain = joined([f"{name} {where}" for name, where, _ in named])
-    turned = joined([f"{where} {name}" for name, where, _ in named])
-    return _captioned(board, rng, (plain, f"there is {plain}", turned))
+    board, things = _in_places(rng, split, int(rng.integers(1, 3)))
+    named = [
+        (_article(one.name), "in the center" if place == "center" else f"at the {place}")
+        for place, one in sorted(things.items(), key=lambda item: _middle(item[1]))
+    ]
+    plain = _joined([f"{name} {where}" for name, where in named])
+    turned = _joined([f"{where} {name}" for name, where in named])
+    return _captioned(board, rng, plain, f"there is {plain}", turned)
 
 
 def _count_caption(rng: np.random.Generator, split: Split) -> Drawn:
     board = Board.photograph(rng, split)
-    shapes = [str(s) for s in rng.choice(TABLE_SHAPES, int(rng.integers(1, 3)), replace=False)]
     phrases, bare = [], []
-    for shape in shapes:
+    for shape in _several(rng, TABLE_SHAPES, int(rng.integers(1, 3))):
         color, wanted = chosen(rng, CLEAR_COLORS), int(rng.integers(1, 4))
-        placed = [put(rng, board, shape, color, length=(17, 24)) for _ in range(wanted)]
+        placed = [board.put(rng, shape, color, length=(17, 24)) for _ in range(wanted)]
         count = sum(one is not None for one in placed)
         if count:
             name = shape if count == 1 else plural(shape)
             phrases.append(f"{NUMBERS[count]} {color} {name}")
             bare.append(f"{NUMBERS[count]} {name}")
-    plain = joined(phrases)
-    return _captioned(board, rng, (plain, f"there are {plain}", joined(bare)))
+    plain = _joined(phrases)
+    return _captioned(board, rng, plain, f"there are {plain}", _joined(bare))
 
 
 def _weather_caption(rng: np.random.Generator, split: Split) -> Drawn:
-    weather = chosen(rng, list(WEATHER_WORDS))
-    board, placed = things_on_photograph(rng, split, int(rng.integers(1, 3)), (24, 38))
+    weather, count = chosen(rng, list(WEATHER_WORDS)), int(rng.integers(1, 3))
+    found: list[Thing] = []
+    while len(found) < count:
+        board = Board.photograph(rng, split)
+        shapes, colors = _several(rng, TABLE_SHAPES, count), _several(rng, CLEAR_COLORS, count)
+        placed = [
+            board.put(rng, shape, color, length=(24, 38))
+            for shape, color in zip(shapes, colors, strict=True)
+        ]
+        found = [one for one in placed if one is not None]
     add_weather(rng, board, weather)
     first, second = WEATHER_WORDS[weather]
-    names = joined([article(one.shape) for one in from_left(placed)])
-    return _captioned(board, rng, (f"{names} {first}", f"{names} {second}", f"{first} {names}"))
+    names = _joined([_article(one.shape) for one in sorted(found, key=_middle)])
+    return _captioned(board, rng, f"{names} {first}", f"{names} {second}", f"{first} {names}")
 
 
 def _pattern_caption(rng: np.random.Generator, split: Split) -> Drawn:
-    while True:
+    described: list[tuple[float, str, str, str]] = []
+    while not described:
         board = Board.photograph(rng, split)
-        described = []
-        for shape in rng.choice(TABLE_SHAPES, int(rng.integers(1, 3)), replace=False):
+        for shape in _several(rng, TABLE_SHAPES, int(rng.integers(1, 3))):
             size, pattern = chosen(rng, list(SIZES)), chosen(rng, PATTERNS)
             if size == "small":
                 pattern = "plain"  # a pattern of two pixels is none
-            one = put(rng, board, str(shape), chosen(rng, CLEAR_COLORS), length=SIZES[size],
-                      pattern=pattern)  # fmt: skip
+            color = chosen(rng, CLEAR_COLORS)
+            one = board.put(rng, shape, color, length=SIZES[size], pattern=pattern)
             if one is not None:
-                described.append((one.box[0] + one.box[2], size, pattern, one.shape))
-        if described:
-            break
+                described.append((_middle(one), size, pattern, shape))
     described.sort()
-    plain = joined([f"a {size} {pattern} {shape}" for _, size, pattern, shape in described])
-    bare = joined([f"a {pattern} {shape}" for _, _, pattern, shape in described])
-    return _captioned(board, rng, (plain, f"there is {plain}", bare))
+    plain = _joined([f"a {size} {pattern} {shape}" for _, size, pattern, shape in described])
+    bare = _joined([f"a {pattern} {shape}" for _, _, pattern, shape in described])
+    return _captioned(board, rng, plain, f"there is {plain}", bare)
 
 
 def _digit_caption(rng: np.random.Generator, split: Split) -> Drawn:
@@ -298,17 +243,16 @@ def _digit_caption(rng: np.random.Generator, split: Split) -> Drawn:
         middle = (place + 0.5) / count
         if board.add(rng, layer, (middle - 0.1, 0.3, middle + 0.1, 0.7)) is not None:
             found.append(digit)
-    return _captioned(
-        board, rng, (joined(found), f"the numbers {joined(found)}", f"{' '.join(found)} in a row")
-    )
+    digits = _joined(found)
+    return _captioned(board, rng, digits, f"the numbers {digits}", f"{' '.join(found)} in a row")
 
 
 CAPTION = {
-    "place_caption": SceneDomain(Task.CAPTION, "describe the places.", _place_caption),
-    "count_caption": SceneDomain(Task.CAPTION, "describe the numbers.", _count_caption),
-    "weather_caption": SceneDomain(Task.CAPTION, "describe the weather.", _weather_caption),
-    "pattern_caption": SceneDomain(Task.CAPTION, "describe the patterns.", _pattern_caption),
-    "digit_caption": SceneDomain(Task.CAPTION, "read the digits.", _digit_caption),
+    "place_caption": SceneDomain("describe the places.", _place_caption),
+    "count_caption": SceneDomain("describe the numbers.", _count_caption),
+    "weather_caption": SceneDomain("describe the weather.", _weather_caption),
+    "pattern_caption": SceneDomain("describe the patterns.", _pattern_caption),
+    "digit_caption": SceneDomain("read the digits.", _digit_caption),
 }
 """Domains by name; every sample has three references."""
 
@@ -320,7 +264,6 @@ HALVES = {
     "top": (0.1, 0.05, 0.9, 0.35), "bottom": (0.1, 0.65, 0.9, 0.95),
 }  # fmt: skip
 OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
-MARKED = ("striped", "dotted", "checked")
 
 
 def _referred(board: Board, rng: np.random.Generator, phrase: str, box: Edges) -> Drawn:
@@ -332,10 +275,10 @@ def _color_reference(rng: np.random.Generator, split: Split) -> Drawn:
     shape = chosen(rng, TABLE_SHAPES)
     while True:
         board = Board.photograph(rng, split)
-        colors = [str(c) for c in rng.choice(CLEAR_COLORS, int(rng.integers(2, 4)), replace=False)]
-        placed = [put(rng, board, shape, color) for color in colors]
-        if placed[0] is not None and placed[1] is not None:
-            return _referred(board, rng, placed[0].name, placed[0].box)
+        colors = _several(rng, CLEAR_COLORS, int(rng.integers(2, 4)))
+        meant, other, *_ = [board.put(rng, shape, color) for color in colors]
+        if meant and other:
+            return _referred(board, rng, meant.name, meant.box)
 
 
 def _place_reference(rng: np.random.Generator, split: Split) -> Drawn:
@@ -344,20 +287,19 @@ def _place_reference(rng: np.random.Generator, split: Split) -> Drawn:
     while True:
         board = Board.photograph(rng, split)
         shape, color = chosen(rng, TABLE_SHAPES), chosen(rng, CLEAR_COLORS)
-        meant = put(rng, board, shape, color, region=HALVES[side])
-        other = put(rng, board, shape, color, region=HALVES[OPPOSITE[side]])
-        if meant is not None and other is not None:
+        meant = board.put(rng, shape, color, region=HALVES[side])
+        other = board.put(rng, shape, color, region=HALVES[OPPOSITE[side]])
+        if meant and other:
             return _referred(board, rng, f"{side} {shape}", meant.box)
 
 
 def _size_reference(rng: np.random.Generator, split: Split) -> Drawn:
     """Two things of one shape, one twice as long as the other."""
     while True:
-        board = Board.photograph(rng, split)
-        shape = chosen(rng, TABLE_SHAPES)
-        big = put(rng, board, shape, chosen(rng, CLEAR_COLORS), length=(34, 46))
-        small = put(rng, board, shape, chosen(rng, CLEAR_COLORS), length=(16, 20))
-        if big is not None and small is not None:
+        board, shape = Board.photograph(rng, split), chosen(rng, TABLE_SHAPES)
+        big = board.put(rng, shape, chosen(rng, CLEAR_COLORS), length=(34, 46))
+        small = board.put(rng, shape, chosen(rng, CLEAR_COLORS), length=(16, 20))
+        if big and small:
             word, meant = ("big", big) if rng.random() < 0.5 else ("small", small)
             return _referred(board, rng, f"{word} {shape}", meant.box)
 
@@ -365,37 +307,35 @@ def _size_reference(rng: np.random.Generator, split: Split) -> Drawn:
 def _pattern_reference(rng: np.random.Generator, split: Split) -> Drawn:
     """Two things of one shape, one with a pattern."""
     while True:
-        board = Board.photograph(rng, split)
-        shape, pattern = chosen(rng, TABLE_SHAPES), chosen(rng, MARKED)
+        board, shape = Board.photograph(rng, split), chosen(rng, TABLE_SHAPES)
+        pattern = chosen(rng, ("striped", "dotted", "checked"))
         color = chosen(rng, CLEAR_COLORS)
-        marked = put(rng, board, shape, color, length=(28, 40), pattern=pattern)
-        plain = put(rng, board, shape, color, length=(28, 40))
-        if marked is not None and plain is not None:
-            phrase, meant = ((f"{pattern} {shape}", marked) if rng.random() < 0.6 else
-                             (f"plain {shape}", plain))  # fmt: skip
-            return _referred(board, rng, phrase, meant.box)
+        marked = board.put(rng, shape, color, length=(28, 40), pattern=pattern)
+        plain = board.put(rng, shape, color, length=(28, 40))
+        if marked and plain:
+            meant = marked if rng.random() < 0.6 else plain
+            return _referred(board, rng, f"{meant.pattern} {shape}", meant.box)
 
 
 def _digit_reference(rng: np.random.Generator, split: Split) -> Drawn:
     """Two handwritten digits, not the same."""
     while True:
-        board = Board.slate(rng)
-        found: dict[str, Edges] = {}
+        board, found = Board.slate(rng), dict[str, Edges]()
         for _ in range(2):
             layer, digit = digit_layer(rng, split, rng.uniform(42, 50), (245, 245, 240))
             box = None if digit in found else board.add(rng, layer)
             if box is not None:
                 found[digit] = box
         if len(found) > 1:
-            digit = next(iter(found))
-            return _referred(board, rng, f"number {digit}", found[digit])
+            digit, box = next(iter(found.items()))
+            return _referred(board, rng, f"number {digit}", box)
 
 
 GROUNDING = {
-    "color_reference": SceneDomain(Task.GROUNDING, "locate {}", _color_reference),
-    "place_reference": SceneDomain(Task.GROUNDING, "locate {}", _place_reference),
-    "size_reference": SceneDomain(Task.GROUNDING, "locate {}", _size_reference),
-    "pattern_reference": SceneDomain(Task.GROUNDING, "locate {}", _pattern_reference),
-    "digit_reference": SceneDomain(Task.GROUNDING, "locate {}", _digit_reference),
+    "color_reference": SceneDomain("locate {}", _color_reference),
+    "place_reference": SceneDomain("locate {}", _place_reference),
+    "size_reference": SceneDomain("locate {}", _size_reference),
+    "pattern_reference": SceneDomain("locate {}", _pattern_reference),
+    "digit_reference": SceneDomain("locate {}", _digit_reference),
 }
 """Domains by name; every sample has its own phrase and one box."""

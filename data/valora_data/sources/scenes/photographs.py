@@ -1,8 +1,8 @@
-"""Backgrounds: crops of photographs that lie inside the scikit-image and scikit-learn wheels.
+"""Real images that lie inside the scikit-image and scikit-learn wheels; nothing is downloaded.
 
-Nothing is downloaded. Photographs, or parts of them, that show something the built-in domains look
+Photographs are backgrounds. Those, or parts of them, that show something the built-in domains look
 for (a person, a motorcycle, trees, lettering) are left out, so that what is drawn on a background
-is all there is to find.
+is all there is to find. The handwritten digits are those of UCI Optdigits.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ import numpy as np
 from PIL import Image
 
 from valora_data.errors import DataError
-from valora_data.schema import Split
+from valora_data.schema import Answer, Sample, Split
+from valora_data.sources.generic.scenes import SIZE, Floats, Pixels
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
 
 MIN_SIDE = 60
 """Shortest side of a crop in pixels of its photograph: smaller ones are mush when enlarged."""
+DIGITS = tuple("0123456789")
+SHARES = {Split.TRAIN: 0.4, Split.UNLABELLED: 0.25, Split.VAL: 0.15, Split.TEST: 0.2}
+"""What of the 1,797 digits each split may show."""
 
 
 class Photograph(NamedTuple):
@@ -65,18 +71,11 @@ def region_of(photograph: int, split: Split) -> tuple[int, int, int, int]:
 
 
 def photograph_crop(
-    rng: np.random.Generator, split: Split, size: int = 96, photograph: int | None = None
-) -> npt.NDArray[np.uint8]:
-    """A random crop: place, scale, flips, brightness, contrast and tint vary.
+    rng: np.random.Generator, split: Split, size: int = SIZE, photograph: int | None = None
+) -> Pixels:
+    """A random crop of one of `PHOTOGRAPHS`, by its number, or of any: RGB, (size, size, 3).
 
-    Args:
-        rng: Source of all randomness.
-        split: Whose regions to crop from.
-        size: Side of the result in pixels.
-        photograph: Index into `PHOTOGRAPHS`; any if None.
-
-    Returns:
-        RGB pixels, (size, size, 3).
+    Place, scale, flips, brightness, contrast and tint vary.
 
     Raises:
         DataError: If the photographs are not installed.
@@ -99,7 +98,7 @@ def photograph_crop(
     # Lift very dark and dim very bright crops towards the middle: objects must stay visible.
     pixels += (rng.uniform(70, 180) - mean) * rng.uniform(0.3, 0.9)
     pixels *= 1 + rng.uniform(-0.12, 0.12, size=3).astype(np.float32)
-    result: npt.NDArray[np.uint8] = np.clip(pixels, 0, 255).astype(np.uint8)
+    result: Pixels = np.clip(pixels, 0, 255).astype(np.uint8)
     return result
 
 
@@ -107,8 +106,7 @@ def photograph_crop(
 def _pixels(photograph: int) -> Image.Image:
     source = PHOTOGRAPHS[photograph]
     spec = find_spec(source.package)
-    locations = list(spec.submodule_search_locations or ()) if spec else []
-    for location in locations:
+    for location in (spec and spec.submodule_search_locations) or ():
         path = Path(location) / source.file
         if path.is_file():
             with Image.open(path) as image:
@@ -117,3 +115,62 @@ def _pixels(photograph: int) -> Image.Image:
         f"photograph {source.file} of {source.package} is not installed: "
         "run pip install 'valora[train]'"
     )
+
+
+def digit_samples(split: Split, count: int, seed: int = 0) -> Iterator[Sample]:
+    """The first `count` digits of a split, in an order that `seed` decides: grey on black.
+
+    Raises:
+        DataError: If the split holds fewer; they hold 719, 449, 270 and 359 for every seed.
+    """
+    places = _places(split)
+    if count > len(places):
+        raise DataError(
+            f"split {split} of the digits holds {len(places)} images, fewer than {count}: lower "
+            f"source.counts.{split}"
+        )
+    for place in np.random.default_rng(seed).permutation(places)[:count]:
+        image, digit = _digit(place, SIZE)
+        yield Sample(f"digits/{place:04d}", image.convert("RGB"), Answer(label=digit))
+
+
+def digit_layer(
+    rng: np.random.Generator, split: Split, length: float, colour: tuple[int, int, int]
+) -> tuple[Floats, str]:
+    """A digit of a split as a layer of one colour (see `Pen.layer`), and its name."""
+    places = _places(split)
+    ink, digit = _digit(places[int(rng.integers(len(places)))], max(8, round(length)))
+    cover = np.asarray(ink, dtype=np.float32) / 255
+    sheet = np.broadcast_to(np.array(colour, dtype=np.float32), (*cover.shape, 3))
+    return np.dstack([sheet, cover]), digit
+
+
+def _digit(place: int, side: int) -> tuple[Image.Image, str]:
+    pixels, digits = _digits()
+    image = Image.fromarray(pixels[place]).resize((side, side), Image.Resampling.BICUBIC)
+    return image, DIGITS[digits[place]]
+
+
+@cache
+def _places(split: Split) -> npt.NDArray[np.int64]:
+    """Indices of a split: a fixed random part of all."""
+    total = len(_digits()[1])
+    order = np.random.default_rng(1797).permutation(total)
+    ends = np.round(np.cumsum([0.0, *SHARES.values()]) * total).astype(int)
+    part = list(SHARES).index(split)
+    return np.sort(order[ends[part] : ends[part + 1]])
+
+
+@cache
+def _digits() -> tuple[Pixels, list[int]]:
+    """Images, (1797, 8, 8), and digits."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError(
+            "the digits lie in scikit-learn, which is not installed: run pip install "
+            "'valora[train]'"
+        ) from error
+    digits = load_digits()
+    pixels = np.clip(np.round(digits.images * 255 / 16), 0, 255).astype(np.uint8)
+    return pixels, [int(digit) for digit in digits.target]

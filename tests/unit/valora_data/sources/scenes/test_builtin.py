@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from PIL.Image import Image
 from sklearn.datasets import load_digits
 
 from tests.bench.base_models.questions import caption_phrases
@@ -16,16 +17,11 @@ from valora_data.sources.scenes.builtin import (
     builtin_prompt,
     builtin_samples,
 )
-from valora_data.sources.scenes.classification import SURFACES
+from valora_data.sources.scenes.classification import FRAMES, SURFACES
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS
-from valora_data.sources.scenes.video import FRAMES
 
-DRAWN = [
-    (task, name)
-    for task in Task.all()
-    if task is not Task.DETECTION
-    for name in builtin_names(task)
-]
+DOMAINS = [(task, name) for task in Task.all() for name in builtin_names(task)]
+CHOICES = [(t, n) for t, n in DOMAINS if t is not Task.DETECTION and builtin_labels(t, n)]
 
 
 def samples(task: Task, name: str, split: Split = Split.TRAIN, count: int = 24, seed: int = 0):
@@ -42,29 +38,30 @@ def test_every_task_has_at_least_four_domains(task: Task) -> None:
         assert bool(labels) >= (task.spec.labels == "required")
 
 
-@pytest.mark.parametrize(("task", "name"), DRAWN)
+@pytest.mark.parametrize(("task", "name"), DOMAINS)
 def test_samples_are_repeatable_and_their_own(task: Task, name: str) -> None:
+    def seen(count: int = 24, seed: int = 0) -> list:
+        some = samples(task, name, count=count, seed=seed)
+        return [(s.answer, *map(Image.tobytes, s.images)) for s in some]
+
     some = samples(task, name)
-    again = samples(task, name)
-    assert [s.answer for s in some] == [s.answer for s in again]
-    assert [[i.tobytes() for i in s.images] for s in some] == [
-        [i.tobytes() for i in s.images] for s in again
-    ]
+    if name != "digits":  # which come in a random order
+        assert some[7].id == f"{name}/train/00007"
+    assert seen() == seen()
+    assert seen(5) == seen()[:5] != seen(5, seed=1)
     for sample in some:
         assert all(image.size == (96, 96) and image.mode == "RGB" for image in sample.images)
         assert len(sample.images) == (FRAMES if task is Task.VIDEO else 1)
-    # Another seed gives other images, and no split shows what another one does.
-    other = samples(task, name, seed=1)
-    assert {s.image.tobytes() for s in some} != {s.image.tobytes() for s in other}
+    # No split shows what another one does.
     check_no_leak({split: samples(task, name, split, 12) for split in Split})
 
 
-@pytest.mark.parametrize(("task", "name"), DRAWN)
+@pytest.mark.parametrize(("task", "name"), DOMAINS)
 def test_answers_are_what_the_task_asks_for(task: Task, name: str) -> None:
     labels = builtin_labels(task, name)
     for sample in samples(task, name):
         answer = sample.answer
-        if labels:
+        if (task, name) in CHOICES:
             assert answer.choice in labels
         if task is Task.VQA:
             assert len(answer.answers) == 10
@@ -76,29 +73,22 @@ def test_answers_are_what_the_task_asks_for(task: Task, name: str) -> None:
         if task is Task.GROUNDING:
             (box,) = answer.boxes
             assert box.label == sample.prompt
-            assert 0 <= box.x0 < box.x1 <= 96
-            assert 0 <= box.y0 < box.y1 <= 96
-            assert min(box.x1 - box.x0, box.y1 - box.y0) >= 3
+            assert 0 <= box.x0 <= box.x1 - 3 <= 93
+            assert 0 <= box.y0 <= box.y1 - 3 <= 93
 
 
-@pytest.mark.parametrize(("task", "name"), [(t, n) for t, n in DRAWN if builtin_labels(t, n)])
+@pytest.mark.parametrize(("task", "name"), CHOICES)
 def test_labels_are_balanced(task: Task, name: str) -> None:
     labels = builtin_labels(task, name)
-    each = 12
-    found = Counter(s.answer.choice for s in samples(task, name, count=each * len(labels)))
+    found = Counter(s.answer.choice for s in samples(task, name, count=12 * len(labels)))
     assert set(found) == set(labels)
-    # Four standard deviations of a fair draw.
-    assert max(found.values()) < each + 4 * each**0.5
+    assert max(found.values()) < 12 + 4 * 12**0.5  # four standard deviations of a fair draw
 
 
 def test_the_digits_are_those_of_scikit_learn() -> None:
     real = load_digits()
-    for split, count in (
-        (Split.TRAIN, 719),
-        (Split.UNLABELLED, 449),
-        (Split.VAL, 270),
-        (Split.TEST, 359),
-    ):
+    counts = {Split.TRAIN: 719, Split.UNLABELLED: 449, Split.VAL: 270, Split.TEST: 359}
+    for split, count in counts.items():
         found = samples(Task.CLASSIFICATION, "digits", split, count)
         assert len({s.id for s in found}) == count
         for sample in found[:40]:

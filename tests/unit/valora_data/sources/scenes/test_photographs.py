@@ -1,7 +1,5 @@
 """Backgrounds: every split has its own part of every photograph."""
 
-import hashlib
-
 import numpy as np
 import pytest
 
@@ -48,19 +46,15 @@ def test_crops_stay_inside_their_region(monkeypatch: pytest.MonkeyPatch) -> None
             assert np.ptp(crop, axis=(0, 1)).max() <= 1
 
 
-def test_every_photograph_is_used_and_crops_differ() -> None:
-    rng = np.random.default_rng(1)
-    crops = [photograph_crop(rng, Split.TRAIN) for _ in range(200)]
-    assert all(crop.shape == (96, 96, 3) and crop.dtype == np.uint8 for crop in crops)
-    assert len({hashlib.sha256(crop.tobytes()).digest() for crop in crops}) == 200
-    assert all(crop.std() > 1 for crop in crops)
-
-
-def test_crops_repeat_with_the_generator() -> None:
-    first, again = (photograph_crop(np.random.default_rng(5), Split.VAL, 48) for _ in range(2))
+def test_crops_differ_and_repeat_with_the_generator() -> None:
+    first, again = (
+        [photograph_crop(rng, Split.TRAIN) for _ in range(200)]
+        for rng in (np.random.default_rng(1), np.random.default_rng(1))
+    )
     assert np.array_equal(first, again)
-    other = photograph_crop(np.random.default_rng(5), Split.TEST, 48)
-    assert not np.array_equal(first, other)
+    assert all(crop.shape == (96, 96, 3) and crop.dtype == np.uint8 for crop in first)
+    assert len({crop.tobytes() for crop in first}) == 200
+    assert all(crop.std() > 1 for crop in first)
 
 
 @pytest.mark.parametrize("package", ["skimage", "a_package_that_is_not_installed"])

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from valora_data.inspection import Inspection
     from valora_data.sources.base import Source
-    from valora_data.validation.inspection import Inspection
 
 BAR = 30
 SHOWN_LABELS = 20
+SHOWN_PAIRS = 24
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,28 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     from rich.console import Console
 
-    console = Console(stderr=False)
+    console = Console()
     try:
-        if options.command == "check" and options.kind is None and is_shelf(Path(options.path)):
+        if options.command == "preview":
+            return _preview(_source(options), options, console)
+        if options.kind is None and is_shelf(Path(options.path)):
             return _check_shelf(Path(options.path), Path(options.out), console)
-        source = _source(options)
-        if options.command == "check":
-            return _check(source, Path(options.out), console)
-        return _preview(source, options, console)
+        return _check(_source(options), Path(options.out), console)
     except DataError as error:
-        from rich.markup import escape
-
-        text = f"[red]error:[/] {escape(str(error))}"
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        _say(Console(stderr=True), "[red]error:[/]", str(error))
         return 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="valora-data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser(
-        "check", help="counts, labels, all faults, copies, leaks between splits"
-    )
+    about = "counts, labels, all faults, copies, leaks between splits"
+    check = commands.add_parser("check", help=about)
     check.add_argument("--out", default=".valora/check", help="folder for pictures")
     preview = commands.add_parser("preview", help="write a contact sheet")
     preview.add_argument("--out", default="preview.png", help="PNG to write")
@@ -98,9 +94,14 @@ def _source(options: argparse.Namespace) -> Source:
     )  # fmt: skip
 
 
+def _say(console: Console, sign: str, text: str) -> None:
+    from rich.markup import escape
+
+    console.print(f"{sign} {escape(text)}", highlight=False, soft_wrap=True)
+
+
 def _check_shelf(folder: Path, out: Path, console: Console) -> int:
     """Show which domains a folder of small models would become, and check their data."""
-    from rich.markup import escape
     from rich.table import Table
 
     from valora_data.sources.base import Source
@@ -115,55 +116,46 @@ def _check_shelf(folder: Path, out: Path, console: Console) -> int:
         table.add_row(name, model.task, shown, str(model.weights), score, str(model.data))
     console.print(table)
     for note in shelf.notes:
-        console.print(f"[yellow]![/] {escape(note)}", highlight=False, soft_wrap=True)
+        _say(console, "[yellow]![/]", note)
     wrong = 0
     for name, model in shelf.models.items():
         console.print(f"\n[bold]{name}[/]")
         source = Source(model.kind, model.task, model.labels, name=name, path=str(model.data))
         wrong += _check(source, out / name, console)
-    command = f"make fuse TASK=own ARGS=shelf={folder}"
-    console.print(f"\nfuse them: {command}", highlight=False, soft_wrap=True)
+    _say(console, "\nfuse them:", f"make fuse TASK=own ARGS=shelf={folder}")
     return 1 if wrong else 0
 
 
 def _check(source: Source, out: Path, console: Console) -> int:
-    from rich.markup import escape
-
-    from valora_data.validation.contact_sheets import contact_sheet, pair_sheet
-    from valora_data.validation.inspection import SHOWN_PAIRS, inspect, pictures_of
+    from valora_data.drawing import contact_sheet, pair_sheet
+    from valora_data.inspection import inspect, pictures_of
 
     examples: dict[str, _Reservoir] = {}
-
-    def keep(split: str, sample: Sample) -> None:
-        examples.setdefault(split, _Reservoir(18, 0)).offer(sample)
-
     with console.status(f"Reading {source.path} …"):
-        found = inspect(source, keep)
+        found = inspect(
+            source, lambda split, one: examples.setdefault(split, _Reservoir(18, 0)).offer(one)
+        )
     _report(found, console)
     out.mkdir(parents=True, exist_ok=True)
-    pictures = []
-    for split, kept in examples.items():
-        pictures.append(out / f"{split}.png")
-        contact_sheet(kept.samples).save(pictures[-1], compress_level=1)
-    for name, pairs in (("leaks", found.leaks), ("duplicates", found.duplicates)):
-        shown = pairs[:SHOWN_PAIRS]
-        sheet = pair_sheet(shown, pictures_of(source, shown)) if shown else None
-        if sheet is not None:
-            pictures.append(out / f"{name}.png")
-            sheet.save(pictures[-1], compress_level=1)
-    lines = [f"{fault.kind.name.lower()}\t{fault.text}" for fault in found.faults.found]
-    lines += [f"copy\t{pair}" for pair in found.pairs]
+    sheets = {split: contact_sheet(kept.samples) for split, kept in examples.items()}
+    for name, leaks in (("leaks", True), ("duplicates", False)):
+        pairs = [pair for pair in found.pairs if pair.leaks is leaks][:SHOWN_PAIRS]
+        if pairs and (sheet := pair_sheet(pairs, pictures_of(source, pairs))):
+            sheets[name] = sheet
+    for name, sheet in sheets.items():
+        sheet.save(out / f"{name}.png", compress_level=1)
+        _say(console, "[dim]wrote[/]", str(out / f"{name}.png"))
+    lines = [f"{fault.kind.name.lower()}\t{fault.text}\n" for fault in found.faults.found]
+    lines += [f"copy\t{pair}\n" for pair in found.pairs]
     if lines:
-        pictures.append(out / "faults.tsv")
-        pictures[-1].write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    for path in pictures:
-        console.print(f"[dim]wrote[/] {path}", highlight=False, soft_wrap=True)
+        (out / "faults.tsv").write_text("".join(lines), encoding="utf-8")
+        _say(console, "[dim]wrote[/]", str(out / "faults.tsv"))
     for sign, sentences in (("[yellow]![/]", found.notes), ("[red]✗[/]", found.problems)):
         for sentence in sentences:
-            console.print(f"{sign} {escape(sentence)}", highlight=False, soft_wrap=True)
+            _say(console, sign, sentence)
     if not found.problems:
-        noted = f"; {plural(len(found.notes), 'note')} above" if found.notes else ""
-        console.print(f"[green]✓[/] no faults{noted}" if noted else "[green]✓[/] nothing is wrong")
+        noted = f"no faults; {plural(len(found.notes), 'note')} above"
+        _say(console, "[green]✓[/]", noted if found.notes else "nothing is wrong")
     return 1 if found.problems else 0
 
 
@@ -183,10 +175,8 @@ def _report(found: Inspection, console: Console) -> None:
     if not total:
         return
     table = Table(title=plural(len(total), "label"), title_justify="left")
-    table.add_column("label")
-    for split in found.splits:
-        table.add_column(split, justify="right")
-    table.add_column("")
+    for name in ("label", *found.splits, ""):
+        table.add_column(name, justify="right" if name in found.splits else "left")
     most = max(total.values())
     for label, count in total.most_common(SHOWN_LABELS):
         numbers = [str(facts.labels[label]) for facts in found.splits.values()]
@@ -197,8 +187,8 @@ def _report(found: Inspection, console: Console) -> None:
 
 
 def _preview(source: Source, options: argparse.Namespace, console: Console) -> int:
+    from valora_data.drawing import contact_sheet
     from valora_data.sources.registry import open_source
-    from valora_data.validation.contact_sheets import contact_sheet
 
     if options.count < 1:
         raise DataError(f"--count must be at least 1, got {options.count}")
@@ -207,16 +197,14 @@ def _preview(source: Source, options: argparse.Namespace, console: Console) -> i
     if options.split and options.split not in splits:
         raise DataError(f"there is no split {options.split!r}, only {', '.join(splits)}: name one")
     streams = [stream for name, stream in splits.items() if options.split in (None, name)]
-    looked = 0
     for sample in islice((sample for stream in streams for sample in stream()), options.limit):
-        looked += 1
         kept.offer(sample)
     if not kept.samples:
         raise DataError(f"{options.path} holds no samples: there is nothing to show")
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(kept.samples).save(out, compress_level=1)
-    console.print(f"{len(kept.samples)} of {plural(looked, 'sample')} in {out}", highlight=False)
+    console.print(f"{len(kept.samples)} of {plural(kept.seen, 'sample')} in {out}", highlight=False)
     return 0
 
 
@@ -224,17 +212,16 @@ class _Reservoir:
     """A uniform random choice of samples from a stream, in the stream's order."""
 
     def __init__(self, size: int, seed: int) -> None:
-        self._size = size
-        self._random = random.Random(seed)
-        self._seen = 0
+        self._size, self._random = size, random.Random(seed)
         self._kept: list[tuple[int, Sample]] = []
+        self.seen = 0
 
     def offer(self, sample: Sample) -> None:
-        self._seen += 1
+        self.seen += 1
         if len(self._kept) < self._size:
-            self._kept.append((self._seen, sample))
-        elif (place := self._random.randrange(self._seen)) < self._size:
-            self._kept[place] = (self._seen, sample)
+            self._kept.append((self.seen, sample))
+        elif (place := self._random.randrange(self.seen)) < self._size:
+            self._kept[place] = (self.seen, sample)
 
     @property
     def samples(self) -> list[Sample]:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from valora_data.errors import DataError
 from valora_data.wording import agreeing, plural
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
 log = logging.getLogger(__name__)
 
-MAX_FAULTY = 0.05
-"""Share of images that may have faults before a data set is refused."""
+MAX_FAULTY = 0.05  # share of images that may have faults before a data set is refused
 
 
 class FaultKind(Enum):
@@ -27,8 +24,7 @@ class FaultKind(Enum):
     Attributes:
         what: What is counted, in the words of `wording.plural`.
         remedy: What to do.
-        skips: Whether the image or a part of its answer is left out. Other kinds are notes: the
-            data can be used as it is.
+        skips: Whether the image or a part of its answer is left out; other kinds are notes.
     """
 
     def __init__(self, what: str, remedy: str, skips: bool = True) -> None:
@@ -90,27 +86,15 @@ class FaultKind(Enum):
 
 
 class FaultError(DataError):
-    """A fault of one image, box or row; readers of whole data sets collect it.
-
-    Args:
-        kind: Kind of fault.
-        text: Names the thing and what is wrong with it.
-    """
+    """A fault of one image, box or row, with a text that names it; readers of sets collect it."""
 
     def __init__(self, kind: FaultKind, text: str) -> None:
         super().__init__(f"{text}: {kind.remedy}")
         self.kind, self.text = kind, text
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault that was found.
-
-    Attributes:
-        kind: Kind of fault.
-        item: The image or row that it belongs to, which is what is counted against the limit.
-        text: Names the thing and what is wrong with it.
-    """
+class Fault(NamedTuple):
+    """A fault that was found, and the image or row that counts against the limit."""
 
     kind: FaultKind
     item: str
@@ -119,29 +103,21 @@ class Fault:
 
 @dataclass(slots=True)
 class Faults:
-    """The faults of one data set, up to a limit.
+    """The faults of one data set, up to a limit."""
 
-    Attributes:
-        source: The data set, for messages.
-        tolerance: Share of the images that may have faults of the kinds that skip something;
-            infinite to collect all.
-        total: Number of images that the data set lists.
-        found: All faults, in the order in which they were found.
-    """
-
-    source: str
+    source: str  # the data set, for messages
+    # share of the images that may have faults of the kinds that skip something; infinite to
+    # collect all
     tolerance: float = MAX_FAULTY
-    total: int = 0
+    total: int = 0  # number of images that the data set lists
+    # all faults, in the order in which they were found
     found: list[Fault] = field(default_factory=list)
-    _items: set[str] = field(default_factory=set)
+    # images and rows that were skipped, or of which a part was
+    faulty: set[str] = field(default_factory=set)
     _known: set[Fault] = field(default_factory=set)
 
     def add(self, kind: FaultKind, item: str, text: str) -> None:
-        """Collect a fault.
-
-        Raises:
-            DataError: More than `tolerance` of the images have faults.
-        """
+        """Collect a fault; a `DataError` if more than `tolerance` of the images have some."""
         fault = Fault(kind, item, text)
         if fault in self._known:
             return  # a file that holds several splits is read several times
@@ -149,12 +125,12 @@ class Faults:
         self.found.append(fault)
         if not kind.skips:
             return
-        self._items.add(item)
-        if len(self._items) > self.tolerance * self.total:
+        self.faulty.add(item)
+        if len(self.faulty) > self.tolerance * self.total:
             first = next(fault for fault in self.found if fault.kind.skips)
             raise DataError(
-                f"{self.source}: at least {len(self._items)} of {plural(self.total, 'image')} "
-                f"{agreeing(len(self._items), 'has|have')} faults, more than "
+                f"{self.source}: at least {len(self.faulty)} of {plural(self.total, 'image')} "
+                f"{agreeing(len(self.faulty), 'has|have')} faults, more than "
                 f"{self.tolerance:.0%}: {first.text}: {first.kind.remedy}; "
                 "`valora-data check` lists all faults"
             )
@@ -167,32 +143,23 @@ class Faults:
         except FaultError as error:
             self.add(error.kind, item, error.text)
 
-    @property
-    def faulty(self) -> int:
-        """Number of images that were skipped, or of which a part was."""
-        return len(self._items)
-
-    def by_kind(self) -> Mapping[FaultKind, list[Fault]]:
-        """Faults by kind, the most frequent of those that skip something first."""
-        counts = Counter(fault.kind for fault in self.found)
-        kinds = sorted(counts, key=lambda kind: (not kind.skips, -counts[kind]))
-        return {kind: [fault for fault in self.found if fault.kind is kind] for kind in kinds}
-
-    def summary(self) -> str | None:
-        """What was skipped, in one sentence; None if nothing was."""
-        if not self._items:
-            return None
-        kinds = [
-            f"{plural(len(faults), kind.what)} (such as {faults[0].text})"
-            for kind, faults in self.by_kind().items()
-            if kind.skips
-        ]
-        return (
-            f"{self.source}: {len(self._items)} of {plural(self.total, 'image')} skipped in whole "
-            f"or in part: {'; '.join(kinds)}; `valora-data check` lists all faults"
-        )
+    def texts(self, *, skips: bool) -> dict[FaultKind, list[str]]:
+        """Texts of the faults that skip something, or of the notes; the commonest kind first."""
+        counts = Counter(fault.kind for fault in self.found if fault.kind.skips is skips)
+        return {
+            kind: [fault.text for fault in self.found if fault.kind is kind]
+            for kind, _ in counts.most_common()
+        }
 
     def warn(self) -> None:
         """Log one warning about what was skipped, if anything was."""
-        if (text := self.summary()) is not None:
-            log.warning("%s", text)
+        kinds = [
+            f"{plural(len(texts), kind.what)} (such as {texts[0]})"
+            for kind, texts in self.texts(skips=True).items()
+        ]
+        if kinds:
+            log.warning(
+                "%s: %d of %s skipped in whole or in part: %s; `valora-data check` lists all "
+                "faults", self.source, len(self.faulty), plural(self.total, "image"),
+                "; ".join(kinds),
+            )  # fmt: skip

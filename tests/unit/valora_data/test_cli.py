@@ -17,7 +17,7 @@ from valora_data.schema import Split, Task
 from valora_data.sources.base import Source
 from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
 from valora_data.sources.scenes.detection import detection_samples
-from valora_data.validation.inspection import inspect
+from valora_data.inspection import inspect
 
 
 @pytest.fixture

@@ -163,13 +163,11 @@ def _report(found: Inspection, console: Console) -> None:
     from rich.table import Table
 
     table = Table(title=f"task {found.task}", title_justify="left")
-    for name in ("split", "samples", "images", "answered", "sizes"):
-        table.add_column(name, justify="left" if name in ("split", "sizes") else "right")
+    for name in ("split", "samples", "images", "answered"):
+        table.add_column(name, justify="left" if name == "split" else "right")
     for split, facts in found.splits.items():
-        (size, count), *rest = facts.sizes.most_common() or [((0, 0), 0)]
-        sizes = f"{size[0]} × {size[1]}" + (f" ({count}), {len(rest)} more" if rest else "")
-        answered = facts.samples - facts.unanswered
-        table.add_row(split, str(facts.samples), str(facts.images), str(answered), sizes)
+        counts = (facts.samples, facts.images, facts.samples - facts.unanswered)
+        table.add_row(split, *map(str, counts))
     console.print(table)
     total: Counter[str] = sum((facts.labels for facts in found.splits.values()), start=Counter())
     if not total:

@@ -148,11 +148,11 @@ def arrange(tiles: Sequence[Image.Image], columns: int, gap: int, background: st
     return sheet
 
 
-def contact_sheet(samples: Sequence[Sample], columns: int = 6) -> Image.Image:
+def contact_sheet(samples: Sequence[Sample]) -> Image.Image:
     """A sheet of samples: image or frames with the true boxes, question and answer below."""
     colours = _colours(samples)
     tiles = [_tile(sample, colours, [sample.id]) for sample in samples]
-    return _with_legend(arrange(tiles, min(columns, len(tiles)), GAP, "#dddddd"), colours)
+    return _with_legend(arrange(tiles, min(6, len(tiles)), GAP, "#dddddd"), colours)
 
 
 def pair_sheet(pairs: Sequence[Pair], samples: Mapping[Key, Sample]) -> Image.Image | None:

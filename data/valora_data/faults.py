@@ -19,12 +19,9 @@ MAX_FAULTY = 0.05  # share of images that may have faults before a data set is r
 
 
 class FaultKind(Enum):
-    """A kind of fault.
+    """A kind of fault: what is counted (see `wording.plural`), and what to do.
 
-    Attributes:
-        what: What is counted, in the words of `wording.plural`.
-        remedy: What to do.
-        skips: Whether the image or a part of its answer is left out; other kinds are notes.
+    The image or a part of its answer is left out (`skips`), or it is only a note.
     """
 
     def __init__(self, what: str, remedy: str, skips: bool = True) -> None:
@@ -35,12 +32,9 @@ class FaultKind(Enum):
     IMAGE_UNREADABLE = "image|images cannot be decoded", "repair or remove them"
     VIDEO_UNREADABLE = "video|videos cannot be decoded", "repair or remove them"
     IMAGE_TWICE = "image|images is|are listed twice", "keep one entry for each"
-    IMAGE_UNCLASSED = (
-        "image|images lies|lie beside the folders of the classes", "move them into one of them")
+    IMAGE_UNCLASSED = "image|images lies|lie beside the folders of the classes", "move them there"
     IMAGE_OUTSIDE = "file|files lies|lie outside the data set's folder", "move them inside"
-    SIZE_DIFFERS = (
-        "image|images differs|differ in size from what its|their annotation says",
-        "export the annotations for these images again")
+    SIZE_DIFFERS = "image|images differs|differ in size from the annotation", "export it again"
     BOX_EMPTY = "box|boxes has|have no area", "give them a width and a height, or remove them"
     BOX_INVERTED = (
         "box|boxes has|have no area, as its|their edges are the wrong way round",
@@ -48,23 +42,16 @@ class FaultKind(Enum):
     BOX_NOT_FINITE = (
         "box|boxes has|have no area, as its|their edges are not finite numbers",
         "correct or remove them")
-    BOX_OUTSIDE = (
-        "box|boxes lies|lie outside its|their image",
-        "check the unit of the coordinates and the size of the image")
+    BOX_OUTSIDE = "box|boxes lies|lie outside its|their image", "check the unit and image size"
     BOX_MALFORMED = "box|boxes is|are malformed", "fix or remove them"
     CLASS_UNKNOWN = "box|boxes has|have an unknown class", "make the ids and names match"
-    LABEL_STRAY = (
-        "label|labels is|are none of the domain's",
-        "correct them, or add them to the domain's labels")
+    LABEL_STRAY = "label|labels is|are none of the domain's", "correct them, or add them there"
     LABEL_MALFORMED = "label|labels is|are malformed", "correct them"
     ROW_MALFORMED = "row|rows is|are malformed", "fix or remove them"
     ROW_INCOMPLETE = "row|rows lacks|lack a value", "add it or remove the row"
     FILE_MALFORMED = "annotation file|files cannot be read", "export them again"
-    ANNOTATION_STRAY = (
-        "annotation|annotations belongs|belong to no listed image",
-        "add the images or remove the annotations")
+    ANNOTATION_STRAY = "annotation|annotations belongs|belong to no listed image", "list the images"
     ID_TWICE = "id|ids occurs|occur more than once", "number them anew"
-
     ROW_REPEATED = "row|rows is|are repeated, of which one is used", "keep one of each", False
     IMAGE_UNLABELLED = (
         "image|images has|have no label file or entry, which counts as no objects",
@@ -72,12 +59,9 @@ class FaultKind(Enum):
     LABELS_EMPTY = (
         "image|images has|have empty labels, which counts as no objects",
         "add labels, or leave it if they show none", False)
-    LABELS_ORPHANED = (
-        "label file|files belongs|belong to no image", "add the images or remove the files", False)
-    IMAGE_UNLISTED = (
-        "image file|files is|are not listed and not used", "list them or remove them", False)
-    NOT_LABELLED = (
-        "entry|entries is|are not labelled yet and not used", "label or remove them", False)
+    LABELS_ORPHANED = "label file|files belongs|belong to no image", "add the images", False
+    IMAGE_UNLISTED = "image file|files is|are not listed and not used", "list or remove them", False
+    NOT_LABELLED = "entry|entries is|are not labelled yet and not used", "label them", False
     SPLIT_REPEATED = (
         "split|splits has|have the images of train, of which a part is taken for it|them",
         "name other images for it, if there are any", False)

@@ -37,8 +37,6 @@ class EncodedFile:
     # width and height in pixels as they are stored, before EXIF's orientation is applied
     size: tuple[int, int]
     orientation: int = 1  # EXIF's orientation, 1 to 8; 1 for none
-    # whether every tool reads the same image: 8 bits of grey or RGB, stored upright
-    plain: bool = False
 
     def shown(self, edges: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
         """A box (x0, y0, x1, y1) on the stored pixels, as it lies on the image that is shown."""
@@ -77,15 +75,12 @@ def decode_image(content: bytes) -> Image.Image:
             file.load()
             orientation = int(file.getexif().get(Base.Orientation, 1) or 1)
             turned = ImageOps.exif_transpose(file)
-            plain = file.mode in ("L", "RGB") and not file.has_transparency_data
             image = to_rgb(turned, file.format)
     except UNREADABLE as error:
         raise DataError(_reason(error, content)) from error
     orientation = orientation if 1 <= orientation <= 8 else 1
     # Not in `image.info`, which Pillow copies to images that are made from this one.
-    vars(image)["encoded_file"] = EncodedFile(
-        content, size, orientation, plain and orientation == 1
-    )
+    vars(image)["encoded_file"] = EncodedFile(content, size, orientation)
     return image
 
 

@@ -21,22 +21,18 @@ NAMED = 5  # faults of each kind, and pairs of copies, that the report names
 
 @dataclass(slots=True)
 class SplitFacts:
-    """Counts of one split."""
+    """Numbers of samples, of images or frames, of each label, and of samples without an answer."""
 
-    samples: int = 0  # number of samples
-    images: int = 0  # number of images or frames
-    # number of occurrences of each label, answer or object class
+    samples: int = 0
+    images: int = 0
     labels: Counter[str] = field(default_factory=Counter)
-    unanswered: int = 0  # number of samples without an answer; for detection, without objects
-    # number of images of each (width, height) in pixels
-    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    unanswered: int = 0
 
     def add(self, sample: Sample, task: Task) -> None:
         """Count a sample."""
         answer = sample.answer
         self.samples += 1
         self.images += len(sample.images)
-        self.sizes[sample.image.size] += 1
         if task.spec.detects:
             self.labels.update(box.label for box in answer.boxes)
             self.unanswered += not answer.boxes
@@ -48,21 +44,24 @@ class SplitFacts:
 
 @dataclass(slots=True)
 class Inspection:
-    """Result of checking a data set."""
+    """What was found in a data set.
 
-    task: Task  # task of the answers
-    faults: Faults  # everything that was found in files, rows and boxes
-    # counts by split name; `all` for a set without splits
+    Splits are those of the source; `all` for a set without splits. Pairs are images that occur
+    again, in another split or in their own, equal ones first. Problems have to be mended, notes
+    are worth knowing.
+    """
+
+    task: Task
+    faults: Faults
     splits: dict[str, SplitFacts] = field(default_factory=dict)
-    # images that occur again, in another split or in their own, equal ones first
     pairs: list[Pair] = field(default_factory=list)
-    # one sentence for each kind of fault that has to be mended
     problems: list[str] = field(default_factory=list)
-    # one sentence for each kind of thing that is worth knowing
     notes: list[str] = field(default_factory=list)
 
 
-def inspect(source: Source, on_sample: Callable[[str, Sample], None] | None = None) -> Inspection:
+def inspect(
+    source: Source, on_sample: Callable[[str, Sample], None] = lambda _, __: None
+) -> Inspection:
     """Read a data set from end to end and check it.
 
     Args:
@@ -82,19 +81,19 @@ def inspect(source: Source, on_sample: Callable[[str, Sample], None] | None = No
             for sample in stream():
                 facts.add(sample, source.task)
                 duplicates.add(name, sample)
-                if on_sample is not None:
-                    on_sample(name, sample)
+                on_sample(name, sample)
         except DataError as error:
             failed[name] = error
     if len(failed) == len(streams):
         raise next(iter(failed.values()))
     order = list(Likeness)
     found.pairs = sorted(duplicates.pairs(), key=lambda pair: order.index(pair.likeness))
-    found.problems = [
-        *(f"split {name} cannot be read: {error}" for name, error in failed.items()),
-        *_of_kinds(found, skips=True), *_of_copies(found, leaks=True), *_of_labels(found),
-    ]  # fmt: skip
-    found.notes = [*_of_kinds(found, skips=False), *_of_copies(found, leaks=False)]
+    found.problems = [f"split {name} cannot be read: {error}" for name, error in failed.items()]
+    for skips, said in ((True, found.problems), (False, found.notes)):
+        for kind, texts in found.faults.texts(skips=skips).items():
+            said.append(f"{plural(len(texts), kind.what)} ({_examples(texts)}): {kind.remedy}")
+    _compare_splits(found)
+    _compare_labels(found)
     return found
 
 
@@ -115,42 +114,37 @@ def _streams(source: Source, reader: ImageReader) -> dict[str, Callable[[], Iter
     return {str(split or whole): stream for split, stream in splits.items()}
 
 
-def _of_kinds(found: Inspection, *, skips: bool) -> Iterator[str]:
-    for kind, texts in found.faults.texts(skips=skips).items():
-        yield f"{plural(len(texts), kind.what)} ({_examples(texts)}): {kind.remedy}"
-
-
-def _of_copies(found: Inspection, *, leaks: bool) -> Iterator[str]:
+def _compare_splits(found: Inspection) -> None:
     for likeness in Likeness:
-        pairs = [one for one in found.pairs if one.leaks is leaks and one.likeness is likeness]
-        if pairs and leaks:
-            yield (
-                f"{plural(len(pairs), 'picture|pictures is|are in two splits')}, {likeness} "
-                f"({_examples(list(map(str, pairs)))}): keep each in one split, or set "
+        pairs = [pair for pair in found.pairs if pair.likeness is likeness]
+        if leaks := [str(pair) for pair in pairs if pair.leaks]:
+            found.problems.append(
+                f"{plural(len(leaks), 'picture|pictures is|are in two splits')}, {likeness} "
+                f"({_examples(leaks)}): keep each in one split, or set "
                 "domains.NAME.source.leaks=keep_test"
             )
-        elif pairs:
+        if own := [f"{two[1]} is {one[1]}" for one, two, _ in pairs if one[0] == two[0]]:
             how = "" if likeness is Likeness.EQUAL else f", {likeness}"
-            shown = _examples([f"{pair.second[1]} is {pair.first[1]}" for pair in pairs])
-            yield (
-                f"{plural(len(pairs), 'picture|pictures occurs|occur again in its|their')} own "
-                f"split{how} ({shown}): they go to the same split, and one of each is enough"
+            found.notes.append(
+                f"{plural(len(own), 'picture|pictures occurs|occur again in its|their')} own "
+                f"split{how} ({_examples(own)}): they go to the same split, and one of each is "
+                "enough"
             )
 
 
-def _of_labels(found: Inspection) -> Iterator[str]:
-    spec = found.task.spec
+def _compare_labels(found: Inspection) -> None:
+    spec, say = found.task.spec, found.problems.append
     for name, facts in found.splits.items():
         if not facts.samples:
-            yield f"split {name} holds no samples: add some"
+            say(f"split {name} holds no samples: add some")
         elif name != Split.UNLABELLED and facts.unanswered == facts.samples:
-            what = "objects" if spec.detects else "answers"
-            yield (
-                f"none of the {plural(facts.samples, 'image')} of split {name} has {what}: check "
-                "where the labels are, or use kind `images` for images without labels"
+            say(
+                f"none of the {plural(facts.samples, 'image')} of split {name} has "
+                f"{'objects' if spec.detects else 'answers'}: check where the labels are, or use "
+                "kind `images` for images without labels"
             )
         elif name != Split.UNLABELLED and facts.unanswered and not spec.detects:
-            yield (
+            say(
                 f"{facts.unanswered} of {plural(facts.samples, 'sample')} of split {name} "
                 f"{agreeing(facts.unanswered, 'has|have')} no answer: add it or remove them"
             )
@@ -159,10 +153,10 @@ def _of_labels(found: Inspection) -> Iterator[str]:
     if not spec.choice or spec.labels != "required" or learnt is None:
         return
     if len(learnt) == 1:
-        yield f"there is only one class, {next(iter(learnt))!r}: add another"
+        say(f"there is only one class, {next(iter(learnt))!r}: add another")
     for name, used in labels.items():
         if strange := sorted(set(used) - set(learnt)):
-            yield (
+            say(
                 f"split {name} has labels that are not in {Split.TRAIN} "
                 f"({', '.join(strange[:5])}): give all splits the same label set"
             )

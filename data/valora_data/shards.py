@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self, overload
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 from valora_data.errors import DataError
 from valora_data.hashing import hash_path
@@ -26,18 +27,12 @@ from valora_data.images import decode_image, encoded_file
 from valora_data.schema import Answer, Box, Document, Sample, no_image
 from valora_data.wording import plural
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    import datasets
-
 IMAGES_OF = "images_of.json"
 DOCUMENT = "document.json"
 BUFFERED = 64  # samples that are held in memory while writing
 
 
-def _features(labels: Sequence[str]) -> datasets.Features:
+def _features(labels: Sequence[str]) -> Any:
     from datasets import ClassLabel, Features, Image, List, Value
 
     name = ClassLabel(names=list(labels)) if labels else Value("string")
@@ -170,16 +165,13 @@ def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int
     return shard.count
 
 
-class Shard(Sequence[Sample]):
-    """A data set on disk; samples are decoded one by one from a memory map.
+class Shard:
+    """A data set on disk (see `open_shard`); samples are decoded one by one from a memory map.
 
     Args:
-        dataset: The rows; `open_shard` reads them.
+        dataset: The rows.
         images: Rows in the same order that hold the images; None if `dataset` does.
         document: The document that the samples ask about, if there is one.
-
-    Attributes:
-        labels: The label set; empty where answers are language.
     """
 
     def __init__(self, dataset: Any, images: Any = None, document: Document | None = None) -> None:
@@ -191,13 +183,10 @@ class Shard(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+    def __iter__(self) -> Iterator[Sample]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Sample:
         row = self.row(index)
         first, *rest = [decode_image(image["bytes"]) for image in row["images"]] or [no_image()]
         return Sample(
@@ -206,9 +195,6 @@ class Shard(Sequence[Sample]):
 
     def row(self, index: int) -> dict[str, Any]:
         """A row with its encoded images, for `ShardWriter.add_row`."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
         row: dict[str, Any] = self._dataset[index].to_pylist()[0]
         if self._images is not None:
             row["images"] = self._images[index].to_pylist()[0]["images"]

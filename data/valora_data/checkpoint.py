@@ -49,9 +49,8 @@ class Checkpoint:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return None
-        except OSError as error:
-            log.warning("%s cannot be read (%s): the training starts anew", self._path, error)
-            return None
+        except OSError:
+            content = b""  # counts as damaged
         digest, body = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
         if hashlib.sha256(body).digest() != digest:
             log.warning("%s is damaged: the training starts anew", self._path)

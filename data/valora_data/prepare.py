@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from valora_data.duplicates import Duplicates, Key, Likeness, Pair, groups_of
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Split
-from valora_data.shards import Shard, ShardWriter, open_shard
+from valora_data.shards import ShardWriter, open_shard
 from valora_data.sources.base import Splits
 from valora_data.wording import plural
 
@@ -21,8 +20,7 @@ log = logging.getLogger(__name__)
 
 TRUTH = "unlabelled_truth"
 """Folder beside the splits: the answers of the unlabelled split, where they are known."""
-READ = "read"
-"""Folder of what was read, one shard a part of the source, until its samples have a split."""
+READ = "read"  # folder of what was read, until its samples have a split
 WHOLE = "all"  # name of the part that has no split yet
 SHOWN_PAIRS = 10  # pairs of leaking samples that a message names
 UNANSWERED: Mapping[str, Any] = {
@@ -31,8 +29,6 @@ UNANSWERED: Mapping[str, Any] = {
 }  # fmt: skip
 """Columns of a sample without an answer."""
 Leaks = Literal["refuse", "keep_test", "keep_train"]
-Plan = dict[Split, list[tuple[str, int]]]
-"""The samples of every split: which part holds each, and where."""
 
 
 def prepare(
@@ -80,85 +76,84 @@ def prepare(
     if missing and total <= 0:
         raise DataError(f"the fractions of {', '.join(missing)} are zero: raise one of them")
     shares = {split: share / total for split, share in shares.items()}
-    duplicates, done = Duplicates(near), 0
+    duplicates, keys = Duplicates(near), list[Key]()
     try:
-        for split, stream in splits.items():
-            part, writer = str(split or WHOLE), None
-            with ExitStack() as stack:
+        with ShardWriter(labels, folder / READ) as writer:
+            for split, stream in splits.items():
+                part = str(split or WHOLE)
                 for sample in stream():
-                    writer = writer or stack.enter_context(
-                        ShardWriter(labels, folder / READ / part)
-                    )
                     duplicates.add(part, sample)
                     writer.add(sample)
-                    done += 1
-                    on_sample(done)
+                    keys.append((part, sample.id.split("#", 1)[0]))
+                    on_sample(len(keys))
         pairs = duplicates.pairs()
         if leaks == "refuse":
             check_leaks([pair for pair in pairs if pair.leaks])
-        parts = {part: open_shard(folder / READ / part) for part in (WHOLE, *Split)
-                 if (folder / READ / part).is_dir()}  # fmt: skip
-        plan = _divide(parts, shares, seed, groups_of(pairs), leaks)
-        answers = {part: shard.answers() for part, shard in parts.items()}
-        answered = {
-            split: sum(answers[part][index] != Answer() for part, index in rows)
-            for split, rows in plan.items()
-        }
+        plan = _divide(keys, shares, seed, groups_of(pairs), leaks)
+        read = open_shard(folder / READ)
+        known = [answer != Answer() for answer in read.answers()]
+        _check(plan, known)
         for split, rows in plan.items():
-            if not rows:
-                raise _empty(split)
-            if split in (Split.VAL, Split.TEST) and any(answered.values()) and not answered[split]:
-                raise DataError(
-                    f"none of the {plural(len(rows), f'{split} sample')} has an object or "
-                    "another answer, so that nothing could be measured: label some, or leave the "
-                    f"{split} split out of the data set, so that a part of train is taken for it"
-                )
-        for split, rows in plan.items():
-            _write(split, rows, parts, labels, folder, truth=answered[Split.UNLABELLED] > 0)
+            bare = UNANSWERED if split is Split.UNLABELLED else {}
+            with ShardWriter(labels, folder / split) as writer:
+                for row in rows:
+                    writer.add_row({**read.row(row), **bare}, read.document)
+        if any(known[row] for row in plan[Split.UNLABELLED]):
+            with ShardWriter(labels, folder / TRUTH, images_of=str(Split.UNLABELLED)) as writer:
+                for row in plan[Split.UNLABELLED]:
+                    writer.add_row(read.row(row), read.document)
     finally:
         shutil.rmtree(folder / READ, ignore_errors=True)
     return {split: len(rows) for split, rows in plan.items()}
 
 
 def _divide(
-    parts: Mapping[str, Shard],
+    keys: Sequence[Key],
     shares: Mapping[Split, float],
     seed: int,
     leaders: Mapping[Key, Key],
     leaks: Leaks,
-) -> Plan:
+) -> dict[Split, list[int]]:
+    """The samples of every split, by their place in what was read."""
     kept: dict[Key, str] = {}  # the part in which each group of copies stays
     if leaks != "refuse":
         order = [Split.TRAIN, WHOLE, Split.UNLABELLED, Split.VAL, Split.TEST]
         better = max if leaks == "keep_test" else min
         for (part, _), leader in leaders.items():
             kept[leader] = better(kept.get(leader, part), part, key=order.index)
-    plan: Plan = {split: [] for split in Split}
+    plan: dict[Split, list[int]] = {split: [] for split in Split}
     dropped = 0
-    for part, shard in parts.items():
-        for index, name in enumerate(shard.ids()):
-            key = (part, name.split("#", 1)[0])
-            leader = leaders.get(key, key)
-            if kept.get(leader, part) != part:
-                dropped += 1
-                continue
+    for row, key in enumerate(keys):
+        part, leader = key[0], leaders.get(key, key)
+        if kept.get(leader, part) != part:
+            dropped += 1
+        else:
             split = split_of(leader[1], shares, seed) if part == WHOLE else Split(part)
-            plan[split].append((part, index))
+            plan[split].append(row)
     if dropped:
         text = "%d samples left out, whose image is in another split, too (source.leaks=%s)"
         log.warning(text, dropped, leaks)
     return plan
 
 
+def _check(plan: Mapping[Split, Sequence[int]], known: Sequence[bool]) -> None:
+    """Check that no split is empty, and none without answers that is measured on."""
+    for split, rows in plan.items():
+        if not rows:
+            raise _empty(split)
+        if split in (Split.VAL, Split.TEST) and any(known) and not any(known[row] for row in rows):
+            raise DataError(
+                f"none of the {plural(len(rows), f'{split} sample')} has an object or "
+                "another answer, so that nothing could be measured: label some, or leave the "
+                f"{split} split out of the data set, so that a part of train is taken for it"
+            )
+
+
 def split_of(sample_id: str, shares: Mapping[Split, float], seed: int = 0) -> Split:
     """The split of a sample, by a hash of its id, so it does not change when the set grows.
 
     The part of an id before ``#`` names the image, so all questions about one image share a split.
-
-    Args:
-        sample_id: Id of the sample.
-        shares: Share of each split, adding up to 1.
-        seed: Seed of the division.
+    The shares add up to 1.
     """
     digest = sha256(f"{seed}/{sample_id.split('#', 1)[0]}".encode()).digest()
     place = int.from_bytes(digest[:8], "big") / 2**64
@@ -168,32 +163,6 @@ def split_of(sample_id: str, shares: Mapping[Split, float], seed: int = 0) -> Sp
             return split
         place -= share
     return used[-1][0]
-
-
-def _write(
-    split: Split,
-    rows: Sequence[tuple[str, int]],
-    parts: Mapping[str, Shard],
-    labels: Sequence[str],
-    folder: Path,
-    truth: bool,
-) -> None:
-    """Write a split; a part that becomes one as it is, is moved."""
-    part = rows[0][0]
-    bare = split is Split.UNLABELLED
-    if not bare and rows == [(part, i) for i in range(len(parts[part]))]:
-        (folder / READ / part).rename(folder / split)
-        return
-    with ExitStack() as stack:
-        writer = stack.enter_context(ShardWriter(labels, folder / split))
-        answers = None
-        if bare and truth:
-            answers = stack.enter_context(ShardWriter(labels, folder / TRUTH, str(split)))
-        for part, index in rows:
-            row, document = parts[part].row(index), parts[part].document
-            if answers is not None:
-                answers.add_row(row, document)
-            writer.add_row({**row, **UNANSWERED} if bare else row, document)
 
 
 def check_leaks(pairs: Sequence[Pair]) -> None:

@@ -216,10 +216,6 @@ class Shard:
     def _name(self, label: int | str) -> str:
         return label if isinstance(label, str) else self.labels[label]
 
-    def ids(self) -> list[str]:
-        """The ids of the samples, in order."""
-        return [str(row["id"]) for row in self._dataset.select_columns("id")[:].to_pylist()]
-
     def answers(self) -> list[Answer]:
         """The answers alone, in order; no image is decoded."""
         return [self._answer(row) for row in self._dataset.remove_columns("images")[:].to_pylist()]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
-from valora_data.schema import Sample, Task
+from valora_data.schema import Task
 from valora_data.sources.shelf import is_shelf, read_shelf
 from valora_data.tasks import task_names
 from valora_data.wording import plural
@@ -21,12 +19,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from valora_data.inspection import Inspection
     from valora_data.sources.base import Source
 
-BAR = 30
 SHOWN_LABELS = 20
-SHOWN_PAIRS = 24
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,15 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     from rich.console import Console
 
+    from valora_data.check import check, say
+
     console = Console()
     try:
         if options.command == "preview":
             return _preview(_source(options), options, console)
         if options.kind is None and is_shelf(Path(options.path)):
             return _check_shelf(Path(options.path), Path(options.out), console)
-        return _check(_source(options), Path(options.out), console)
+        return 0 if check(_source(options), Path(options.out), console) else 1
     except DataError as error:
-        _say(Console(stderr=True), "[red]error:[/]", str(error))
+        say(Console(stderr=True), "[red]error:[/]", str(error))
         return 1
 
 
@@ -94,16 +91,11 @@ def _source(options: argparse.Namespace) -> Source:
     )  # fmt: skip
 
 
-def _say(console: Console, sign: str, text: str) -> None:
-    from rich.markup import escape
-
-    console.print(f"{sign} {escape(text)}", highlight=False, soft_wrap=True)
-
-
 def _check_shelf(folder: Path, out: Path, console: Console) -> int:
     """Show which domains a folder of small models would become, and check their data."""
     from rich.table import Table
 
+    from valora_data.check import check, say
     from valora_data.sources.base import Source
 
     shelf = read_shelf(folder)
@@ -116,81 +108,24 @@ def _check_shelf(folder: Path, out: Path, console: Console) -> int:
         table.add_row(name, model.task, shown, str(model.weights), score, str(model.data))
     console.print(table)
     for note in shelf.notes:
-        _say(console, "[yellow]![/]", note)
-    wrong = 0
+        say(console, "[yellow]![/]", note)
+    sound = True
     for name, model in shelf.models.items():
         console.print(f"\n[bold]{name}[/]")
         source = Source(model.kind, model.task, model.labels, name=name, path=str(model.data))
-        wrong += _check(source, out / name, console)
-    _say(console, "\nfuse them:", f"make fuse TASK=own ARGS=shelf={folder}")
-    return 1 if wrong else 0
-
-
-def _check(source: Source, out: Path, console: Console) -> int:
-    from valora_data.drawing import contact_sheet, pair_sheet
-    from valora_data.inspection import inspect, pictures_of
-
-    examples: dict[str, _Reservoir] = {}
-    with console.status(f"Reading {source.path} …"):
-        found = inspect(
-            source, lambda split, one: examples.setdefault(split, _Reservoir(18, 0)).offer(one)
-        )
-    _report(found, console)
-    out.mkdir(parents=True, exist_ok=True)
-    sheets = {split: contact_sheet(kept.samples) for split, kept in examples.items()}
-    for name, leaks in (("leaks", True), ("duplicates", False)):
-        pairs = [pair for pair in found.pairs if pair.leaks is leaks][:SHOWN_PAIRS]
-        if pairs and (sheet := pair_sheet(pairs, pictures_of(source, pairs))):
-            sheets[name] = sheet
-    for name, sheet in sheets.items():
-        sheet.save(out / f"{name}.png", compress_level=1)
-        _say(console, "[dim]wrote[/]", str(out / f"{name}.png"))
-    lines = [f"{fault.kind.name.lower()}\t{fault.text}\n" for fault in found.faults.found]
-    lines += [f"copy\t{pair}\n" for pair in found.pairs]
-    if lines:
-        (out / "faults.tsv").write_text("".join(lines), encoding="utf-8")
-        _say(console, "[dim]wrote[/]", str(out / "faults.tsv"))
-    for sign, sentences in (("[yellow]![/]", found.notes), ("[red]✗[/]", found.problems)):
-        for sentence in sentences:
-            _say(console, sign, sentence)
-    if not found.problems:
-        noted = f"no faults; {plural(len(found.notes), 'note')} above"
-        _say(console, "[green]✓[/]", noted if found.notes else "nothing is wrong")
-    return 1 if found.problems else 0
-
-
-def _report(found: Inspection, console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"task {found.task}", title_justify="left")
-    for name in ("split", "samples", "images", "answered"):
-        table.add_column(name, justify="left" if name == "split" else "right")
-    for split, facts in found.splits.items():
-        counts = (facts.samples, facts.images, facts.samples - facts.unanswered)
-        table.add_row(split, *map(str, counts))
-    console.print(table)
-    total: Counter[str] = sum((facts.labels for facts in found.splits.values()), start=Counter())
-    if not total:
-        return
-    table = Table(title=plural(len(total), "label"), title_justify="left")
-    for name in ("label", *found.splits, ""):
-        table.add_column(name, justify="right" if name in found.splits else "left")
-    most = max(total.values())
-    for label, count in total.most_common(SHOWN_LABELS):
-        numbers = [str(facts.labels[label]) for facts in found.splits.values()]
-        table.add_row(label, *numbers, "█" * max(1, round(BAR * count / most)))
-    if len(total) > SHOWN_LABELS:
-        table.add_row(f"… {len(total) - SHOWN_LABELS} more")
-    console.print(table)
+        sound &= check(source, out / name, console)
+    say(console, "\nfuse them:", f"make fuse TASK=own ARGS=shelf={folder}")
+    return 0 if sound else 1
 
 
 def _preview(source: Source, options: argparse.Namespace, console: Console) -> int:
+    from valora_data.check import Reservoir
     from valora_data.drawing import contact_sheet
     from valora_data.sources.registry import open_source
 
     if options.count < 1:
         raise DataError(f"--count must be at least 1, got {options.count}")
-    kept = _Reservoir(options.count, options.seed)
+    kept = Reservoir(options.count, options.seed)
     splits = {str(split or "all"): stream for split, stream in open_source(source).items()}
     if options.split and options.split not in splits:
         raise DataError(f"there is no split {options.split!r}, only {', '.join(splits)}: name one")
@@ -204,26 +139,6 @@ def _preview(source: Source, options: argparse.Namespace, console: Console) -> i
     contact_sheet(kept.samples).save(out, compress_level=1)
     console.print(f"{len(kept.samples)} of {plural(kept.seen, 'sample')} in {out}", highlight=False)
     return 0
-
-
-class _Reservoir:
-    """A uniform random choice of samples from a stream, in the stream's order."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self._size, self._random = size, random.Random(seed)
-        self._kept: list[tuple[int, Sample]] = []
-        self.seen = 0
-
-    def offer(self, sample: Sample) -> None:
-        self.seen += 1
-        if len(self._kept) < self._size:
-            self._kept.append((self.seen, sample))
-        elif (place := self._random.randrange(self.seen)) < self._size:
-            self._kept[place] = (self.seen, sample)
-
-    @property
-    def samples(self) -> list[Sample]:
-        return [sample for _, sample in sorted(self._kept, key=lambda entry: entry[0])]
 
 
 if __name__ == "__main__":

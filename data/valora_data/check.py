@@ -134,9 +134,13 @@ def _write_files(
     """Write contact sheets, and a table of everything that was found."""
     out.mkdir(parents=True, exist_ok=True)
     sheets = {name: contact_sheet(kept.samples) for name, kept in examples.items() if kept.seen}
-    for name, leaks in (("leaks", True), ("duplicates", False)):
-        shown = [pair for pair in pairs if pair.leaks is leaks][:SHOWN_PAIRS]
-        if shown and (sheet := pair_sheet(shown, _pictures_of(source, shown))):
+    shown = {
+        "leaks": [pair for pair in pairs if pair.leaks][:SHOWN_PAIRS],
+        "duplicates": [pair for pair in pairs if not pair.leaks][:SHOWN_PAIRS],
+    }
+    pictures = _pictures_of(source, [*shown["leaks"], *shown["duplicates"]])
+    for name, some in shown.items():
+        if sheet := pair_sheet(some, pictures):
             sheets[name] = sheet
     for name, sheet in sheets.items():
         sheet.save(out / f"{name}.png", compress_level=1)
@@ -166,7 +170,9 @@ def _pictures_of(source: Source, pairs: Sequence[Pair]) -> Mapping[Key, Sample]:
     reader = ImageReader.for_check(source.path or source.name)
     for name, stream in _streams(source, reader).items():
         with suppress(DataError):  # it was reported when the set was checked
-            found |= {key: one for one in stream() if (key := (name, one.id)) in wanted}
+            for sample in stream() if wanted else ():
+                if (name, sample.id) in wanted:
+                    found[name, sample.id] = sample
     return found
 
 

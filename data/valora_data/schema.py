@@ -110,7 +110,7 @@ class Answer:
 
     boxes: tuple[Box, ...] = ()  # objects (detection), or what a phrase refers to (grounding)
     label: str | None = None  # one of the domain's labels (classification, video)
-    # A probability for each of the domain's labels, in their order; empty if unknown
+    # a probability for each of the domain's labels, in their order; empty if unknown
     soft: tuple[float, ...] = ()
     answers: tuple[str, ...] = ()  # answers of all annotators, repeated ones included (VQA)
     captions: tuple[str, ...] = ()  # reference captions
@@ -188,10 +188,10 @@ class Domain:
 
     name: str  # identifier, e.g. ``license_plate``; used in file, adapter and API names
     task: Task  # task type
-    # the label set, in the order of class indices; empty where answers are language. Counts
+    # the label set, in the order of class indices; empty where answers are language; counts
     # are labels in digits
     labels: tuple[str, ...]
-    # text of the prompt, without the image. A sample's own prompt replaces it, or replaces
+    # text of the prompt, without the image; a sample's own prompt replaces it, or replaces
     # ``{}`` in it, as in ``locate {}``
     prompt: str
     required: float  # required accuracy on the task's metric, in (0, 1] (CIDEr: (0, 10])

@@ -6,26 +6,21 @@ import hashlib
 import io
 import logging
 import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
-SECONDS = 30.0
-"""Seconds between checkpoints."""
-COST = 0.01
-"""Largest share of the time that writing checkpoints may take."""
+SECONDS = 30.0  # seconds between checkpoints
+COST = 0.01  # largest share of the time that writing checkpoints may take
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Checkpoint:
-    """The file that holds the state of an unfinished training.
+    """The file that holds the state of an unfinished training, after the sha256 of its content.
 
-    It begins with the sha256 of what follows, so that a truncated or damaged file is found and
-    ignored. Writing fails without harm: the training goes on, and a kill costs more of it.
+    A damaged file is ignored. If it cannot be written, the training goes on.
 
     Args:
         path: The file; its folder exists.
@@ -36,32 +31,31 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, every: float | None = None) -> None:
-        self._path = path
-        self._every = SECONDS if every is None else every
-        self._started = self._next = time.monotonic()
-        self._next += self._every
+        self._path, self._every = path, SECONDS if every is None else every
         self._failed = False
+        self._start()
+
+    def _start(self) -> None:
+        self._started = time.monotonic()
+        self._next = self._started + self._every
         self.spent = 0.0
 
     def load(self, training: str) -> dict[str, Any] | None:
         """The state of a training; None if there is none, or it is of another one."""
         import torch
 
-        self._started = time.monotonic()
-        self._next = self._started + self._every
-        self.spent = 0.0
+        self._start()
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return None
-        except OSError as error:
-            log.warning("%s cannot be read (%s): the training starts anew", self._path, error)
-            return None
+        except OSError:
+            content = b""  # counts as damaged
         digest, body = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
         if hashlib.sha256(body).digest() != digest:
             log.warning("%s is damaged: the training starts anew", self._path)
             return None
-        found = torch.load(io.BytesIO(body), weights_only=True)
+        found: dict[str, Any] = torch.load(io.BytesIO(body), weights_only=True)
         if found["training"] != training:
             return None
         self.spent = float(found["seconds"])
@@ -69,11 +63,7 @@ class Checkpoint:
         return state
 
     def save(self, training: str, state: Callable[[], dict[str, Any]]) -> bool:
-        """Write a checkpoint if it is time for one.
-
-        Args:
-            training: What is trained.
-            state: Returns the state: tensors, numbers, strings, and containers of them.
+        """Write a checkpoint of tensors, numbers, strings and their containers, if one is due.
 
         Returns:
             Whether one was written.
@@ -88,22 +78,18 @@ class Checkpoint:
         body = io.BytesIO()
         torch.save(found, body)
         temporary = self._path.with_name(f"{self._path.name}.tmp")
+        failed_before, self._failed = self._failed, False
         try:
             with temporary.open("wb") as file:
                 file.write(hashlib.sha256(body.getbuffer()).digest())
                 file.write(body.getbuffer())
             temporary.replace(self._path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
-            if not self._failed:
-                log.warning(
-                    "no checkpoint could be written to %s (%s): if this training is interrupted, "
-                    "it starts anew",
-                    self._path, error.strerror,
-                )  # fmt: skip
             self._failed = True
-        else:
-            self._failed = False
+            temporary.unlink(missing_ok=True)
+            if not failed_before:
+                text = "no checkpoint could be written to %s (%s): after a kill it starts anew"
+                log.warning(text, self._path, error.strerror)
         now = time.monotonic()
         self._next = now + max(self._every, (now - start) / COST if self._every else 0.0)
         return not self._failed

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
-from valora_data.schema import Sample, Task
+from valora_data.schema import Task
 from valora_data.sources.shelf import is_shelf, read_shelf
 from valora_data.tasks import task_names
 from valora_data.wording import plural
@@ -22,9 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from valora_data.sources.base import Source
-    from valora_data.validation.inspection import Inspection
 
-BAR = 30
 SHOWN_LABELS = 20
 
 
@@ -37,28 +33,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     from rich.console import Console
 
-    console = Console(stderr=False)
-    try:
-        if options.command == "check" and options.kind is None and is_shelf(Path(options.path)):
-            return _check_shelf(Path(options.path), Path(options.out), console)
-        source = _source(options)
-        if options.command == "check":
-            return _check(source, Path(options.out), console)
-        return _preview(source, options, console)
-    except DataError as error:
-        from rich.markup import escape
+    from valora_data.check import check, say
 
-        text = f"[red]error:[/] {escape(str(error))}"
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    console = Console()
+    try:
+        if options.command == "preview":
+            return _preview(_source(options), options, console)
+        if options.kind is None and is_shelf(Path(options.path)):
+            return _check_shelf(Path(options.path), Path(options.out), console)
+        return 0 if check(_source(options), Path(options.out), console) else 1
+    except DataError as error:
+        say(Console(stderr=True), "[red]error:[/]", str(error))
         return 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="valora-data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser(
-        "check", help="counts, labels, all faults, copies, leaks between splits"
-    )
+    about = "counts, labels, all faults, copies, leaks between splits"
+    check = commands.add_parser("check", help=about)
     check.add_argument("--out", default=".valora/check", help="folder for pictures")
     preview = commands.add_parser("preview", help="write a contact sheet")
     preview.add_argument("--out", default="preview.png", help="PNG to write")
@@ -100,9 +93,9 @@ def _source(options: argparse.Namespace) -> Source:
 
 def _check_shelf(folder: Path, out: Path, console: Console) -> int:
     """Show which domains a folder of small models would become, and check their data."""
-    from rich.markup import escape
     from rich.table import Table
 
+    from valora_data.check import check, say
     from valora_data.sources.base import Source
 
     shelf = read_shelf(folder)
@@ -115,130 +108,37 @@ def _check_shelf(folder: Path, out: Path, console: Console) -> int:
         table.add_row(name, model.task, shown, str(model.weights), score, str(model.data))
     console.print(table)
     for note in shelf.notes:
-        console.print(f"[yellow]![/] {escape(note)}", highlight=False, soft_wrap=True)
-    wrong = 0
+        say(console, "[yellow]![/]", note)
+    sound = True
     for name, model in shelf.models.items():
         console.print(f"\n[bold]{name}[/]")
         source = Source(model.kind, model.task, model.labels, name=name, path=str(model.data))
-        wrong += _check(source, out / name, console)
-    command = f"make fuse TASK=own ARGS=shelf={folder}"
-    console.print(f"\nfuse them: {command}", highlight=False, soft_wrap=True)
-    return 1 if wrong else 0
-
-
-def _check(source: Source, out: Path, console: Console) -> int:
-    from rich.markup import escape
-
-    from valora_data.validation.contact_sheets import contact_sheet, pair_sheet
-    from valora_data.validation.inspection import SHOWN_PAIRS, inspect, pictures_of
-
-    examples: dict[str, _Reservoir] = {}
-
-    def keep(split: str, sample: Sample) -> None:
-        examples.setdefault(split, _Reservoir(18, 0)).offer(sample)
-
-    with console.status(f"Reading {source.path} …"):
-        found = inspect(source, keep)
-    _report(found, console)
-    out.mkdir(parents=True, exist_ok=True)
-    pictures = []
-    for split, kept in examples.items():
-        pictures.append(out / f"{split}.png")
-        contact_sheet(kept.samples).save(pictures[-1], compress_level=1)
-    for name, pairs in (("leaks", found.leaks), ("duplicates", found.duplicates)):
-        shown = pairs[:SHOWN_PAIRS]
-        sheet = pair_sheet(shown, pictures_of(source, shown)) if shown else None
-        if sheet is not None:
-            pictures.append(out / f"{name}.png")
-            sheet.save(pictures[-1], compress_level=1)
-    lines = [f"{fault.kind.name.lower()}\t{fault.text}" for fault in found.faults.found]
-    lines += [f"copy\t{pair}" for pair in found.pairs]
-    if lines:
-        pictures.append(out / "faults.tsv")
-        pictures[-1].write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    for path in pictures:
-        console.print(f"[dim]wrote[/] {path}", highlight=False, soft_wrap=True)
-    for sign, sentences in (("[yellow]![/]", found.notes), ("[red]✗[/]", found.problems)):
-        for sentence in sentences:
-            console.print(f"{sign} {escape(sentence)}", highlight=False, soft_wrap=True)
-    if not found.problems:
-        noted = f"; {plural(len(found.notes), 'note')} above" if found.notes else ""
-        console.print(f"[green]✓[/] no faults{noted}" if noted else "[green]✓[/] nothing is wrong")
-    return 1 if found.problems else 0
-
-
-def _report(found: Inspection, console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"task {found.task}", title_justify="left")
-    for name in ("split", "samples", "images", "answered", "sizes"):
-        table.add_column(name, justify="left" if name in ("split", "sizes") else "right")
-    for split, facts in found.splits.items():
-        (size, count), *rest = facts.sizes.most_common() or [((0, 0), 0)]
-        sizes = f"{size[0]} × {size[1]}" + (f" ({count}), {len(rest)} more" if rest else "")
-        answered = facts.samples - facts.unanswered
-        table.add_row(split, str(facts.samples), str(facts.images), str(answered), sizes)
-    console.print(table)
-    total: Counter[str] = sum((facts.labels for facts in found.splits.values()), start=Counter())
-    if not total:
-        return
-    table = Table(title=plural(len(total), "label"), title_justify="left")
-    table.add_column("label")
-    for split in found.splits:
-        table.add_column(split, justify="right")
-    table.add_column("")
-    most = max(total.values())
-    for label, count in total.most_common(SHOWN_LABELS):
-        numbers = [str(facts.labels[label]) for facts in found.splits.values()]
-        table.add_row(label, *numbers, "█" * max(1, round(BAR * count / most)))
-    if len(total) > SHOWN_LABELS:
-        table.add_row(f"… {len(total) - SHOWN_LABELS} more")
-    console.print(table)
+        sound &= check(source, out / name, console)
+    say(console, "\nfuse them:", f"make fuse TASK=own ARGS=shelf={folder}")
+    return 0 if sound else 1
 
 
 def _preview(source: Source, options: argparse.Namespace, console: Console) -> int:
+    from valora_data.check import Reservoir
+    from valora_data.drawing import contact_sheet
     from valora_data.sources.registry import open_source
-    from valora_data.validation.contact_sheets import contact_sheet
 
     if options.count < 1:
         raise DataError(f"--count must be at least 1, got {options.count}")
-    kept = _Reservoir(options.count, options.seed)
+    kept = Reservoir(options.count, options.seed)
     splits = {str(split or "all"): stream for split, stream in open_source(source).items()}
     if options.split and options.split not in splits:
         raise DataError(f"there is no split {options.split!r}, only {', '.join(splits)}: name one")
     streams = [stream for name, stream in splits.items() if options.split in (None, name)]
-    looked = 0
     for sample in islice((sample for stream in streams for sample in stream()), options.limit):
-        looked += 1
         kept.offer(sample)
     if not kept.samples:
         raise DataError(f"{options.path} holds no samples: there is nothing to show")
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(kept.samples).save(out, compress_level=1)
-    console.print(f"{len(kept.samples)} of {plural(looked, 'sample')} in {out}", highlight=False)
+    console.print(f"{len(kept.samples)} of {plural(kept.seen, 'sample')} in {out}", highlight=False)
     return 0
-
-
-class _Reservoir:
-    """A uniform random choice of samples from a stream, in the stream's order."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self._size = size
-        self._random = random.Random(seed)
-        self._seen = 0
-        self._kept: list[tuple[int, Sample]] = []
-
-    def offer(self, sample: Sample) -> None:
-        self._seen += 1
-        if len(self._kept) < self._size:
-            self._kept.append((self._seen, sample))
-        elif (place := self._random.randrange(self._seen)) < self._size:
-            self._kept[place] = (self._seen, sample)
-
-    @property
-    def samples(self) -> list[Sample]:
-        return [sample for _, sample in sorted(self._kept, key=lambda entry: entry[0])]
 
 
 if __name__ == "__main__":

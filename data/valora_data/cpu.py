@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-CGROUP = Path("/sys/fs/cgroup")
-"""Where a container finds its own limits."""
+CGROUP = Path("/sys/fs/cgroup")  # where a container finds its own limits
 
 
 def usable_cores() -> int:
@@ -15,22 +14,16 @@ def usable_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    quota = _quota()
-    return cores if quota is None else max(1, min(cores, round(quota)))
-
-
-def _quota() -> float | None:
-    """Cores whose time the container's control group may use; None without a limit."""
     try:
         if (CGROUP / "cpu.max").is_file():  # version 2
             most, period = (CGROUP / "cpu.max").read_text().split()
         else:
             most = (CGROUP / "cpu/cpu.cfs_quota_us").read_text()
             period = (CGROUP / "cpu/cpu.cfs_period_us").read_text()
-        found = int(most) / int(period)
+        quota = int(most) / int(period)
     except (OSError, ValueError, ZeroDivisionError):  # no control groups, or "max"
-        return None
-    return found if found > 0 else None  # version 1 says -1 for no limit
+        return cores
+    return max(1, min(cores, round(quota))) if quota > 0 else cores  # version 1: -1 for no limit
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -1,7 +1,7 @@
 """Draws samples for people: images with boxes, captions below them, tiles side by side on a sheet.
 
-Boxes and their labels are drawn by supervision, which the training extra installs; nothing that
-serves imports this module. Sizes are in pixels.
+Boxes and their labels are drawn by supervision, which the training extra installs. Sizes are in
+pixels.
 """
 
 from __future__ import annotations
@@ -9,31 +9,30 @@ from __future__ import annotations
 import math
 import textwrap
 import warnings
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from valora_data.duplicates import Key, Pair
+from valora_data.schema import Box, Sample
 
-    from valora_data.schema import Box
-
+TILE = 192
+PAIR_TILE = 480  # large enough to judge whether two pictures are the same
+CAPTION_ROWS, GAP = 3, 8
+COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#800000")
 MAX_FRAMES = 4
 MAX_STRETCH = 3  # longest side of a photograph, in sides of a square of the same area
 LETTER_WIDTH, ROW_HEIGHT = 6, 12  # of Pillow's default font
 LABEL_SIZE, LABEL_PADDING = 12, 2
-LEGEND_ROW, LEGEND_GAP = 18, 8
 
 
 def show_photograph(images: Sequence[Image.Image], side: int) -> tuple[Image.Image, float]:
     """Scale an image to the area of a square, so that panoramas and portraits stay readable.
 
-    Of a video's frames up to four are shown in a square, the first and the last among them.
-
-    Returns:
-        The picture, and the scale at which the image, or the first frame, is shown in its upper
-        left corner.
+    Of a video's frames up to four are shown in a square, the first and the last among them. The
+    second result is the scale of the image, or of the first frame, in the upper left corner.
     """
     if len(images) == 1:
         width, height = images[0].size
@@ -52,9 +51,7 @@ def show_photograph(images: Sequence[Image.Image], side: int) -> tuple[Image.Ima
 
 def widen(tile: Image.Image, width: int, background: str) -> Image.Image:
     """Give a narrow image a border on the right, so that text below it has room."""
-    wider = Image.new("RGB", (max(width, tile.width), tile.height), background)
-    wider.paste(tile)
-    return wider
+    return ImageOps.expand(tile, (0, 0, max(0, width - tile.width), 0), background)
 
 
 def draw_boxes(
@@ -73,7 +70,7 @@ def draw_boxes(
         boxes: Boxes in pixels of the image before it was scaled.
         scale: Factor by which the image was scaled.
         colours: Colour of each box.
-        labels: Text above each box, cut to the width of the image; None for no text.
+        labels: Text above (or below) each box, cut to the width of the image; None for no text.
         below: Whether the text is below each box instead.
     """
     if not boxes:
@@ -114,29 +111,6 @@ def _cut(text: str, room: int) -> str:
     return f"{text}…"
 
 
-def add_legend(
-    sheet: Image.Image, entries: Sequence[tuple[str, str]], background: str, text: str
-) -> Image.Image:
-    """Put a legend above a sheet: a coloured square for each meaning and colour, then the words."""
-    font = ImageFont.load_default(LABEL_SIZE)
-    places, left, row = [], LEGEND_GAP, 0
-    for meaning, _ in entries:
-        wide = LEGEND_ROW + int(font.getlength(meaning)) + LEGEND_GAP
-        if left > LEGEND_GAP and left + wide > sheet.width:
-            left, row = LEGEND_GAP, row + 1
-        places.append((left, LEGEND_GAP // 2 + row * LEGEND_ROW))
-        left += wide + LEGEND_GAP
-    height = LEGEND_GAP + (row + 1) * LEGEND_ROW
-    taller = Image.new("RGB", (sheet.width, sheet.height + height), background)
-    taller.paste(sheet, (0, height))
-    draw = ImageDraw.Draw(taller)
-    for (x, y), (meaning, colour) in zip(places, entries, strict=True):
-        square = LEGEND_ROW - 6
-        draw.rectangle((x, y + 2, x + square, y + 2 + square), fill=colour, outline="black")
-        draw.text((x + LEGEND_ROW, y), meaning, fill=text, font=font)
-    return taller
-
-
 def add_caption(
     tile: Image.Image,
     lines: Sequence[tuple[str, str]],
@@ -144,23 +118,14 @@ def add_caption(
     background: str,
     rows_per_line: int = 1,
 ) -> Image.Image:
-    """Put lines of text below an image; what does not fit is cut with an ellipsis.
-
-    Args:
-        tile: The image.
-        lines: Text and colour of each line.
-        rows: Rows of text that there is space for.
-        background: Colour behind the text.
-        rows_per_line: Rows that a line may be wrapped to.
-    """
+    """Put lines of text and their colours below an image, cut to some rows each and in all."""
     width = tile.width // LETTER_WIDTH
     wrapped = [
         (row, colour)
         for text, colour in lines
         for row in textwrap.wrap(text, width, max_lines=rows_per_line, placeholder="…")
     ]
-    taller = Image.new("RGB", (tile.width, tile.height + ROW_HEIGHT * rows), background)
-    taller.paste(tile)
+    taller = ImageOps.expand(tile, (0, 0, 0, ROW_HEIGHT * rows), background)
     draw, font = ImageDraw.Draw(taller), ImageFont.load_default()
     for number, (row, colour) in enumerate(wrapped[:rows]):
         draw.text((2, tile.height + ROW_HEIGHT * number), row, fill=colour, font=font)
@@ -181,3 +146,66 @@ def arrange(tiles: Sequence[Image.Image], columns: int, gap: int, background: st
     for tile, place in zip(tiles, places, strict=True):
         sheet.paste(tile, place)
     return sheet
+
+
+def contact_sheet(samples: Sequence[Sample]) -> Image.Image:
+    """A sheet of samples: image or frames with the true boxes, question and answer below."""
+    colours = _colours(samples)
+    tiles = [_tile(sample, colours, [sample.id]) for sample in samples]
+    return _with_legend(arrange(tiles, min(6, len(tiles)), GAP, "#dddddd"), colours)
+
+
+def pair_sheet(pairs: Sequence[Pair], samples: Mapping[Key, Sample]) -> Image.Image | None:
+    """A sheet of pairs of pictures that look the same, one pair per row, with their boxes.
+
+    Pairs without their samples are left out; None if none is left.
+    """
+    colours = _colours(samples.values())
+    tiles = [
+        _tile(samples[key], colours, [f"pair {number}, {pair.likeness}", ": ".join(key)], PAIR_TILE)
+        for number, pair in enumerate(pairs, start=1)
+        if pair.first in samples and pair.second in samples
+        for key in (pair.first, pair.second)
+    ]
+    if not tiles:
+        return None
+    # Tiles of a pair may differ in width, and two narrow ones must not share a row with others.
+    width = max(tile.width for tile in tiles)
+    tiles = [widen(tile, width, "#dddddd") for tile in tiles]
+    return _with_legend(arrange(tiles, 2, GAP, "#dddddd"), colours)
+
+
+def _colours(samples: Iterable[Sample]) -> dict[str, str]:
+    """A colour for each label of the boxes, in the order of the labels."""
+    labels = sorted({box.label for sample in samples for box in sample.answer.boxes})
+    return {label: COLOURS[place % len(COLOURS)] for place, label in enumerate(labels)}
+
+
+def _with_legend(sheet: Image.Image, colours: Mapping[str, str]) -> Image.Image:
+    if len(colours) > len(COLOURS):  # phrases instead of classes
+        return sheet
+    return add_caption(sheet, list(colours.items()), len(colours), "white")
+
+
+def _tile(
+    sample: Sample, colours: Mapping[str, str], lines: list[str], side: int = TILE
+) -> Image.Image:
+    tile, scale = show_photograph(sample.images or (sample.image,), side)
+    boxes = sample.answer.boxes
+    lines += [sample.prompt] if sample.prompt else []
+    if {box.label for box in boxes} != {sample.prompt}:
+        lines.append(_answer_text(sample))
+    drawn = draw_boxes(tile, boxes, scale, [colours[box.label] for box in boxes])
+    captions = [(line, "black") for line in lines]
+    return add_caption(widen(drawn, side, "white"), captions, CAPTION_ROWS, "white")
+
+
+def _answer_text(sample: Sample) -> str:
+    """The true answer of a sample in one line."""
+    answer = sample.answer
+    if answer.choice is not None:
+        return answer.choice + (f" ({max(answer.soft):.2f})" if answer.soft else "")
+    if answer.captions:
+        return answer.captions[0]
+    counts = Counter(box.label for box in answer.boxes)
+    return ", ".join(f"{count} {label}" for label, count in counts.items()) or "–"

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageOps
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+from valora_data.schema import Sample
 
-    import numpy.typing as npt
-
-    from valora_data.schema import Sample
-
-NEAR_BITS = 16
-"""Largest Hamming distance, of 64 bits, between the hashes of copies."""
-SIDE = 24
-"""Side of the thumbnails that copies are compared by, in pixels."""
+NEAR_BITS = 16  # largest Hamming distance, of 64 bits, between the hashes of copies
+SIDE = 24  # side of the thumbnails that copies are compared by, in pixels
 SAME_LEVELS = 18.0
 """Largest difference between thumbnails of copies in any pixel, but for the brightness, of 255
 levels: in grey, halving with recompression to quality 20 stays below 16, and a patch of a thirtieth
@@ -30,10 +24,8 @@ NEAR_LEVELS = 6.0
 """Largest mean difference between thumbnails of copies with the same boxes: a text may lie over."""
 FLAT = 4.0
 """Standard deviation of the grey levels below which an image is too uniform to be recognised."""
-SAME_PLACE = 0.8
-"""Intersection over union from which two boxes are at the same place."""
-SAME_BOXES = 0.8
-"""Share of the boxes that must be at the same places."""
+SAME_PLACE = 0.8  # intersection over union from which two boxes are at the same place
+SAME_BOXES = 0.8  # share of the boxes that must be at the same places
 Key = tuple[str, str]
 """Name of the split and id of a sample."""
 
@@ -46,15 +38,8 @@ class Likeness(StrEnum):
     MIRRORED = "mirrored"
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two samples of the same picture.
-
-    Attributes:
-        first: Split and id of the sample that came first.
-        second: Split and id of the other one.
-        likeness: How their images are alike.
-    """
+class Pair(NamedTuple):
+    """Two samples of the same picture, the one that came first and the other one."""
 
     first: Key
     second: Key
@@ -75,8 +60,7 @@ class Pair:
         return f"{one} in {split} is, {self.likeness}, {other} in {other_split}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Print:
+class _Print(NamedTuple):
     """What a picture is recognised by; `boxes` has shape (n, 4), in shares of the image."""
 
     key: Key
@@ -108,11 +92,10 @@ class Duplicates:
 
     def add(self, split: str, sample: Sample) -> None:
         """Add a sample; another question about the same image of a split is no copy."""
-        image_id = sample.id.split("#", 1)[0]
-        if (split, image_id) in self._seen:
+        key, image = (split, sample.id), (split, sample.id.split("#", 1)[0])
+        if image in self._seen:
             return
-        self._seen.add((split, image_id))
-        key = (split, sample.id)
+        self._seen.add(image)
         other = self._ids.setdefault(sample.id, split)
         if other != split:
             self._pairs.append(Pair((other, sample.id), key, Likeness.EQUAL))
@@ -160,19 +143,12 @@ def content_hash(sample: Sample) -> str:
 
 
 def perceptual_hash(image: Image.Image) -> np.uint64 | None:
-    """Difference hash of an image (`imagehash.dhash`), as 64 bits.
-
-    It survives resizing, recompression and changes of brightness.
-
-    Returns:
-        The bits, or None for an image that is too uniform to be recognised.
-    """
+    """Difference hash of an image (`imagehash.dhash`), as 64 bits; None if it is too uniform."""
     import imagehash
 
     if np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX)).std() < FLAT:
         return None
-    packed = np.packbits(imagehash.dhash(image).hash)
-    return np.uint64(int.from_bytes(packed.tobytes(), "big"))
+    return np.uint64(int(str(imagehash.dhash(image)), 16))
 
 
 def groups_of(pairs: Iterable[Pair]) -> Mapping[Key, Key]:
@@ -212,11 +188,9 @@ def _is_copy(one: _Print, other: _Print) -> bool:
 def _same_boxes(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> bool:
     """Whether most of the boxes of two pictures are at the same places."""
     from scipy.optimize import linear_sum_assignment
+    from torch import from_numpy
+    from torchvision.ops import box_iou
 
-    least = np.maximum(one[:, None, :2], other[None, :, :2])
-    most = np.minimum(one[:, None, 2:], other[None, :, 2:])
-    shared = np.prod(np.clip(most - least, 0, None), axis=2)
-    areas = [np.prod(boxes[:, 2:] - boxes[:, :2], axis=1) for boxes in (one, other)]
-    iou = shared / (areas[0][:, None] + areas[1][None] - shared)
+    iou = box_iou(from_numpy(one), from_numpy(other)).numpy()
     matched = int((iou[linear_sum_assignment(-iou)] >= SAME_PLACE).sum())
     return matched >= SAME_BOXES * max(len(one), len(other))

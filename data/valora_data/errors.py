@@ -2,10 +2,7 @@
 
 
 class ValoraError(Exception):
-    """An error whose message is one sentence that names the thing and the remedy.
-
-    Commands print it without a traceback and exit with a non-zero status.
-    """
+    """A sentence that names the thing and the remedy; commands print it without a traceback."""
 
 
 class DataError(ValoraError):

@@ -6,29 +6,23 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from valora_data.sources.formats.files import files_below
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 SETTLED = 2_000_000_000
 """Nanoseconds after which a file's times tell that it changed: a file that is written again sooner
 may keep them, as clocks of file systems are coarse."""
-MISSING = "missing"
-"""Hash of a file that does not exist."""
-
-_Facts = list[int]
+MISSING = "missing"  # hash of a file that does not exist
 
 
 def hash_files(paths: Iterable[Path], root: Path, cache: Path | None = None) -> str:
     """Hash the names and contents of files.
 
-    Content decides. A file is read again only if its size, one of its times, or its number on the
-    file system changed since its hash was stored.
+    A file is read again only if its size, one of its times, or its number on the file system
+    changed since its hash was stored.
 
     Args:
         paths: The files, in any order; a missing file has a hash of its own.
@@ -46,47 +40,42 @@ def hash_files(paths: Iterable[Path], root: Path, cache: Path | None = None) -> 
     now = time.time_ns()
     facts = {name: _facts(path) for name, path in files}
     unread = [
-        (name, path)
-        for name, path in files
-        if (fact := facts[name]) is not None and known.get(name, (None,))[0] != fact
-    ]
+        (name, path) for name, path in files
+        if facts[name] is not None and known.get(name, (None,))[0] != facts[name]
+    ]  # fmt: skip
     with ThreadPoolExecutor() as pool:
         read = dict(pool.map(_hashed, unread))
     hashes = {
         name: MISSING if fact is None else read.get(name) or known[name][1]
         for name, fact in facts.items()
     }
-    if cache is not None:
-        settled = {
-            name: (fact, hashes[name])
-            for name, fact in facts.items()
-            if fact is not None and (name not in read or max(fact[1:3]) < now - SETTLED)
-        }
-        if settled != known:
-            _store(cache, settled)
+    settled = {
+        name: (fact, hashes[name]) for name, fact in facts.items()
+        if fact is not None and (name not in read or max(fact[1:3]) < now - SETTLED)
+    }  # fmt: skip
+    if cache is not None and settled != known:
+        temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(settled), encoding="utf-8")
+            temporary.replace(cache)
+        except OSError:  # without a cache everything works, only slower
+            temporary.unlink(missing_ok=True)
     base = os.path.abspath(root)  # noqa: PTH100
     listing = [(os.path.relpath(name, base), hashes[name]) for name, _ in files]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
 def hash_path(path: Path, cache: Path | None = None) -> str:
-    """Hash the content of a file, or the names and contents of the files of a folder.
+    """Hash the content of a file, or the names and contents of a folder's files.
 
-    The name of `path` itself, and where it lies, do not matter.
-
-    Args:
-        path: The file or folder; files of a folder whose names begin with a dot are left out.
-        cache: As in `hash_files`.
-
-    Raises:
-        OSError: A file cannot be read.
+    Neither the name of `path` itself counts, nor files whose names begin with a dot. It raises
+    OSError if a file cannot be read.
     """
-    if not path.is_dir():
-        return hash_files([path], path, cache)
-    return hash_files(files_below(path), path, cache)
+    return hash_files(files_below(path) if path.is_dir() else [path], path, cache)
 
 
-def _facts(path: Path) -> _Facts | None:
+def _facts(path: Path) -> list[int] | None:
     """Size, times and number of a file; None if it is missing."""
     try:
         found = path.stat()
@@ -101,20 +90,9 @@ def _hashed(file: tuple[str, Path]) -> tuple[str, str]:
         return name, hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _load(cache: Path | None) -> dict[str, tuple[_Facts, str]]:
+def _load(cache: Path | None) -> dict[str, tuple[list[int], str]]:
     try:
         content = json.loads(cache.read_text(encoding="utf-8")) if cache is not None else {}
         return {str(name): (list(facts), str(found)) for name, (facts, found) in content.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
-
-
-def _store(cache: Path, hashes: dict[str, tuple[_Facts, str]]) -> None:
-    """Write the cache; without one everything works, only slower."""
-    temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(hashes), encoding="utf-8")
-        temporary.replace(cache)
-    except OSError:
-        temporary.unlink(missing_ok=True)

@@ -18,65 +18,43 @@ from PIL.ExifTags import Base
 
 from valora_data.errors import DataError
 
-BACKGROUND = (255, 255, 255)
-"""Colour behind transparent pixels: white."""
-
 UNREADABLE = (
     OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError,
     MemoryError, ImportError, struct.error, zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
 """What Pillow raises for damaged files. ImportError: Ultralytics, once imported, makes it look for
 plugins."""
-
 PROGRAMS = frozenset({"EPS", "WMF"})
 """Formats of drawings, which Pillow hands over to Ghostscript or to the system: they can hold
 programs."""
 
-TRANSPOSED = frozenset({5, 6, 7, 8})
-"""EXIF orientations that exchange width and height."""
-
 
 @dataclass(frozen=True, slots=True)
 class EncodedFile:
-    """The file that an image was decoded from.
+    """The file that an image was decoded from."""
 
-    Attributes:
-        content: The file's bytes.
-        size: Width and height in pixels as they are stored, before EXIF's orientation is applied.
-        orientation: EXIF's orientation, 1 to 8; 1 for none.
-        plain: Whether every tool reads the same image: 8 bits of grey or RGB, stored upright.
-    """
-
-    content: bytes
+    content: bytes  # the file's bytes
+    # width and height in pixels as they are stored, before EXIF's orientation is applied
     size: tuple[int, int]
-    orientation: int = 1
-    plain: bool = False
+    orientation: int = 1  # EXIF's orientation, 1 to 8; 1 for none
 
     def shown(self, edges: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
-        """A box on the stored pixels, as it lies on the image that is shown.
-
-        Args:
-            edges: (x0, y0, x1, y1) in pixels.
-        """
+        """A box (x0, y0, x1, y1) on the stored pixels, as it lies on the image that is shown."""
         width, height = self.size
         x0, y0, x1, y1 = edges
         if self.orientation in (2, 3, 7, 8):  # mirrored from left to right
             x0, x1 = width - x1, width - x0
         if self.orientation in (3, 4, 6, 7):  # mirrored from top to bottom
             y0, y1 = height - y1, height - y0
-        return (y0, x0, y1, x1) if self.orientation in TRANSPOSED else (x0, y0, x1, y1)
+        return (y0, x0, y1, x1) if self.orientation >= 5 else (x0, y0, x1, y1)  # transposed
 
 
 def decode_image(content: bytes) -> Image.Image:
     """Decode an image file.
 
-    Transparent pixels lie on white (`BACKGROUND`). 16-bit grey levels are scaled, so that 65535 is
-    white. CMYK is converted with the file's colour profile, if it has one. Floating-point images
-    are read on a scale of 0 to 1, or of 0 to 255. Of an animation or several pages the first is
-    taken.
-
-    Args:
-        content: The file's bytes.
+    Transparent pixels lie on white. 16-bit grey levels are scaled, so that 65535 is white. CMYK is
+    converted with the file's colour profile, if it has one. Floating-point images are read on a
+    scale of 0 to 1, or of 0 to 255. Of an animation or several pages the first is taken.
 
     Returns:
         An RGB image, turned as EXIF says; `encoded_file` gives the file back.
@@ -88,30 +66,22 @@ def decode_image(content: bytes) -> Image.Image:
         raise DataError("the file is empty")
     try:
         with Image.open(BytesIO(content)) as file:
-            _check_format(file.format)
+            if file.format in PROGRAMS:
+                raise DataError(
+                    f"it is {file.format}, which another program would have to draw; save it as "
+                    "PNG or JPEG"
+                )
             size = file.size
             file.load()
             orientation = int(file.getexif().get(Base.Orientation, 1) or 1)
             turned = ImageOps.exif_transpose(file)
-            plain = file.mode in ("L", "RGB") and not file.has_transparency_data
             image = to_rgb(turned, file.format)
-    except DataError:
-        raise
     except UNREADABLE as error:
         raise DataError(_reason(error, content)) from error
     orientation = orientation if 1 <= orientation <= 8 else 1
     # Not in `image.info`, which Pillow copies to images that are made from this one.
-    vars(image)["encoded_file"] = EncodedFile(
-        content, size, orientation, plain and orientation == 1
-    )
+    vars(image)["encoded_file"] = EncodedFile(content, size, orientation)
     return image
-
-
-def _check_format(file_format: str | None) -> None:
-    if file_format in PROGRAMS:
-        raise DataError(
-            f"it is {file_format}, which another program would have to draw; save it as PNG or JPEG"
-        )
 
 
 def encoded_file(image: Image.Image) -> EncodedFile | None:
@@ -140,10 +110,20 @@ def to_rgb(image: Image.Image, file_format: str | None = None) -> Image.Image:
             "it holds 32-bit integers, of which the white is not known; save it with 8 or 16 bits"
         )
     if mode == "F":
-        return _from_floats(np.asarray(image))
+        values = np.asarray(image)
+        if not np.isfinite(values).all():
+            raise DataError("it holds values that are not finite; save it with 8 or 16 bits")
+        least, most = float(values.min()), float(values.max())
+        if least < 0 or most > 255:
+            raise DataError(
+                f"it holds values from {least:g} to {most:g}, of which the white is not known; "
+                "scale them to 0 to 1, or save it with 8 or 16 bits"
+            )
+        return _from_levels(values * 255.0 if most <= 1 else values)
     if image.has_transparency_data:
-        return _on_background(image)
-    if mode in ("CMYK", "LAB"):
+        shown = (image.convert("LA") if mode == "La" else image).convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown).convert("RGB")
+    if mode == "LAB" or (mode == "CMYK" and image.info.get("icc_profile")):
         return _managed(image)
     return image if mode == "RGB" else image.convert("RGB")
 
@@ -153,38 +133,15 @@ def _from_levels(levels: np.ndarray) -> Image.Image:
     return Image.fromarray(np.clip(np.rint(levels), 0, 255).astype(np.uint8)).convert("RGB")
 
 
-def _from_floats(values: np.ndarray) -> Image.Image:
-    if not np.isfinite(values).all():
-        raise DataError("it holds values that are not finite; save it with 8 or 16 bits")
-    least, most = float(values.min()), float(values.max())
-    if least < 0 or most > 255:
-        raise DataError(
-            f"it holds values from {least:g} to {most:g}, of which the white is not known; scale "
-            "them to 0 to 1, or save it with 8 or 16 bits"
-        )
-    return _from_levels(values * 255.0 if most <= 1 else values)
-
-
-def _on_background(image: Image.Image) -> Image.Image:
-    shown = image.convert("LA") if image.mode == "La" else image
-    shown = shown if shown.mode == "RGBA" else shown.convert("RGBA")
-    below = Image.new("RGBA", shown.size, (*BACKGROUND, 255))
-    return Image.alpha_composite(below, shown).convert("RGB")
-
-
 def _managed(image: Image.Image) -> Image.Image:
     """CMYK or LAB in the colours of sRGB."""
-    profile = image.info.get("icc_profile")
     try:
         if image.mode == "LAB":
-            source = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB"))
-        elif profile:
-            source = ImageCms.getOpenProfile(BytesIO(profile))
+            profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB"))
         else:
-            return image.convert("RGB")
-        found = ImageCms.profileToProfile(
-            image, source, ImageCms.createProfile("sRGB"), outputMode="RGB"
-        )
+            profile = ImageCms.getOpenProfile(BytesIO(image.info["icc_profile"]))
+        srgb = ImageCms.createProfile("sRGB")
+        found = ImageCms.profileToProfile(image, profile, srgb, outputMode="RGB")
     except ImageCms.PyCMSError as error:
         if image.mode == "LAB":
             raise DataError(f"its colours cannot be converted ({error})") from error

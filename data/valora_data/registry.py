@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 from valora_data.errors import UnknownNameError, ValoraError
@@ -15,20 +13,8 @@ from valora_data.errors import UnknownNameError, ValoraError
 T = TypeVar("T")
 
 
-def _installed(group: str) -> EntryPoints:
-    """Entry points of a group, which are read again when a folder of `sys.path` has changed."""
-    return _read_installed(group, tuple((folder, _changed(folder)) for folder in sys.path))
-
-
-def _changed(folder: str) -> int:
-    try:
-        return Path(folder).stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
 @lru_cache(maxsize=64)  # reading the metadata of all packages takes 20 ms
-def _read_installed(group: str, _state: tuple[tuple[str, int], ...]) -> EntryPoints:
+def _installed(group: str, _folders: tuple[str, ...]) -> EntryPoints:
     return entry_points(group=group)
 
 
@@ -45,9 +31,6 @@ class Registry(Mapping[str, T], Generic[T]):
         kind: What the names stand for, in error messages, e.g. ``policy``.
         builtin: ``module:attribute`` of each built-in extension by its name.
         error: Raised for an unknown name, or for an entry point that cannot be imported.
-
-    Raises:
-        UnknownNameError: By look-up: there is no extension of this name; the message lists all.
     """
 
     def __init__(
@@ -64,7 +47,8 @@ class Registry(Mapping[str, T], Generic[T]):
     def _entries(self) -> dict[str, EntryPoint]:
         # A built-in name cannot be taken over: what a configuration means must not depend on
         # what else is installed.
-        return {entry.name: entry for entry in _installed(self.group)} | self._builtin
+        others = _installed(self.group, tuple(sys.path))
+        return {entry.name: entry for entry in others} | self._builtin
 
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:
@@ -72,22 +56,16 @@ class Registry(Mapping[str, T], Generic[T]):
             if entry is None:
                 known = ", ".join(sorted(self))
                 raise self._error(f"unknown {self.kind} {name!r}: choose one of {known}")
-            self._loaded[name] = self._load(entry)
+            try:
+                self._loaded[name] = cast("T", entry.load())
+            except Exception as error:
+                if name in self._builtin:  # a missing extra is reported as it is
+                    raise
+                raise self._error(
+                    f"{self.kind} {name!r} ({entry.value}) cannot be imported: {error}; mend or "
+                    "uninstall the package that registers it"
+                ) from error
         return self._loaded[name]
-
-    def _load(self, entry: EntryPoint) -> T:
-        if entry.name in self._builtin:
-            found = import_module(entry.module)  # a missing extra is reported as it is
-            for part in entry.attr.split("."):
-                found = getattr(found, part)
-            return cast("T", found)
-        try:
-            return cast("T", entry.load())
-        except Exception as error:
-            raise self._error(
-                f"{self.kind} {entry.name!r} ({entry.value}) cannot be imported: {error}; mend or "
-                "uninstall the package that registers it"
-            ) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries())

@@ -7,26 +7,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from math import isclose
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from PIL.Image import Image
 
 from valora_data.errors import DataError
-from valora_data.tasks import TaskSpec, task_names, task_spec
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from valora_data.tasks import BUILTIN, TaskSpec, task_names, task_spec
 
 
 class Task(str):
-    """Name of a task type, one of `valora_data.tasks.task_names`.
+    """Name of a task type, one of `valora_data.tasks.task_names`; others raise a `DataError`.
 
     There is one object for each name, so that names can be compared with `is`. The attributes are
-    the built-in types: those of VaLoRA §6.1, counting, and contexts. Other packages add more.
-
-    Args:
-        name: The name.
-
-    Raises:
-        DataError: There is no task type of this name.
+    the built-in types: those of VaLoRA §6.1, counting, and contexts.
     """
 
     CLASSIFICATION: ClassVar[Task]
@@ -37,7 +30,6 @@ class Task(str):
     GROUNDING: ClassVar[Task]
     COUNTING: ClassVar[Task]
     CONTEXT: ClassVar[Task]
-
     _known: ClassVar[dict[str, Task]] = {}
 
     def __new__(cls, name: str) -> Task:
@@ -72,14 +64,8 @@ class Task(str):
         return core_schema.no_info_after_validator_function(cls._validate, core_schema.str_schema())
 
 
-Task.CLASSIFICATION = Task("classification")
-Task.DETECTION = Task("detection")
-Task.VIDEO = Task("video")
-Task.VQA = Task("vqa")
-Task.CAPTION = Task("caption")
-Task.GROUNDING = Task("grounding")
-Task.COUNTING = Task("counting")
-Task.CONTEXT = Task("context")
+for _name in BUILTIN:
+    setattr(Task, _name.upper(), Task(_name))
 
 
 class Split(StrEnum):
@@ -97,22 +83,14 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An axis-aligned box in pixels of its image: x to the right, y down, x1 and y1 exclusive.
+    """An axis-aligned box in pixels of its image: x to the right, y down, x1 and y1 exclusive."""
 
-    Attributes:
-        x0: Left edge.
-        y0: Top edge.
-        x1: Right edge, greater than `x0`.
-        y1: Bottom edge, greater than `y0`.
-        label: Name of the class, one of the domain's labels; for grounding the phrase.
-        confidence: 1 for a ground-truth box, otherwise the teacher's or the model's confidence.
-    """
-
-    x0: float
-    y0: float
-    x1: float
-    y1: float
-    label: str
+    x0: float  # left edge
+    y0: float  # top edge
+    x1: float  # right edge, greater than `x0`
+    y1: float  # bottom edge, greater than `y0`
+    label: str  # name of the class, one of the domain's labels; for grounding the phrase
+    # 1 for a ground-truth box, otherwise the teacher's or the model's confidence
     confidence: float = 1.0
 
     @property
@@ -128,23 +106,15 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The true or predicted answer for one sample; each task fills its own fields.
+    """The true or predicted answer for one sample; each task fills its own fields."""
 
-    Attributes:
-        boxes: Objects (detection), or what a phrase refers to (grounding).
-        label: One of the domain's labels (classification, video).
-        soft: A probability for each of the domain's labels, in their order; empty if unknown.
-        answers: Answers of all annotators, repeated ones included (VQA).
-        captions: Reference captions.
-        count: Number of objects (counting).
-    """
-
-    boxes: tuple[Box, ...] = ()
-    label: str | None = None
+    boxes: tuple[Box, ...] = ()  # objects (detection), or what a phrase refers to (grounding)
+    label: str | None = None  # one of the domain's labels (classification, video)
+    # a probability for each of the domain's labels, in their order; empty if unknown
     soft: tuple[float, ...] = ()
-    answers: tuple[str, ...] = ()
-    captions: tuple[str, ...] = ()
-    count: int | None = None
+    answers: tuple[str, ...] = ()  # answers of all annotators, repeated ones included (VQA)
+    captions: tuple[str, ...] = ()  # reference captions
+    count: int | None = None  # number of objects (counting)
 
     def __post_init__(self) -> None:
         if self.soft and (min(self.soft) < 0 or not isclose(sum(self.soft), 1.0, abs_tol=1e-3)):
@@ -157,13 +127,7 @@ class Answer:
 
     @classmethod
     def chosen(cls, task: Task, choice: str, soft: tuple[float, ...] = ()) -> Answer:
-        """The answer of a model that chooses one of the labels.
-
-        Args:
-            task: The task type, whose answer field is filled.
-            choice: The label.
-            soft: A probability for each of the domain's labels; empty if unknown.
-        """
+        """The answer of a model that chooses one of the labels, in the field of the task type."""
         if task.spec.answer == "count":
             return cls(count=int(choice), soft=soft)
         if task.spec.answer == "answers":
@@ -185,12 +149,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a domain of task `context` is about: it is learnt once, and not sent with questions.
-
-    Attributes:
-        text: The text; empty for an album without words.
-        images: Images of an album, in order; none for a text.
-    """
+    """What a domain of task `context` is about: a text, or the images of an album in order."""
 
     text: str
     images: tuple[Image, ...] = ()
@@ -198,22 +157,15 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One image, several images or the frames of a video, with their answer; or a question alone.
+    """An image, several ones or the frames of a video, with their answer; or a question alone."""
 
-    Attributes:
-        id: Unique and stable within the domain and split, e.g. ``person/val/00012``.
-        image: RGB image; the first one if there are several; `no_image()` if there is none.
-        answer: The true answer, or a teacher's.
-        prompt: This sample's own question or phrase; None to use the domain's prompt.
-        rest: The images or frames after the first, in order.
-        document: The document that the sample asks about; None where there is none.
-    """
-
-    id: str
-    image: Image
-    answer: Answer
+    id: str  # unique and stable within the domain and split, e.g. ``person/val/00012``
+    image: Image  # RGB image; the first one if there are several; `no_image()` if there is none
+    answer: Answer  # the true answer, or a teacher's
+    # this sample's own question or phrase; None to use the domain's prompt
     prompt: str | None = None
-    rest: tuple[Image, ...] = ()
+    rest: tuple[Image, ...] = ()  # the images or frames after the first, in order
+    # the document that the sample asks about; None where there is none
     document: Document | None = None
 
     @property
@@ -232,57 +184,46 @@ def no_image() -> Image:
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """One unit of knowledge that an application asks for (VaLoRA §4.2).
+    """One unit of knowledge that an application asks for (VaLoRA §4.2)."""
 
-    Attributes:
-        name: Identifier, e.g. ``license_plate``; used in file, adapter and API names.
-        task: Task type.
-        labels: The label set, in the order of class indices; empty where answers are language.
-            Counts are labels in digits.
-        prompt: Text of the prompt, without the image. A sample's own prompt replaces it, or
-            replaces ``{}`` in it, as in ``locate {}``.
-        required: Required accuracy on the task's metric, in (0, 1] (CIDEr: (0, 10]).
-    """
-
-    name: str
-    task: Task
+    name: str  # identifier, e.g. ``license_plate``; used in file, adapter and API names
+    task: Task  # task type
+    # the label set, in the order of class indices; empty where answers are language; counts
+    # are labels in digits
     labels: tuple[str, ...]
+    # text of the prompt, without the image; a sample's own prompt replaces it, or replaces
+    # ``{}`` in it, as in ``locate {}``
     prompt: str
-    required: float
+    required: float  # required accuracy on the task's metric, in (0, 1] (CIDEr: (0, 10])
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
+        name, labels, spec, required = self.name, self.labels, self.task.spec, self.required
+        if not name.isidentifier():
             raise DataError(
-                f"domain name {self.name!r} must be letters, digits and underscores: rename it"
+                f"domain name {name!r} must be letters, digits and underscores: rename it"
             )
-        self._check_labels()
-        most = self.task.spec.largest
-        if not 0.0 < self.required <= most:
-            percent = most < self.required <= 100.0 and most == 1.0
-            raise DataError(
-                f"required accuracy of domain {self.name} must lie in (0, {most:g}], "
-                f"got {self.required}"
-                + (f": {self.required:g} % is {self.required / 100:g}" if percent else "")
-            )
-
-    def _check_labels(self) -> None:
-        labels, spec = self.labels, self.task.spec
         if len(set(labels)) != len(labels) or (spec.labels == "required" and not labels):
-            raise DataError(f"domain {self.name} needs a list of distinct labels, got {labels}")
+            raise DataError(f"domain {name} needs a list of distinct labels, got {labels}")
         if spec.labels == "none" and labels:
             raise DataError(
-                f"domain {self.name} is of task {self.task}, which does not choose from labels: "
+                f"domain {name} is of task {self.task}, which does not choose from labels: "
                 "leave its labels empty"
             )
         if spec.choice and len(labels) == 1:
             raise DataError(
-                f"domain {self.name} has one class, {labels[0]!r}, so that there is nothing to "
+                f"domain {name} has one class, {labels[0]!r}, so that there is nothing to "
                 "choose: add a label"
             )
         words = [label for label in labels if not label.isdecimal()]
         if spec.answer == "count" and words:
             raise DataError(
-                f"domain {self.name} counts, so that its labels must be digits, got {words[0]!r}"
+                f"domain {name} counts, so that its labels must be digits, got {words[0]!r}"
+            )
+        if not 0.0 < required <= spec.largest:
+            percent = spec.largest == 1.0 < required <= 100.0
+            raise DataError(
+                f"required accuracy of domain {name} must lie in (0, {spec.largest:g}], "
+                f"got {required}" + f": {required:g} % is {required / 100:g}" * percent
             )
 
     @property

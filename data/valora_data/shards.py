@@ -1,11 +1,11 @@
 """Samples of one domain and split on disk: a Hugging Face data set that any tool can open.
 
 Columns: `id` (string), `images` (the files' own bytes, or PNGs where there is no file: one,
-several, or the frames of a video in order), `prompt`
-(the sample's own question, or null), `label` (class index, or null), `soft` (a probability per
-label), `answers` and `captions` (strings), `count` (or null), `objects` = {`bbox`: COCO's (x, y,
-width, height) in pixels, `category`: class index, `score`: confidence}. The label names travel as
-the data set's features; where a domain has no label set, `label` and `category` are strings.
+several, or the frames of a video in order), `prompt` (the sample's own question, or null), `label`
+(class index, or null), `soft` (a probability per label), `answers` and `captions` (strings),
+`count` (or null), `objects` = {`bbox`: COCO's (x, y, width, height) in pixels, `category`: class
+index, `score`: confidence}. The label names travel as the data set's features; where a domain has
+no label set, `label` and `category` are strings.
 
 Samples are written one by one and read through a memory map, so a set may be larger than memory.
 A shard may refer to the images of another one beside it (`images_of.json`), whose samples it
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self, overload
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 from valora_data.errors import DataError
 from valora_data.hashing import hash_path
@@ -27,70 +27,24 @@ from valora_data.images import decode_image, encoded_file
 from valora_data.schema import Answer, Box, Document, Sample, no_image
 from valora_data.wording import plural
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-    from types import TracebackType
-
-    import datasets
-    from PIL.Image import Image
-
 IMAGES_OF = "images_of.json"
-"""File with the name of the shard beside this one that holds its images."""
 DOCUMENT = "document.json"
-"""File with the document that the samples of a shard ask about."""
-BUFFERED = 64
-"""Samples that are held in memory while writing."""
+BUFFERED = 64  # samples that are held in memory while writing
 
 
-def _features(labels: Sequence[str]) -> datasets.Features:
+def _features(labels: Sequence[str]) -> Any:
     from datasets import ClassLabel, Features, Image, List, Value
 
     name = ClassLabel(names=list(labels)) if labels else Value("string")
+    text, number = Value("string"), Value("float32")
+    boxes = {"bbox": List(List(number, length=4)), "category": List(name), "score": List(number)}
     return Features(
         {
-            "id": Value("string"),
-            "images": List(Image()),
-            "prompt": Value("string"),
-            "label": name,
-            "soft": List(Value("float32")),
-            "answers": List(Value("string")),
-            "captions": List(Value("string")),
-            "count": Value("int32"),
-            "objects": {
-                "bbox": List(List(Value("float32"), length=4)),
-                "category": List(name),
-                "score": List(Value("float32")),
-            },
+            "id": text, "images": List(Image()), "prompt": text, "label": name,
+            "soft": List(number), "answers": List(text), "captions": List(text),
+            "count": Value("int32"), "objects": boxes,
         }
-    )
-
-
-def _row(sample: Sample, stored: bool = True) -> dict[str, Any]:
-    """A sample as a row of the data set; without its images if they are not stored."""
-    answer = sample.answer
-    boxes = answer.boxes
-    return {
-        "id": sample.id,
-        "images": [_stored(image) for image in sample.images] if stored else [],
-        "prompt": sample.prompt,
-        "label": answer.label,
-        "soft": list(answer.soft),
-        "answers": list(answer.answers),
-        "captions": list(answer.captions),
-        "count": answer.count,
-        "objects": {
-            "bbox": [[b.x0, b.y0, b.x1 - b.x0, b.y1 - b.y0] for b in boxes],
-            "category": [b.label for b in boxes],
-            "score": [b.confidence for b in boxes],
-        },
-    }
-
-
-def _stored(image: Image) -> Image | dict[str, Any]:
-    """The file of an image if it came from one, else its pixels."""
-    file = encoded_file(image)
-    return image if file is None else {"bytes": file.content, "path": None}
+    )  # fmt: skip
 
 
 class ShardWriter:
@@ -101,18 +55,13 @@ class ShardWriter:
         folder: A folder that does not exist yet.
         images_of: Name of the shard beside this one that has the same samples with their images,
             which are not written again; None to write them.
-
-    Attributes:
-        count: Samples written so far.
     """
 
     def __init__(self, labels: Sequence[str], folder: Path, images_of: str | None = None) -> None:
         from datasets.arrow_writer import ArrowWriter
 
-        self._labels = tuple(labels)
-        self._images_of = images_of
+        self._labels, self._folder, self._images_of = tuple(labels), folder, images_of
         self._document: Document | None = None
-        self._folder = folder
         self._table = folder.with_name(f"{folder.name}.arrow.partial")
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._writer: Any = ArrowWriter(
@@ -127,20 +76,6 @@ class ShardWriter:
             DataError: If it has a label outside the label set, or not one soft label for each, or
                 asks about another document than those before.
         """
-        self._check(sample)
-        self.add_row(_row(sample, stored=self._images_of is None), sample.document)
-
-    def add_row(self, row: dict[str, Any], document: Document | None = None) -> None:
-        """Write a row of `Shard.row`, whose labels are known, and which asks about a document."""
-        if self.count and document is not self._document and document != self._document:
-            raise DataError(
-                f"samples of {self._folder.name} ask about several documents: make each a domain"
-            )
-        self._document = document
-        self._writer.write(row if self._images_of is None else row | {"images": []})
-        self.count += 1
-
-    def _check(self, sample: Sample) -> None:
         answer, labels = sample.answer, self._labels
         for label in (*(box.label for box in answer.boxes), answer.label):
             if labels and label is not None and label not in labels:
@@ -153,16 +88,40 @@ class ShardWriter:
                 f"sample {sample.id} has {plural(len(answer.soft), 'soft label')}, expected "
                 f"{len(labels)}: give one probability for each label of the domain"
             )
+        row = {
+            "id": sample.id,
+            "images": [
+                {"bytes": file.content, "path": None} if (file := encoded_file(image)) else image
+                for image in sample.images
+            ],
+            "prompt": sample.prompt,
+            "label": answer.label,
+            "soft": list(answer.soft),
+            "answers": list(answer.answers),
+            "captions": list(answer.captions),
+            "count": answer.count,
+            "objects": {
+                "bbox": [[b.x0, b.y0, b.x1 - b.x0, b.y1 - b.y0] for b in answer.boxes],
+                "category": [b.label for b in answer.boxes],
+                "score": [b.confidence for b in answer.boxes],
+            },
+        }
+        self.add_row(row, sample.document)
+
+    def add_row(self, row: dict[str, Any], document: Document | None = None) -> None:
+        """Write a row of `Shard.row`, whose labels are known, and which asks about a document."""
+        if self.count and document is not self._document and document != self._document:
+            raise DataError(
+                f"samples of {self._folder.name} ask about several documents: make each a domain"
+            )
+        self._document = document
+        self._writer.write(row if self._images_of is None else row | {"images": []})
+        self.count += 1
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if kind is None:
                 self._publish()
@@ -195,15 +154,7 @@ class ShardWriter:
 
 
 def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int:
-    """Write samples as a Hugging Face data set.
-
-    Args:
-        samples: The samples; consumed once.
-        labels: Labels in the order of the class indices; empty where answers are language.
-        folder: A folder that does not exist yet.
-
-    Returns:
-        Number of samples written.
+    """Write samples (see `ShardWriter`), and return their number.
 
     Raises:
         DataError: If there is no sample, or one has a label outside `labels`.
@@ -214,17 +165,13 @@ def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int
     return shard.count
 
 
-class Shard(Sequence[Sample]):
-    """A data set on disk; samples are decoded one by one from a memory map.
+class Shard:
+    """A data set on disk (see `open_shard`); samples are decoded one by one from a memory map.
 
     Args:
-        dataset: The rows; `open_shard` reads them.
+        dataset: The rows.
         images: Rows in the same order that hold the images; None if `dataset` does.
         document: The document that the samples ask about, if there is one.
-
-    Attributes:
-        labels: The label set; empty where answers are language.
-        document: The document that the samples ask about; None where there is none.
     """
 
     def __init__(self, dataset: Any, images: Any = None, document: Document | None = None) -> None:
@@ -236,13 +183,10 @@ class Shard(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+    def __iter__(self) -> Iterator[Sample]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Sample:
         row = self.row(index)
         first, *rest = [decode_image(image["bytes"]) for image in row["images"]] or [no_image()]
         return Sample(
@@ -251,38 +195,26 @@ class Shard(Sequence[Sample]):
 
     def row(self, index: int) -> dict[str, Any]:
         """A row with its encoded images, for `ShardWriter.add_row`."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
         row: dict[str, Any] = self._dataset[index].to_pylist()[0]
         if self._images is not None:
             row["images"] = self._images[index].to_pylist()[0]["images"]
         return row
 
     def _answer(self, row: dict[str, Any]) -> Answer:
-        objects = row["objects"]
+        objects, label = row["objects"], row["label"]
         boxes = tuple(
             Box(x, y, x + w, y + h, self._name(category), score)
             for (x, y, w, h), category, score in zip(
                 objects["bbox"], objects["category"], objects["score"], strict=True
             )
         )
-        label = row["label"]
         return Answer(
-            boxes=boxes,
-            label=None if label is None else self._name(label),
-            soft=tuple(row["soft"]),
-            answers=tuple(row["answers"]),
-            captions=tuple(row["captions"]),
-            count=row["count"],
-        )
+            boxes, None if label is None else self._name(label), tuple(row["soft"]),
+            tuple(row["answers"]), tuple(row["captions"]), row["count"],
+        )  # fmt: skip
 
     def _name(self, label: int | str) -> str:
         return label if isinstance(label, str) else self.labels[label]
-
-    def ids(self) -> list[str]:
-        """The ids of the samples, in order."""
-        return [str(row["id"]) for row in self._dataset.select_columns("id")[:].to_pylist()]
 
     def answers(self) -> list[Answer]:
         """The answers alone, in order; no image is decoded."""
@@ -305,47 +237,27 @@ def open_shard(folder: Path) -> Shard:
         DataError: If the folder is missing or is not such a data set.
     """
     from datasets import load_from_disk
+    from PIL import Image
 
-    with _readable(folder):
+    images = document = None
+    try:
         dataset = load_from_disk(str(folder))
-        missing = sorted(set(_features(())) - set(getattr(dataset, "features", ())))
-        if missing:
-            raise ValueError(f"no column {', '.join(missing)}")
-        images = None
         if (folder / IMAGES_OF).is_file():
             name = json.loads((folder / IMAGES_OF).read_text(encoding="utf-8"))["folder"]
             images = load_from_disk(str(folder.parent / name))
-        return Shard(dataset, images, _document(folder))
+        if (folder / DOCUMENT).is_file():
+            facts = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
+            files = [folder / f"document-{place}.png" for place in range(facts["images"])]
+            album = tuple(Image.open(file).convert("RGB") for file in files)
+            document = Document(facts["text"], album)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder} is not a readable data set ({error}): make it again") from error
+    if missing := sorted(set(_features(())) - set(getattr(dataset, "features", ()))):
+        why = f"no column {', '.join(missing)}"
+        raise DataError(f"{folder} is not a readable data set ({why}): make it again")
+    return Shard(dataset, images, document)
 
 
 def read(folder: Path) -> list[Sample]:
-    """Read a whole shard into memory.
-
-    Raises:
-        DataError: If the folder is missing or is not such a data set.
-    """
-    with _readable(folder):
-        return list(open_shard(folder))
-
-
-@contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{folder} is not a readable data set ({error}): make it again") from error
-
-
-def _document(folder: Path) -> Document | None:
-    """The document of a shard, if it has one."""
-    from PIL import Image
-
-    file = folder / DOCUMENT
-    if not file.is_file():
-        return None
-    facts = json.loads(file.read_text(encoding="utf-8"))
-    images = []
-    for place in range(facts["images"]):
-        with Image.open(folder / f"document-{place}.png") as image:
-            images.append(image.convert("RGB"))
-    return Document(facts["text"], tuple(images))
+    """Read a whole shard into memory; errors are those of `open_shard`."""
+    return list(open_shard(folder))

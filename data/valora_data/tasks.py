@@ -15,25 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """What is declared about a task type.
+    """What is declared about a task type."""
 
-    Attributes:
-        metric: Name of the standard metric.
-        answer: The field of `Answer` that holds the truth of a sample.
-        labels: Whether domains of this type list the possible answers.
-        largest: Largest value of the metric.
-        video: Whether samples are videos.
-        detects: Whether an answer is any number of boxes of the domain's labels, of which those
-            above a confidence threshold count.
-        prompted: Whether samples have prompts of their own, so that an image may occur in several.
-    """
-
-    metric: str
-    answer: AnswerField
+    metric: str  # name of the standard metric
+    answer: AnswerField  # the field of `Answer` that holds the truth of a sample
+    # whether domains of this type list the possible answers
     labels: Literal["required", "optional", "none"] = "none"
-    largest: float = 1.0
-    video: bool = False
-    detects: bool = False
+    largest: float = 1.0  # largest value of the metric
+    video: bool = False  # whether samples are videos
+    detects: bool = False  # whether an answer is any number of boxes of the domain's labels
+    # whether samples have prompts of their own, so that an image may occur in several
     prompted: bool = False
 
     @property
@@ -57,30 +48,21 @@ GROUNDING = TaskSpec("acc@iou0.5", "boxes", prompted=True)
 COUNTING = TaskSpec("exact", "count", "required")
 CONTEXT = TaskSpec("exact_match", "answers", prompted=True)
 
-GROUP = "valora.tasks"
-"""Entry-point group of task types; an entry point names a subclass of `DomainTask`."""
-
-_BUILTIN = (
+BUILTIN = (
     "classification", "detection", "video", "vqa", "caption", "grounding", "counting", "context",
 )  # fmt: skip
+GROUP = "valora.tasks"
 _SPECS: Registry[TaskSpec | TaskType] = Registry(
-    GROUP,
-    "task type",
-    {name: f"valora_data.tasks:{name.upper()}" for name in _BUILTIN},
-    DataError,
+    GROUP, "task type", {name: f"valora_data.tasks:{name.upper()}" for name in BUILTIN}, DataError
 )
 
 
 def task_names() -> tuple[str, ...]:
     """Names of all task types: the built-in ones, then those of other packages."""
-    return (*_BUILTIN, *sorted(set(_SPECS) - set(_BUILTIN)))
+    return (*BUILTIN, *sorted(set(_SPECS) - set(BUILTIN)))
 
 
 def task_spec(name: str) -> TaskSpec:
-    """What is declared about a task type.
-
-    Raises:
-        DataError: There is no task type of this name; the message lists all.
-    """
+    """What is declared about a task type; a `DataError` if there is none of this name."""
     found = _SPECS[name]
     return found if isinstance(found, TaskSpec) else found.spec

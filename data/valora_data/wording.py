@@ -14,13 +14,16 @@ def plural(number: int, words: str) -> str:
 
     Args:
         number: The number.
-        words: A noun in the singular, whose last word gets an s: ``LoRA adapter``. Or words in
-            which each one that differs is given for one and for several: ``class|classes
-            has|have no samples``.
+        words: A noun whose plural ends in s, or words as in ``class|classes has|have no samples``.
     """
     if "|" not in words:
         words += f"|{words.rsplit(maxsplit=1)[-1]}s"
     return f"{number} {agreeing(number, words)}"
+
+
+def agreeing(number: float, words: str) -> str:
+    """Words alone that agree with a number, e.g. ``has|have``."""
+    return _CHOICE.sub(lambda found: found[1 if number == 1 else 2], words)
 
 
 def first_line(error: BaseException) -> str:
@@ -34,8 +37,3 @@ def encode_all_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def agreeing(number: float, words: str) -> str:
-    """Words alone that agree with a number, e.g. ``has|have``."""
-    return _CHOICE.sub(lambda found: found[1 if number == 1 else 2], words)

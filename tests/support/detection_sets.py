@@ -10,7 +10,6 @@ from PIL import Image
 
 from tests.support.data_sets import natural_picture
 from valora_data.errors import DataError
-from valora_data.images import encoded_file
 from valora_data.schema import Box, Sample, Task
 from valora_data.sources.base import Source
 from valora_data.sources.registry import open_source
@@ -190,7 +189,7 @@ def write_yolo(
         label_folder.mkdir(parents=True, exist_ok=True)
         for position, sample in enumerate(samples):
             stem = f"{position:06d}"
-            _write_image(sample.image, image_folder / stem)
+            sample.image.save(image_folder / f"{stem}.png")
             rows = [_row(box, sample, index_of) for box in sample.answer.boxes]
             (label_folder / f"{stem}.txt").write_text("".join(rows), encoding="utf-8")
     content = {
@@ -216,14 +215,3 @@ def _row(box: Box, sample: Sample, index_of: Mapping[str, int]) -> str:
         (box.y1 - box.y0) / height,
     )
     return f"{index_of[box.label]} " + " ".join(f"{number:.8f}" for number in numbers) + "\n"
-
-
-def _write_image(image: Image.Image, path: Path) -> None:
-    """Write an image without a loss: the file that it came from, where others read it alike."""
-    file = encoded_file(image)
-    kinds = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png"}
-    for magic, suffix in kinds.items():
-        if file is not None and file.plain and file.content.startswith(magic):
-            path.with_suffix(suffix).write_bytes(file.content)
-            return
-    image.save(path.with_suffix(".png"))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from valora_data.drawing import add_caption, add_legend, arrange, draw_boxes, show_photograph, widen
+from valora_data.drawing import add_caption, arrange, draw_boxes, show_photograph, widen
 from valora_data.tasks import task_spec
 from valora_train.reporting.texts import adapter_texts, by_adapter, share_text
 
@@ -75,10 +75,10 @@ def answer_sheet(samples: Sequence[Sample], answers: Sequence[Answer], domain: D
 
 
 def _sheet(tiles: Sequence[Image], legend: Mapping[str, str], used: set[str]) -> Image:
-    """Tiles on a sheet, below a legend of the colours that are used."""
+    """Tiles on a sheet, above a legend of the colours that are used."""
     sheet = arrange(tiles, COLUMNS, 6, BACKGROUND)
     entries = [entry for entry in legend.items() if entry[1] in used]
-    return add_legend(sheet, entries, BACKGROUND, TRUTH) if entries else sheet
+    return add_caption(sheet, entries, len(entries), BACKGROUND)
 
 
 def _hits(found: Sequence[Box], truth: Sequence[Box]) -> list[bool]:

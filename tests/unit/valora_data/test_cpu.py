@@ -35,12 +35,9 @@ def test_cores_of_a_container(
     assert cpu.usable_cores() == expected
 
 
-def test_all_cores_where_the_system_knows_no_affinity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu, "CGROUP", tmp_path)
+def test_all_cores_where_the_system_knows_no_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "CGROUP", Path("/none"))
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    assert cpu.usable_cores() == 5
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert cpu.usable_cores() == 1
+    for counted, expected in ((5, 5), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda counted=counted: counted)
+        assert cpu.usable_cores() == expected

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from valora_data.drawing import (
-    add_caption,
-    add_legend,
-    arrange,
-    draw_boxes,
-    show_photograph,
-    widen,
-)
+from valora_data.drawing import add_caption, arrange, draw_boxes, show_photograph, widen
 from valora_data.schema import Box
 
 
@@ -53,14 +46,6 @@ def test_a_caption_keeps_to_its_rows():
     assert green[96 + 12 :].any()
     wrapped = add_caption(tile, [(long, "#ff0000"), ("yes", "#00ff00")], 2, "black", 2)
     assert not (np.asarray(wrapped)[..., 1] > 128).any()  # the first line fills both rows
-
-
-def test_tiles_are_arranged_row_by_row():
-    tiles = [Image.new("RGB", (10, 20), colour) for colour in ("red", "lime", "blue")]
-    sheet = arrange(tiles, 2, 4, "black")
-    assert sheet.size == (2 * 14 + 4, 2 * 24 + 4)
-    assert bounds(sheet, (0, 255, 0)) == (18, 4, 28, 24)
-    assert bounds(sheet, (0, 0, 255)) == (4, 28, 14, 48)
 
 
 @pytest.mark.parametrize("size", [(500, 3000), (3000, 500), (640, 480), (8, 8), (20, 4000)])
@@ -107,15 +92,3 @@ def test_wide_tiles_take_the_room_of_several():
     assert bounds(sheet, (0, 0, 255)) == (56, 4, 66, 24)
     assert bounds(sheet, (255, 255, 255)) == (4, 28, 94, 33)
     assert sheet.size == (98, 37)
-
-
-def test_a_legend_names_every_colour_in_any_width():
-    entries = [("truth", "#ff0000"), ("right prediction", "#00ff00"), ("teacher", "#0000ff")]
-    for width in (60, 400):
-        sheet = add_legend(Image.new("RGB", (width, 50), "yellow"), entries, "white", "black")
-        assert sheet.width == width
-        assert bounds(sheet, (255, 255, 0)) == (0, sheet.height - 50, width, sheet.height)
-        for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255)):
-            left, top, right, bottom = bounds(sheet, colour)
-            assert right - left == bottom - top
-            assert bottom < sheet.height - 50

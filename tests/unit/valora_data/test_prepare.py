@@ -13,9 +13,8 @@ from tests.support.data_sets import natural_picture
 from valora_data import shards
 from valora_data.errors import DataError
 from valora_data.images import decode_image
-from valora_data.prepare import TRUTH, prepare
-from valora_data.schema import Answer, Sample, Split, Task
-from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
+from valora_data.prepare import TRUTH, prepare, split_of
+from valora_data.schema import Answer, Sample, Split
 
 SHARES = {Split.TRAIN: 0.4, Split.UNLABELLED: 0.2, Split.VAL: 0.2, Split.TEST: 0.2}
 LABELS = ("even", "odd")
@@ -41,7 +40,8 @@ def test_a_set_in_one_piece(tmp_path: Path) -> None:
     # What is to be labelled by a teacher has no answer; the truth lies beside it.
     assert {s.answer for s in found[Split.UNLABELLED]} == {Answer()}
     truth = shards.read(tmp_path / TRUTH)
-    assert [s.id for s in truth] == [s.id for s in found[Split.UNLABELLED]]
+    for one, other in zip(truth, found[Split.UNLABELLED], strict=True):
+        assert (one.id, one.image.tobytes()) == (other.id, other.image.tobytes())
     assert all(s.answer.label == LABELS[int(s.id[1:]) % 2] for s in truth)
 
 
@@ -60,21 +60,28 @@ def test_images_that_nobody_labelled(tmp_path: Path) -> None:
     assert not (tmp_path / TRUTH).exists()
 
 
-def test_nothing_is_left_of_what_cannot_be(tmp_path: Path) -> None:
-    leaking = {split: partial(stream, 0, 5) for split in Split}
-    with pytest.raises(DataError, match=r"15 samples leak .*id s0 is in train and unlabelled"):
-        prepare(leaking, LABELS, SHARES, tmp_path)
-    with pytest.raises(DataError, match="there are no test samples"):
-        prepare({s: partial(stream, 0, 5) for s in (Split.TRAIN,)} | {
-            Split.VAL: partial(stream, 10, 5), Split.UNLABELLED: partial(stream, 20, 5)
-        }, LABELS, SHARES, tmp_path)  # fmt: skip
-    with pytest.raises(DataError, match=r"there are no .* samples: add some"):
-        prepare({None: partial(stream, 0, 2)}, LABELS, SHARES, tmp_path)
-    with pytest.raises(DataError, match="label 'odd' is not one of even, none"):
-        prepare({None: partial(stream, 0, 50)}, ("even", "none"), SHARES, tmp_path)
-    zero = dict.fromkeys(Split, 0.0)
-    with pytest.raises(DataError, match="the fractions of train, unlabelled, val, test are zero"):
-        prepare({None: partial(stream, 0, 50)}, LABELS, zero, tmp_path)
+LEAKING = {split: partial(stream, 0, 5) for split in Split}
+NO_TEST = {split: partial(stream, 10 * i, 5) for i, split in enumerate(Split)}
+del NO_TEST[Split.TEST]
+WHOLE = {None: partial(stream, 0, 50)}
+
+
+@pytest.mark.parametrize(
+    ("splits", "labels", "shares", "message"),
+    [
+        (LEAKING, LABELS, SHARES, r"15 samples leak .*id s0 is in train and unlabelled"),
+        (NO_TEST, LABELS, SHARES, "there are no test samples"),
+        ({None: partial(stream, 0, 2)}, LABELS, SHARES, r"there are no .* samples: add some"),
+        (WHOLE, ("even", "none"), SHARES, "label 'odd' is not one of even, none"),
+        (WHOLE, LABELS, dict.fromkeys(Split, 0.0),
+         "the fractions of train, unlabelled, val, test are zero"),
+    ],
+)  # fmt: skip
+def test_nothing_is_left_of_what_cannot_be(
+    splits: dict, labels: tuple[str, ...], shares: dict, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare(splits, labels, shares, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -137,13 +144,9 @@ def test_leaks_of_given_splits_are_named_or_left_out(
         prepare(leaking(), LABELS, SHARES, tmp_path / "test", leaks="keep_test")
         prepare(leaking(), LABELS, SHARES, tmp_path / "train", leaks="keep_train")
     assert caplog.text.count("3 samples left out") == 2
-    names = [[n.split("-")[0] for n in where(tmp_path / kept)] for kept in ("test", "train")]
-    assert sorted(names[0]) == sorted(
-        ["3", "4", "5", "6", "7", "8", "9", "20", "21", "22", "30", "2", "40", "41", "t0", "t1"]
-    )
-    assert sorted(names[1]) == sorted(
-        ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "20", "21", "22", "30", "40", "41"]
-    )
+    names = [{n.split("-")[0] for n in where(tmp_path / kept)} for kept in ("test", "train")]
+    both = {str(i) for i in (*range(2, 10), 20, 21, 22, 30, 40, 41)}
+    assert names == [both | {"t0", "t1"}, both | {"0", "1"}]
 
 
 def test_pictures_that_are_only_alike_are_a_warning(
@@ -182,18 +185,12 @@ def test_files_are_kept_as_they_are(tmp_path: Path) -> None:
             assert sample.image.tobytes() == decode_image(content).tobytes()
 
 
-def test_drawn_pictures_are_stored_without_loss(tmp_path: Path) -> None:
-    counts = dict.fromkeys(Split, 5)
-    splits = {
-        split: partial(builtin_samples, Task.DETECTION, "person", split, count)
-        for split, count in counts.items()
-    }
-    labels = builtin_labels(Task.DETECTION, "person")
-    prepare(splits, labels, {}, tmp_path, near=False)
-    for split, stream in splits.items():
-        for drawn, stored in zip(stream(), shards.read(tmp_path / split), strict=True):
-            assert (stored.id, stored.image.tobytes()) == (drawn.id, drawn.image.tobytes())
-    truth = shards.read(tmp_path / TRUTH)
-    for drawn, stored in zip(splits[Split.UNLABELLED](), truth, strict=True):
-        assert stored.image.tobytes() == drawn.image.tobytes()
-        assert [b.label for b in stored.answer.boxes] == [b.label for b in drawn.answer.boxes]
+def test_the_division_is_by_id_and_stable() -> None:
+    """And all questions about one image are in one split."""
+    names = [f"s{i}" for i in range(600)]
+    shares = {Split.TRAIN: 0.5, Split.UNLABELLED: 0.0, Split.VAL: 0.3, Split.TEST: 0.2}
+    divided = [split_of(name, shares) for name in names]
+    counts = [divided.count(split) for split in shares]
+    assert counts == pytest.approx([300, 0, 180, 120], abs=40)
+    assert [split_of(f"{name}#{i}", shares) for i, name in enumerate(names)] == divided
+    assert [split_of(name, shares, seed=1) for name in names] != divided

@@ -1,0 +1,258 @@
+"""The check of a data set: counts, labels, all of its faults, copies within and across splits."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from valora_data.drawing import contact_sheet, pair_sheet
+from valora_data.duplicates import Duplicates, Key, Likeness, Pair
+from valora_data.errors import DataError
+from valora_data.faults import Faults
+from valora_data.schema import Sample, Split
+from valora_data.sources.base import Source
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.registry import open_source
+from valora_data.tasks import TaskSpec
+from valora_data.wording import agreeing, plural
+
+NAMED = 5  # faults of each kind, and pairs of copies, that the report names
+SHOWN_SAMPLES, SHOWN_LABELS, SHOWN_PAIRS = 18, 20, 24
+BAR = 30  # letters
+
+
+@dataclass(slots=True)
+class SplitFacts:
+    """Numbers of samples, of images or frames, of each label, and of samples without an answer."""
+
+    samples: int = 0
+    images: int = 0
+    labels: Counter[str] = field(default_factory=Counter)
+    unanswered: int = 0
+
+    def add(self, sample: Sample, spec: TaskSpec) -> None:
+        """Count a sample."""
+        answer = sample.answer
+        self.samples += 1
+        self.images += len(sample.images)
+        if spec.detects:
+            self.labels.update(box.label for box in answer.boxes)
+            self.unanswered += not answer.boxes
+        elif answer.choice is not None:
+            self.labels[answer.choice] += 1
+        elif not answer.captions and not answer.boxes:
+            self.unanswered += 1
+
+
+class Reservoir:
+    """A uniform random choice of samples from a stream, in the stream's order."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size, self._random = size, random.Random(seed)
+        self._kept: list[tuple[int, Sample]] = []
+        self.seen = 0
+
+    def offer(self, sample: Sample) -> None:
+        """Keep a sample, perhaps in the place of another one."""
+        self.seen += 1
+        if len(self._kept) < self._size:
+            self._kept.append((self.seen, sample))
+        elif (place := self._random.randrange(self.seen)) < self._size:
+            self._kept[place] = (self.seen, sample)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples that were chosen."""
+        return [sample for _, sample in sorted(self._kept, key=lambda entry: entry[0])]
+
+
+def check(source: Source, out: Path, console: Console) -> bool:
+    """Read a data set from end to end, and show what is in it and what is wrong with it.
+
+    Args:
+        source: The source; any number of faults is collected.
+        out: Folder for contact sheets, and for a list of all faults.
+        console: Where the report goes.
+
+    Returns:
+        Whether nothing has to be mended.
+
+    Raises:
+        DataError: The set cannot be read at all.
+    """
+    spec, duplicates = source.task.spec, Duplicates()
+    reader = ImageReader.for_check(source.path or source.name)
+    streams = _streams(source, reader)
+    splits = {name: SplitFacts() for name in streams}
+    examples = {name: Reservoir(SHOWN_SAMPLES, 0) for name in streams}
+    problems, notes = list[str](), list[str]()
+    with console.status(f"Reading {source.path} …"):
+        for name, stream in streams.items():
+            try:
+                for sample in stream():
+                    splits[name].add(sample, spec)
+                    duplicates.add(name, sample)
+                    examples[name].offer(sample)
+            except DataError as error:
+                problems.append(f"split {name} cannot be read: {error}")
+                if len(problems) == len(streams):
+                    raise
+    order = list(Likeness)
+    pairs = sorted(duplicates.pairs(), key=lambda pair: order.index(pair.likeness))
+    for skips, said in ((True, problems), (False, notes)):
+        for kind, texts in reader.faults.texts(skips=skips).items():
+            said.append(f"{plural(len(texts), kind.what)} ({_examples(texts)}): {kind.remedy}")
+    problems += [*_leaks(pairs), *_missing_answers(splits, spec), *_strange_labels(splits, spec)]
+    notes += _copies(pairs)
+    _show_counts(source.task, splits, console)
+    for path in _write_files(source, reader.faults, pairs, examples, out):
+        say(console, "[dim]wrote[/]", str(path))
+    for sign, sentences in (("[yellow]![/]", notes), ("[red]✗[/]", problems)):
+        for sentence in sentences:
+            say(console, sign, sentence)
+    if not problems:
+        noted = f"no faults; {plural(len(notes), 'note')} above" if notes else "nothing is wrong"
+        say(console, "[green]✓[/]", noted)
+    return not problems
+
+
+def _write_files(
+    source: Source,
+    faults: Faults,
+    pairs: Sequence[Pair],
+    examples: Mapping[str, Reservoir],
+    out: Path,
+) -> Iterator[Path]:
+    """Write contact sheets, and a table of everything that was found."""
+    out.mkdir(parents=True, exist_ok=True)
+    sheets = {name: contact_sheet(kept.samples) for name, kept in examples.items() if kept.seen}
+    shown = {
+        "leaks": [pair for pair in pairs if pair.leaks][:SHOWN_PAIRS],
+        "duplicates": [pair for pair in pairs if not pair.leaks][:SHOWN_PAIRS],
+    }
+    pictures = _pictures_of(source, [*shown["leaks"], *shown["duplicates"]])
+    for name, some in shown.items():
+        if sheet := pair_sheet(some, pictures):
+            sheets[name] = sheet
+    for name, sheet in sheets.items():
+        sheet.save(out / f"{name}.png", compress_level=1)
+        yield out / f"{name}.png"
+    lines = [f"{fault.kind.name.lower()}\t{fault.text}\n" for fault in faults.found]
+    lines += [f"copy\t{pair}\n" for pair in pairs]
+    if lines:
+        (out / "faults.tsv").write_text("".join(lines), encoding="utf-8")
+        yield out / "faults.tsv"
+
+
+def say(console: Console, sign: str, text: str) -> None:
+    """Print a sentence of any length as one line."""
+    console.print(f"{sign} {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def _streams(source: Source, reader: ImageReader) -> dict[str, Callable[[], Iterator[Sample]]]:
+    splits = open_source(replace(source, reader=reader))
+    whole = Split.TRAIN if len(splits) > 1 else "all"
+    return {str(split or whole): stream for split, stream in splits.items()}
+
+
+def _pictures_of(source: Source, pairs: Sequence[Pair]) -> Mapping[Key, Sample]:
+    """Samples of some pairs by split and id, read once more; what is gone is left out."""
+    wanted = {key for pair in pairs for key in (pair.first, pair.second)}
+    found: dict[Key, Sample] = {}
+    reader = ImageReader.for_check(source.path or source.name)
+    for name, stream in _streams(source, reader).items():
+        with suppress(DataError):  # it was reported when the set was checked
+            for sample in stream() if wanted else ():
+                if (name, sample.id) in wanted:
+                    found[name, sample.id] = sample
+    return found
+
+
+def _show_counts(task: str, splits: Mapping[str, SplitFacts], console: Console) -> None:
+    table = Table(title=f"task {task}", title_justify="left")
+    for name in ("split", "samples", "images", "answered"):
+        table.add_column(name, justify="left" if name == "split" else "right")
+    for split, facts in splits.items():
+        counts = (facts.samples, facts.images, facts.samples - facts.unanswered)
+        table.add_row(split, *map(str, counts))
+    console.print(table)
+    total: Counter[str] = sum((facts.labels for facts in splits.values()), start=Counter())
+    if not total:
+        return
+    table = Table(title=plural(len(total), "label"), title_justify="left")
+    for name in ("label", *splits, ""):
+        table.add_column(name, justify="right" if name in splits else "left")
+    most = max(total.values())
+    for label, count in total.most_common(SHOWN_LABELS):
+        numbers = [str(facts.labels[label]) for facts in splits.values()]
+        table.add_row(label, *numbers, "█" * max(1, round(BAR * count / most)))
+    if len(total) > SHOWN_LABELS:
+        table.add_row(f"… {len(total) - SHOWN_LABELS} more")
+    console.print(table)
+
+
+def _leaks(pairs: Sequence[Pair]) -> Iterator[str]:
+    for likeness in Likeness:
+        if found := [str(pair) for pair in pairs if pair.leaks and pair.likeness is likeness]:
+            yield (
+                f"{plural(len(found), 'picture|pictures is|are in two splits')}, {likeness} "
+                f"({_examples(found)}): keep each in one split, or set "
+                "domains.NAME.source.leaks=keep_test"
+            )
+
+
+def _copies(pairs: Sequence[Pair]) -> Iterator[str]:
+    for likeness in Likeness:
+        own = [pair for pair in pairs if not pair.leaks and pair.likeness is likeness]
+        if own:
+            how = "" if likeness is Likeness.EQUAL else f", {likeness}"
+            shown = _examples([f"{pair.second[1]} is {pair.first[1]}" for pair in own])
+            yield (
+                f"{plural(len(own), 'picture|pictures occurs|occur again in its|their')} own "
+                f"split{how} ({shown}): they go to the same split, and one of each is enough"
+            )
+
+
+def _missing_answers(splits: Mapping[str, SplitFacts], spec: TaskSpec) -> Iterator[str]:
+    for name, facts in splits.items():
+        if not facts.samples:
+            yield f"split {name} holds no samples: add some"
+        elif name != Split.UNLABELLED and facts.unanswered == facts.samples:
+            yield (
+                f"none of the {plural(facts.samples, 'image')} of split {name} has "
+                f"{'objects' if spec.detects else 'answers'}: check where the labels are, or use "
+                "kind `images` for images without labels"
+            )
+        elif name != Split.UNLABELLED and facts.unanswered and not spec.detects:
+            yield (
+                f"{facts.unanswered} of {plural(facts.samples, 'sample')} of split {name} "
+                f"{agreeing(facts.unanswered, 'has|have')} no answer: add it or remove them"
+            )
+
+
+def _strange_labels(splits: Mapping[str, SplitFacts], spec: TaskSpec) -> Iterator[str]:
+    labels = {name: facts.labels for name, facts in splits.items() if facts.labels}
+    learnt = labels.get(str(Split.TRAIN), labels.get("all"))
+    if not spec.choice or spec.labels != "required" or learnt is None:
+        return
+    if len(learnt) == 1:
+        yield f"there is only one class, {next(iter(learnt))!r}: add another"
+    for name, used in labels.items():
+        if strange := sorted(set(used) - set(learnt)):
+            yield (
+                f"split {name} has labels that are not in {Split.TRAIN} "
+                f"({', '.join(strange[:5])}): give all splits the same label set"
+            )
+
+
+def _examples(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+    return "; ".join(texts[:NAMED]) + more

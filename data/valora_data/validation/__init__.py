@@ -1,1 +1,0 @@
-"""Checks of a data set, and contact sheets that show what was found."""

@@ -385,7 +385,7 @@ EXPORTS: dict[str, tuple[Callable[[Path], Path], Plant, str]] = {
     ),
     "Label Studio, no width": (
         write_labelstudio, replaced("export.json", '"width": 25.0', '"width": null'),
-        "has no numbers",
+        "width None is no number",
     ),
     "Label Studio, no area": (
         write_labelstudio, replaced("export.json", '"width": 25.0', '"width": 0'), "has no area",

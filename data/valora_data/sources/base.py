@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
-from valora_data.sources.formats.files import files_below
-from valora_data.sources.formats.tables import load_json, read_lines
+from valora_data.sources.formats.files import files_below, load_json, read_lines
 from valora_data.sources.formats.videos import FRAMES
 
 if TYPE_CHECKING:
@@ -112,8 +111,7 @@ class Location:
     """A path that a user gave, with what formats recognise it by; each is read once."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.path = Path(text)
+        self.text, self.path = text, Path(text)
         self.file = annotation_file(self.path)
 
     @cached_property
@@ -133,12 +131,12 @@ class Location:
 
         Empty if it is no object.
         """
-        content: Any = {}
+        content: Any = None
         if self.file.suffix == ".json" and self.file.is_file():
             content = load_json(self.file)
-            content = content[0] if isinstance(content, list) and content else content
         elif self.file.suffix == ".jsonl" and self.file.is_file():
-            content = next((row for _, row in read_lines(self.file)), {})
+            content = [row for _, row in read_lines(self.file)[:1]]
+        content = content[0] if isinstance(content, list) and content else content
         return content if isinstance(content, dict) else {}
 
 

@@ -10,6 +10,7 @@ from valora_data.errors import DataError
 from valora_data.registry import Registry
 from valora_data.schema import Split
 from valora_data.sources.base import Location, Source, SourceFormat, Splits, check_unpacked
+from valora_data.sources.formats.files import images_below
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,32 +19,32 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
     "valora.sources",
     "source kind",
     {  # in the order in which `detect_kind` asks: the first that recognises a path is taken
-        "scenes": "valora_data.sources.formats.scenes:ScenesFormat",
+        "scenes": "valora_data.sources.formats.own:ScenesFormat",
         "records": "valora_data.sources.formats.documents:RecordsFormat",
         "linked_records": "valora_data.sources.formats.documents:LinkedRecordsFormat",
         "drawn_album": "valora_data.sources.formats.documents:DrawnAlbumFormat",
         "album": "valora_data.sources.formats.documents:AlbumFormat",
         "documents": "valora_data.sources.formats.documents:DocumentsFormat",
         "texts": "valora_data.sources.formats.documents:TextsFormat",
-        "shards": "valora_data.sources.formats.shards:ShardsFormat",
-        "hub": "valora_data.sources.formats.hub:HubFormat",
+        "shards": "valora_data.sources.formats.own:ShardsFormat",
+        "hub": "valora_data.sources.formats.rows:HubFormat",
         "roboflow": "valora_data.sources.formats.coco:RoboflowFormat",
-        "cvat": "valora_data.sources.formats.cvat:CvatFormat",
+        "cvat": "valora_data.sources.formats.annotation_tools:CvatFormat",
         "kitti": "valora_data.sources.formats.kitti:KittiFormat",
         "voc": "valora_data.sources.formats.voc:VocFormat",
         "yolo": "valora_data.sources.formats.yolo:YoloFormat",
-        "labelstudio": "valora_data.sources.formats.labelstudio:LabelStudioFormat",
-        "fiftyone": "valora_data.sources.formats.fiftyone:FiftyOneFormat",
-        "swift": "valora_data.sources.formats.grounding:SwiftFormat",
-        "qwen2.5-vl": "valora_data.sources.formats.grounding:PixelQwenFormat",
-        "qwen3-vl": "valora_data.sources.formats.grounding:GridQwenFormat",
-        "llava": "valora_data.sources.formats.llava:LlavaFormat",
-        "refcoco": "valora_data.sources.formats.refcoco:RefCocoFormat",
-        "vqa": "valora_data.sources.formats.vqa:VqaFormat",
+        "labelstudio": "valora_data.sources.formats.annotation_tools:LabelStudioFormat",
+        "fiftyone": "valora_data.sources.formats.annotation_tools:FiftyOneFormat",
+        "swift": "valora_data.sources.formats.conversations:SwiftFormat",
+        "qwen2.5-vl": "valora_data.sources.formats.conversations:PixelQwenFormat",
+        "qwen3-vl": "valora_data.sources.formats.conversations:GridQwenFormat",
+        "llava": "valora_data.sources.formats.conversations:LlavaFormat",
+        "refcoco": "valora_data.sources.formats.coco:RefCocoFormat",
+        "vqa": "valora_data.sources.formats.coco:VqaFormat",
         "coco": "valora_data.sources.formats.coco:CocoFormat",
-        "videofolder": "valora_data.sources.formats.folders:VideoFolderFormat",
-        "imagefolder": "valora_data.sources.formats.folders:ImageFolderFormat",
-        "images": "valora_data.sources.formats.folders:ImagesFormat",
+        "videofolder": "valora_data.sources.formats.rows:VideoFolderFormat",
+        "imagefolder": "valora_data.sources.formats.rows:ImageFolderFormat",
+        "images": "valora_data.sources.formats.rows:ImagesFormat",
     },
     DataError,
 )
@@ -69,7 +70,7 @@ def open_source(source: Source) -> Splits:
         )
     splits = found.open(source)
     if source.unlabelled is not None:
-        from valora_data.sources.formats.folders import ImagesFormat
+        from valora_data.sources.formats.rows import ImagesFormat
 
         if Split.UNLABELLED in splits:
             raise DataError(
@@ -89,8 +90,6 @@ def files_of(source: Source) -> Iterator[Path]:
     """
     yield from FORMATS[source.kind]().reads(source)
     if source.unlabelled is not None:
-        from valora_data.sources.formats.files import images_below
-
         yield from images_below(Path(source.unlabelled))
 
 

@@ -19,8 +19,7 @@ import yaml
 from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.schema import Split, Task
-from valora_data.sources.formats.files import folder_splits, is_data
-from valora_data.sources.formats.tables import read_text
+from valora_data.sources.formats.files import folder_splits, is_data, read_text
 from valora_data.sources.formats.yolo import YoloSet
 
 ARGS = "args.yaml"

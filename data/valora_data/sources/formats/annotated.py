@@ -1,4 +1,4 @@
-"""The base of formats whose readers yield records, and what the readers share.
+"""The base of formats whose readers yield records, and the validator that finds all faults.
 
 `supervision`'s loaders are not used: they stop at the first fault, know neither EXIF nor the sizes
 that annotations declare, and match files by their exact names.
@@ -7,8 +7,10 @@ that annotations declare, and match files by their exact names.
 from __future__ import annotations
 
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,18 +19,83 @@ from PIL.Image import Image
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Sample, Split
+from valora_data.images import EncodedFile, encoded_file
+from valora_data.schema import Answer, Box, Sample, Split
 from valora_data.sources.base import Source, SourceFormat, Splits
-from valora_data.sources.formats.files import Finder, is_file, readable
-from valora_data.sources.formats.labelled import ImageReader, ahead, load_image, one_pass
-from valora_data.sources.formats.validator import Edges, Record, Shape, Validator, stray_label
+from valora_data.sources.formats.files import Finder, is_file, read_text, readable
+from valora_data.sources.formats.labelled import ImageReader, Media, ahead, load_image
 from valora_data.sources.formats.videos import read_frames
 from valora_data.wording import plural
 
-__all__ = ["AnnotatedFormat", "Edges", "Record", "Shape", "stray_label"]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Found = TypeVar("Found")
+TOLERANCE = 1.0
+"""Pixels by which a box may reach over the edge: annotation tools round."""
+GRIDS = (100, 1000)
+"""Sides of grids on which tools note boxes, instead of in pixels."""
+GRID_BOXES = 20
+"""Fewest boxes by which a grid is recognised."""
+Edges = tuple[float, float, float, float]
+"""(x0, y0, x1, y1) in pixels."""
+Scaled = Callable[[float, float], Edges]
+"""What gives the edges for an image's width and height."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A labelled box, as a file describes it.
+
+    Attributes:
+        label: Name of its class, or the phrase that it answers.
+        edges: Its edges, or what gives them.
+        where: What it is, for messages.
+    """
+
+    label: str
+    edges: Edges | Scaled
+    where: str
+
+
+@dataclass(slots=True)
+class Record:
+    """An image, several of one sample, or a video, and what the data set says of it.
+
+    Attributes:
+        media: Files, or what was read of them.
+        id: Id of its sample.
+        shapes: Its objects; None if the data set says nothing of them.
+        answer: Any other answer; None if it has none that counts.
+        size: Width and height that the annotation names; None for none.
+        file: The image's own file of labels, which need not exist; None where there is no such.
+        prompt: What is asked; an image may occur with several prompts.
+        item: What its faults are counted by; the name of the file by default.
+        video: Whether the media are videos.
+    """
+
+    media: tuple[Media, ...]
+    id: str
+    shapes: Sequence[Shape] | None = None
+    answer: Answer | None = None
+    size: Any = None
+    file: Path | None = None
+    prompt: str | None = None
+    item: str = ""
+    video: bool = False
+    files: list[Path] = field(init=False)
+    file_name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.files = [one for one in self.media if isinstance(one, Path)]
+        self.file_name = readable(self.files[0].name) if self.files else ""
+        self.item = self.item or self.file_name
+
+    def open(self, frames: int) -> list[Image]:
+        """The images, or so many frames of the videos."""
+        if not self.video:
+            return [load_image(one, self.item) for one in self.media]
+        name = self.file_name or self.item
+        videos = [one for one in self.media if isinstance(one, Path | bytes)]
+        return [image for one in videos for image in read_frames(one, frames, name)]
 
 
 class AnnotatedFormat(SourceFormat):
@@ -84,77 +151,206 @@ class AnnotatedFormat(SourceFormat):
             DataError: As `records` does, or boxes are in another unit than the format has.
         """
         name = source.file.name or source.location
-        with one_pass(source.reader, name) as reading:
-            validator = Validator(source, name, reading)
-            records = validator.once(self.records(source, part, reading))
-            for record, future in ahead(
-                records,
-                lambda record: _opened(record, source.frames),
-                lambda record: record.media,
-                lambda record: len(record.media) * (source.frames if record.video else 1),
-            ):
-                images: list[Image] = []
-                with reading.tolerate(record.file_name or record.item):
-                    images = future.result()
-                with reading.tolerate(record.item):
-                    answer = validator.answer(record, images[0]) if images else None
-                    if answer is not None:
-                        rest = tuple(images[1:])
-                        yield Sample(record.id, images[0], answer, record.prompt, rest)
-            validator.check_unit()
+        reading = source.reader or ImageReader(name)
+        validator = _Validator(source, name, reading)
+        for record, future in ahead(
+            validator.once(self.records(source, part, reading)),
+            lambda record: record.open(source.frames),
+            lambda record: record.media,
+            lambda record: len(record.media) * (source.frames if record.video else 1),
+        ):
+            images: list[Image] = []
+            with reading.tolerate(record.file_name or record.item):
+                images = future.result()
+            with reading.tolerate(record.item):
+                answer = validator.answer(record, images[0]) if images else None
+                if answer is not None:
+                    yield Sample(record.id, images[0], answer, record.prompt, tuple(images[1:]))
+        validator.check_unit()
+        if source.reader is None:
+            reading.finish()
 
 
-def _opened(record: Record, frames: int) -> list[Image]:
-    if not record.video:
-        return [load_image(one, record.item) for one in record.media]
-    name = record.file_name or record.item
-    videos = [one for one in record.media if isinstance(one, Path | bytes)]
-    return [image for one in videos for image in read_frames(one, frames, name)]
+class _Validator:
+    """Finds the faults of the records of one part of a data set, which messages name."""
+
+    def __init__(self, source: Source, name: str, reading: ImageReader) -> None:
+        self._source, self._name, self._reading = source, name, reading
+        self._boxes, self._right, self._bottom, self._side = 0, 0.0, 0.0, math.inf
+
+    def once(self, records: Iterable[Record]) -> Iterator[Record]:
+        """Records without those that repeat an image, unless it is asked several things."""
+        seen: set[Path] = set()
+        for record in records:
+            item = record.item
+            with self._reading.tolerate(item):
+                if record.prompt is None and seen.intersection(record.files):
+                    text = f"{self._name} lists {record.file_name} twice"
+                    raise FaultError(FaultKind.IMAGE_TWICE, text)
+                seen.update(record.files)
+                if self._source.task.spec.detects and record.answer is None:
+                    if record.shapes is None:
+                        file = f" file {readable(record.file.name)}" if record.file else "s"
+                        text = f"{item} has no label{file}"
+                        self._reading.add(FaultKind.IMAGE_UNLABELLED, item, text)
+                    elif not record.shapes:
+                        text = f"the labels of {item} name no object"
+                        self._reading.add(FaultKind.LABELS_EMPTY, item, text)
+                yield record
+
+    def answer(self, record: Record, image: Image) -> Answer | None:
+        """The answer of a record, one of the domain's labels; None if it has none that counts."""
+        labels = self._source.labels
+        if record.answer is not None:
+            choice = record.answer.choice
+            if labels and choice is not None and choice not in labels:
+                stray = stray_label(choice, labels)
+                raise FaultError(stray.kind, f"{self._name}, {record.item}: {stray.text}")
+            return record.answer
+        if self._source.task.spec.answer != "boxes":
+            return None
+        file = _stored(image, record)
+        boxes: dict[Box, None] = {}
+        for shape in record.shapes or ():
+            if not labels or shape.label in labels:
+                with self._reading.tolerate(record.item, shape.where):
+                    box = self._box(shape, image, file)
+                    if box in boxes:
+                        text = f"{shape.where} repeats an earlier object"
+                        self._reading.add(FaultKind.ROW_REPEATED, record.item, text)
+                    boxes[box] = None
+        return None if record.prompt and not boxes else Answer(tuple(boxes))
+
+    def _box(self, shape: Shape, image: Image, file: EncodedFile | None) -> Box:
+        """A box on the image as it is shown; one over the edge is clipped."""
+        width, height = image.size
+        edges = shape.edges
+        if callable(edges):
+            edges = edges(*(file.size if file else image.size))
+        elif all(map(math.isfinite, edges)):
+            self._boxes += 1
+            self._right, self._bottom = max(self._right, edges[2]), max(self._bottom, edges[3])
+            self._side = min(self._side, width, height)
+        finite = all(map(math.isfinite, edges))
+        x0, y0, x1, y1 = file.shown(edges) if file is not None and finite else edges
+        text = f"box ({x0:g}, {y0:g}, {x1:g}, {y1:g})"
+        if not finite or x1 <= x0 or y1 <= y0:
+            inverted = x1 < x0 or y1 < y0
+            kind = FaultKind.BOX_INVERTED if inverted else FaultKind.BOX_EMPTY
+            raise FaultError(kind if finite else FaultKind.BOX_NOT_FINITE, f"{text} has no area")
+        inside = min(x0, y0) >= -TOLERANCE and x1 <= width + TOLERANCE and y1 <= height + TOLERANCE
+        x0, y0, x1, y1 = max(0.0, x0), max(0.0, y0), min(float(width), x1), min(float(height), y1)
+        if not inside or x1 <= x0 or y1 <= y0:
+            text = f"{text} lies outside its {width} × {height} image"
+            raise FaultError(FaultKind.BOX_OUTSIDE, text)
+        return Box(x0, y0, x1, y1, shape.label)
+
+    def check_unit(self) -> None:
+        """Refuse boxes that are shares of the image, or on a grid, where pixels are meant."""
+        edges = self._right, self._bottom
+        found = "shares of the image, between 0 and 1" if self._boxes and max(edges) <= 1 else ""
+        divided = ""
+        for grid in GRIDS if self._boxes >= GRID_BOXES else ():
+            if self._side > 1.1 * grid and all(0.98 * grid < edge <= grid for edge in edges):
+                found, divided = f"on a grid of {grid}", f" / {grid}"
+        if found:
+            raise DataError(
+                f"{self._name}: all boxes are {found}, where the format has pixels: multiply them "
+                f"by the image's width and height{divided}"
+            )
 
 
-def collected(
-    entries: Iterable[T], read: Callable[[T, int], Found | None], item: str, reading: ImageReader
-) -> list[Found]:
-    """What is read of the entries of an image, which are numbered from 1; None does not count.
+def _stored(image: Image, record: Record) -> EncodedFile | None:
+    """The file whose stored pixels the boxes refer to; None for the image as it is shown.
 
-    Faults of single ones are collected for the image.
+    Some tools annotate the image as it is shown, some as it is stored, before EXIF's orientation
+    is applied. The width and height that the annotation declares tell which.
+    """
+    try:
+        width, height = (int(float(side)) for side in record.size or ())
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if min(width, height) <= 0 or (width, height) == image.size:
+        return None
+    file = encoded_file(image)
+    if file is not None and file.size == (width, height):  # so it is turned when it is shown
+        return file
+    text = (
+        f"{record.item}: the image has {image.width} × {image.height} pixels, its annotation says "
+        f"{width} × {height}"
+    )
+    raise FaultError(FaultKind.SIZE_DIFFERS, text)
+
+
+def stray_label(label: str, labels: Sequence[str]) -> FaultError:
+    """What is wrong with a label that is none of a domain's."""
+    return FaultError(FaultKind.LABEL_STRAY, f"label {label!r} is not one of {', '.join(labels)}")
+
+
+def read_shapes(
+    reading: ImageReader,
+    item: str,
+    entries: Iterable[tuple[str, T]],
+    read: Callable[[T], tuple[Any, Edges | Scaled] | None],
+) -> list[Shape]:
+    """Objects of an image.
+
+    Args:
+        reading: Collects the faults of single entries.
+        item: What they are counted by.
+        entries: Entries with their places, for messages.
+        read: Gives the label and the edges of an entry, or None if it does not count. What it
+            raises of wrong values is a fault.
     """
     found = []
-    for place, entry in enumerate(entries, start=1):
-        with reading.tolerate(item):
-            one = read(entry, place)
+    for where, entry in entries:
+        with reading.tolerate(item, where, FaultKind.BOX_MALFORMED):
+            one = read(entry)
             if one is not None:
-                found.append(one)
+                if one[0] in (None, ""):
+                    raise KeyError("label")
+                found.append(Shape(str(one[0]), one[1], where))
     return found
 
 
-def number(value: Any, where: str) -> float:
-    """A number of an annotation, or a `FaultError`."""
+def numbered(place: str, entries: Iterable[T]) -> Iterator[tuple[str, T]]:
+    """Entries with their places, which are numbered from 1."""
+    return ((f"{place} {number}", entry) for number, entry in enumerate(entries, start=1))
+
+
+def label_rows(file: Path) -> Iterator[tuple[str, str]]:
+    """Rows of an image's label file with their places, or a `FaultError` if it cannot be read."""
+    try:
+        return numbered(f"{file.name}, row", read_text(file).splitlines())
+    except DataError as error:
+        raise FaultError(FaultKind.FILE_MALFORMED, str(error)) from error
+
+
+def number(value: Any, what: str) -> float:
+    """A number of an annotation, or a `ValueError`."""
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        text = f"{where} {value!r:.80} is no number"
-        raise FaultError(FaultKind.BOX_MALFORMED, text) from error
+        raise ValueError(f"{what} {value!r:.80} is no number") from error
 
 
-def four_numbers(values: Any, where: str) -> Edges:
-    """Four numbers of an annotation, or a `FaultError`."""
+def four_numbers(values: Any, what: str = "box") -> Edges:
+    """Four numbers of an annotation, or a `ValueError`."""
     try:
-        a, b, c, d = (float(value) for value in values)
+        a, b, c, d = map(float, values)
     except (TypeError, ValueError) as error:
-        text = f"{where} {values!r:.80} is not four numbers"
-        raise FaultError(FaultKind.BOX_MALFORMED, text) from error
+        raise ValueError(f"{what} {values!r:.80} is not four numbers") from error
     return a, b, c, d
 
 
-def corner_edges(bbox: Any, where: str) -> Edges:
-    """Edges from x, y, width and height, as COCO has them, or a `FaultError`."""
-    x, y, width, height = four_numbers(bbox, f"{where}: bbox")
-    return (x, y, x + width, y + height)
+def corners(bbox: Any) -> Edges:
+    """Edges from x, y, width and height, as COCO has them, or a `ValueError`."""
+    x, y, width, height = four_numbers(bbox, "bbox")
+    return x, y, x + width, y + height
 
 
-def shares(x0: float, y0: float, x1: float, y1: float) -> Callable[[float, float], Edges]:
-    """Edges in shares of an image's sides, as `Shape.edges`."""
+def shares(x0: float, y0: float, x1: float, y1: float) -> Scaled:
+    """Edges in shares of an image's sides."""
     return lambda width, height: (x0 * width, y0 * height, x1 * width, y1 * height)
 
 
@@ -172,25 +368,28 @@ def label_files(
     """
     files = {image: expected(image) for image in images}
     exact = {file for file in files.values() if file.exists()}
-    folders = {below or file.parent for file in files.values()}
+    folders = sorted({below or file.parent for file in files.values()})
     suffixes = frozenset(file.suffix for file in files.values())
     finders = {folder: Finder(folder, suffixes) for folder in folders}
     lacking = []
     for image, file in files.items():
         if file not in exact:
             found = finders[below or file.parent].of_stem(image.stem, file)
-            if found is not None and found not in exact:
-                files[image] = found
-            else:
+            if found is None or found in exact:
                 lacking.append(image)
+            else:
+                files[image] = found
     if not lacking and not reading.thorough:
         return files
-    before, used = len(reading.faults.found), {*files.values()}
+    before, used = (
+        len(reading.faults.found),
+        {*files.values(), *(f / "classes.txt" for f in folders)},
+    )
     orphans = [
         path
-        for folder in sorted(folders)
+        for folder in folders
         for path in finders[folder].files
-        if path not in used and path.name != "classes.txt" and (below or path.parent == folder)
+        if path not in used and (below or path.parent == folder)
     ]
     for path in orphans:
         text = f"{readable(path.name)} belongs to no image"

@@ -7,7 +7,9 @@ there are none, further ones of self-study.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -20,25 +22,37 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Sample, Split, Task, no_image
 from valora_data.sources.base import Location, Source, SourceFormat, Splits
 from valora_data.sources.documents.albums import AlbumFact, draw_album
-from valora_data.sources.documents.reading import (
-    QUESTIONS,
-    TEXTS,
-    Asked,
-    questions_file,
-    read_documents,
-    read_texts,
-    text_files,
-)
 from valora_data.sources.documents.records import Fact, Link, draw_document
-from valora_data.sources.documents.self_study import continuations, gaps
-from valora_data.sources.formats.folders import ImagesFormat
+from valora_data.sources.formats.files import files_below, read_lines, read_text
+from valora_data.sources.formats.rows import ImagesFormat
 from valora_data.sources.generic.scenes import TRAINING_SEEDS
 from valora_data.wording import plural
 
+TEXTS = frozenset({".txt", ".md", ".markdown", ".rst", ".pdf"})
+QUESTIONS = "questions.jsonl"
+MOST_BYTES = 64 << 20
+"""Most bytes of a document's text."""
 SELF_STUDY = 400
 """Most questions of self-study where `source.counts` does not say how many."""
 LEAST_FACTS = 4
 """Fewest facts of a drawn document: two to decide with, two to measure with."""
+LEAST_WORDS = 5
+"""Words of the shortest sentence that is asked about."""
+MOST_WORDS = 12
+"""Words of the longest answer, and of the longest part that a question repeats."""
+GAP = "___"
+SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n+")
+WORD = re.compile(r"\w+")
+Facts = Sequence[Fact | Link | AlbumFact]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question with its right answers, the one to learn first, and the split that it names."""
+
+    question: str
+    answers: tuple[str, ...]
+    split: str | None = None
 
 
 class ContextFormat(SourceFormat):
@@ -58,25 +72,22 @@ class DocumentsFormat(ContextFormat):
 
     def recognises(self, location: Location) -> bool:
         """JSON lines whose first entry has a text or an article."""
-        if location.path.suffix != ".jsonl" or not location.path.is_file():
-            return False
-        try:
-            return bool(read_documents(location.path))
-        except DataError:
-            return False
+        entry = location.entry if location.path.suffix == ".jsonl" else {}
+        return isinstance(entry.get("text", entry.get("article")), str)
 
     def open(self, source: Source) -> Splits:
         """The questions about the document that is named, or the only one."""
         file = Path(source.location)
         found = read_documents(file)
-        named = [one for one in found if source.document in (None, one.name)]
+        named = [one for name, one in found.items() if source.document in (None, name)]
         if len(named) != 1:
-            shown = ", ".join(one.name for one in found[:10]) + (", …" if len(found) > 10 else "")
+            shown = ", ".join(list(found)[:10]) + (", …" if len(found) > 10 else "")
             raise DataError(
                 f"{file.name} holds {len(found)} documents ({shown}): name one of them in "
                 "source.document"
             )
-        return _splits_of(Document(named[0].text), named[0].asked, source)
+        text, asked = named[0]
+        return _splits_of(Document(text), asked, source)
 
 
 class TextsFormat(ContextFormat):
@@ -89,17 +100,21 @@ class TextsFormat(ContextFormat):
 
     def recognises(self, location: Location) -> bool:
         """Text files, PDFs, and folders that hold nothing else."""
-        return bool(location.suffixes) and location.suffixes <= {*TEXTS, ".pdf"}
+        return bool(location.suffixes) and location.suffixes <= TEXTS
 
     def open(self, source: Source) -> Splits:
         """Questions about the whole text."""
         place = Path(source.location)
-        return _splits_of(Document(read_texts(place)), questions_file(place), source)
+        files = [file for file in self.reads(source) if file.name != QUESTIONS]
+        if not files:
+            raise DataError(f"{place} holds no .txt, .md or .pdf file: check the path")
+        text = "\n\n".join(filter(None, map(_text_of, files)))
+        return _splits_of(Document(_checked(place.name, text)), _questions(place), source)
 
     def reads(self, source: Source) -> Iterator[Path]:
         """The text files, and the questions."""
         place = Path(source.location)
-        yield from text_files(place)
+        yield from [place] if place.is_file() else files_below(place, TEXTS)
         if (place / QUESTIONS).is_file():
             yield place / QUESTIONS
 
@@ -111,7 +126,7 @@ class AlbumFormat(ContextFormat):
         """Questions about all images."""
         folder = Path(source.location)
         images = tuple(sample.image for sample in ImagesFormat().read(source, (folder, "")))
-        asked = questions_file(folder)
+        asked = _questions(folder)
         if not asked:
             raise DataError(
                 f"album {folder} has no {QUESTIONS}, and pictures alone ask nothing: add "
@@ -130,6 +145,7 @@ class RecordsFormat(ContextFormat):
     drawn = True
     wordings: ClassVar[int] = 3
     """Wordings that are studied."""
+    linked: ClassVar[bool] = False
 
     def open(self, source: Source) -> Splits:
         """The questions about its facts."""
@@ -152,23 +168,16 @@ class RecordsFormat(ContextFormat):
         parts |= {Split.VAL: asked[:half], Split.TEST: asked[half:]}
         return _streams(document, parts, source)
 
-    def draw(
-        self, rng: np.random.Generator, entries: int
-    ) -> tuple[Document, Sequence[Fact | Link | AlbumFact]]:
+    def draw(self, rng: np.random.Generator, entries: int) -> tuple[Document, Facts]:
         """The document, and what questions are about."""
         drawn = draw_document(rng, entries)
-        return Document(drawn.text), drawn.facts
+        return Document(drawn.text), drawn.links() if self.linked else drawn.facts
 
 
 class LinkedRecordsFormat(RecordsFormat):
-    """A drawn document of records whose questions do not name the letter (`records.Link`)."""
+    """The same documents, with questions that do not name the letter (`records.Link`)."""
 
-    def draw(
-        self, rng: np.random.Generator, entries: int
-    ) -> tuple[Document, Sequence[Fact | Link | AlbumFact]]:
-        """The same document, and facts that another fact of the letter leads to."""
-        drawn = draw_document(rng, entries)
-        return Document(drawn.text), drawn.links()
+    linked = True
 
 
 class DrawnAlbumFormat(RecordsFormat):
@@ -176,9 +185,7 @@ class DrawnAlbumFormat(RecordsFormat):
 
     wordings = 2
 
-    def draw(
-        self, rng: np.random.Generator, entries: int
-    ) -> tuple[Document, Sequence[Fact | Link | AlbumFact]]:
+    def draw(self, rng: np.random.Generator, entries: int) -> tuple[Document, Facts]:
         """Scenes that the base model has not been trained on, and facts about single things."""
         scenes, facts = draw_album(int(rng.integers(TRAINING_SEEDS)), entries)
         return Document("", tuple(Image.fromarray(scene.pixels) for scene in scenes)), facts
@@ -190,11 +197,9 @@ def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Sp
     Given questions without a split are dealt to val and test.
     """
     rng = _rng(source)
-    study = [Asked(question, (answer,)) for question, answer in continuations(document.text)]
-    cloze = [Asked(question, (answer,)) for question, answer in gaps(document.text, rng)]
+    study, cloze = continuations(document.text), gaps(document.text, rng)
     study += cloze if asked else []
-    free: list[Asked] = []
-    parts: dict[Any, list[Asked]] = {split: [] for split in Split} | {None: free}
+    parts: dict[Any, list[Asked]] = {split: [] for split in (*Split, None)}
     for one in asked or cloze:
         if one.split not in (None, "train", "val", "test"):
             raise DataError(
@@ -202,7 +207,7 @@ def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Sp
                 "choose train, val or test"
             )
         parts[one.split].append(one)
-    del parts[None]
+    free = parts.pop(None)
     for place, number in enumerate(rng.permutation(len(free))):
         parts[Split.TEST if place % 2 else Split.VAL].append(free[number])
     if document.images and not parts[Split.TRAIN]:
@@ -229,16 +234,147 @@ def _rng(source: Source) -> np.random.Generator:
 
 def _streams(document: Document, parts: Mapping[Split, list[Asked]], source: Source) -> Splits:
     """Samples of each split, at most as many as `source.counts` says."""
-    return {
-        split: partial(
-            _samples, document, asked[: source.counts.get(split, SELF_STUDY)],
-            f"{source.name}/{split}",
+
+    def samples(split: Split, asked: Sequence[Asked]) -> Iterator[Sample]:
+        for number, one in enumerate(asked[: source.counts.get(split, SELF_STUDY)]):
+            key, answer = f"{source.name}/{split}/{number:05d}", Answer(answers=one.answers)
+            yield Sample(key, no_image(), answer, one.question, document=document)
+
+    return {split: partial(samples, split, asked) for split, asked in parts.items()}
+
+
+def read_documents(file: Path) -> dict[str, tuple[str, list[Asked]]]:
+    """The texts and questions of a JSONL file of documents, by their ids.
+
+    Lines have `id`, `text`, and `questions` of `question` and `answer(s)`. Files of QuALITY
+    (`article`, and questions with `options` and `gold_label`) are read too; they list an article
+    once for each writer of questions.
+
+    Raises:
+        DataError: A line is no such object, or a question has no answer.
+    """
+    found: dict[str, tuple[str, list[Asked]]] = {}
+    for where, number, entry in _entries(file):
+        text = entry.get("text", entry.get("article")) if isinstance(entry, dict) else None
+        if not isinstance(text, str):
+            raise DataError(f"{where} has no `text` (or `article`): add it or remove the line")
+        name = str(entry.get("id", entry.get("article_id", number)))
+        asked = entry.get("questions") or []
+        if not isinstance(asked, list):
+            raise DataError(f"{where}: `questions` is no list: correct it")
+        text = _checked(name, text)
+        if found.setdefault(name, (text, []))[0] != text:
+            raise DataError(f"two documents are named {name}: give each an id of its own")
+        found[name][1].extend(
+            _asked(item, f"{where}, question {place}") for place, item in enumerate(asked, 1)
         )
-        for split, asked in parts.items()
-    }  # fmt: skip
+    if not found:
+        raise DataError(f"{file} holds no documents: the data set is empty")
+    return found
 
 
-def _samples(document: Document, asked: Sequence[Asked], prefix: str) -> Iterator[Sample]:
-    for number, one in enumerate(asked):
-        answer = Answer(answers=one.answers)
-        yield Sample(f"{prefix}/{number:05d}", no_image(), answer, one.question, document=document)
+def _questions(folder: Path) -> list[Asked]:
+    """Questions in `questions.jsonl` of a folder, if there is one."""
+    file = folder / QUESTIONS
+    return [_asked(item, where) for where, _, item in _entries(file)] if file.is_file() else []
+
+
+def _entries(file: Path) -> Iterator[tuple[str, int, Any]]:
+    for number, entry in read_lines(file):
+        where = f"{file.name}, line {number}"
+        if entry is None:
+            raise DataError(f"{where} is no JSON: correct or remove it")
+        yield where, number, entry
+
+
+def _checked(name: str, text: str) -> str:
+    """A document's text without what surrounds it, which is neither empty nor huge."""
+    text = text.strip()
+    if not text:
+        raise DataError(f"document {name} is empty: add its text, or leave it out")
+    if len(text) > MOST_BYTES:
+        raise DataError(
+            f"document {name} has {len(text):,} characters, more than {MOST_BYTES:,}: split it"
+        )
+    return text
+
+
+def _asked(item: Any, where: str) -> Asked:
+    """A question of an entry, which has words and an answer."""
+    question = _words(item.get("question")) if isinstance(item, dict) else ""
+    if not question:
+        raise DataError(f"{where} has no `question`: add it or remove the entry")
+    options, label = item.get("options"), item.get("gold_label")
+    if isinstance(options, list) and isinstance(label, int) and 1 <= label <= len(options):
+        letters = [chr(ord("A") + place) for place in range(len(options))]
+        lines = [f"({letter}) {text}" for letter, text in zip(letters, options, strict=True)]
+        return Asked("\n".join([question, *lines]), (letters[label - 1],), item.get("split"))
+    given = item.get("answers", item.get("answer"))
+    said = tuple(filter(None, map(_words, given if isinstance(given, list) else [given])))
+    if not said:
+        raise DataError(f"{where} ({question[:60]!r}) has no answer: answer it, or leave it out")
+    return Asked(question, said, item.get("split"))
+
+
+def _words(value: Any) -> str:
+    """A text or number as text; what is neither has no words."""
+    known = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return str(value).strip() if known else ""
+
+
+def _text_of(file: Path) -> str:
+    """The text of a file; a `DataError` for a PDF that is damaged, encrypted or only pictures."""
+    if file.suffix.lower() != ".pdf":
+        return read_text(file).strip()
+    from pypdf import PdfReader
+    from pypdf.errors import PyPdfError
+
+    try:
+        pages = [(page.extract_text() or "").strip() for page in PdfReader(file).pages]
+    except (PyPdfError, OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"{file.name} cannot be read as a PDF ({error}): export it again, or as text"
+        ) from error
+    text = "\n\n".join(filter(None, pages))
+    if not text:
+        raise DataError(
+            f"{file.name} holds no text on {plural(len(pages), 'page')}, as if it were scanned: "
+            "run OCR on it first"
+        )
+    return text
+
+
+def _sentences(text: str) -> list[str]:
+    """Sentences and lines of a text with enough words to ask about."""
+    parts = (part.strip() for part in SENTENCE.split(text))
+    return [part for part in parts if len(WORD.findall(part)) >= LEAST_WORDS]
+
+
+def continuations(text: str) -> list[Asked]:
+    """Ask for the rest of sentences, from every few words on."""
+    found = []
+    for sentence in _sentences(text):
+        words = sentence.split()
+        for start in range(0, max(1, len(words) - 3), MOST_WORDS // 2):
+            half = min((len(words) - start) // 2, MOST_WORDS)
+            if half >= 2:
+                said = " ".join(words[start : start + half])
+                rest = words[start + half : start + half + MOST_WORDS]
+                found.append(Asked(f"continue: {said}", (" ".join(rest),)))
+    return found
+
+
+def gaps(text: str, rng: np.random.Generator) -> list[Asked]:
+    """Ask for one word of each sentence: a number or a name if there is one, else a long one."""
+    found = []
+    for sentence in _sentences(text):
+        words = list(WORD.finditer(sentence))
+        telling = [w for w in words if any(map(str.isdigit, w[0]))]
+        telling += [w for w in words[1:] if w[0][0].isupper()]
+        telling = telling or sorted(words, key=lambda w: -len(w[0]))[:3]
+        word = telling[int(rng.integers(len(telling)))]
+        near = sentence[: word.start()].split()[-MOST_WORDS:]
+        after = sentence[word.end() :].split()[:MOST_WORDS]
+        asked = f"which word is missing: {' '.join([*near, GAP, *after])}"
+        found.append(Asked(asked, (word[0],)))
+    return found

@@ -1,15 +1,16 @@
-"""Files of users' data sets: which are data, which file a name stands for, which split it is in."""
+"""Files of users' data sets: which are data, which one a name stands for, and JSON in them."""
 
 from __future__ import annotations
 
+import codecs
+import json
 import os
 import re
 import unicodedata
 from collections import defaultdict
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from valora_data.errors import DataError
@@ -17,6 +18,7 @@ from valora_data.schema import Split
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
 
 T = TypeVar("T")
 IMAGES = frozenset({
@@ -65,16 +67,14 @@ def files_below(folder: Path, suffixes: frozenset[str] | None = None) -> list[Pa
     visited: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         visited.add(os.path.realpath(place))
-        folders[:] = sorted(
+        folders[:] = [
             name
-            for name in folders
-            if is_data(name) and os.path.realpath(Path(place, name)) not in visited
-        )
-        found += [
-            path
-            for path in (Path(place, name) for name in names if is_data(name))
-            if (suffixes is None or path.suffix.lower() in suffixes) and is_file(path)
+            for name in sorted(filter(is_data, folders))
+            if os.path.realpath(Path(place, name)) not in visited
         ]
+        for path in (Path(place, name) for name in names if is_data(name)):
+            if (suffixes is None or path.suffix.lower() in suffixes) and is_file(path):
+                found.append(path)
     return sorted(found)
 
 
@@ -93,9 +93,9 @@ def folder_splits(folder: Path) -> dict[Split, Path]:
     """Folders of the splits, if any are named so."""
     _check_folder(folder)
     found: dict[Split, Path] = {}
-    for item in sorted(folder.iterdir()):
-        split = SPLIT_NAMES.get(item.name)
-        if item.is_dir() and split is not None:
+    for item in sorted(filter(Path.is_dir, folder.iterdir())):
+        if item.name in SPLIT_NAMES:
+            split = SPLIT_NAMES[item.name]
             if split in found:
                 raise DataError(
                     f"{folder.name} has folders {found[split].name} and {item.name} for the split "
@@ -177,7 +177,8 @@ class Finder:
     def of_stem(self, stem: str, near: Path) -> Path | None:
         """The file with this name without suffix; of several the one that lies nearest."""
         found = self._by_stem.get(spelling(stem), [])
-        shared = [_shared_folders(path, near) for path in found]
+        around = near.absolute().parent
+        shared = [len(os.path.commonpath([around, path.absolute().parent])) for path in found]
         best = [path for path, length in zip(found, shared, strict=True) if length == max(shared)]
         return best[0] if len(best) == 1 else None
 
@@ -192,20 +193,79 @@ class Finder:
 
     @cached_property
     def _by_name(self) -> dict[str, list[Path]]:
-        return _grouped((spelling(path.name), path) for path in self.files)
+        return _grouped((path.name, path) for path in self.files)
 
     @cached_property
     def _by_stem(self) -> dict[str, list[Path]]:
-        return _grouped((spelling(path.stem), path) for path in self.files)
-
-
-def _shared_folders(one: Path, other: Path) -> int:
-    pairs = zip(one.absolute().parts[:-1], other.absolute().parts[:-1], strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return _grouped((path.stem, path) for path in self.files)
 
 
 def _grouped(named: Iterable[tuple[str, Path]]) -> dict[str, list[Path]]:
     found: defaultdict[str, list[Path]] = defaultdict(list)
     for name, path in named:
-        found[name].append(path)
+        found[spelling(name)].append(path)
     return dict(found)
+
+
+def read_text(path: Path) -> str:
+    """Content of a text file in UTF-8, or in UTF-16 with a mark of it, as Windows writes it."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path} ({error.strerror}): check the path") from error
+    wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        return content.decode("utf-16" if wide else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path.name} is no text in UTF-8: export it again in UTF-8") from error
+
+
+def load_json(path: Path) -> Any:
+    """Content of a JSON file."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path.name} is not valid JSON ({error}): export it again") from error
+
+
+def read_lines(path: Path) -> list[tuple[int, Any]]:
+    """Rows of a JSON Lines file with their numbers, which begin at 1; None if one is no JSON.
+
+    Not by pyarrow or `datasets`, which stop at the first bad row and want one type a column.
+    """
+    found: list[tuple[int, Any]] = []
+    # `splitlines` would split at other marks, within texts.
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                found.append((number, json.loads(line)))
+            except (ValueError, RecursionError):
+                found.append((number, None))
+    return found
+
+
+def load_rows(path: Path, what: str) -> list[Any]:
+    """Entries of a JSON list or of JSON Lines; rows that are no JSON are None."""
+    lines = path.suffix == ".jsonl"
+    rows = [entry for _, entry in read_lines(path)] if lines else load_json(path)
+    if not isinstance(rows, list):
+        raise DataError(f"{path.name} is no list of {what}: export it as a list, or as JSON Lines")
+    if not rows:
+        raise DataError(f"{path.name} lists no {what}: the data set is empty")
+    return rows
+
+
+def as_object(row: Any) -> dict[str, Any]:
+    """A row as what it has to be, or a `TypeError`."""
+    if not isinstance(row, dict):
+        raise TypeError("is not a valid JSON object")
+    return row
+
+
+def whole(value: Any) -> Any:
+    """An id as a whole number, if it is one in another form; any other as it is."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    digits = isinstance(value, str) and re.fullmatch(r"0|[1-9]\d{0,17}", value)
+    return int(value) if digits else value

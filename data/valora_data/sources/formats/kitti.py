@@ -13,17 +13,10 @@ from pathlib import Path
 from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Location, Source
-from valora_data.sources.formats.annotated import (
-    AnnotatedFormat,
-    Record,
-    Shape,
-    collected,
-    four_numbers,
-    label_files,
-)
+from valora_data.sources.formats import annotated
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record
 from valora_data.sources.formats.files import images_below
 from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.formats.tables import read_text
 
 
 class KittiFormat(AnnotatedFormat):
@@ -45,15 +38,15 @@ class KittiFormat(AnnotatedFormat):
         images = images_below(part)
         reading.total += len(images)
         labels = _root(Path(source.location)) / "label_2"
-        files = label_files(
+        files = annotated.label_files(
             images, lambda image: labels / f"{image.stem}.txt", labels, labels.name, reading
         )
         for image, file in files.items():
             record = Record((image,), image.name, file=file)
             with reading.tolerate(record.item):
                 if file.exists():
-                    rows = [(file.name, line.split()) for line in read_text(file).splitlines()]
-                    record.shapes = collected(rows, _shape, record.item, reading)
+                    rows = annotated.label_rows(file)
+                    record.shapes = annotated.read_shapes(reading, record.item, rows, _shape)
             yield record
 
 
@@ -61,12 +54,11 @@ def _root(folder: Path) -> Path:
     return folder / "training" if (folder / "training" / "label_2").is_dir() else folder
 
 
-def _shape(row: tuple[str, list[str]], number: int) -> Shape | None:
-    file, cells = row
-    where = f"{file}, row {number}"
+def _shape(row: str) -> tuple[str, annotated.Edges] | None:
+    cells = row.split()
     if not cells or cells[0] == "DontCare":
         return None
     if len(cells) not in (15, 16):
-        text = f"{where}: expected a type and 14 numbers, got {len(cells)} cells"
+        text = f"expected a type and 14 numbers, got {len(cells)} cells"
         raise FaultError(FaultKind.ROW_MALFORMED, text)
-    return Shape(cells[0], four_numbers(cells[4:8], where), where)
+    return cells[0], annotated.four_numbers(cells[4:8])

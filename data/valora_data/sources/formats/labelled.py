@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,10 +73,30 @@ class ImageReader:
                 image = future.result()
             yield image
 
-    def tolerate(self, item: str) -> AbstractContextManager[None]:
-        """Collect a `FaultError` of a block (see `Faults.tolerate`)."""
+    @contextmanager
+    def tolerate(
+        self, item: str, where: str = "", kind: FaultKind = FaultKind.ROW_MALFORMED
+    ) -> Iterator[None]:
+        """Collect a fault of a block that reads an image or row (see `Faults.tolerate`).
+
+        Args:
+            item: What the fault is counted by.
+            where: The place that the block reads. Messages begin with it then, and values that are
+                missing or of a wrong type are faults, too.
+            kind: Kind of those.
+        """
         self.faults.total = self.total
-        return self.faults.tolerate(item)
+        with self.faults.tolerate(item):
+            try:
+                yield
+            except (AttributeError, LookupError, TypeError, ValueError, FaultError) as error:
+                if not where:
+                    raise
+                text = getattr(error, "text", str(error))
+                if isinstance(error, KeyError):
+                    kind, text = FaultKind.ROW_INCOMPLETE, f"has no {error.args[0]}"
+                joint = " " if text.startswith(("has ", "is ")) else ": "
+                raise FaultError(getattr(error, "kind", kind), f"{where}{joint}{text}") from error
 
     def add(self, kind: FaultKind, item: str, text: str) -> None:
         """Collect a fault (see `Faults.add`)."""
@@ -87,15 +107,6 @@ class ImageReader:
         """Say in one warning what was skipped, if anything was."""
         self.faults.total = self.total
         self.faults.warn()
-
-
-@contextmanager
-def one_pass(reader: ImageReader | None, source: str) -> Iterator[ImageReader]:
-    """A reader for one pass over a data set: the caller's, or one that warns at the end."""
-    own = reader or ImageReader(source)
-    yield own
-    if reader is None:
-        own.finish()
 
 
 def ahead(

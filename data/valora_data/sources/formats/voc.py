@@ -18,25 +18,10 @@ from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Location, Source
-from valora_data.sources.formats.annotated import (
-    AnnotatedFormat,
-    Record,
-    Shape,
-    check_labels,
-    collected,
-    label_files,
-    number,
-)
-from valora_data.sources.formats.files import (
-    SPLIT_NAMES,
-    files_below,
-    images_below,
-    spelling,
-    split_in,
-    with_rest,
-)
+from valora_data.sources.formats import annotated, files
+from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record, number
+from valora_data.sources.formats.files import read_text
 from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.formats.tables import read_text
 
 XML = frozenset({".xml"})
 SETS = "ImageSets/Main/*.txt"
@@ -53,33 +38,34 @@ class VocFormat(AnnotatedFormat):
         if not location.path.is_dir() or ".xml" not in location.suffixes:
             return False
         try:
-            return parse_xml(files_below(location.path, XML)[0]).tag == "annotation"
+            return parse_xml(files.files_below(location.path, XML)[0]).tag == "annotation"
         except FaultError:
             return True
 
     def parts(self, source: Source) -> Mapping[Split | None, list[Path]]:
         """Images by the splits that lists or folders are named after, or all as one piece."""
         whole = Path(source.location)
-        images = images_below(_images(source))
-        lists = {SPLIT_NAMES.get(file.stem): file for file in sorted(whole.glob(SETS))}
+        images = files.images_below(_images(source))
+        lists = {files.SPLIT_NAMES.get(file.stem): file for file in sorted(whole.glob(SETS))}
         trainval = whole / SETS.replace("*", "trainval")
         if trainval.is_file():
             lists.setdefault(Split.TRAIN, trainval)
         parts: dict[Split, list[Path]] = {}
-        named = {spelling(path.stem): path for path in images}
+        named = {files.spelling(path.stem): path for path in images}
         for split, file in lists.items():
             if split is not None:
                 names = {line.split()[0] for line in read_text(file).splitlines() if line.strip()}
                 missing = images[0].parent
                 parts[split] = [
-                    named.get(spelling(name), missing / f"{name}.jpg") for name in sorted(names)
+                    named.get(files.spelling(name), missing / f"{name}.jpg")
+                    for name in sorted(names)
                 ]
         for path in () if parts else images:
-            split = split_in(path.relative_to(_images(source)).parts[:-1])
+            split = files.split_in(path.relative_to(_images(source)).parts[:-1])
             if split is None:
                 return {None: images}
             parts.setdefault(split, []).append(path)
-        return with_rest(parts, images)
+        return files.with_rest(parts, images)
 
     def lists(self, source: Source) -> Iterator[Path]:
         """The lists of names."""
@@ -88,31 +74,32 @@ class VocFormat(AnnotatedFormat):
     def records(self, source: Source, part: list[Path], reading: ImageReader) -> Iterator[Record]:
         """Images with the boxes of their XML files; ids are paths below the folder."""
         whole, below = Path(source.location), _images(source)
-        if not files_below(whole, XML):
+        if not files.files_below(whole, XML):
             raise DataError(
                 f"{whole} holds no XML files: name the folder that holds both the images and the "
                 "XML files, or the folder of the images as source.images"
             )
         reading.total += len(part)
-        images = dict.fromkeys([*part, *images_below(below)])
-        files = label_files(
+        images = dict.fromkeys([*part, *files.images_below(below)])
+        labels = annotated.label_files(
             images, lambda image: image.with_suffix(".xml"), whole, whole.name, reading
         )
         names: set[str] = set()
         found = []
         for path in part:
-            file = files[path]
+            file = labels[path]
             record = Record((path,), path.relative_to(below).as_posix(), file=file)
-            with reading.tolerate(record.item):
+            item = record.item
+            with reading.tolerate(item):
                 if file.exists():
                     root = parse_xml(file)
                     record.size = [root.findtext(f"size/{side}") for side in ("width", "height")]
                     names |= {child_text(entry, "name") for entry in root.iter("object")}
-                    objects = [(file.name, entry) for entry in root.iter("object")]
-                    record.shapes = collected(objects, _shape, record.item, reading)
+                    objects = annotated.numbered(f"{file.name}, object", root.iter("object"))
+                    record.shapes = annotated.read_shapes(reading, item, objects, _shape)
                 found.append(record)
         if source.labels and names and not names & set(source.labels):
-            check_labels(whole.name, sorted(names), source.labels)
+            annotated.check_labels(whole.name, sorted(names), source.labels)
         yield from found
 
 
@@ -120,22 +107,20 @@ def _images(source: Source) -> Path:
     return Path(source.images or source.location)
 
 
-def _shape(entry: tuple[str, Element], position: int) -> Shape:
+def _shape(element: Element) -> tuple[str, Edges]:
     """A box of xmin, ymin, xmax and ymax, which covers these pixels and all between them.
 
     The first pixel is number 1, as the devkit defines it; so it reaches from xmin − 1 to xmax here.
     """
-    file, element = entry
-    where = f"{file}, object {position}"
     label = child_text(element, "name")
     if not label:
-        raise FaultError(FaultKind.ROW_INCOMPLETE, f"{where} has no name")
+        raise KeyError("name")
     x0, y0, x1, y1 = (
-        number(child_text(element, f"bndbox/{edge}"), f"{where}: {edge}")
+        number(child_text(element, f"bndbox/{edge}"), edge)
         for edge in ("xmin", "ymin", "xmax", "ymax")
     )
     # labelImg counts from 0 at the very edge.
-    return Shape(label, (max(x0 - 1, min(x0, 0)), max(y0 - 1, min(y0, 0)), x1, y1), where)
+    return label, (max(x0 - 1, min(x0, 0)), max(y0 - 1, min(y0, 0)), x1, y1)
 
 
 def parse_xml(path: Path) -> Element:

@@ -17,18 +17,9 @@ from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Location, Source
-from valora_data.sources.formats.annotated import (
-    AnnotatedFormat,
-    Record,
-    Shape,
-    check_labels,
-    collected,
-    label_files,
-    shares,
-)
-from valora_data.sources.formats.files import IMAGES, Finder, files_below, is_file, with_rest
+from valora_data.sources.formats import annotated, files
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Scaled, shares
 from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.formats.tables import read_text
 from valora_data.wording import plural
 
 log = logging.getLogger(__name__)
@@ -55,11 +46,11 @@ class YoloFormat(AnnotatedFormat):
         """YAML files, and folders that hold one with `names`, or `images/` beside label files."""
         file = location.file
         if file.is_dir():
-            labels = files_below(file / "labels", frozenset({".txt"}))
+            labels = files.files_below(file / "labels", frozenset({".txt"}))
             return (file / "images").is_dir() and bool(labels)
         if file.suffix not in (".yaml", ".yml") or not file.is_file():
             return False
-        return file == location.path or "names" in _parsed(file)
+        return file == location.path or "names" in YoloSet(file).content
 
     def parts(self, source: Source) -> Mapping[Split | None, Any]:
         """The splits that the file names; one with the images of train is taken from it."""
@@ -72,36 +63,37 @@ class YoloFormat(AnnotatedFormat):
                     text = f"{split} of {data.name} names the images of train"
                     log.warning("%s: a part of them is taken for it", text)
                     source.reader.add(FaultKind.SPLIT_REPEATED, str(split), text)
-        return with_rest(splits, Split.TRAIN) if splits else {}
+        return files.with_rest(splits, Split.TRAIN) if splits else {}
 
     def lists(self, source: Source) -> Iterator[Path]:
         """The YAML file and its lists of images."""
-        yield source.file
         data = YoloSet(source.file)
-        yield from filter(is_file, (path for split in data.splits for path in data.places(split)))
+        places = [path for split in data.splits for path in data.places(split)]
+        yield from [source.file, *filter(files.is_file, places)]
 
     def records(self, source: Source, part: Split, reading: ImageReader) -> Iterator[Record]:
         """Images of a split in the order of paths; ids are paths below the data set's folder."""
         data = YoloSet(source.file)
         if source.labels:
-            check_labels(data.name, data.names.values(), source.labels)
+            annotated.check_labels(data.name, data.names.values(), source.labels)
         images = data.images(part)
         reading.total += len(images)
         everything = dict.fromkeys(images)  # splits may be lists of one folder
         for split in data.splits:
             with contextlib.suppress(DataError):
                 everything |= dict.fromkeys(data.images(split))
-        files = label_files(everything, _label_file, None, data.name, reading)
+        labels = annotated.label_files(everything, _label_file, None, data.name, reading)
         for path, count in images.items():
             below = path.relative_to(data.root) if path.is_relative_to(data.root) else path
-            record = Record((path,), below.as_posix(), file=files[path])
-            with reading.tolerate(record.item):
-                if files[path].exists():
-                    rows = _rows(files[path])
-                    record.shapes = collected(rows, data.shape, record.item, reading)
+            record = Record((path,), below.as_posix(), file=labels[path])
+            item = record.item
+            with reading.tolerate(item):
+                if labels[path].exists():
+                    rows = annotated.label_rows(labels[path])
+                    record.shapes = annotated.read_shapes(reading, item, rows, data.shape)
                 yield record
                 if count > 1:
-                    raise FaultError(FaultKind.IMAGE_TWICE, f"{part} lists {record.item} twice")
+                    raise FaultError(FaultKind.IMAGE_TWICE, f"{part} lists {item} twice")
 
 
 class YoloSet:
@@ -112,9 +104,21 @@ class YoloSet:
     """
 
     def __init__(self, file: Path) -> None:
-        self.file = file
-        self.name = file.name
-        self._content = _parsed(file)
+        self.file, self.name = file, file.name
+        if file.is_dir():
+            splits = [path.name for path in sorted((file / "images").glob("*")) if path.is_dir()]
+            lines = [f"{name}: images/{name}" for name in splits] or ["train: images"]
+            raise DataError(
+                f"folder {file} has no data.yaml: write one with the lines {', '.join(lines)}, "
+                "and names: [the class names in the order of their ids]"
+            )
+        try:
+            self.content = yaml.safe_load(files.read_text(file))
+        except yaml.YAMLError as error:
+            problem = " ".join(str(error).split())
+            raise DataError(f"{file.name} is not valid YAML ({problem}): fix it") from error
+        if not isinstance(self.content, dict):
+            raise DataError(f"{file.name} is no Ultralytics data set: it needs names and paths")
 
     @property
     def splits(self) -> list[Split]:
@@ -124,26 +128,26 @@ class YoloSet:
     @cached_property
     def names(self) -> dict[int, str]:
         """Class names by id."""
-        names = self._content.get("names")
-        names = dict(enumerate(names)) if isinstance(names, list) else names
-        if isinstance(names, dict):
-            names = {int(key) if str(key).isdecimal() else key: name for key, name in names.items()}
-        if not isinstance(names, dict) or not all(isinstance(key, int) for key in names):
+        names = self.content.get("names")
+        given = dict(enumerate(names)) if isinstance(names, list) else names
+        try:
+            found = {int(key): name for key, name in given.items()}
+        except (AttributeError, TypeError, ValueError) as error:
             raise DataError(
                 f"{self.name} has no 'names': list the class names in the order of their ids"
-            )
-        if any(isinstance(name, bool) for name in names.values()):
+            ) from error
+        if any(isinstance(name, bool) for name in found.values()):
             raise DataError(
                 f"{self.name}: YAML reads the class names yes, no, on and off as true and false: "
                 "write them in quotes"
             )
-        return {key: str(name) for key, name in names.items()}
+        return {key: str(name) for key, name in found.items()}
 
     @cached_property
     def root(self) -> Path:
         """The folder that `path` names, as Ultralytics finds it; that of the file if it moved."""
         beside = self.file.parent
-        given = expanded(str(self._content.get("path") or "").replace("\\", "/"))
+        given = expanded(str(self.content.get("path") or "").replace("\\", "/"))
         places = [name for split in Split for name in self._named(split)]
         tried = [beside / given, Path.cwd() / given, Path.cwd() / "datasets" / given, beside]
         for root in tried:
@@ -160,9 +164,14 @@ class YoloSet:
         found: list[Path] = []
         for place in self.places(split):
             if place.is_dir():
-                found += files_below(place, IMAGES)
-            elif is_file(place) and place.suffix == ".txt":
-                found += _listed(place, self.root)
+                found += files.files_below(place, files.IMAGES)
+            elif files.is_file(place) and place.suffix == ".txt":
+                finder = files.Finder(self.root)
+                for line in map(str.strip, files.read_text(place).split("\n")):
+                    if line.startswith("./"):  # as Ultralytics has it, beside the list
+                        found.append(place.parent / line[2:])
+                    elif line:
+                        found.append(finder.find(line))
             else:
                 raise DataError(
                     f"{self.name}: split '{split}' names {place}, which does not exist: correct "
@@ -172,30 +181,30 @@ class YoloSet:
             raise DataError(f"{self.name}: split '{split}' holds no images: the data set is empty")
         return dict(sorted(Counter(found).items()))
 
-    def shape(self, row: tuple[str, str], _: int) -> Shape:
-        """The object of a row, given with its name for messages."""
-        text, where = row
+    def shape(self, row: str) -> tuple[str, Scaled] | None:
+        """The label and the edges of a row; None for an empty one."""
+        if not row.strip():
+            return None
         try:
-            index, *numbers = (float(cell) for cell in text.split())
+            index, *numbers = map(float, row.split())
         except ValueError as error:
-            text = f"{where}: {text!r} is not a row of numbers"
+            text = f"{row.strip()!r} is not a row of numbers"
             raise FaultError(FaultKind.ROW_MALFORMED, text) from error
         if index not in self.names:
             known = ", ".join(map(str, list(self.names)[:10]))
-            text = f"{where}: class {index:g} is none of {known}"
-            raise FaultError(FaultKind.CLASS_UNKNOWN, text)
+            raise FaultError(FaultKind.CLASS_UNKNOWN, f"class {index:g} is none of {known}")
         label, count = self.names[int(index)], len(numbers)
         if count in (4, 4 + self._keypoints):
             x, y, width, height = numbers[:4]
             edges = x - width / 2, y - height / 2, x + width / 2, y + height / 2
-            return Shape(label, shares(*edges), where)
+            return label, shares(*edges)
         if count >= 6 and count % 2 == 0 and not self._keypoints:
             xs, ys = numbers[0::2], numbers[1::2]
-            return Shape(label, shares(min(xs), min(ys), max(xs), max(ys)), where)
+            return label, shares(min(xs), min(ys), max(xs), max(ys))
         more = f"{self._keypoints} of keypoints" if self._keypoints else "a polygon"
         text = (
-            f"{where}: expected a class and 4 numbers (centre x, y, width, height) or {more}, "
-            f"got {plural(count, 'number')}"
+            f"expected a class and 4 numbers (centre x, y, width, height) or {more}, got "
+            f"{plural(count, 'number')}"
             + (", of which the last may be a confidence" if count == 5 else "")
         )
         raise FaultError(FaultKind.ROW_MALFORMED, text)
@@ -203,7 +212,7 @@ class YoloSet:
     @cached_property
     def _keypoints(self) -> int:
         """Numbers of all keypoints of a row."""
-        shape = self._content.get("kpt_shape")
+        shape = self.content.get("kpt_shape")
         match shape:
             case None:
                 return 0
@@ -213,36 +222,9 @@ class YoloSet:
 
     def _named(self, split: Split) -> list[str]:
         keys = OTHER_NAMES.get(split, (split,))
-        places: Any = next((self._content[key] for key in keys if self._content.get(key)), [])
+        places: Any = next((self.content[key] for key in keys if self.content.get(key)), [])
         found = places if isinstance(places, list) else [places]
         return [str(place).replace("\\", "/") for place in found]
-
-
-def _parsed(file: Path) -> dict[str, Any]:
-    if file.is_dir():
-        splits = [path.name for path in sorted((file / "images").glob("*")) if path.is_dir()]
-        lines = [f"{name}: images/{name}" for name in splits] or ["train: images"]
-        raise DataError(
-            f"folder {file} has no data.yaml: write one with the lines {', '.join(lines)}, "
-            "and names: [the class names in the order of their ids]"
-        )
-    try:
-        content = yaml.safe_load(read_text(file))
-    except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
-        raise DataError(f"{file.name} is not valid YAML ({problem}): fix it") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{file.name} is no Ultralytics data set: it needs names and paths")
-    return content
-
-
-def _rows(file: Path) -> list[tuple[str, str]]:
-    """Rows of a label file, each with its name for messages."""
-    try:
-        lines = enumerate(read_text(file).splitlines(), start=1)
-    except DataError as error:
-        raise FaultError(FaultKind.FILE_MALFORMED, str(error)) from error
-    return [(line.strip(), f"{file.name}, row {number}") for number, line in lines if line.strip()]
 
 
 def _resolved(root: Path, place: str) -> Path:
@@ -253,20 +235,7 @@ def _resolved(root: Path, place: str) -> Path:
     return path
 
 
-def _listed(file: Path, root: Path) -> list[Path]:
-    """Images of a text file; as Ultralytics has it, "./" is relative to the file itself."""
-    lines = [line.strip() for line in read_text(file).split("\n") if line.strip()]
-    finder = Finder(root)
-    return [
-        file.parent / line[2:] if line.startswith("./") else finder.find(line) for line in lines
-    ]
-
-
 def _label_file(image: Path) -> Path:
     """`…/images/a/b.jpg` → `…/labels/a/b.txt`: the last folder of that name counts."""
-    parts = list(image.parts)
-    for position in range(len(parts) - 2, -1, -1):
-        if parts[position] == "images":
-            parts[position] = "labels"
-            break
-    return Path(*parts).with_suffix(".txt")
+    before, found, after = f"/{image}".rpartition("/images/")
+    return Path(f"{before}/labels/{after}"[1:] if found else image).with_suffix(".txt")

@@ -285,7 +285,7 @@ EXPORTS: list[tuple[Callable[[Path], Path], Plant, str]] = [
     (write_labelstudio, replaced("export.json", '"was_cancelled": false', '"was_cancelled": true'),
      "1 entry is not labelled yet"),
     (write_labelstudio, replaced("export.json", '"width": 25.0', '"width": null'),
-     "has no numbers"),
+     "width None is no number"),
     (write_labelstudio, replaced("export.json", '"width": 25.0', '"width": 0'), "has no area"),
 ]  # fmt: skip
 

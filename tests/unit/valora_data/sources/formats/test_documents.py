@@ -11,7 +11,7 @@ from valora_data.errors import DataError
 from valora_data.prepare import prepare
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Source
-from valora_data.sources.documents.self_study import GAP, continuations, gaps
+from valora_data.sources.formats.documents import GAP, continuations, gaps
 from valora_data.sources.registry import detect_kind, open_source
 
 TEXT = (
@@ -98,12 +98,15 @@ def test_a_folder_of_texts_is_one_document_that_asks_itself(tmp_path):
 
 
 def test_self_study_asks_what_the_text_answers():
-    for question, answer in continuations(TEXT):
-        said = question.removeprefix("continue: ")
-        assert f"{said} {answer}" in TEXT.replace("\n", " ")
-    for question, answer in gaps(TEXT, np.random.default_rng(0)):
-        filled = question.removeprefix("which word is missing: ").replace(GAP, answer)
-        assert set(filled.split()) <= {*TEXT.split(), answer} | set(TEXT.replace(".", " .").split())
+    for one in continuations(TEXT):
+        assert f"{one.question.removeprefix('continue: ')} {one.answers[0]}" in TEXT
+    for one in gaps(TEXT, np.random.default_rng(0)):
+        filled = one.question.removeprefix("which word is missing: ").replace(GAP, one.answers[0])
+        assert set(filled.split()) <= {
+            one.answers[0],
+            *TEXT.split(),
+            *TEXT.replace(".", " .").split(),
+        }
 
 
 def pdf(text):

@@ -1,4 +1,4 @@
-"""Ultralytics data sets: read like Ultralytics reads them, written so that it can."""
+"""Label files of Ultralytics, read like Ultralytics reads them, and of KITTI."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.support.detection_sets import read_split, write_yolo
+from tests.support.detection_sets import BOXES, read_split, write_pictures, write_yolo
 from valora_data.errors import DataError
 from valora_data.faults import FaultKind
-from valora_data.schema import Answer, Box, Sample, Split
+from valora_data.schema import Answer, Box, Sample, Split, Task
 from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.formats.yolo import YoloSet
+from valora_data.sources.registry import FORMATS, detect_kind
 from valora_teachers.ultralytics_plugin import load_ultralytics
 
 LABELS = ("dog", "cat")
@@ -42,18 +42,6 @@ def edit(file: Path, /, **changes: object) -> Path:
     return file
 
 
-def test_round_trip(data: Path) -> None:
-    assert YoloSet(data).splits == [Split.TRAIN, Split.VAL]
-    for split, samples in SAMPLES.items():
-        back = list(read_split("yolo", data, split, LABELS))
-        assert [s.id for s in back] == [f"images/{split}/{i:06d}.png" for i in range(len(samples))]
-        for old, new in zip(samples, back, strict=True):
-            assert new.image.tobytes() == old.image.tobytes()
-            assert [b.label for b in new.answer.boxes] == [b.label for b in old.answer.boxes]
-            for a, b in zip(old.answer.boxes, new.answer.boxes, strict=True):
-                assert b.xyxy == pytest.approx(a.xyxy, abs=1e-4)
-
-
 def test_agrees_with_ultralytics(data: Path) -> None:
     load_ultralytics()  # imported otherwise, it would change PIL for all tests after this one
     from ultralytics.data.dataset import YOLODataset
@@ -77,11 +65,6 @@ def test_agrees_with_ultralytics(data: Path) -> None:
         for box, (label, *edges) in zip(found.answer.boxes, expected, strict=True):
             assert box.label == label
             assert box.xyxy == pytest.approx(edges, abs=1e-3)
-
-
-def test_a_part_of_the_labels(data: Path) -> None:
-    first = next(read_split("yolo", data, "train", ["cat"]))
-    assert [box.label for box in first.answer.boxes] == ["cat"]
 
 
 def test_polygon_counts_as_the_box_around_it(data: Path) -> None:
@@ -115,7 +98,6 @@ FAULTS: dict[str, dict[str, object] | str] = {  # more in tests/unit/valora_data
     r"kpt_shape \[5\] is not": {"kpt_shape": [5]},
     "no category 'cat', only dog, pig": {"names": ["dog", "pig"]},
     "has no 'names'": {"names": None},
-    "write them in quotes": {"names": [False, True]},
     "split 'val' names .*gone, which does not exist": {"val": "gone"},
     "split 'val' holds no images": {"val": "labels"},
     "is not valid YAML": "names: [",
@@ -133,3 +115,40 @@ def test_what_is_refused(data: Path, message: str) -> None:
         edit(data, **change)
     with pytest.raises(DataError, match=message):
         list(read_split("yolo", data, "val", LABELS))
+
+
+REST = "1.5 1.6 3.9 0.1 1.7 20.0 -1.6"
+
+
+def write_kitti(folder: Path) -> Path:
+    write_pictures(folder / "training" / "image_2")
+    (folder / "training" / "label_2").mkdir()
+    for name, boxes in BOXES.items():
+        rows = [
+            f"{label} 0.0 0 -1.5 {x0} {y0} {x1} {y1} {REST}" for label, (x0, y0, x1, y1) in boxes
+        ]
+        rows.append("DontCare -1 -1 -10 1 1 5 5 -1 -1 -1 -1000 -1000 -1000 -10")
+        (folder / "training" / "label_2" / f"{name}.txt").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def test_boxes_of_kitti(tmp_path: Path) -> None:
+    path = write_kitti(tmp_path)
+    assert detect_kind(path) == detect_kind(path / "training") == "kitti"
+    assert FORMATS["kitti"]().guess_task(str(path)) is Task.DETECTION
+    found = {sample.id[0]: sample.answer.boxes for sample in read_split("kitti", path)}
+    assert {k: [(b.label, b.xyxy) for b in boxes] for k, boxes in found.items()} == BOXES
+
+
+def test_faults_of_kitti_are_named(tmp_path: Path) -> None:
+    path = write_kitti(tmp_path)
+    labels = path / "training" / "label_2"
+    with (labels / "a.txt").open("a") as file:
+        file.write(f"cat 0 0 0 1 2 3\ncat 0 0 0 a 2 3 4 {REST}\ncat 0 0 0 9 9 999 20 {REST}\n")
+    (labels / "b.txt").rename(labels / "z.txt")
+    reader = ImageReader.for_check("set")
+    assert len(list(read_split("kitti", path, reader=reader))) == 4
+    assert {fault.kind for fault in reader.faults.found} >= {
+        FaultKind.ROW_MALFORMED, FaultKind.BOX_MALFORMED, FaultKind.BOX_OUTSIDE,
+        FaultKind.LABELS_ORPHANED, FaultKind.IMAGE_UNLABELLED,
+    }  # fmt: skip

@@ -1,21 +1,27 @@
-"""Folders of images and videos, beside what `datasets` makes of them."""
+"""Folders and tables of images and videos, beside what `datasets` makes of them; shards."""
 
+from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.support.data_sets import metadata, picture, write_video
+from tests.support.detection_sets import read_split
+from valora_data import shards
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Box, Split, Task
+from valora_data.schema import Answer, Box, Sample, Split, Task
 from valora_data.sources.base import Source
 from valora_data.sources.formats.files import folder_splits
-from valora_data.sources.registry import open_source
+from valora_data.sources.registry import FORMATS, open_source
 
 
-def read_folder(path: Path, task: Task, labels: list[str] = (), **more: object) -> list:
+def read_folder(path: Path, task: Task, labels: list[str] = (), **more: object) -> list[Sample]:
     kind = "videofolder" if "frames" in more else "imagefolder"
-    return list(open_source(Source(kind, task, tuple(labels), path=str(path), **more))[None]())
+    return list(read_split(kind, path, None, labels, task, **more))
 
 
 @pytest.fixture
@@ -71,8 +77,9 @@ def test_counts_are_names_of_folders(tmp_path: Path) -> None:
 
 def test_unlabelled_images(tmp_path: Path) -> None:
     picture(tmp_path / "a.png", 0)
-    (sample,) = read_folder(tmp_path, Task.CLASSIFICATION)
-    assert sample.answer == Answer()
+    for task in (Task.CLASSIFICATION, Task.COUNTING):
+        (sample,) = read_folder(tmp_path, task)
+        assert sample.answer == Answer()
     picture(tmp_path / "cat" / "b.png", 1)
     with pytest.raises(DataError, match=r"a\.png lies beside the folders of the classes"):
         read_folder(tmp_path, Task.CLASSIFICATION)
@@ -178,3 +185,136 @@ def test_folders_that_are_of_no_use(tmp_path: Path, pets: Path) -> None:
     (tmp_path / "wave" / "00.avi").write_bytes(b"")
     with pytest.raises(DataError, match=r"1 of 1 image has faults.*video 00\.avi cannot be"):
         read_folder(tmp_path, Task.VIDEO, frames=2)
+
+
+def read_hub(
+    path: Path, task: Task, labels: list[str] = (), split: Split | None = None, **more: object
+) -> Iterator[Sample]:
+    return read_split("hub", path, split, labels, task, **more)
+
+
+def image(seed: int) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (8, 12, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def table(folder: Path, split: str, features: dict, rows: list[dict]) -> None:
+    folder.mkdir(exist_ok=True)
+    whole = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    whole.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+
+
+FEATURES = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog", "eel"])}
+
+
+@pytest.fixture
+def table_of_pets(tmp_path: Path) -> Path:
+    for split, start in (("train", 0), ("validation", 10)):
+        rows = [{"image": image(start + i), "label": i % 3} for i in range(5)]
+        table(tmp_path / "pets", split, FEATURES, rows)
+    return tmp_path / "pets"
+
+
+def test_classes_by_name(table_of_pets: Path) -> None:
+    assert FORMATS["hub"]().guess_task(str(table_of_pets)) is Task.CLASSIFICATION
+    samples = list(read_hub(table_of_pets, Task.CLASSIFICATION, split=Split.VAL))
+    assert [s.answer.label for s in samples] == ["cat", "dog", "eel", "cat", "dog"]
+    assert [s.image.tobytes() for s in samples] == [image(10 + i).tobytes() for i in range(5)]
+    some = list(read_hub(table_of_pets, Task.CLASSIFICATION, ["eel", "cat"]))
+    assert [(s.id, s.answer.label) for s in some] == [
+        ("train/0", "cat"), ("train/2", "eel"), ("train/3", "cat"),
+    ]  # fmt: skip
+
+
+def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
+    rows = [{"image": image(i), "label": i} for i in range(3)]
+    whole = datasets.Dataset.from_list(rows, features=datasets.Features(FEATURES))
+    datasets.DatasetDict({"train": whole, "test": whole}).save_to_disk(tmp_path / "both")
+    both = Source("hub", Task.CLASSIFICATION, path=str(tmp_path / "both"))
+    assert set(open_source(both)) == {None, Split.TEST}
+    whole.save_to_disk(tmp_path / "one")
+    samples = list(read_hub(tmp_path / "one", Task.CLASSIFICATION))
+    assert [s.answer.label for s in samples] == ["cat", "dog", "eel"]
+
+
+def test_objects_and_several_images(tmp_path: Path) -> None:
+    objects = {
+        "bbox": datasets.List(datasets.List(datasets.Value("float32"), length=4)),
+        "category": datasets.List(datasets.ClassLabel(names=["cat", "dog"])),
+    }
+    rows = [{"image_id": "k", "images": [image(0), image(1)],
+             "objects": {"bbox": [[1, 2, 3, 4], [0, 0, 2, 2]], "category": [1, 0]}}]  # fmt: skip
+    features = {"image_id": datasets.Value("string"), "images": datasets.List(datasets.Image()),
+                "objects": objects}  # fmt: skip
+    table(tmp_path / "set", "train", features, rows)
+    (sample,) = read_hub(tmp_path / "set", Task.DETECTION, columns={"id": "image_id"})
+    assert (sample.id, len(sample.images)) == ("k", 2)
+    assert sample.answer.boxes == (Box(1, 2, 4, 6, "dog"), Box(0, 0, 2, 2, "cat"))
+    (sample,) = read_hub(tmp_path / "set", Task.DETECTION, ["cat"])
+    assert sample.answer.boxes == (Box(0, 0, 2, 2, "cat"),)
+
+
+def test_questions_as_vqa_v2_has_them_on_the_hub(tmp_path: Path) -> None:
+    answers = datasets.List({"answer": datasets.Value("string")})
+    features = {"image": datasets.Image(), "question": datasets.Value("string"), "answers": answers}
+    rows = [{"image": image(0), "question": "who?", "answers": [{"answer": "me"}] * 3}]
+    table(tmp_path / "set", "test", features, rows)
+    (sample,) = read_hub(tmp_path / "set", Task.VQA, split=Split.TEST)
+    assert (sample.prompt, sample.answer) == ("who?", Answer(answers=("me",) * 3))
+
+
+def test_videos_of_a_table(tmp_path: Path) -> None:
+    content = write_video(tmp_path / "a.mp4", [20, 80, 140, 200]).read_bytes()
+    features = {"video": datasets.Video(decode=False), "label": datasets.Value("string")}
+    rows = [{"video": {"bytes": content, "path": "a.mp4"}, "label": "wave"}]
+    table(tmp_path / "set", "train", features, rows)
+    (sample,) = read_hub(tmp_path / "set", Task.VIDEO, frames=2)
+    assert (sample.answer.label, len(sample.images)) == ("wave", 2)
+
+
+def test_rows_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sample is there before the last row, which is broken, is read."""
+    good = BytesIO()
+    image(0).save(good, "PNG")
+    raw = [good.getvalue()] * 30 + [b"broken"] * 6
+    features = {"image": datasets.Image(), "label": datasets.Value("string")}
+    rows = [{"image": {"bytes": part, "path": None}, "label": "cat"} for part in raw]
+    table(tmp_path / "set", "train", features, rows)
+    stream = read_hub(tmp_path / "set", Task.CLASSIFICATION)
+    assert next(stream).id == "0"
+    with pytest.raises(DataError, match=r"6 of 100 images have faults.*row 30 cannot be"):
+        list(stream)
+
+
+def test_tables_of_no_use(table_of_pets: Path) -> None:
+    for name, task, labels, columns, message in (
+        ("nobody/nothing", Task.VQA, [], {}, "data set nobody/nothing cannot be loaded"),
+        (table_of_pets, Task.VQA, [], {"image": "x"}, "has no column x, only image, label"),
+        (
+            table_of_pets,
+            Task.CLASSIFICATION,
+            ["fox"],
+            {},
+            "has no category 'fox', only cat, dog, eel",
+        ),
+        (table_of_pets, Task.VQA, [], {}, r"row 0 has no answers or answer, only label"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list(read_hub(name, task, labels, columns=columns))
+
+
+def test_a_folder_of_shards_is_a_source(tmp_path: Path) -> None:
+    """What a stage wrote can be given to another project."""
+    image = picture(tmp_path / "a.png", 0)
+    sample = Sample("a", image, Answer(label="dog"), None)
+    for split in ("train", "test"):
+        shards.write([sample], ("cat", "dog"), tmp_path / "data" / split)
+    splits = open_source(Source("shards", Task.CLASSIFICATION, path=str(tmp_path / "data")))
+    assert set(splits) == {Split.TRAIN, Split.TEST}
+    splits |= open_source(Source("shards", Task.VQA, path=str(tmp_path / "data" / "train")))
+    for stream in splits.values():
+        (found,) = stream()
+        assert (found.id, found.answer.label) == ("a", "dog")
+        assert found.image.tobytes() == image.tobytes()
+    with pytest.raises(DataError, match="holds no shards"):
+        open_source(Source("shards", Task.VQA, path=str(tmp_path)))

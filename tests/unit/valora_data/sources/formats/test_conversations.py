@@ -1,0 +1,174 @@
+"""Conversations of LLaVA, ms-swift and Qwen-VL: what they say comes out, what is wrong is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.support.data_sets import picture, write_video
+from tests.support.detection_sets import read_split
+from valora_data.errors import DataError
+from valora_data.schema import Answer, Box, Sample, Task
+from valora_data.sources.base import Source
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.registry import detect_kind, files_of
+
+
+def read(
+    folder: Path, entries: list, task: Task = Task.GROUNDING, name: str = "set.json", **more: object
+) -> list[Sample]:
+    """What is read of a file of these entries, whose kind is recognised."""
+    for image in ("a.png", "b.png"):
+        picture(folder / image, ord(image[0]), (200, 100))
+    file = folder / name
+    lines = "\n".join(map(json.dumps, entries)) + "\n\n"
+    file.write_text(lines if name.endswith("l") else json.dumps(entries))
+    return list(read_split(detect_kind(file), file, task=task, **more))
+
+
+def talk(*turns: str, **entry: object) -> dict[str, object]:
+    said = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns)]
+    return {"id": "x", "image": "a.png", "conversations": said} | entry
+
+
+def test_conversations_become_questions(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "<image>Who?"}, {"role": "assistant", "content": "me"}]
+    entries = [
+        talk("<image>\nWho is it?", "me", "And where?", "here", id="first"),
+        {"id": "text", "conversations": talk("hi", "ho")["conversations"]},
+        talk("Why?\n<image>", "so"),
+        {"images": ["b.png"], "messages": said},
+    ]
+    samples = read(tmp_path, entries, Task.VQA)
+    assert [(s.id, s.prompt, s.answer.answers) for s in samples] == [
+        ("first#0", "Who is it?", ("me",)), ("first#1", "And where?", ("here",)),
+        ("x", "Why?", ("so",)), ("2", "Who?", ("me",)),
+    ]  # fmt: skip
+    assert samples[1].image.tobytes() == Image.open(tmp_path / "a.png").tobytes()
+
+
+CAT = Answer((Box(50, 50, 100, 100, "the cat"),))
+TASKS: list[tuple[Task, str, str, str | None, Answer]] = [
+    (Task.CAPTION, "Describe.", "a cat", "Describe.", Answer(captions=("a cat",))),
+    (Task.CAPTION, "", "a cat", None, Answer(captions=("a cat",))),
+    (Task.CLASSIFICATION, "What?", "cat", "What?", Answer(label="cat")),
+    (Task.COUNTING, "How many?", "3", "How many?", Answer(count=3)),
+    (Task.GROUNDING, "locate", "<ref>the cat</ref><box>(250,500),(500,1000)</box>", "the cat", CAT),
+    (Task.GROUNDING, "the cat", "[0.25, 0.5, 0.5, 1.0]", "the cat", CAT),
+]
+
+
+@pytest.mark.parametrize(("task", "asked", "said", "prompt", "answer"), TASKS)
+def test_conversations_for_every_task(
+    tmp_path: Path, task: Task, asked: str, said: str, prompt: str | None, answer: Answer
+) -> None:
+    (sample,) = read(tmp_path, [talk(f"<image>\n{asked}", said)], task, "talk.jsonl")
+    assert (sample.id, sample.prompt, sample.answer) == ("x", prompt, answer)
+
+
+def test_several_images_and_videos(tmp_path: Path) -> None:
+    write_video(tmp_path / "c.mp4", [20, 60, 100, 140])
+    entries = [
+        talk("<image> and <image>\nsame?", "no", image=["a.png", "b.png"]),
+        talk("<video>\nwhat?", "a fade", image=None, video="c.mp4", id="y"),
+    ]
+    both, video = read(tmp_path, entries, Task.VQA, frames=2)
+    assert (len(both.images), both.prompt) == (2, "and same?")
+    assert both.rest[0].tobytes() == Image.open(tmp_path / "b.png").tobytes()
+    assert (len(video.images), video.prompt) == (2, "what?")
+
+
+FAULTS: dict[str, tuple[Task, dict[str, object]]] = {
+    "told by human, expected human and gpt in turn": (Task.VQA, talk("hi")),
+    "told by nobody": (Task.VQA, talk()),
+    "has 1 image and 2 <image>": (Task.VQA, talk("<image><image>?", "b")),
+    "question 0: the answer is empty": (Task.VQA, talk("<image>?", "")),
+    "no conversation has an image": (Task.VQA, {"id": 1, "conversations": []}),
+    "1 of 1 image has faults": (Task.VQA, talk("<image>?", "b", image="gone.png")),
+    "label 'fox' is not one of cat, dog": (Task.CLASSIFICATION, talk("<image>?", "fox")),
+    "'over there' holds no box": (Task.GROUNDING, talk("<image>?", "over there")),
+    "has no area": (Task.GROUNDING, talk("<image>?", "[0.5, 0.5, 0.5, 0.9]")),
+    "count 'some' is no whole number": (Task.COUNTING, talk("<image>?", "some")),
+    "llava has no answers for task detection": (Task.DETECTION, talk("<image>?", "b")),
+}
+
+
+@pytest.mark.parametrize("message", list(FAULTS))
+def test_conversations_of_no_use(tmp_path: Path, message: str) -> None:
+    task, entry = FAULTS[message]
+    labels = ["cat", "dog"] if task is Task.CLASSIFICATION else []
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, [entry], task, labels=labels)
+
+
+def swift(image: str, ref: list[str], bbox: list[list[float]], **more: str) -> dict[str, object]:
+    asked = {"role": "user", "content": "<image>Where is <ref-object>?"}
+    said = {"role": "assistant", "content": "<bbox>"}
+    return {"messages": [asked, said], "images": [image],
+            "objects": {"ref": ref, "bbox": bbox, **more}}  # fmt: skip
+
+
+def test_swift_in_pixels_and_in_shares(tmp_path: Path) -> None:
+    entries = [
+        swift("a.png", ["bird", "nest"], [[10, 20, 50, 60], [100, 10, 180, 90]]),
+        swift("b.png", ["bird"], [[0.1, 0.2, 0.5, 0.6], [0, 0, 1, 1]], bbox_type="norm1"),
+    ]
+    found = {sample.id: sample for sample in read(tmp_path, entries, name="set.jsonl")}
+    assert {key: sample.prompt for key, sample in found.items()} == {
+        "a.png#0": "bird", "a.png#1": "nest", "b.png": "bird",
+    }  # fmt: skip
+    assert found["a.png#1"].answer.boxes == (Box(100, 10, 180, 90, "nest"),)
+    assert [box.xyxy for box in found["b.png"].answer.boxes] == [
+        pytest.approx((20, 20, 100, 60)), pytest.approx((0, 0, 200, 100)),
+    ]  # fmt: skip
+    source = Source("swift", Task.GROUNDING, path=str(tmp_path / "set.jsonl"))
+    assert [path.name for path in files_of(source)] == ["set.jsonl", "a.png", "b.png"]
+
+
+def test_entries_of_one_image_are_one_sample_of_detection(tmp_path: Path) -> None:
+    boxes = {"bird": [10, 20, 50, 60], "nest": [100, 10, 180, 90]}
+    entries = [swift("a.png", [name], [boxes[name]]) for name in ("bird", "nest", "bird")]
+    (sample,) = read(tmp_path, entries, Task.DETECTION, labels=("bird", "nest"))
+    assert sample.answer.boxes == tuple(Box(*box, name) for name, box in boxes.items())
+    (some,) = read(tmp_path, entries, Task.DETECTION, labels=("nest",))
+    assert [box.label for box in some.answer.boxes] == ["nest"]
+
+
+def qwen(image: str, *found: object, form: str = "{}") -> dict[str, object]:
+    return talk("<image>\nFind the birds.", form.format(json.dumps(found)), image=image)
+
+
+def test_qwen_on_a_grid_or_in_pixels(tmp_path: Path) -> None:
+    entries = [
+        qwen("a.png", {"bbox_2d": [100, 200, 500, 1000], "label": "bird"}, form="```json\n{}\n```"),
+        qwen("b.png", {"bbox_2d": [0, 0, 250, 500]}),
+    ]
+    first, second = read(tmp_path, entries)
+    assert first.answer.boxes == (Box(20, 20, 100, 100, "bird"),)
+    assert (second.prompt, second.answer.boxes[0].xyxy) == ("Find the birds.", (0, 0, 50, 50))
+    picture(tmp_path / "wide.png", 3, (1200, 40))
+    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}
+    said = {"role": "assistant", "content": '[{"bbox_2d": [900, 4, 1100, 30], "label": "cat"}]'}
+    (sample,) = read(tmp_path, [{"images": ["wide.png"], "messages": [asked, said]}])
+    assert sample.answer.boxes == (Box(900, 4, 1100, 30, "cat"),)
+
+
+def test_faults_are_named(tmp_path: Path) -> None:
+    entries = [
+        swift("a.png", ["bird", "nest"], [[1, 2, 3, 4]]),
+        swift("a.png", ["bird"], [[1, 2, 3]]),
+        swift("a.png", ["bird"], [[1, 2, 3, 4]], bbox_type="share"),
+        {"messages": [], "objects": {}, "images": ["a.png", "b.png"]},
+        swift("b.png", ["bird"], [[10, 10, 900, 20]]),
+        {"messages": [], "objects": [], "images": ["a.png"]},
+    ]
+    reader = ImageReader.for_check("set")
+    read(tmp_path, entries, reader=reader)
+    said = " ".join(fault.text for fault in reader.faults.found)
+    for part in ("2 names in objects.ref for 1", "four numbers", "real or norm1", "2 images",
+                 "lies outside", "entry 6 is not a valid JSON object"):  # fmt: skip
+        assert part in said
+    box = {"bbox_2d": [1, 2, 3, 4]}
+    with pytest.raises(DataError, match="no valid JSON"):
+        read(tmp_path, [qwen("b.png", box), qwen("a.png", box, form="{} and")])

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from valora_data.models.base import Architecture
 from valora_data.models.llava import Llava
 from valora_data.models.qwen_vl import QwenVL
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 VISION_MODULES = ("vision_tower", "visual", "multi_modal_projector")
 
@@ -22,14 +19,15 @@ class _Generic(Architecture):
     projector = r"multi_modal_projector|mm_projector|connector|aligner|\w*merger\w*"
     tower_targets: tuple[str, ...] = Llava.tower_targets + QwenVL.tower_targets
     projector_targets: tuple[str, ...] = Llava.projector_targets + QwenVL.projector_targets
+    given: frozenset[str]  # the arguments that its encoder of images gets
 
     def language_model(self, model: Any) -> Any:
         """Return the decoder, by either of the names that transformers has for it."""
         inner = getattr(model.model, "language_model", None)
         return model.get_decoder() if inner is None else inner
 
-    def lacks(self, model: Any, given: Collection[str]) -> str | None:
-        """What a model lacks whose encoder is called with these arguments, None if nothing."""
+    def unmet(self, model: Any) -> str | None:
+        """Return what a model lacks to be read like this, None if nothing."""
         function = getattr(getattr(model, "model", None), "get_image_features", None)
         if getattr(model.config, "image_token_id", None) is None:
             return "it has no image token"
@@ -40,52 +38,42 @@ class _Generic(Architecture):
             for name, parameter in signature(function).parameters.items()
             if parameter.default is Parameter.empty
             and parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-            and name not in given
+            and name not in self.given
         ]
         if missing:
             return f"its get_image_features needs {', '.join(missing)}"
         if "token_type_ids" in signature(model.model.forward).parameters:
             return "its visual tokens attend to those behind them"
-        if not hasattr(self.language_model(model), "layers"):
-            return "it has no language model with layers"
-        return None
+        return None if hasattr(self.language_model(model), "layers") else "its decoder has no layers"
 
 
 class GenericSquare(_Generic, Llava):
-    """Like LLaVA: one row of pixels for each image, and positions are indices.
+    """Like LLaVA: one row of pixels for each image, and positions are indices."""
 
-    The grid is known if the vision configuration has the sizes of images and patches.
-    """
+    given = frozenset({"pixel_values"})
 
     def fixed_grid(self, config: Any) -> tuple[int, int] | None:
         """Return rows and columns of patches, None if the configuration does not say."""
         vision = getattr(config, "vision_config", None)
         known = hasattr(vision, "image_size") and hasattr(vision, "patch_size")
-        return Llava.fixed_grid(self, config) if known else None
+        return super().fixed_grid(config) if known else None
 
     def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
         """Return None: an unknown encoder may wait for the host."""
         return None
 
-    def unmet(self, model: Any) -> str | None:
-        """Return what a model lacks to be read like this, None if nothing."""
-        if hasattr(getattr(model, "model", None), "get_rope_index"):
-            return "its rotary positions follow a rule of its own"
-        return self.lacks(model, {"pixel_values"})
-
 
 class GenericGrid(_Generic, QwenVL):
-    """Like Qwen-VL: the grid follows from an image's size, positions have three parts."""
+    """Like Qwen-VL: the grid follows from an image's size, ``get_rope_index`` gives positions."""
+
+    given = frozenset({"pixel_values", "image_grid_thw"})
 
     def unmet(self, model: Any) -> str | None:
         """Return what a model lacks to be read like this, None if nothing."""
-        function = getattr(getattr(model, "model", None), "get_rope_index", None)
-        if function is None:
-            return "it has no get_rope_index"
-        wanted = {"input_ids", "mm_token_type_ids", "image_grid_thw"}
-        if not wanted <= signature(function).parameters.keys():
+        taken = signature(model.model.get_rope_index).parameters
+        if not {"input_ids", "mm_token_type_ids", "image_grid_thw"} <= taken.keys():
             return "its get_rope_index takes other arguments than that of Qwen-VL"
         vision = getattr(model.config, "vision_config", None)
         if not hasattr(vision, "spatial_merge_size") or not hasattr(vision, "patch_size"):
             return "its vision_config has no spatial_merge_size or no patch_size"
-        return self.lacks(model, {"pixel_values", "image_grid_thw"})
+        return super().unmet(model)

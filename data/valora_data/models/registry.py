@@ -9,10 +9,8 @@ from valora_data.models.base import Architecture
 from valora_data.models.generic import GenericGrid, GenericSquare
 from valora_data.registry import Registry
 
-GROUP = "valora.architectures"
-
 ARCHITECTURES: Registry[type[Architecture]] = Registry(
-    GROUP,
+    "valora.architectures",
     "LMM architecture",
     {
         "llava": "valora_data.models.llava:Llava",
@@ -41,5 +39,5 @@ def architecture_of(model: Any, base: str = "custom") -> Architecture:
     raise BundleError(
         f"base model {base} has the architecture {name!r}, which is not one of "
         f"{', '.join(sorted(ARCHITECTURES))}, nor like one of them ({unmet}): choose another base "
-        f"model, or register the architecture in the entry-point group {GROUP}"
+        "model, or register the architecture in the entry-point group valora.architectures"
     )

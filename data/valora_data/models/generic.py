@@ -44,7 +44,8 @@ class _Generic(Architecture):
             return f"its get_image_features needs {', '.join(missing)}"
         if "token_type_ids" in signature(model.model.forward).parameters:
             return "its visual tokens attend to those behind them"
-        return None if hasattr(self.language_model(model), "layers") else "its decoder has no layers"
+        layered = hasattr(self.language_model(model), "layers")
+        return None if layered else "its decoder has no layers"
 
 
 class GenericSquare(_Generic, Llava):

@@ -117,13 +117,13 @@ def prepare_packed(model: Any) -> None:
     """Work around two faults of bitsandbytes on CPUs with AVX512, in place.
 
     After a pass without gradients, later ones give none; and blocks that reach into the next row
-    are unpacked wrongly, so that layers with such blocks multiply with what `unpacked` gives.
+    are unpacked wrongly, so that layers with such blocks multiply with what `rounded_matrix` gives.
     """
     from torch.nn import functional as F
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, unpacked(self.weight).to(x.dtype), bias)
+        return F.linear(x, rounded_matrix(self.weight).to(x.dtype), bias)
 
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -139,19 +139,14 @@ def unpack(model: Any, dtype: torch.dtype) -> Any:
     for path, module in list(model.named_modules()):
         if hasattr(getattr(module, "weight", None), "quant_state"):
             plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            numbers = unpacked(module.weight).to(dtype)
+            numbers = rounded_matrix(module.weight).to(dtype)
             plain.weight, plain.bias = nn.Parameter(numbers, requires_grad=False), module.bias
             model.set_submodule(path, plain)
     return model
 
 
-def unpacked(weight: Any) -> torch.Tensor:
-    """Return the numbers of a packed weight: [outputs, inputs]."""
-    return _unpack(weight.data, weight.quant_state)
-
-
-def rounded_matrix(weight: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a whole matrix [outputs, inputs], rounded to NF4 and unpacked again."""
+def rounded_matrix(weight: Any) -> torch.Tensor:
+    """Return the numbers of a matrix [outputs, inputs] that is packed, or rounded to NF4 now."""
     return _unpack(*_packed(weight))
 
 
@@ -222,6 +217,8 @@ def _unpack(packed: torch.Tensor, state: Any) -> torch.Tensor:
 
 
 def _blocks(shape: torch.Size) -> torch.Size:
-    """A row for each block, where blocks fill a matrix (see `prepare_packed`; bitsandbytes 0.50)."""
-    count, kind = shape.numel(), type(shape)
-    return kind((1, count) if count % BLOCK else (count // BLOCK, BLOCK))
+    """A row for each block, where blocks fill the matrix: bitsandbytes 0.50 unpacks these right."""
+    import torch
+
+    count = shape.numel()
+    return torch.Size((1, count) if count % BLOCK else (count // BLOCK, BLOCK))

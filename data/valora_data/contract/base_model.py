@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from valora_data.models.base import EncoderInput
 
 TINY = "tiny"
-PROCESSOR_FILES = frozenset(
-    {".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt"}
-)
-"""Suffixes of the files that tokenizers, processors and further heads are read from."""
-MANY_PIXELS = 4_000_000
-"""Images of more pixels together are processed one by one, which takes less memory."""
+# Suffixes of the files that tokenizers, processors and further heads are read from.
+PROCESSOR_FILES = {".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt"}
+MANY_PIXELS = 4_000_000  # images of more together are processed one by one, in less memory
 
 
 def base_folder(base: str) -> str:
     """Return the folder, or the name on the hub, that a base model's id stands for.
 
-    The id is ``tiny`` (shipped with the project), a folder, or a name on the hub. A `BundleError`
-    says that it is empty, a folder that holds no model, or a path to nothing.
+    Args:
+        base: ``tiny`` (shipped with the project), a folder, or a name on the hub.
+
+    Raises:
+        BundleError: It is empty, a folder that holds no model, or a path to nothing.
     """
     if not base:
         raise BundleError("the base model's name is empty: name a folder, or a model on the hub")
@@ -61,18 +61,13 @@ def base_hash(base: str) -> str:
     weights = sorted(folder.glob("model*.safetensors"))
     if not weights:
         raise BundleError(f"{base} holds no model*.safetensors: save the model as safetensors")
-    total = hashlib.sha256()
-    for file in [folder / "config.json", *weights]:
-        total.update(file.name.encode())
-        total.update(file_hash(file).encode())
-    return total.hexdigest()
+    files = [folder / "config.json", *weights]
+    named = "".join(f"{file.name}{file_hash(file)}" for file in files)
+    return hashlib.sha256(named.encode()).hexdigest()
 
 
 def processor_hash(base: str) -> str:
-    """Return the sha256 of what else in a base model's folder decides on its inputs and outputs.
-
-    Bundles do not name this hash, so that those of earlier versions stay valid.
-    """
+    """Return the sha256 of what else in a base model's folder decides on inputs and outputs."""
     folder = _local_folder(base)
     weights = ("config.json", "figures.json", "model*.safetensors", "*.index.json")
     files = [
@@ -165,10 +160,7 @@ def check_image_token(base: str, config: Any, processor: Any) -> None:
 
 
 class _OneByOne:
-    """An image processor that processes each image alone: the same tensors, in less memory.
-
-    transformers' hold all images twice as tensors before the first one is resized.
-    """
+    """An image processor that never holds all images as tensors before they are resized."""
 
     def __init__(self, image_processor: Any) -> None:
         self._image_processor = image_processor
@@ -200,24 +192,10 @@ class _OneByOne:
 class BaseModel:
     """A frozen LMM with its processor.
 
-    Attributes:
+    Args:
         base: Id of the base model.
         model: The transformers model, e.g. of `load_model`.
         processor: transformers' processor.
-        tokenizer: The processor's tokenizer.
-        architecture: What differs between families of LMMs.
-        language_model: The decoder of the model, without the output embeddings.
-        device: Device of the weights.
-        dtype: Type of the weights.
-        config: Configuration of the model.
-        width: Size of the hidden states.
-        image_token: Id of the placeholder of images.
-        video_token: Id of the placeholder of videos; None if their frames are passed as images.
-        three_positions: Whether rotary positions have three parts: time, height and width.
-        fixed_grid: Rows and columns of visual tokens if all images have the same, else None.
-        stop_ids: Ids of the tokens that end an answer.
-        plain: Makes special tokens in texts of users plain text.
-        context_length: Tokens of the longest sequence, prompt and answer together.
 
     Raises:
         BundleError: The model is of no known family, see `architecture_of`.
@@ -228,17 +206,18 @@ class BaseModel:
         self.model: Any = model.requires_grad_(False).eval()
         self.processor: Any = processor
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
-        self.architecture = architecture_of(model, base)
-        self.language_model: Any = self.architecture.language_model(model)
+        self.architecture = family = architecture_of(model, base)
+        self.language_model: Any = family.language_model(model)  # without the output embeddings
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.config: Any = model.config
-        self.width = int(self.config.get_text_config().hidden_size)
-        self.context_length = int(self.config.get_text_config().max_position_embeddings)
-        self.image_token = int(self.config.image_token_id)
-        self.video_token = self.architecture.video_token(self.config)
-        self.three_positions = self.architecture.three_positions
-        self.fixed_grid = self.architecture.fixed_grid(self.config)
+        text = self.config.get_text_config()
+        self.width = int(text.hidden_size)
+        self.context_length = int(text.max_position_embeddings)  # of prompt and answer together
+        self.image_token = int(self.config.image_token_id)  # stands for a visual token
+        self.video_token = family.video_token(self.config)
+        self.three_positions = family.three_positions
+        self.fixed_grid = family.fixed_grid(self.config)
         ends = getattr(model.generation_config, "eos_token_id", None)
         ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
         self.stop_ids = frozenset(int(token) for token in ends if token is not None)
@@ -269,8 +248,7 @@ class BaseModel:
         `special` says whether the tokenizer adds the beginning-of-sequence token; None to add it
         unless the chat template did.
         """
-        special = self._adds_special_tokens(text) if special is None else special
-        ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=self._special(text, special))["input_ids"]
         return [int(i) for i in ids]
 
     def text_of(self, tokens: Sequence[int]) -> str:
@@ -304,16 +282,13 @@ class BaseModel:
         return processor(
             text=[text],
             return_tensors="pt",
-            add_special_tokens=self._adds_special_tokens(text) if special is None else special,
+            add_special_tokens=self._special(text, special),
             **media,
         )
 
-    def _adds_special_tokens(self, text: str) -> bool:
-        """Whether the tokenizer adds the beginning-of-sequence token: not if the template did."""
+    def _special(self, text: str, wanted: bool | None) -> bool:
         bos = self.tokenizer.bos_token
-        return not (bool(bos) and text.startswith(bos))
-
-    # --- visual tokens, as the architecture reads them
+        return not (bos and text.startswith(bos)) if wanted is None else wanted
 
     def resized_pixels(self, width: int, height: int) -> int:
         """Return to about how many pixels an image is resized, before it is cropped or padded."""
@@ -333,10 +308,7 @@ class BaseModel:
         """Encode images, or videos, together: `EncoderInput.tensors` of each."""
         import torch
 
-        inputs = {
-            name: torch.cat([tensors[name] for tensors in batch]).to(self.device)
-            for name in batch[0]
-        }
+        inputs = {name: torch.cat([one[name] for one in batch]).to(self.device) for name in batch[0]}
         pixels = next(iter(inputs))
         inputs[pixels] = inputs[pixels].to(self.dtype)
         return self.architecture.visual_features(self.model, inputs)

@@ -15,7 +15,7 @@ from valora_data.contract.contexts import (
     system_turn,
     tail_text,
 )
-from valora_data.contract.grid_pooling import places_of
+from valora_data.contract.label_head import places_of
 from valora_data.models.base import IMAGE, PIXELS, VIDEO
 from valora_serve.errors import ImageError, RequestError
 from valora_serve.memory.block_manager import ImageSpan
@@ -70,7 +70,7 @@ class Visual:
         ]
 
     def places(self) -> Tensor:
-        """Return the place in the image of each visual token, see `grid_pooling.places_of`.
+        """Return the place in the image of each visual token, see `label_head.places_of`.
 
         Returns:
             [visual tokens] int64.

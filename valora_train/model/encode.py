@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from valora_data.contract.contexts import tail_tokens
-from valora_data.contract.grid_pooling import places_of
+from valora_data.contract.label_head import places_of
 from valora_data.errors import BundleError, DataError
 from valora_data.models.base import IMAGE, PIXELS, VIDEO
 from valora_train.model.prompts import Encoded

@@ -308,9 +308,9 @@ class BaseModel:
         """Encode images, or videos, together: `EncoderInput.tensors` of each."""
         import torch
 
-        inputs = {name: torch.cat([one[name] for one in batch]).to(self.device) for name in batch[0]}
-        pixels = next(iter(inputs))
-        inputs[pixels] = inputs[pixels].to(self.dtype)
+        names = list(batch[0])
+        inputs = {name: torch.cat([one[name] for one in batch]).to(self.device) for name in names}
+        inputs[names[0]] = inputs[names[0]].to(self.dtype)  # the pixels
         return self.architecture.visual_features(self.model, inputs)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every kind of vision task head has (VaLoRA §4.2.2). torch is imported where it computes."""
+"""What every kind of vision task head has (VaLoRA §4.2.2)."""
 
 from __future__ import annotations
 
@@ -22,20 +22,13 @@ class Head(ABC):
     """A trained head: a linear layer on last hidden states. Every kind of head is a subclass.
 
     A kind is registered by its name in `heads.HEAD_KINDS`. One class may stand for several kinds.
-
-    Attributes:
-        kind: Name of the kind.
-        labels: Label set in the order of the outputs; empty where answers are no labels.
-        weight: (outputs, inputs) float32.
-        bias: (outputs,) float32.
-        finds_boxes: Whether the results are boxes, which `min_score` can filter.
     """
 
-    finds_boxes: ClassVar[bool] = False
+    finds_boxes: ClassVar[bool] = False  # whether results are boxes, which `min_score` can filter
     kind: str
-    labels: tuple[str, ...] = ()
-    weight: Tensor
-    bias: Tensor
+    labels: tuple[str, ...] = ()  # in the order of the outputs; none where answers are no labels
+    weight: Tensor  # (outputs, inputs) float32
+    bias: Tensor  # (outputs,) float32
 
     @property
     def reads_visual(self) -> bool:
@@ -51,8 +44,6 @@ class Head(ABC):
     def reads_places(self) -> bool:
         """Whether it needs to know where in its image each visual token lies."""
         return False
-
-    # --- file format
 
     @classmethod
     @abstractmethod
@@ -72,8 +63,6 @@ class Head(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the file."""
         return {"weight": self.weight, "bias": self.bias}
-
-    # --- serving
 
     def configured(self, promise: Mapping[str, Any]) -> Self:
         """The head with what the domain's entry in the manifest says."""
@@ -96,7 +85,7 @@ class Head(ABC):
         Args:
             last: (1, width), hidden state of the last token that was kept.
             visual: (tokens, width), those of the visual tokens; none unless `reads_visual`.
-            places: (tokens,) int64, see `grid_pooling.places_of`; None unless `reads_places`.
+            places: (tokens,) int64, see `label_head.places_of`; None unless `reads_places`.
         """
 
     @abstractmethod
@@ -109,11 +98,12 @@ class Head(ABC):
         """
 
 
-def check_shapes(shapes: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
-    """Compare tensors, by name, with the shapes that they must have; None has any."""
-    for name, (tensor, shape) in shapes.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"tensor {name}: expected shape {shape}, got {tuple(tensor.shape)}")
+def check_shapes(tensors: Mapping[str, Tensor], **shapes: tuple[int, ...]) -> None:
+    """Compare tensors with the shapes that they must have."""
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            got = tuple(tensors[name].shape)
+            raise ValueError(f"tensor {name}: expected shape {shape}, got {got}")
 
 
 def parse_labels(metadata: Mapping[str, str]) -> tuple[str, ...]:

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
     from valora_data.contract.head import Head
 
-FILE_BYTES = 1 << 30
-"""Most bytes of a head's file."""
+FILE_BYTES = 1 << 30  # most of a head's file
+# Largest value in a head's file, in absolute terms: trained ones lie below 1e3, and up to here
+# every logit and confidence stays finite in float32.
 LARGEST = 1e6
-"""Largest value in a head's file, in absolute terms. Trained ones lie below 1e3; up to here every
-logit and confidence stays finite in float32."""
 _AGAIN = "copy or export the bundle again"
 HEAD_KINDS: Registry[type[Head]] = Registry(
     "valora.head_kinds",

@@ -34,7 +34,7 @@ def test_a_box_by_hand():
     assert boxes.decode(torch.full((1, 4), 3.0), (1, 1)).tolist() == [[0.0, 0.0, 1.0, 1.0]]
 
 
-def test_suppression_keeps_the_surest_of_a_class():
+def test_the_surest_boxes_of_a_class_are_kept():
     edges = torch.tensor([[0, 0, 10, 10], [1, 0, 11, 10], [1, 0, 11, 10], [50, 50, 60, 60.0]])
     scores = torch.tensor([0.6, 0.9, 0.5, 0.2])
     classes = torch.tensor([0, 0, 1, 0])
@@ -42,18 +42,12 @@ def test_suppression_keeps_the_surest_of_a_class():
     assert kept.tolist() == [1, 2, 3]
     assert boxes.suppress(edges, scores, classes, 0.5, 0.3, 10).tolist() == [1, 2]
     assert boxes.suppress(edges, scores, classes, 0.5, 0.1, 1).tolist() == [1]
-
-
-def test_class_scores_multiply_objectness():
-    raw = torch.zeros(1, 5 + 3)
-    raw[0, 0] = 1.2
-    raw[0, 5:] = torch.tensor([0.1, 2.0, -1.0])
+    raw = torch.tensor([[1.2, 0, 0, 0, 0, 0.1, 2.0, -1.0]])  # objectness, box, classes
     _, score, label = boxes.read_detections(
         raw, (1, 1), torch.tensor([1.0, 0.0]), nms_iou=0.5, min_score=0.0, most=5
     )
-    expected = torch.sigmoid(raw[0, 0]) * raw[0, 5:].softmax(0)[1]
     assert label.tolist() == [1]
-    torch.testing.assert_close(score[0], expected)
+    torch.testing.assert_close(score[0], torch.sigmoid(raw[0, 0]) * raw[0, 5:].softmax(0)[1])
 
 
 @given(st.integers(1, 30), st.sampled_from([0.01, 0.05, 1.0]), st.integers(0, 2**31))

@@ -114,7 +114,9 @@ def test_an_encoder_reads_its_queries(model, tmp_path):
     Encoder(queries, scale).write(tmp_path)
     hidden = torch.randn(2, 9, config.hidden_size)
     assert torch.equal(read_encoder(tmp_path, config).memory(hidden), hidden[:, -4:] * 0.5)
-    for wrong, words in ((queries[:, :-1], "queries has shape"), (scale[0], "holds no encoder")):
+    for wrong, words in (
+        (queries[:, :-1], "queries has shape"), (torch.tensor(1.0), "holds no encoder"),
+    ):  # fmt: skip
         Encoder(wrong, scale).write(tmp_path)
         with pytest.raises(BundleError, match=words):
             read_encoder(tmp_path, config)
@@ -130,7 +132,8 @@ def bundle(folder, *, domains=(("manual", DOMAIN),), **entry):
     (folder / "contexts/manual.safetensors").write_bytes(b"tensors")
     contexts = {"manual": replace(ENTRY, **entry).as_json()}
     facts = {"name": "context", "version": 1, "base": {"id": "tiny", "sha256": BASE}}
-    write_manifest(folder, {**facts, "adapters": {}, "domains": dict(domains), "contexts": contexts})
+    facts |= {"adapters": {}, "domains": dict(domains), "contexts": contexts}
+    write_manifest(folder, facts)
     return folder
 
 

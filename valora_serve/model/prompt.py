@@ -284,7 +284,7 @@ def _process(
         raise ImageError(f"images and prompt do not fit each other: {error}") from error
     ids = inputs["input_ids"][0]
     visuals = _visuals(model, inputs, ids, images, videos)
-    found = model.positions(inputs)
+    found = model.architecture.positions(model.model, inputs, model.config)
     if found is None:
         return Prompt(ids.tolist(), tuple(visuals))
     positions, delta = found
@@ -311,9 +311,10 @@ def _check_resized(
 
     An image of 1 x 40,000,000 pixels whose shorter side is resized to 336 would take terabytes.
     """
-    most = model.context_length * model.architecture.pixels_per_token
+    family, processor = model.architecture, model.processor.image_processor
+    most = model.context_length * family.pixels_per_token
     frames = (frame for video in videos for frame in video)
-    pixels = sum(model.resized_pixels(*image.size) for image in (*images, *frames))
+    pixels = sum(family.resized_pixels(processor, *one.size) for one in (*images, *frames))
     if pixels > most:
         raise ImageError(
             f"images: the base model would resize them to {pixels} pixels together, more than "
@@ -338,7 +339,7 @@ def _visuals(
         if PIXELS[kind] not in inputs:
             continue
         at = np.flatnonzero(ids.numpy() == token)
-        parts = model.split(kind, inputs, len(at))
+        parts = model.architecture.split(kind, inputs, len(at), model.config)
         if len(parts) > len(sizes):
             raise RequestError(
                 "The base model cuts images into several parts, which is not served: use "

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from valora_data.models.base import EncoderInput
-
 TINY = "tiny"
 # Suffixes of the files that tokenizers, processors and further heads are read from.
 PROCESSOR_FILES = {".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt"}
@@ -289,18 +287,6 @@ class BaseModel:
     def _special(self, text: str, wanted: bool | None) -> bool:
         bos = self.tokenizer.bos_token
         return not (bos and text.startswith(bos)) if wanted is None else wanted
-
-    def resized_pixels(self, width: int, height: int) -> int:
-        """Return to about how many pixels an image is resized, before it is cropped or padded."""
-        return self.architecture.resized_pixels(self.processor.image_processor, width, height)
-
-    def split(self, kind: str, inputs: Mapping[str, Any], tokens: int) -> list[EncoderInput]:
-        """Split the processor's output into images or videos, see `Architecture.split`."""
-        return self.architecture.split(kind, inputs, tokens, self.config)
-
-    def positions(self, inputs: Mapping[str, Any]) -> tuple[Tensor, int] | None:
-        """Return the rotary positions of a prompt with images, see `Architecture.positions`."""
-        return self.architecture.positions(self.model, inputs, self.config)
 
     def visual_features(
         self, batch: Sequence[Mapping[str, Tensor]]

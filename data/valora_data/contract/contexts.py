@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.files import check_form, read_safetensors, shown, write_safetensors
@@ -93,10 +93,6 @@ class ContextEntry:
     source_tokens: int  # of the document's head
     source_sha256: str  # see `source_hash`
     encoder: str | None = None  # name of what made memory tokens, None if they were trained
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry as the manifest holds it."""
-        return asdict(self)
 
 
 CONTEXT = {

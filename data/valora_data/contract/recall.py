@@ -56,15 +56,15 @@ def read_head(
     embedded, position = model.model.get_input_embeddings()(ids), ids.shape[1]
     extra: dict[str, Any] = {}
     if images:
-        visual = ids == model.image_token
-        parts = model.split(IMAGE, inputs, int(visual.sum()))
+        family, visual = model.architecture, ids == model.image_token
+        parts = family.split(IMAGE, inputs, int(visual.sum()), model.config)
         features, deep = model.visual_features([part.tensors for part in parts])
         embedded = embedded.masked_scatter(visual[..., None], torch.cat(features).to(embedded))
         if deep:
-            extra |= model.architecture.deep_arguments(visual, deep)
-        if (positions := model.positions(inputs)) is not None:
-            extra["position_ids"] = positions[0][:, None].to(model.device)
-            position = int(positions[0].max()) + 1
+            extra |= family.deep_arguments(visual, deep)
+        if (found := family.positions(model.model, inputs, model.config)) is not None:
+            extra["position_ids"] = found[0][:, None].to(model.device)
+            position = int(found[0].max()) + 1
     model.language_model.eval()
     output = model.language_model(inputs_embeds=embedded, use_cache=True, **extra)
     layers = output.past_key_values.layers

@@ -1,6 +1,6 @@
 """Contexts: prompts in two parts, memories that replace the first, and what bundles say of them."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ def bundle(folder, *, domains=(("manual", DOMAIN),), **entry):
     """Write a bundle of one context, as its exporter does."""
     (folder / "contexts").mkdir()
     (folder / "contexts/manual.safetensors").write_bytes(b"tensors")
-    contexts = {"manual": replace(ENTRY, **entry).as_json()}
+    contexts = {"manual": asdict(replace(ENTRY, **entry))}
     facts = {"name": "context", "version": 1, "base": {"id": "tiny", "sha256": BASE}}
     facts |= {"adapters": {}, "domains": dict(domains), "contexts": contexts}
     write_manifest(folder, facts)

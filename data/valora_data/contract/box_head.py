@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from valora_data.contract.boxes import read_detections
-from valora_data.contract.files import parse_json, shown
+from valora_data.contract.files import expect, parse_json
 from valora_data.contract.head import Head, check_shapes, parse_labels
 from valora_data.contract.results import BoxesResult, Detection
 from valora_data.wording import plural
@@ -44,23 +44,14 @@ class BoxHead(Head):
         """Build the head from the contents of its file."""
         labels, weight = parse_labels(metadata), tensors["weight"]
         grid, outputs = parse_json(metadata["grid"]), cls.outputs(labels)
-        if [type(side) for side in grid] != [int, int] or min(grid) < 1:
-            raise ValueError(f"grid: expected rows and columns, got {shown(grid)}")
-        if weight.shape[0] != outputs:
-            raise ValueError(
-                f"expected {outputs} outputs for {plural(len(labels), 'label')}, "
-                f"got {weight.shape[0]}"
-            )
+        sides = [type(side) for side in grid]
+        expect(sides == [int, int] and min(grid) > 0, "grid", "rows and columns", grid)
         check_shapes(tensors, weight=(outputs, width), bias=(outputs,), calibration=(2,))
         nms_iou, most = float(metadata["nms_iou"]), int(metadata["most"])
         sigma = float(metadata["vote_sigma"]) if "vote_sigma" in metadata else None
-        for name, fits, expected in (
-            ("nms_iou", 0 <= nms_iou <= 1, "from 0 to 1"),
-            ("most", 1 <= most <= MOST_BOXES, f"from 1 to {MOST_BOXES}"),
-            ("vote_sigma", sigma is None or 0 < sigma <= 1, "above 0 and up to 1"),
-        ):
-            if not fits:
-                raise ValueError(f"expected {name} {expected}, got {shown(metadata[name])}")
+        expect(0 <= nms_iou <= 1, "nms_iou", "0 to 1", nms_iou)
+        expect(1 <= most <= MOST_BOXES, "most", f"1 to {MOST_BOXES}", most)
+        expect(sigma is None or 0 < sigma <= 1, "vote_sigma", "above 0, up to 1", sigma)
         return cls(
             kind=kind, labels=labels, weight=weight.contiguous(), bias=tensors["bias"],
             grid=tuple(grid), calibration=tensors["calibration"],
@@ -94,9 +85,8 @@ class BoxHead(Head):
         rows, columns = self.grid
         if visual and visual != images * rows * columns:
             return (
-                f"a {self.kind} head of {rows} × {columns} cells cannot read "
-                f"{plural(images, 'image')} of {visual} visual tokens in all: send images as "
-                "the bundle's card says"
+                f"a {self.kind} head of {rows} × {columns} cells cannot read {visual} visual "
+                f"tokens of {plural(images, 'image')}: send images as the bundle's card says"
             )
         return super().misfit(visual, images)
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from valora_data.contract.base_model import base_hash, file_hash
 from valora_data.contract.contexts import CONTEXT, ContextEntry, context_entry
-from valora_data.contract.files import UnreadableError, check_form, open_regular, read_json, shown
+from valora_data.contract.files import (
+    UnreadableError,
+    check_form,
+    expect,
+    open_regular,
+    read_json,
+    shown,
+)
 from valora_data.contract.quantized import NF4
 from valora_data.errors import BundleError
 
@@ -136,11 +143,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _check_values(manifest: dict[str, Any]) -> None:
     """Check that the entries of a manifest fit together; a `ValueError` names one that does not."""
-
-    def expect(fits: object, place: str, expected: str, value: object) -> None:
-        if not fits:
-            raise ValueError(f"{place}: expected {expected}, got {shown(value)}")
-
     name, version, base = manifest["name"], manifest["schema_version"], manifest["base"]
     adapters, domains, files = manifest["adapters"], manifest["domains"], manifest["files"]
     contexts, encoders = manifest.get("contexts") or {}, manifest.get("encoders") or {}

@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.files import check_form, read_safetensors, shown, write_safetensors
+from valora_data.contract.files import check_form, expect, read_safetensors, write_safetensors
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def context_entry(facts: Mapping[str, Any], place: str) -> ContextEntry:
     check_form(facts, CONTEXT, place)
     known: dict[str, Any] = {name: facts.get(name) for name in ContextEntry.__slots__}
     entry = ContextEntry(**known)
-    has_file = entry.form != ADAPTER
+    has_file, sha = entry.form != ADAPTER, re.fullmatch(r"[0-9a-f]{64}", entry.source_sha256)
     for name, fits, expected in (
         ("form", entry.form in FORMS, f"one of {', '.join(FORMS)}"),
         ("file", (entry.file is not None) == has_file, "one" if has_file else "none"),
@@ -127,11 +127,9 @@ def context_entry(facts: Mapping[str, Any], place: str) -> ContextEntry:
         ("position", entry.position >= (entry.form == PREFIX), "1 or more"),
         ("bytes", entry.bytes >= 0, "0 or more"),
         ("source_tokens", entry.source_tokens >= 0, "0 or more"),
-        ("source_sha256", re.fullmatch(r"[0-9a-f]{64}", entry.source_sha256), "a sha256"),
+        ("source_sha256", sha, "a sha256"),
     ):
-        if not fits:
-            where = f"{place}.{name}".removeprefix(".")
-            raise ValueError(f"{where}: expected {expected}, got {shown(known[name])}")
+        expect(fits, f"{place}.{name}".removeprefix("."), expected, known[name])
     return entry
 
 

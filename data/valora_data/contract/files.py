@@ -146,6 +146,12 @@ def check_form(value: Any, form: Any, place: str = "") -> None:
             check_form(value[name], inner, where)
 
 
+def expect(fits: object, place: str, expected: str, value: object) -> None:
+    """Raise a `ValueError` that names a value, and where it stands, unless it fits."""
+    if not fits:
+        raise ValueError(f"{place}: expected {expected}, got {shown(value)}")
+
+
 def read_safetensors(file: Path, most: int) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Read metadata and tensors of a safetensors file into memory: it may be replaced meanwhile."""
     from safetensors import SafetensorError

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from valora_data.contract.files import parse_json, shown
+from valora_data.contract.files import check_form, expect, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,16 +101,13 @@ class Head(ABC):
 def check_shapes(tensors: Mapping[str, Tensor], **shapes: tuple[int, ...]) -> None:
     """Compare tensors with the shapes that they must have."""
     for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            got = tuple(tensors[name].shape)
-            raise ValueError(f"tensor {name}: expected shape {shape}, got {got}")
+        got = tuple(tensors[name].shape)
+        expect(got == shape, f"tensor {name}", f"shape {shape}", got)
 
 
 def parse_labels(metadata: Mapping[str, str]) -> tuple[str, ...]:
     """The label set in a head's metadata: different names, at least one."""
     labels = parse_json(metadata["labels"])
-    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
-        raise TypeError(f"labels: expected a list of names, got {shown(labels)}")
-    if len(set(labels)) != len(labels) or not labels:
-        raise ValueError(f"labels: expected different names, got {shown(labels)}")
+    check_form(labels, [str], "labels")
+    expect(labels and len(set(labels)) == len(labels), "labels", "different names", labels)
     return tuple(labels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from valora_data.contract.files import UnreadableError, read_safetensors, write_safetensors
+from valora_data.contract.files import UnreadableError, expect, read_safetensors, write_safetensors
 from valora_data.errors import BundleError
 from valora_data.registry import Registry
 
@@ -64,7 +64,6 @@ def read_head(file: Path, width: int) -> Head:
 
 def _numbers(name: str, tensor: Tensor) -> Tensor:
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-    if tensor.is_complex() or not largest <= LARGEST:  # nor is NaN
-        what = "is complex" if tensor.is_complex() else f"reaches {largest:.3g}"
-        raise ValueError(f"tensor {name} {what}, expected numbers up to {LARGEST:g}")
+    expect(not tensor.is_complex(), f"tensor {name}", "real numbers", tensor.dtype)
+    expect(largest <= LARGEST, f"tensor {name}", f"numbers up to {LARGEST:g}", largest)  # no NaN
     return tensor.float()

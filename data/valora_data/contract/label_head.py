@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from valora_data.contract.files import expect
 from valora_data.contract.head import Head, check_shapes, parse_labels
 from valora_data.contract.results import LabelResult
 
@@ -116,17 +117,13 @@ class LabelHead(Head):
         cls, kind: str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], width: int
     ) -> Self:
         """Build the head from the contents of its file."""
-        labels, outputs = parse_labels(metadata), tensors["weight"].shape[0]
-        if outputs != len(labels) or outputs < 2:
-            raise ValueError(
-                f"expected 2 or more labels, got {outputs} outputs, {len(labels)} labels"
-            )
+        labels, pooling = parse_labels(metadata), Pooling(metadata["pooling"])
+        expect(len(labels) > 1, "labels", "2 or more", labels)
         temperature = tensors["temperature"].item() if "temperature" in tensors else 1.0
-        if temperature < SMALLEST_TEMPERATURE:
-            least = SMALLEST_TEMPERATURE
-            raise ValueError(f"temperature: expected at least {least}, got {temperature}")
-        pooling = Pooling(metadata["pooling"])
-        check_shapes(tensors, weight=(outputs, pooled_width(pooling, width)), bias=(outputs,))
+        least = SMALLEST_TEMPERATURE
+        expect(temperature >= least, "temperature", f"at least {least}", temperature)
+        inputs = pooled_width(pooling, width)
+        check_shapes(tensors, weight=(len(labels), inputs), bias=(len(labels),))
         if pooling is Pooling.ATTENTION:
             check_shapes(tensors, query=(width,))
         return cls(

@@ -33,11 +33,8 @@ MANY_PIXELS = 4_000_000  # images of more together are processed one by one, in 
 def base_folder(base: str) -> str:
     """Return the folder, or the name on the hub, that a base model's id stands for.
 
-    Args:
-        base: ``tiny`` (shipped with the project), a folder, or a name on the hub.
-
-    Raises:
-        BundleError: It is empty, a folder that holds no model, or a path to nothing.
+    The id is ``tiny`` (shipped with the project), a folder, or a name on the hub; a `BundleError`
+    says that it is empty, a folder that holds no model, or a path to nothing.
     """
     if not base:
         raise BundleError("the base model's name is empty: name a folder, or a model on the hub")

@@ -1,14 +1,13 @@
 """Contexts: documents that were learnt once and are answered about without being read again.
 
-A context is what stands before a request's own turns. The prompt of a request about a context is
-its *head*, the system turn with the document, and its *tail*, the conversation:
+The prompt of a request about a context is its *head*, the system turn with the document, and its
+*tail*, the conversation:
 
     <s> <|system|> document   |   <|user|> question <|assistant|>
             head                            tail
 
 A memory replaces the head: by keys and values (`prefix`), by embeddings in place of the document
-(`memory_tokens`), or by nothing (`adapter`: LoRA alone answers, closed book). The tail is the same
-in every form. docs/bundle.md describes the files.
+(`memory_tokens`), or by nothing (`adapter`: LoRA alone answers). See docs/bundle.md.
 """
 
 from __future__ import annotations
@@ -222,13 +221,12 @@ class Encoder:
     """What an encoder has beside its adapter: it compresses documents to memory tokens.
 
     The base model with the encoder's adapter reads `around_memory`'s tokens before the memory, the
-    document's (tokenised alone, without special tokens), and then `queries` [tokens, width] as
-    input embeddings, at consecutive positions. The memory tokens are its last hidden states, after
-    the final norm, at the queries, times `scale` [width].
+    document's (tokenised alone, without special tokens), and then `queries` as input embeddings, at
+    consecutive positions. `memory` is made of its last hidden states, after the final norm.
     """
 
-    queries: Tensor
-    scale: Tensor
+    queries: Tensor  # [tokens, width]
+    scale: Tensor  # [width]
 
     def memory(self, hidden: Tensor) -> Tensor:
         """Return memory tokens of the last hidden states: […, length, width] → […, k, width]."""

@@ -37,13 +37,10 @@ def head_inputs(model: BaseModel, document: str, images: Sequence[Image] = ()) -
 def read_head(
     model: BaseModel, document: str, images: Sequence[Image] = ()
 ) -> tuple[Tensor, Tensor, int]:
-    """Compute keys and values of the head of prompts about a document or album.
+    """Compute keys, values and the tail's position of the head of prompts about a document.
 
-    Returns:
-        Keys and values, [layers, kv_heads, tokens, head_dim] each, and the position of the tail.
-
-    Raises:
-        DataError: The document does not fit into the model's context.
+    Keys and values are [layers, kv_heads, tokens, head_dim] each. A `DataError` says that the
+    document does not fit into the model's context.
     """
     inputs = head_inputs(model, document, images)
     ids = inputs["input_ids"].to(model.device)
@@ -91,8 +88,7 @@ def run_tails(
 
     past = None
     if keys is not None and values is not None:
-        pairs = zip(keys.to(model.dtype), values.to(model.dtype), strict=True)
-        past = DynamicCache(list(pairs))
+        past = DynamicCache([*zip(keys.to(model.dtype), values.to(model.dtype), strict=True)])
     output = model.language_model(
         inputs_embeds=embedded,
         past_key_values=past,

@@ -313,8 +313,8 @@ def _check_resized(
     """
     family, processor = model.architecture, model.processor.image_processor
     most = model.context_length * family.pixels_per_token
-    frames = (frame for video in videos for frame in video)
-    pixels = sum(family.resized_pixels(processor, *one.size) for one in (*images, *frames))
+    every = [*images, *(frame for video in videos for frame in video)]
+    pixels = sum(family.resized_pixels(processor, *image.size) for image in every)
     if pixels > most:
         raise ImageError(
             f"images: the base model would resize them to {pixels} pixels together, more than "

@@ -156,11 +156,6 @@ class Memory:
         """Size of the tensors."""
         return sum(part.nbytes for part in self.tensors.values())
 
-    def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values by layer, as `transformers.DynamicCache` takes them."""
-        keys, values = self.tensors["keys"], self.tensors["values"]
-        return [(key[None], value[None]) for key, value in zip(keys, values, strict=True)]
-
     def write(self, file: Path) -> None:
         """Write the memory as safetensors."""
         file.parent.mkdir(parents=True, exist_ok=True)

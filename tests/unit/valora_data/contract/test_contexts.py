@@ -4,7 +4,6 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract.base_model import BaseModel, load_model
@@ -37,21 +36,11 @@ def model(request, tmp_path_factory):
     return BaseModel(base, *load_model(base, torch.float32))
 
 
-def whole(model):
-    """Token ids of the prompt with the document, and the hidden states of all of them."""
-    ids = [*model.tokenize(head_text(model, DOCUMENT)), *tail_tokens(model, ASKED)]
-    with torch.no_grad():
-        output = model.language_model(
-            inputs_embeds=model.model.get_input_embeddings()(torch.tensor([ids])), use_cache=True
-        )
-    return ids, output
-
-
 def test_head_and_tail_are_the_prompt_that_the_template_writes(model):
     system = {"role": "system", "content": [{"type": "text", "text": DOCUMENT}]}
     text = model.render([system, *ASKED])
     assert head_text(model, DOCUMENT) + tail_text(model, ASKED) == text
-    ids, _ = whole(model)
+    ids = [*model.tokenize(head_text(model, DOCUMENT)), *tail_tokens(model, ASKED)]
     assert ids == model.tokenize(text)
     before, after = around_memory(model)
     words = model.tokenizer(DOCUMENT, add_special_tokens=False)["input_ids"]
@@ -64,29 +53,6 @@ def test_what_stands_for_images_is_text_in_documents_and_questions(model):
     ids = [*model.tokenize(head_text(model, f"A sign: {word}")), *tail_tokens(model, asked)]
     assert model.image_token not in ids
     assert model.tokenizer.decode(ids).count(word) == 2
-
-
-def test_the_keys_and_values_of_a_head_replace_it(model, tmp_path):
-    ids, output = whole(model)
-    tail = tail_tokens(model, ASKED)
-    count = len(ids) - len(tail)
-    layers = output.past_key_values.layers
-    keys = torch.cat([layer.keys[:, :, :count] for layer in layers])
-    values = torch.cat([layer.values[:, :, :count] for layer in layers])
-    Memory(PREFIX, BASE, {"keys": keys, "values": values}, count).write(tmp_path / "m.safetensors")
-    memory = read_memory(tmp_path / "m.safetensors", BASE, model.config.get_text_config())
-    assert (memory.tokens, memory.position) == (count, count)
-    assert memory.bytes == 2 * keys.nelement() * 4
-    places = (memory.position + torch.arange(len(tail)))[None]
-    with torch.no_grad():
-        found = model.language_model(
-            inputs_embeds=model.model.get_input_embeddings()(torch.tensor([tail])),
-            past_key_values=DynamicCache(memory.layers()),
-            position_ids=places.expand(3, 1, -1) if model.three_positions else places,
-        )
-    torch.testing.assert_close(
-        found.last_hidden_state, output.last_hidden_state[:, count:], atol=1e-5, rtol=1e-4
-    )
 
 
 def test_what_does_not_fit_is_refused(model, tmp_path):

@@ -1,17 +1,15 @@
 """Heads on disk and their answers: the file format, what is refused, golden comparison, text."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.nn import functional as F
 
 from tests.support.serve_helpers import make_box_head, make_label_head
 from valora_data.contract.heads import read_head, write_head
-from valora_data.contract.label_head import Pooling, places_of, pool
+from valora_data.contract.label_head import places_of
 from valora_data.contract.results import (
     CONFIDENCE_TOLERANCE,
     PIXEL_TOLERANCE,
@@ -32,8 +30,10 @@ def box_file(tmp_path):
 
 @pytest.fixture
 def label_file(tmp_path):
-    labels = ["label 0", "label 1", "label 2"]
-    return make_label_head(tmp_path / "label.safetensors", WIDTH, labels, seed=2)
+    return make_label_head(
+        tmp_path / "label.safetensors", WIDTH, ["x", "y", "z"], seed=2, pooling="attention",
+        temperature=1.7,
+    )  # fmt: skip
 
 
 def contents(file):
@@ -53,57 +53,31 @@ def damage(file, **change):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("pooling", [*Pooling, None])
-def test_a_head_is_written_as_it_was_read(pooling, box_file, tmp_path):
-    file = box_file
-    if pooling is not None:
-        file = make_label_head(
-            tmp_path / "label.safetensors", WIDTH, ["a", "b", "c"], seed=1, pooling=pooling,
-            temperature=1.7,
-        )  # fmt: skip
-    head = read_head(file, WIDTH)
-    assert (head.reads_visual, head.reads_places) == (pooling != "last", pooling == "grid")
-    write_head(tmp_path / "again.safetensors", head)
-    (metadata, tensors), (again, others) = contents(file), contents(tmp_path / "again.safetensors")
-    assert metadata == again
-    assert tensors.keys() == others.keys()
-    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
-    if pooling is None:
-        assert metadata == {
-            "kind": "detection", "labels": '["a", "b"]', "grid": "[3, 4]", "nms_iou": "0.5",
-            "most": "32", "vote_sigma": "0.05",
-        }  # fmt: skip
-        assert tensors.keys() == {"weight", "bias", "calibration", "threshold"}
+def test_a_head_is_written_as_it_was_read(box_file, label_file, tmp_path):
+    for file, names in (
+        (label_file, {"weight", "bias", "temperature", "query"}),
+        (box_file, {"weight", "bias", "calibration", "threshold"}),
+    ):
+        write_head(tmp_path / "again.safetensors", read_head(file, WIDTH))
+        (facts, tensors), (again, others) = map(contents, (file, tmp_path / "again.safetensors"))
+        assert facts == again
+        assert tensors.keys() == others.keys() == names
+        assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+    assert facts == {
+        "kind": "detection", "labels": '["a", "b"]', "grid": "[3, 4]", "nms_iou": "0.5",
+        "most": "32", "vote_sigma": "0.05",
+    }  # fmt: skip
+    head = read_head(box_file, WIDTH)
+    assert head.configured({}).threshold == pytest.approx(0.2)
+    assert head.configured({"threshold": 0.4}).threshold == 0.4
 
 
-def test_what_the_manifest_or_an_earlier_version_says_of_a_box_head(box_file):
-    damage(box_file, vote_sigma=None)
-    plain = read_head(box_file, WIDTH)
-    assert plain.vote_sigma is None
-    logits = torch.randn(12, 7, generator=torch.Generator().manual_seed(0))
-    (kept,) = plain.interpret(logits, [(40, 30)], 0.0).detections
-    (voted,) = replace(plain, vote_sigma=0.07).interpret(logits, [(40, 30)], 0.0).detections
-    assert [one.confidence for one in voted] == [one.confidence for one in kept]
-    assert any(one.box != other.box for one, other in zip(voted, kept, strict=True))
-    assert plain.configured({}).threshold == pytest.approx(0.2)
-    assert plain.configured({"threshold": 0.4}).threshold == 0.4
-
-
-def test_places_part_an_image_evenly_and_are_averaged():
+def test_places_part_an_image_evenly():
     assert places_of(4, 8).tolist() == [
         row * 4 + column for row in range(4) for column in (0, 0, 1, 1, 2, 2, 3, 3)
     ]
     assert places_of(2, 3).tolist() == [0, 1, 2, 8, 9, 10]  # fewer tokens than places
-    seen = torch.randn(3, 8 * 12, 5, generator=torch.Generator().manual_seed(0))
-    real = torch.ones(3, 96, dtype=torch.bool)
-    pooled = pool("grid", seen[:, -1], seen, real, places_of(8, 12).expand(3, -1), None)
-    expected = F.adaptive_avg_pool2d(seen.transpose(1, 2).unflatten(2, (8, 12)), 4)
-    torch.testing.assert_close(pooled, expected.flatten(2).transpose(1, 2).flatten(1))
-    # Two images, 4 × 4 and 1 × 4, and two tokens of padding.
-    places = torch.cat([places_of(4, 4), places_of(1, 4), places_of(1, 1, images=2)])[None]
-    seen = torch.arange(22.0)[None, :, None]
-    pooled = pool("grid", seen[:, -1], seen, torch.arange(22)[None] < 20, places, None)
-    assert pooled.tolist() == [[(n + 16 + n) / 2 for n in range(4)] + list(range(4, 16))]
+    assert places_of(1, 1, images=3).tolist() == [0, 0, 0]
 
 
 def boxes(*confidences, label="car", shift=0.0, right=30.0):
@@ -171,9 +145,8 @@ LABEL = [
     ({"labels": '["a", "b"]'}, r"weight: expected shape \(2, 20\)"),
     ({"labels": '["a", "b", "a"]'}, "different names"),
     ({"pooling": "max"}, "max"), ({"pooling": None}, "lacks 'pooling'"),
-    ({"pooling": "attention"}, "lacks 'query'"),
-    ({"pooling": "attention", "query": torch.ones(3)}, r"query: expected shape \(20,\)"),
-    ({"bias": None}, "lacks 'bias'"),
+    ({"query": torch.ones(3)}, r"query: expected shape \(20,\)"),
+    ({"query": None}, "lacks 'query'"), ({"bias": None}, "lacks 'bias'"),
     ({"bias": torch.ones(4)}, r"bias: expected shape \(3,\), got \(4,\)"),
     ({"weight": torch.ones(3, 21)}, r"weight: expected shape \(3, 20\), got \(3, 21\)"),
     ({"weight": torch.full((3, 20), math.nan)}, "weight: expected .* got nan"),
@@ -204,16 +177,3 @@ def test_heads_that_do_not_fit(kind, change, message, request):
     with pytest.raises(BundleError, match=message) as caught:
         read_head(file, WIDTH)
     assert str(file) in str(caught.value)
-
-
-def test_damaged_files(label_file, tmp_path):
-    whole = label_file.read_bytes()
-    for size in (0, 7, len(whole) - 1):
-        label_file.write_bytes(whole[:size])
-        with pytest.raises(BundleError, match="is damaged"):
-            read_head(label_file, WIDTH)
-    with pytest.raises(BundleError, match="is damaged"):
-        read_head(tmp_path / "none.safetensors", WIDTH)
-    save_file({"weight": torch.ones(3, WIDTH)}, label_file)
-    with pytest.raises(BundleError, match="lacks 'kind'"):
-        read_head(label_file, WIDTH)

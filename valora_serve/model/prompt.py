@@ -70,11 +70,7 @@ class Visual:
         ]
 
     def places(self) -> Tensor:
-        """Return the place in the image of each visual token, see `label_head.places_of`.
-
-        Returns:
-            [visual tokens] int64.
-        """
+        """Return the place of each visual token, see `label_head.places_of`: [tokens] int64."""
         assert self.grid is not None, "heads are trained only where the grid is known"
         times, rows, columns = self.grid
         return places_of(rows, columns, times)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from valora_data.contract.results import Size
 
-SMALLEST_TEMPERATURE = 1e-6  # so that every confidence stays finite
+LEAST = 1e-6  # temperature, so that every confidence stays finite
 SIDE = 4  # rows and columns of the places of an image
 
 
@@ -107,11 +107,6 @@ class LabelHead(Head):
         """Whether it needs to know where in its image each visual token lies."""
         return self.pooling is Pooling.GRID
 
-    @property
-    def width(self) -> int:
-        """Size of the hidden states that it reads."""
-        return self.weight.shape[1] // pooled_width(self.pooling, 1)
-
     @classmethod
     def parse(
         cls, kind: str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], width: int
@@ -120,8 +115,7 @@ class LabelHead(Head):
         labels, pooling = parse_labels(metadata), Pooling(metadata["pooling"])
         expect(len(labels) > 1, "labels", "2 or more", labels)
         temperature = tensors["temperature"].item() if "temperature" in tensors else 1.0
-        least = SMALLEST_TEMPERATURE
-        expect(temperature >= least, "temperature", f"at least {least}", temperature)
+        expect(temperature >= LEAST, "temperature", f"at least {LEAST}", temperature)
         inputs = pooled_width(pooling, width)
         check_shapes(tensors, weight=(len(labels), inputs), bias=(len(labels),))
         if pooling is Pooling.ATTENTION:

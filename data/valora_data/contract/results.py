@@ -68,11 +68,6 @@ class LabelResult(HeadResult):
     label: str
     confidences: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def confidence(self) -> float | None:
-        """The probability of `label`."""
-        return self.confidences.get(self.label)
-
     def image_fields(self, number: int) -> dict[str, Any]:
         """The label, its confidence and those of all labels."""
         return {**self.golden(), "confidences": dict(self.confidences)}
@@ -83,7 +78,7 @@ class LabelResult(HeadResult):
 
     def golden(self) -> dict[str, Any]:
         """The label and its confidence."""
-        return {"label": self.label, "confidence": self.confidence}
+        return {"label": self.label, "confidence": self.confidences.get(self.label)}
 
     @classmethod
     def matches(cls, found: Any, expected: Any, threshold: float) -> bool:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from valora_data.contract.boxes import read_detections
 from valora_data.contract.files import expect, parse_json
 from valora_data.contract.head import Head, check_shapes, parse_labels
-from valora_data.contract.results import BoxesResult, Detection
+from valora_data.contract.results import BoxesResult, Detection, Size
 from valora_data.wording import plural
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from valora_data.contract.results import Size
 
 DETECTION = "detection"  # the kind of head that finds objects
 MOST_BOXES = 10_000  # of an image, that a box head may be set to return

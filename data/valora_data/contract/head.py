@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
 
 from valora_data.contract.files import check_form, expect, parse_json
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from valora_data.contract.results import HeadResult, Size
+from valora_data.contract.results import HeadResult, Size
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

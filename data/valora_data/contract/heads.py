@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from torch import Tensor
 
 from valora_data.contract.files import UnreadableError, expect, read_safetensors, write_safetensors
+from valora_data.contract.head import Head
 from valora_data.errors import BundleError
 from valora_data.registry import Registry
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from valora_data.contract.head import Head
 
 FILE_BYTES = 1 << 30  # most of a head's file
 # Largest value in a head's file, in absolute terms: trained ones lie below 1e3, and up to here

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,12 +15,7 @@ from torch.nn import functional as F
 
 from valora_data.contract.files import expect
 from valora_data.contract.head import Head, check_shapes, parse_labels
-from valora_data.contract.results import LabelResult
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from valora_data.contract.results import Size
+from valora_data.contract.results import LabelResult, Size
 
 LEAST = 1e-6  # temperature, so that every confidence stays finite
 SIDE = 4  # rows and columns of the places of an image

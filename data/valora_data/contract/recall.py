@@ -6,24 +6,19 @@ adapter counts.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
+from valora_data.contract.base_model import BaseModel
 from valora_data.contract.contexts import head_text
 from valora_data.errors import DataError
 from valora_data.models.base import IMAGE
 from valora_data.wording import plural
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-    from PIL.Image import Image
-
-    from valora_data.contract.base_model import BaseModel
 
 ROOM = 64  # positions that are left for a question and its answer behind a document
 

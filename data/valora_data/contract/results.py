@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+import numpy as np
+from numpy.typing import NDArray
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Size = tuple[int, int]
-    """Width and height of an image in pixels, as it was sent."""
-
+Size = tuple[int, int]  # width and height of an image in pixels, as it was sent
 PIXEL_TOLERANCE = 0.5  # pixels by which an edge of a golden box may differ when computed again
 # The same as a share of the box's longer side, where that is more: in bf16, another order of sums
 # moved edges by up to 0.8 % of it (a 7B shape).

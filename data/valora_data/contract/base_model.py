@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,14 +64,9 @@ def processor_hash(base: str) -> str:
     """Return the sha256 of what else in a base model's folder decides on inputs and outputs."""
     folder = _local_folder(base)
     weights = ("config.json", "figures.json", "model*.safetensors", "*.index.json")
-    files = [
-        file
-        for file in folder.rglob("[!.]*")
-        if file.is_file()
-        and file.suffix in PROCESSOR_FILES
-        and not any(fnmatchcase(file.name, pattern) for pattern in weights)
-    ]
-    return hash_files(files, folder)
+    files = (file for file in folder.rglob("[!.]*") if file.suffix in PROCESSOR_FILES)
+    read = [file for file in files if file.is_file() and not any(map(file.match, weights))]
+    return hash_files(read, folder)
 
 
 def file_hash(path: Path) -> str:
@@ -274,12 +268,8 @@ class BaseModel:
         if sum(image.width * image.height for image in images) > MANY_PIXELS:
             processor = copy.copy(processor)
             processor.image_processor = _OneByOne(processor.image_processor)
-        return processor(
-            text=[text],
-            return_tensors="pt",
-            add_special_tokens=self._special(text, special),
-            **media,
-        )
+        options = {"return_tensors": "pt", "add_special_tokens": self._special(text, special)}
+        return processor(text=[text], **options, **media)
 
     def _special(self, text: str, wanted: bool | None) -> bool:
         bos = self.tokenizer.bos_token

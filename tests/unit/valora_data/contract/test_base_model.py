@@ -20,7 +20,7 @@ from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract import base_model
 from valora_data.contract.base_model import BaseModel, check_image_token, load_model
 from valora_data.errors import BundleError
-from valora_data.models.generic import GenericSquare
+from valora_data.models.registry import GenericSquare
 from valora_serve.errors import ImageError
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.types import Request

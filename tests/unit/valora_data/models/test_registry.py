@@ -16,8 +16,12 @@ from tests.support.engine_reference import make_engine, noise, run
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.errors import BundleError
 from valora_data.models.base import LinearNames, ModelPart
-from valora_data.models.generic import GenericGrid, GenericSquare
-from valora_data.models.registry import ARCHITECTURES, architecture_of
+from valora_data.models.registry import (
+    ARCHITECTURES,
+    GenericGrid,
+    GenericSquare,
+    architecture_of,
+)
 from valora_serve.model.split_model import check_split
 from valora_serve.parallel.partition import Slice, partition
 from valora_serve.types import Request, SamplingParams

@@ -22,15 +22,6 @@ def cell_centres(grid: tuple[int, int]) -> Tensor:
     return torch.stack([x.flatten(), y.flatten()], dim=-1)
 
 
-def encode(boxes: Tensor, cells: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Encode boxes (n, 4) relative to the cells (n,) that predict them, as (ox, oy, ow, oh)."""
-    cell = boxes.new_tensor([1.0 / grid[1], 1.0 / grid[0]])
-    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
-    offset = (centres - cell_centres(grid).to(boxes)[cells]) / cell
-    size = ((boxes[:, 2:] - boxes[:, :2]) / cell).clamp_min(1e-6).log().clamp(*LOG_SIZE)
-    return torch.cat([offset, size], dim=-1)
-
-
 def decode(raw: Tensor, grid: tuple[int, int]) -> Tensor:
     """Decode what all cells predict, (..., rows · columns, 4), to float32 boxes in the image."""
     raw = raw.float()

@@ -25,6 +25,7 @@ class PlainText:
         from tokenizers import normalizers
 
         self._marked: dict[str, str] = {}
+        self._longest = 0
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             return

@@ -199,8 +199,8 @@ class ContextReference:
             memory = contract.read_memory(file, base_hash(self._base), config)
             if spec.form == PREFIX:
                 position = memory.position
-                layers = [(keys.clone(), values.clone()) for keys, values in memory.layers()]
-                cache = DynamicCache(layers)
+                kept = (memory.tensors[name].clone()[:, None] for name in ("keys", "values"))
+                cache = DynamicCache([*zip(*kept, strict=True)])
             else:
                 before, after = contract.around_memory(self.model)
                 words = self.model.language_model.get_input_embeddings()

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from valora_data.contract.base_model import base_folder, base_hash
 from valora_data.contract.bundle import write_manifest
-from valora_data.contract.grid_pooling import PLACES
 from valora_data.contract.heads import write_head
+from valora_data.contract.label_head import pooled_width
 from valora_data.models.registry import architecture_of
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_train.settings import HeadSettings
@@ -117,7 +117,7 @@ def make_label_head(
 ) -> Path:
     """Save a random label head in the format of docs/bundle.md."""
     generator = torch.Generator().manual_seed(seed)
-    inputs = width * (PLACES if pooling == "grid" else 1)
+    inputs = pooled_width(pooling, width)
     tensors = {
         "weight": torch.randn(len(labels), inputs, generator=generator) * 0.3,
         "bias": torch.randn(len(labels), generator=generator),

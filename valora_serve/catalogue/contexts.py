@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.base_model import file_hash
@@ -133,7 +133,7 @@ def write_context(folder: Path, memory: Memory, entry: ContextEntry, adapter: st
         adapter: Name of the adapter that answers, None for the base model.
     """
     memory.write(folder / MEMORY_FILE)
-    text = json.dumps({**entry.as_json(), "adapter": adapter}, indent=1)
+    text = json.dumps({**asdict(entry), "adapter": adapter}, indent=1)
     (folder / FACTS_FILE).write_text(text + "\n", encoding="utf-8")
 
 

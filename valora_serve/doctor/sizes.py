@@ -9,7 +9,7 @@ from pathlib import Path
 from valora_data.contract.base_model import base_folder
 from valora_data.contract.files import UnreadableError, read_json
 from valora_data.errors import BundleError, ValoraError
-from valora_data.models.generic import VISION_MODULES
+from valora_data.models.registry import VISION_MODULES
 from valora_serve.engine.settings import EngineSettings
 
 BYTES = 2

@@ -115,7 +115,7 @@ class HeadRequest:
         visual: [tokens] bool, which of them are visual tokens; may be on the CPU. None for none.
         sizes: Width and height in pixels of each image, in their order.
         min_score: Confidence below which answers are dropped; the head's own threshold if None.
-        places: [visual tokens] int64 on the CPU, see `contract.grid_pooling.places_of`; only for
+        places: [visual tokens] int64 on the CPU, see `contract.label_head.places_of`; only for
             heads that read places.
     """
 

@@ -15,7 +15,7 @@ from valora_data.contract.contexts import (
     system_turn,
     tail_text,
 )
-from valora_data.contract.grid_pooling import places_of
+from valora_data.contract.label_head import places_of
 from valora_data.models.base import IMAGE, PIXELS, VIDEO
 from valora_serve.errors import ImageError, RequestError
 from valora_serve.memory.block_manager import ImageSpan
@@ -70,11 +70,7 @@ class Visual:
         ]
 
     def places(self) -> Tensor:
-        """Return the place in the image of each visual token, see `grid_pooling.places_of`.
-
-        Returns:
-            [visual tokens] int64.
-        """
+        """Return the place of each visual token, see `label_head.places_of`: [tokens] int64."""
         assert self.grid is not None, "heads are trained only where the grid is known"
         times, rows, columns = self.grid
         return places_of(rows, columns, times)
@@ -284,7 +280,7 @@ def _process(
         raise ImageError(f"images and prompt do not fit each other: {error}") from error
     ids = inputs["input_ids"][0]
     visuals = _visuals(model, inputs, ids, images, videos)
-    found = model.positions(inputs)
+    found = model.architecture.positions(model.model, inputs, model.config)
     if found is None:
         return Prompt(ids.tolist(), tuple(visuals))
     positions, delta = found
@@ -311,9 +307,10 @@ def _check_resized(
 
     An image of 1 x 40,000,000 pixels whose shorter side is resized to 336 would take terabytes.
     """
-    most = model.context_length * model.architecture.pixels_per_token
-    frames = (frame for video in videos for frame in video)
-    pixels = sum(model.resized_pixels(*image.size) for image in (*images, *frames))
+    family, processor = model.architecture, model.processor.image_processor
+    most = model.context_length * family.pixels_per_token
+    every = [*images, *(frame for video in videos for frame in video)]
+    pixels = sum(family.resized_pixels(processor, *image.size) for image in every)
     if pixels > most:
         raise ImageError(
             f"images: the base model would resize them to {pixels} pixels together, more than "
@@ -338,7 +335,7 @@ def _visuals(
         if PIXELS[kind] not in inputs:
             continue
         at = np.flatnonzero(ids.numpy() == token)
-        parts = model.split(kind, inputs, len(at))
+        parts = model.architecture.split(kind, inputs, len(at), model.config)
         if len(parts) > len(sizes):
             raise RequestError(
                 "The base model cuts images into several parts, which is not served: use "

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from valora_data.contract.contexts import tail_tokens
-from valora_data.contract.grid_pooling import places_of
+from valora_data.contract.label_head import places_of
 from valora_data.errors import BundleError, DataError
 from valora_data.models.base import IMAGE, PIXELS, VIDEO
 from valora_train.model.prompts import Encoded
@@ -131,14 +131,14 @@ class Encoder:
             inputs = model.process(text, example.images)
         ids = inputs["input_ids"][0]
         visual = ids == token
-        parts = model.split(kind, inputs, int(visual.sum()))
+        parts = model.architecture.split(kind, inputs, int(visual.sum()), model.config)
         grids = [part.grid for part in parts if part.grid is not None]
         if len(grids) < len(parts):
             raise BundleError(
                 f"base model {model.base} does not say how its visual tokens lie in an image: "
                 "register its architecture, with the grid, in valora.architectures"
             )
-        found = model.positions(inputs)
+        found = model.architecture.positions(model.model, inputs, model.config)
         item = Encoded(
             ids,
             visual,

@@ -48,7 +48,7 @@ class Encoded:
     prompt: int  # tokens of the prompt
     seen: Size  # of the first image as the encoder sees it
     grid: tuple[int, int]  # rows and columns of visual tokens of the first image
-    places: Tensor  # (visual tokens,) int64 on the CPU, see `contract.grid_pooling.places_of`
+    places: Tensor  # (visual tokens,) int64 on the CPU, see `contract.label_head.places_of`
     pixels: Mapping[str, Tensor] = field(default_factory=dict)  # arguments of the vision encoder
     features: Tensor | None = None  # (visual tokens, width), kept instead of pixels
     deep: tuple[Tensor, ...] = ()  # the same for each of the first layers (Qwen3-VL)

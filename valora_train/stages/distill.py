@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data import shards
-from valora_data.contract.results import golden_text
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Split
 from valora_data.wording import plural
@@ -261,7 +260,7 @@ def _shown(domain: DomainSettings, answer: Answer, sure: float) -> Any:
             if box.confidence >= sure
         ]
     if answer.captions:
-        return golden_text(answer.captions[0])
+        return {"text": answer.captions[0]}
     if answer.choice is None:
         return None
     return {"label": answer.choice} | ({"confidence": max(answer.soft)} if answer.soft else {})

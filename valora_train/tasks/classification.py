@@ -138,7 +138,8 @@ class LabelHeadModule(nn.Module):
     @classmethod
     def of(cls, head: LabelHead) -> LabelHeadModule:
         """Create the module of a head from a bundle, with the head's pooling only."""
-        module = cls(head.width, head.labels, head.kind, [head.pooling])
+        width = head.weight.shape[1] // pooled_width(head.pooling, 1)
+        module = cls(width, head.labels, head.kind, [head.pooling])
         module.linears[0].load_state_dict({"weight": head.weight, "bias": head.bias})
         module.temperature.fill_(head.temperature)
         if head.query is not None:

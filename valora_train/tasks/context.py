@@ -8,7 +8,7 @@ tokens, its logits and its hidden states (self-study, as in Cartridges and Knowl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,4 +191,4 @@ class ContextTask(LanguageTask):
             source_tokens=memory.document_tokens(self.lmm, self._document),
             source_sha256=source_hash(self._document.text, self._document.images),
         )
-        return facts | {"context": entry.as_json()}
+        return facts | {"context": asdict(entry)}

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from valora_data.contract.results import golden_text, text_matches
+from valora_data.contract.results import text_matches
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample
 from valora_data.tasks import CAPTION
@@ -74,7 +74,7 @@ class LanguageTask(DomainTask):
 
     def golden(self, prediction: Prediction, threshold: float | None) -> dict[str, Any]:
         """The text."""
-        return golden_text(prediction.text or "")
+        return {"text": prediction.text or ""}
 
     def matches(self, found: Any, expected: Any, threshold: float | None) -> bool:
         """Whether the texts are equal."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +23,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from valora_data.models.base import EncoderInput
-
 TINY = "tiny"
-PROCESSOR_FILES = frozenset(
-    {".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt"}
-)
-"""Suffixes of the files that tokenizers, processors and further heads are read from."""
-MANY_PIXELS = 4_000_000
-"""Images of more pixels together are processed one by one, which takes less memory."""
+# Suffixes of the files that tokenizers, processors and further heads are read from.
+PROCESSOR_FILES = {".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt"}
+MANY_PIXELS = 4_000_000  # images of more together are processed one by one, in less memory
 
 
 def base_folder(base: str) -> str:
     """Return the folder, or the name on the hub, that a base model's id stands for.
 
-    The id is ``tiny`` (shipped with the project), a folder, or a name on the hub. A `BundleError`
+    The id is ``tiny`` (shipped with the project), a folder, or a name on the hub; a `BundleError`
     says that it is empty, a folder that holds no model, or a path to nothing.
     """
     if not base:
@@ -61,28 +55,18 @@ def base_hash(base: str) -> str:
     weights = sorted(folder.glob("model*.safetensors"))
     if not weights:
         raise BundleError(f"{base} holds no model*.safetensors: save the model as safetensors")
-    total = hashlib.sha256()
-    for file in [folder / "config.json", *weights]:
-        total.update(file.name.encode())
-        total.update(file_hash(file).encode())
-    return total.hexdigest()
+    files = [folder / "config.json", *weights]
+    named = "".join(f"{file.name}{file_hash(file)}" for file in files)
+    return hashlib.sha256(named.encode()).hexdigest()
 
 
 def processor_hash(base: str) -> str:
-    """Return the sha256 of what else in a base model's folder decides on its inputs and outputs.
-
-    Bundles do not name this hash, so that those of earlier versions stay valid.
-    """
+    """Return the sha256 of what else in a base model's folder decides on inputs and outputs."""
     folder = _local_folder(base)
     weights = ("config.json", "figures.json", "model*.safetensors", "*.index.json")
-    files = [
-        file
-        for file in folder.rglob("[!.]*")
-        if file.is_file()
-        and file.suffix in PROCESSOR_FILES
-        and not any(fnmatchcase(file.name, pattern) for pattern in weights)
-    ]
-    return hash_files(files, folder)
+    files = (file for file in folder.rglob("[!.]*") if file.suffix in PROCESSOR_FILES)
+    read = [file for file in files if file.is_file() and not any(map(file.match, weights))]
+    return hash_files(read, folder)
 
 
 def file_hash(path: Path) -> str:
@@ -165,10 +149,7 @@ def check_image_token(base: str, config: Any, processor: Any) -> None:
 
 
 class _OneByOne:
-    """An image processor that processes each image alone: the same tensors, in less memory.
-
-    transformers' hold all images twice as tensors before the first one is resized.
-    """
+    """An image processor that never holds all images as tensors before they are resized."""
 
     def __init__(self, image_processor: Any) -> None:
         self._image_processor = image_processor
@@ -200,24 +181,10 @@ class _OneByOne:
 class BaseModel:
     """A frozen LMM with its processor.
 
-    Attributes:
+    Args:
         base: Id of the base model.
         model: The transformers model, e.g. of `load_model`.
         processor: transformers' processor.
-        tokenizer: The processor's tokenizer.
-        architecture: What differs between families of LMMs.
-        language_model: The decoder of the model, without the output embeddings.
-        device: Device of the weights.
-        dtype: Type of the weights.
-        config: Configuration of the model.
-        width: Size of the hidden states.
-        image_token: Id of the placeholder of images.
-        video_token: Id of the placeholder of videos; None if their frames are passed as images.
-        three_positions: Whether rotary positions have three parts: time, height and width.
-        fixed_grid: Rows and columns of visual tokens if all images have the same, else None.
-        stop_ids: Ids of the tokens that end an answer.
-        plain: Makes special tokens in texts of users plain text.
-        context_length: Tokens of the longest sequence, prompt and answer together.
 
     Raises:
         BundleError: The model is of no known family, see `architecture_of`.
@@ -228,17 +195,18 @@ class BaseModel:
         self.model: Any = model.requires_grad_(False).eval()
         self.processor: Any = processor
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
-        self.architecture = architecture_of(model, base)
-        self.language_model: Any = self.architecture.language_model(model)
+        self.architecture = family = architecture_of(model, base)
+        self.language_model: Any = family.language_model(model)  # without the output embeddings
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.config: Any = model.config
-        self.width = int(self.config.get_text_config().hidden_size)
-        self.context_length = int(self.config.get_text_config().max_position_embeddings)
-        self.image_token = int(self.config.image_token_id)
-        self.video_token = self.architecture.video_token(self.config)
-        self.three_positions = self.architecture.three_positions
-        self.fixed_grid = self.architecture.fixed_grid(self.config)
+        text = self.config.get_text_config()
+        self.width = int(text.hidden_size)
+        self.context_length = int(text.max_position_embeddings)  # of prompt and answer together
+        self.image_token = int(self.config.image_token_id)  # stands for a visual token
+        self.video_token = family.video_token(self.config)
+        self.three_positions = family.three_positions
+        self.fixed_grid = family.fixed_grid(self.config)
         ends = getattr(model.generation_config, "eos_token_id", None)
         ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
         self.stop_ids = frozenset(int(token) for token in ends if token is not None)
@@ -269,8 +237,7 @@ class BaseModel:
         `special` says whether the tokenizer adds the beginning-of-sequence token; None to add it
         unless the chat template did.
         """
-        special = self._adds_special_tokens(text) if special is None else special
-        ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=self._special(text, special))["input_ids"]
         return [int(i) for i in ids]
 
     def text_of(self, tokens: Sequence[int]) -> str:
@@ -301,31 +268,12 @@ class BaseModel:
         if sum(image.width * image.height for image in images) > MANY_PIXELS:
             processor = copy.copy(processor)
             processor.image_processor = _OneByOne(processor.image_processor)
-        return processor(
-            text=[text],
-            return_tensors="pt",
-            add_special_tokens=self._adds_special_tokens(text) if special is None else special,
-            **media,
-        )
+        options = {"return_tensors": "pt", "add_special_tokens": self._special(text, special)}
+        return processor(text=[text], **options, **media)
 
-    def _adds_special_tokens(self, text: str) -> bool:
-        """Whether the tokenizer adds the beginning-of-sequence token: not if the template did."""
+    def _special(self, text: str, wanted: bool | None) -> bool:
         bos = self.tokenizer.bos_token
-        return not (bool(bos) and text.startswith(bos))
-
-    # --- visual tokens, as the architecture reads them
-
-    def resized_pixels(self, width: int, height: int) -> int:
-        """Return to about how many pixels an image is resized, before it is cropped or padded."""
-        return self.architecture.resized_pixels(self.processor.image_processor, width, height)
-
-    def split(self, kind: str, inputs: Mapping[str, Any], tokens: int) -> list[EncoderInput]:
-        """Split the processor's output into images or videos, see `Architecture.split`."""
-        return self.architecture.split(kind, inputs, tokens, self.config)
-
-    def positions(self, inputs: Mapping[str, Any]) -> tuple[Tensor, int] | None:
-        """Return the rotary positions of a prompt with images, see `Architecture.positions`."""
-        return self.architecture.positions(self.model, inputs, self.config)
+        return not (bos and text.startswith(bos)) if wanted is None else wanted
 
     def visual_features(
         self, batch: Sequence[Mapping[str, Tensor]]
@@ -333,12 +281,9 @@ class BaseModel:
         """Encode images, or videos, together: `EncoderInput.tensors` of each."""
         import torch
 
-        inputs = {
-            name: torch.cat([tensors[name] for tensors in batch]).to(self.device)
-            for name in batch[0]
-        }
-        pixels = next(iter(inputs))
-        inputs[pixels] = inputs[pixels].to(self.dtype)
+        names = list(batch[0])
+        inputs = {name: torch.cat([one[name] for one in batch]).to(self.device) for name in names}
+        inputs[names[0]] = inputs[names[0]].to(self.dtype)  # the pixels
         return self.architecture.visual_features(self.model, inputs)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
-"""The encoding of boxes relative to visual tokens, shared by training and serving.
+"""Boxes relative to visual tokens, see docs/bundle.md.
 
-The token in row i and column j of a rows × columns grid predicts boxes relative to its cell, whose
-centre is ((j + ½)/columns, (i + ½)/rows) of the image. Its four outputs (ox, oy, ow, oh) encode a
-box whose centre is that of the cell plus (ox, oy) cells, and whose size is (exp ow, exp oh) cells.
-Boxes are (x0, y0, x1, y1) relative to the image's width and height, independent of its resolution.
-A grid is given as its rows and columns.
+The token in row i and column j of a rows × columns grid predicts boxes relative to its cell: four
+outputs (ox, oy, ow, oh) say that a box has the cell's centre plus (ox, oy) cells, and measures
+(exp ow, exp oh) cells. Boxes are (x0, y0, x1, y1), as shares of the image's width and height.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOG_SIZE = (-4.0, 3.0)
-"""Bounds of (ow, oh): sizes from a fiftieth of a cell to twenty cells."""
+LOG_SIZE = (-4.0, 3.0)  # bounds of (ow, oh): from a fiftieth of a cell to twenty cells
 
 
 def cell_centres(grid: tuple[int, int]) -> Tensor:
@@ -23,15 +20,6 @@ def cell_centres(grid: tuple[int, int]) -> Tensor:
         (torch.arange(rows) + 0.5) / rows, (torch.arange(columns) + 0.5) / columns, indexing="ij"
     )
     return torch.stack([x.flatten(), y.flatten()], dim=-1)
-
-
-def encode(boxes: Tensor, cells: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Encode boxes (n, 4) relative to the cells (n,) that predict them, as (ox, oy, ow, oh)."""
-    cell = boxes.new_tensor([1.0 / grid[1], 1.0 / grid[0]])
-    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
-    offset = (centres - cell_centres(grid).to(boxes)[cells]) / cell
-    size = ((boxes[:, 2:] - boxes[:, :2]) / cell).clamp_min(1e-6).log().clamp(*LOG_SIZE)
-    return torch.cat([offset, size], dim=-1)
 
 
 def decode(raw: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -46,10 +34,9 @@ def decode(raw: Tensor, grid: tuple[int, int]) -> Tensor:
 def suppress(
     boxes: Tensor, scores: Tensor, classes: Tensor, iou: float, min_score: float, most: int
 ) -> Tensor:
-    """Apply non-maximum suppression within each class to n boxes.
+    """Return int64 indices of at most `most` boxes of at least `min_score`, by descending score.
 
-    Returns the int64 indices of at most `most` boxes of at least `min_score`, by descending score,
-    of which no two of a class overlap by more than `iou`.
+    No two of a class overlap by more than `iou`.
     """
     from torchvision.ops import batched_nms
 
@@ -61,10 +48,9 @@ def suppress(
 def vote(boxes: Tensor, log_scores: Tensor, classes: Tensor, kept: Tensor, sigma: float) -> Tensor:
     """Place each kept box at the mean of all boxes of its class, weighted by score and overlap.
 
-    Cells around the centre of an object predict the same box, each with an error of its own. A box
-    counts with its score · exp(-(1 - IoU)² / sigma), as in softer-NMS (He et al. 2019, "Bounding
-    Box Regression with Uncertainty", without learnt variances); boxes apart do not count. `kept`
-    are (k,) int64 indices into the n boxes; (k, 4) are returned.
+    A box counts with its score · exp(-(1 - IoU)² / sigma), as in softer-NMS (He et al. 2019,
+    "Bounding Box Regression with Uncertainty", without learnt variances); boxes apart do not count.
+    `kept` are (k,) int64 indices into the n boxes; (k, 4) are returned.
     """
     from torchvision.ops import box_iou
 
@@ -87,15 +73,11 @@ def read_detections(
     most: int,
     vote_sigma: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Decode a box head's outputs for one image into boxes with calibrated confidences.
+    """Decode a box head's outputs for one image: k boxes, calibrated confidences, int64 classes.
 
     `raw` (rows · columns, 5 + classes) are objectness logit, (ox, oy, ow, oh), and class logits,
     which a head of a single class does not have; `calibration` (a, b) makes the confidence
-    sigmoid(a · logit + b) (Platt scaling). See `suppress` for `nms_iou`, `min_score`, `most`, and
-    `vote` for `vote_sigma`; boxes stay as predicted if it is None.
-
-    Returns:
-        (k, 4) float32 boxes, (k,) float32 confidences and (k,) int64 classes.
+    sigmoid(a · logit + b) (Platt scaling). Boxes do not `vote` if `vote_sigma` is None.
     """
     raw = raw.float()
     logit = raw[:, 0]

@@ -10,22 +10,26 @@ from typing import Any
 
 from valora_data.contract.base_model import base_hash, file_hash
 from valora_data.contract.contexts import CONTEXT, ContextEntry, context_entry
-from valora_data.contract.files import UnreadableError, check_form, open_regular, read_json, shown
+from valora_data.contract.files import (
+    UnreadableError,
+    check_form,
+    expect,
+    open_regular,
+    read_json,
+    shown,
+)
 from valora_data.contract.quantized import NF4
 from valora_data.errors import BundleError
 
 MANIFEST = "bundle.json"
-GOLDEN = "golden/golden.json"
-"""File of a bundle's golden examples, relative to its folder."""
+GOLDEN = "golden/golden.json"  # golden examples, relative to the bundle's folder
+# Versions of the format. Since 2, the adapter of a domain may be null, and a bundle may have no
+# adapter at all; 3 is that of bundles with contexts, which earlier servers would ignore.
 READABLE = FIRST, SCHEMA_VERSION, WITH_CONTEXTS = (1, 2, 3)
-"""Versions of the format. Since 2, the adapter of a domain may be null, and a bundle may have no
-adapter at all; 3 is that of bundles with contexts, which earlier servers would ignore."""
-FILE_BYTES = 16 << 30
-"""Most bytes of a file of a bundle."""
+FILE_BYTES = 16 << 30  # most of a file of a bundle
 MOST_FILES = 10_000
-PROMPT_LENGTH = 32_768
-"""Most characters of a domain's prompt, which every request without text is sent with."""
-
+PROMPT_LENGTH = 32_768  # most characters of a domain's prompt
+# What readers rely on in a manifest, see `check_form`; docs/bundle.md says what it means.
 FORM = {
     "files": {"*": str},
     "name": str,
@@ -40,20 +44,14 @@ FORM = {
     "contexts?": {"*": CONTEXT},
     "encoders?": {"*": {"path": str, "tokens": int}},
 }  # fmt: skip
-"""What readers rely on in a manifest, see `check_form`; docs/bundle.md says what it means."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle whose files were read and verified.
-
-    Attributes:
-        folder: Folder of the bundle.
-        manifest: Content of ``bundle.json``.
-    """
+    """A bundle whose files were read and verified."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: dict[str, Any]  # content of ``bundle.json``
 
     @property
     def name(self) -> str:
@@ -95,16 +93,31 @@ def read_bundle(folder: Path) -> Bundle:
     """
     manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
-        _verify(folder, name, expected)
+        try:
+            _verify(folder, name, expected)
+        except (UnreadableError, OSError) as error:
+            raise BundleError(
+                f"file {shown(name)} of bundle {folder} is missing or was changed, as it "
+                f"{getattr(error, 'reason', error)}: export it again"
+            ) from error
     return Bundle(folder, manifest)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read ``bundle.json`` and check every entry that readers rely on.
+def _verify(folder: Path, name: str, expected: str) -> None:
+    file = folder / name
+    try:
+        inside = file.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):  # a name too long, with a null, a circle of links
+        inside = False
+    if not inside:
+        raise UnreadableError("lies outside of it", file)
+    with open_regular(file, FILE_BYTES) as opened:
+        if hashlib.file_digest(opened, "sha256").hexdigest() != expected:
+            raise UnreadableError("has another sha256", file)
 
-    Raises:
-        BundleError: It is no bundle, of an unknown schema, or an entry is wrong.
-    """
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read ``bundle.json`` and check every entry that readers rely on, see `read_bundle`."""
     try:
         manifest = read_json(folder / MANIFEST)
     except UnreadableError as error:
@@ -123,27 +136,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         check_form(manifest, FORM)
         _check_values(manifest)
     except (TypeError, ValueError) as error:
-        raise BundleError(
-            f"bundle {folder}: its manifest is damaged ({error}): export it again"
-        ) from error
+        what = f"bundle {folder}: its manifest is damaged ({error}): export it again"
+        raise BundleError(what) from error
     return dict(manifest)
 
 
 def _check_values(manifest: dict[str, Any]) -> None:
     """Check that the entries of a manifest fit together; a `ValueError` names one that does not."""
-
-    def expect(fits: object, place: str, expected: str, value: object) -> None:
-        if not fits:
-            raise ValueError(f"{place}: expected {expected}, got {shown(value)}")
-
     name, version, base = manifest["name"], manifest["schema_version"], manifest["base"]
     adapters, domains, files = manifest["adapters"], manifest["domains"], manifest["files"]
     contexts, encoders = manifest.get("contexts") or {}, manifest.get("encoders") or {}
+    quantize = base.get("quantize")
     expect(name.strip() and not {"@", "/"} & set(name), "name", "a name without @ and /", name)
     expect(manifest["version"] >= 1, "version", "1 or more", manifest["version"])
     expect(len(files) <= MOST_FILES, "files", f"at most {MOST_FILES}", len(files))
-    rounded = base.get("quantize")
-    expect(rounded in (None, NF4), "base.quantize", f"{NF4} or nothing", rounded)
+    expect(quantize in (None, NF4), "base.quantize", f"{NF4} or nothing", quantize)
     for domain, facts in domains.items():
         place, most = f"domains.{shown(domain)}", facts.get("max_tokens")
         expect(most is None or most >= 1, f"{place}.max_tokens", "1 or more", most)
@@ -167,54 +174,27 @@ def _check_values(manifest: dict[str, Any]) -> None:
         expect(known, f"{place}.encoder", "an encoder", entry.encoder)
 
 
-def _verify(folder: Path, name: str, expected: str) -> None:
-    """Check that a file is inside the bundle and has the hash that the manifest says."""
-    file = folder / name
-    try:
-        inside = file.resolve().is_relative_to(folder.resolve())
-    except (OSError, ValueError, RuntimeError):  # a name too long, with a null, a circle of links
-        inside = False
-    if not inside:
-        raise BundleError(
-            f"bundle {folder} names {shown(name)}, which lies outside of it: export it again"
-        )
-    try:
-        with open_regular(file, FILE_BYTES) as opened:
-            same = hashlib.file_digest(opened, "sha256").hexdigest() == expected
-    except (UnreadableError, OSError) as error:
-        raise BundleError(
-            f"file {name} of bundle {folder} is missing or was changed, as it "
-            f"{getattr(error, 'reason', error)}: export it again"
-        ) from error
-    if not same:
-        raise BundleError(f"file {name} of bundle {folder} was changed: export it again")
-
-
 def check_base(
     bundle: Bundle, base: str, actual: str | None = None, quantize: str | None = None
 ) -> None:
     """Check that a bundle was made for a base model, and on weights that are rounded alike.
 
-    Args:
-        bundle: The bundle.
-        base: The base model, as in `base_folder`.
-        actual: `base_hash` of the base model if it is known already.
-        quantize: How the base model's weights are rounded; None if they are not.
+    `base` is as in `base_folder`, `actual` its `base_hash` if that is known already, and `quantize`
+    how its weights are rounded, None if they are not.
     """
-    wanted = bundle.manifest["base"]
-    actual = actual or base_hash(base)
+    wanted, actual = bundle.manifest["base"], actual or base_hash(base)
     if actual != wanted["sha256"]:
         raise BundleError(
             f"bundle {bundle.folder} was made for base model {wanted['id']} "
             f"({wanted['sha256'][:12]}), got {base} ({actual[:12]}): use that base model, or fuse "
             "again onto this one"
         )
-    trained_on = wanted.get("quantize")
-    if trained_on != quantize:
+    if wanted.get("quantize") != quantize:
+        trained_on = wanted.get("quantize") or "none"
         raise BundleError(
-            f"bundle {bundle.folder} was trained on a base model with quantize="
-            f"{trained_on or 'none'}, but this one has {quantize or 'none'}, with which it would "
-            f"answer differently: use valora-serve --quantize {trained_on or 'none'}, or fuse again"
+            f"bundle {bundle.folder} was trained on a base model with quantize={trained_on}, but "
+            f"this one has {quantize or 'none'}, with which it would answer differently: use "
+            f"valora-serve --quantize {trained_on}, or fuse again"
         )
 
 

@@ -1,29 +1,23 @@
 """Contexts: documents that were learnt once and are answered about without being read again.
 
-A context is what stands before a request's own turns. The prompt of a request about a context is
-its *head*, the system turn with the document, and its *tail*, the conversation:
+The prompt of a request about a context is its *head*, the system turn with the document, and its
+*tail*, the conversation:
 
     <s> <|system|> document   |   <|user|> question <|assistant|>
             head                            tail
 
 A memory replaces the head: by keys and values (`prefix`), by embeddings in place of the document
-(`memory_tokens`), or by nothing (`adapter`: LoRA alone answers, closed book). The tail is the same
-in every form. docs/bundle.md describes the files.
+(`memory_tokens`), or by nothing (`adapter`: LoRA alone answers). See docs/bundle.md.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.files import (
-    check_form,
-    read_safetensors,
-    shown,
-    write_safetensors,
-)
+from valora_data.contract.files import check_form, expect, read_safetensors, write_safetensors
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
@@ -36,16 +30,10 @@ if TYPE_CHECKING:
     from valora_data.contract.base_model import BaseModel
 
 FORMS = ADAPTER, PREFIX, MEMORY_TOKENS = "adapter", "prefix", "memory_tokens"
-FILE_BYTES = 4 << 30
-"""Most bytes of a memory's file."""
-MOST_TOKENS = 1 << 20
-"""Most tokens of a memory."""
-ENCODER_FILE = "memory.safetensors"
-"""File with the queries of an encoder, in the folder of its adapter."""
+FILE_BYTES = 4 << 30  # most of a memory's file
+MOST_TOKENS = 1 << 20  # most of a memory
+ENCODER_FILE = "memory.safetensors"  # with its queries, in the folder of its adapter
 _MARK = "@@context@@"
-
-
-# --- prompts
 
 
 def system_turn(text: str, images: int = 0) -> dict[str, Any]:
@@ -61,10 +49,8 @@ def head_text(model: BaseModel, document: str, images: int = 0) -> str:
 
 def tail_text(model: BaseModel, turns: Sequence[Mapping[str, Any]]) -> str:
     """Return the tail of a prompt: its turns, without a system turn, up to the answer."""
-    head, whole = head_text(model, _MARK), model.render([system_turn(_MARK), *turns])
-    if _MARK not in head or not whole.startswith(head):
-        raise _no_system_turn(model)
-    return whole[len(head) :]
+    whole = model.render([system_turn(_MARK), *turns])
+    return whole.removeprefix(_marked_head(model, whole))
 
 
 def tail_tokens(model: BaseModel, turns: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -74,46 +60,38 @@ def tail_tokens(model: BaseModel, turns: Sequence[Mapping[str, Any]]) -> list[in
 
 def around_memory(model: BaseModel) -> tuple[list[int], list[int]]:
     """Return the token ids of a head before (the beginning-of-sequence token, …) and after it."""
-    before, mark, after = head_text(model, _MARK).partition(_MARK)
-    if not mark:
-        raise _no_system_turn(model)
+    before, _, after = _marked_head(model).partition(_MARK)
     return model.tokenize(before), model.tokenize(after, special=False)
 
 
-def _no_system_turn(model: BaseModel) -> BundleError:
-    return BundleError(
-        f"the chat template of base model {model.base} writes no system turn before the others, so "
-        "it cannot read contexts: choose another base model"
-    )
-
-
-# --- the manifest
+def _marked_head(model: BaseModel, prompt: str | None = None) -> str:
+    """The head with a mark in place of the document, with which a prompt must begin."""
+    head = head_text(model, _MARK)
+    if _MARK not in head or not (prompt or head).startswith(head):
+        raise BundleError(
+            f"the chat template of base model {model.base} writes no system turn before the "
+            "others, so it cannot read contexts: choose another base model"
+        )
+    return head
 
 
 @dataclass(frozen=True, slots=True)
 class ContextEntry:
     """A context in the manifest; the domain of the same name says how well it answers.
 
-    `position` is that of the tail's first token with `PREFIX`. It may be more than `tokens` (keys
+    With `PREFIX`, `position` is that of the tail's first token. It may be more than `tokens` (keys
     may keep the positions that they had in the document) or less (where positions have three parts,
-    those of images grow more slowly than their tokens). `bytes` is the size of the memory's
-    tensors, `source_tokens` the length of the document's head, `source_sha256` its `source_hash`,
-    and `encoder` the name of what made the memory tokens, None if they were trained. Without a file
-    (`ADAPTER`), tokens and bytes are 0.
+    those of images grow more slowly than their tokens).
     """
 
     form: str
-    file: str | None
-    tokens: int
+    file: str | None  # None with `ADAPTER`
+    tokens: int  # of the memory; 0 without a file, and so are its bytes
     position: int
     bytes: int
-    source_tokens: int
-    source_sha256: str
-    encoder: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry as the manifest holds it."""
-        return asdict(self)
+    source_tokens: int  # of the document's head
+    source_sha256: str  # see `source_hash`
+    encoder: str | None = None  # name of what made memory tokens, None if they were trained
 
 
 CONTEXT = {
@@ -135,14 +113,12 @@ def source_hash(document: str, images: Sequence[Image] = ()) -> str:
 def context_entry(facts: Mapping[str, Any], place: str) -> ContextEntry:
     """Read an entry of the manifest's `contexts`, which stands at `place`.
 
-    Raises:
-        TypeError: A value has another type.
-        ValueError: A value is impossible.
+    A `TypeError` or `ValueError` says what is wrong.
     """
     check_form(facts, CONTEXT, place)
     known: dict[str, Any] = {name: facts.get(name) for name in ContextEntry.__slots__}
     entry = ContextEntry(**known)
-    has_file = entry.form != ADAPTER
+    has_file, sha = entry.form != ADAPTER, re.fullmatch(r"[0-9a-f]{64}", entry.source_sha256)
     for name, fits, expected in (
         ("form", entry.form in FORMS, f"one of {', '.join(FORMS)}"),
         ("file", (entry.file is not None) == has_file, "one" if has_file else "none"),
@@ -150,34 +126,25 @@ def context_entry(facts: Mapping[str, Any], place: str) -> ContextEntry:
         ("position", entry.position >= (entry.form == PREFIX), "1 or more"),
         ("bytes", entry.bytes >= 0, "0 or more"),
         ("source_tokens", entry.source_tokens >= 0, "0 or more"),
-        ("source_sha256", re.fullmatch(r"[0-9a-f]{64}", entry.source_sha256), "a sha256"),
+        ("source_sha256", sha, "a sha256"),
     ):
-        if not fits:
-            where = f"{place}.{name}".removeprefix(".")
-            raise ValueError(f"{where}: expected {expected}, got {shown(known[name])}")
+        expect(fits, f"{place}.{name}".removeprefix("."), expected, known[name])
     return entry
-
-
-# --- the files
 
 
 @dataclass(frozen=True)
 class Memory:
     """The tensors of a context.
 
-    Attributes:
-        form: `PREFIX` or `MEMORY_TOKENS`.
-        base: `base_hash` of the base model that it was made for.
-        tensors: With `PREFIX`, `keys` and `values`, each [layers, kv_heads, tokens, head_dim], as
-            transformers caches them: keys after their rotary positions. With `MEMORY_TOKENS`,
-            `embeddings` [tokens, width].
-        position: Position of the tail's first token; only with `PREFIX`.
+    With `PREFIX` they are `keys` and `values`, each [layers, kv_heads, tokens, head_dim], as
+    transformers caches them: keys after their rotary positions. With `MEMORY_TOKENS` they are
+    `embeddings` [tokens, width].
     """
 
     form: str
-    base: str
+    base: str  # `base_hash` of the base model that it was made for
     tensors: Mapping[str, Tensor]
-    position: int = 0
+    position: int = 0  # of the tail's first token; only with `PREFIX`
 
     @property
     def tokens(self) -> int:
@@ -189,11 +156,6 @@ class Memory:
         """Size of the tensors."""
         return sum(part.nbytes for part in self.tensors.values())
 
-    def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values by layer, as `transformers.DynamicCache` takes them."""
-        keys, values = self.tensors["keys"], self.tensors["values"]
-        return [(key[None], value[None]) for key, value in zip(keys, values, strict=True)]
-
     def write(self, file: Path) -> None:
         """Write the memory as safetensors."""
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -204,25 +166,20 @@ class Memory:
 def read_memory(file: Path, base: str, config: Any) -> Memory:
     """Read a memory and check that it fits the base model with this `base_hash`.
 
-    `config` is transformers' configuration of its language model (`config.get_text_config()`).
-
-    Raises:
-        BundleError: It is damaged, or does not fit.
+    `config` is transformers' configuration of its language model (`config.get_text_config()`). A
+    `BundleError` says that the file is damaged, or does not fit.
     """
     facts, tensors = read_safetensors(file, FILE_BYTES)
-    form, position = facts.get("form", ""), facts.get("position", "0")
-    first = next(iter(tensors.values()), None)
-    tokens = 0 if first is None or first.dim() < 2 else int(first.shape[-2])
-    heads = int(config.num_attention_heads)
+    form, position, tokens = facts.get("form", ""), facts.get("position", "0"), _tokens(tensors)
+    layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     width = int(getattr(config, "head_dim", None) or int(config.hidden_size) // heads)
-    kept = (int(config.num_hidden_layers), kv_heads, tokens, width)
-    known: dict[str, dict[str, tuple[int, ...]]] = {
-        PREFIX: {"keys": kept, "values": kept},
-        MEMORY_TOKENS: {"embeddings": (tokens, int(config.hidden_size))},
-    }
-    shapes = known.get(form)
-    if shapes is None or set(tensors) != set(shapes) or not re.fullmatch(r"[0-9]{1,9}", position):
+    shapes: dict[str, tuple[int, ...]] = {}
+    if form == PREFIX:
+        shapes = dict.fromkeys(("keys", "values"), (layers, kv_heads, tokens, width))
+    elif form == MEMORY_TOKENS:
+        shapes = {"embeddings": (tokens, int(config.hidden_size))}
+    if not shapes or set(tensors) != set(shapes) or not re.fullmatch(r"[0-9]{1,9}", position):
         raise BundleError(f"{file} holds no memory of a context: export the bundle again")
     if facts.get("base") != base:
         raise BundleError(
@@ -233,6 +190,10 @@ def read_memory(file: Path, base: str, config: Any) -> Memory:
     if not tokens or (form == PREFIX and not int(position)):
         raise BundleError(f"{file} has {tokens} tokens before position {position}: make it again")
     return Memory(form, base, tensors, int(position))
+
+
+def _tokens(tensors: Mapping[str, Tensor]) -> int:
+    return max((int(part.shape[-2]) for part in tensors.values() if part.dim() > 1), default=0)
 
 
 def _check_tensors(
@@ -255,13 +216,12 @@ class Encoder:
     """What an encoder has beside its adapter: it compresses documents to memory tokens.
 
     The base model with the encoder's adapter reads `around_memory`'s tokens before the memory, the
-    document's (tokenised alone, without special tokens), and then `queries` [tokens, width] as
-    input embeddings, at consecutive positions. The memory tokens are its last hidden states, after
-    the final norm, at the queries, times `scale` [width].
+    document's (tokenised alone, without special tokens), and then `queries` as input embeddings, at
+    consecutive positions. `memory` is made of its last hidden states, after the final norm.
     """
 
-    queries: Tensor
-    scale: Tensor
+    queries: Tensor  # [tokens, width]
+    scale: Tensor  # [width]
 
     def memory(self, hidden: Tensor) -> Tensor:
         """Return memory tokens of the last hidden states: […, length, width] → […, k, width]."""
@@ -276,8 +236,8 @@ def read_encoder(folder: Path, config: Any) -> Encoder:
     """Read an encoder in the folder of its adapter; `config` as in `read_memory`."""
     file, width = folder / ENCODER_FILE, int(config.hidden_size)
     _, tensors = read_safetensors(file, FILE_BYTES)
-    if set(tensors) != {"queries", "scale"} or not len(tensors["queries"]):
+    tokens = _tokens(tensors)
+    if set(tensors) != {"queries", "scale"} or not tokens:
         raise BundleError(f"{file} holds no encoder: export the bundle again")
-    shapes = {"queries": (len(tensors["queries"]), width), "scale": (width,)}
-    _check_tensors(file, tensors, shapes)
+    _check_tensors(file, tensors, {"queries": (tokens, width), "scale": (width,)})
     return Encoder(**tensors)

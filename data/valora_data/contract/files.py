@@ -19,21 +19,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-JSON_BYTES = 8 << 20
-"""Most bytes of a JSON file: a manifest of thousands of domains is smaller."""
-JSON_DEPTH = 64
-"""Most levels of nested objects and lists."""
-HEADER_BYTES = 4 << 20
-"""Most bytes of a safetensors header: room for 20,000 tensors."""
-NAME_LENGTH = 512
-"""Most characters of a tensor's name."""
-DIGITS = 18
-"""Most digits of a whole number in JSON."""
-
-_NAMES = {
-    dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number",
-    bool: "true or false",
-}  # fmt: skip
+JSON_BYTES = 8 << 20  # most of a JSON file: a manifest of thousands of domains is smaller
+JSON_DEPTH = 64  # most levels of nested objects and lists
+JSON_DIGITS = 18  # most digits of a whole number
+HEADER_BYTES = 4 << 20  # most of a safetensors header: room for 20,000 tensors
+NAME_LENGTH = 512  # most characters of a tensor's name
+_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number",
+          float: "a number", bool: "true or false"}  # fmt: skip
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
 _short.maxlevel = 3
@@ -50,10 +42,7 @@ def expanded(path: str | Path) -> Path:
 
 
 class UnreadableError(BundleError):
-    """A file is missing, no regular file, too large or damaged.
-
-    `reason` says what is wrong, as the end of "… cannot be used, as it": ``has 900 bytes, more …``.
-    """
+    """A file is missing, too large or damaged; `reason` says which, after "… as it"."""
 
     def __init__(self, reason: str, file: Path | None = None) -> None:
         super().__init__(f"{file or 'the text'} cannot be used, as it {reason}: copy it again")
@@ -77,16 +66,12 @@ def open_regular(file: Path, most: int) -> BufferedReader:
 
 
 def read_bytes(file: Path, most: int) -> bytes:
-    """Read a regular file of at most so many bytes, which may not change meanwhile."""
+    """Read a regular file of at most so many bytes, and no more than it has now."""
     with open_regular(file, most) as opened:
-        size = os.fstat(opened.fileno()).st_size
         try:
-            content = opened.read(size + 1)
+            return opened.read(os.fstat(opened.fileno()).st_size)
         except OSError as error:
             raise UnreadableError(f"cannot be read ({error.strerror})", file) from error
-    if len(content) != size:
-        raise UnreadableError("changed while it was read", file)
-    return content
 
 
 def read_json(file: Path, most: int = JSON_BYTES) -> Any:
@@ -99,7 +84,7 @@ def read_json(file: Path, most: int = JSON_BYTES) -> Any:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON in UTF-8 without twice the same key, within `JSON_DEPTH` and `DIGITS`."""
+    """Parse JSON in UTF-8 without twice the same key, within `JSON_DEPTH` and `JSON_DIGITS`."""
     deep = UnreadableError(f"is nested more than {JSON_DEPTH} levels deep")
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
@@ -111,8 +96,8 @@ def parse_json(content: str | bytes) -> Any:
         raise UnreadableError(f"holds text that is not Unicode ({error.reason})") from error
     except ValueError as error:
         raise UnreadableError(f"is no JSON ({error})") from error
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(JSON_DEPTH):
+    level: list[Any] = [[value]]
+    for _ in range(JSON_DEPTH + 1):
         inside = (outer.values() if isinstance(outer, dict) else outer for outer in level)
         level = [inner for inner in itertools.chain(*inside) if isinstance(inner, dict | list)]
     if level:
@@ -130,7 +115,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > DIGITS:
+    if len(digits) > JSON_DIGITS:
         raise UnreadableError(f"holds a number of {len(digits)} digits")
     return int(digits)
 
@@ -139,8 +124,7 @@ def check_form(value: Any, form: Any, place: str = "") -> None:
     """Check the types in a JSON value; a `TypeError` says what is wrong, and where.
 
     A form is a type (`float` for any finite number), a list with the form of its items, or an
-    object of forms by name; those of names with ``?`` may be absent or null, and ``*`` stands for
-    all names. Other names are not looked at.
+    object of forms by name: ``name?`` may be absent or null, ``*`` is every name; others are free.
     """
     kind = form if isinstance(form, type) else type(form)
     fits = isinstance(value, (int, float) if kind is float else kind)
@@ -150,24 +134,26 @@ def check_form(value: Any, form: Any, place: str = "") -> None:
     if isinstance(form, list):
         for item in value:
             check_form(item, form[0], place)
-    elif isinstance(form, dict) and "*" in form:
-        for name, item in value.items():
-            check_form(item, form["*"], f"{place}.{shown(name)}")
-    elif isinstance(form, dict):
-        for key, inner in form.items():
-            name = key.removesuffix("?")
-            where = f"{place}.{name}".removeprefix(".")
-            if name not in value and name == key:
+    for key, inner in form.items() if isinstance(form, dict) else ():
+        name = key.removesuffix("?")
+        where = f"{place}.{name}".removeprefix(".")
+        if key == "*":
+            for each, item in value.items():
+                check_form(item, inner, f"{place}.{shown(each)}")
+        elif name == key or value.get(name) is not None:
+            if name not in value:
                 raise TypeError(f"it lacks {where!r}")
-            if name == key or value.get(name) is not None:
-                check_form(value[name], inner, where)
+            check_form(value[name], inner, where)
+
+
+def expect(fits: object, place: str, expected: str, value: object) -> None:
+    """Raise a `ValueError` that names a value, and where it stands, unless it fits."""
+    if not fits:
+        raise ValueError(f"{place}: expected {expected}, got {shown(value)}")
 
 
 def read_safetensors(file: Path, most: int) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read metadata and tensors (on the CPU) of a safetensors file of at most so many bytes.
-
-    They lie in memory: the file may be replaced or truncated meanwhile.
-    """
+    """Read metadata and tensors of a safetensors file into memory: it may be replaced meanwhile."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -176,16 +162,16 @@ def read_safetensors(file: Path, most: int) -> tuple[dict[str, str], dict[str, T
     try:
         header = dict(parse_json(content[8 : 8 + length]))
         tensors = load(content)
-        odd = [name for name in header if len(name) > NAME_LENGTH or not name.isprintable()]
     except KeyError as error:
         name = next(name for name in header if header[name].get("dtype") == error.args[0])
         raise UnreadableError(f"holds tensor {shown(name)[1:-1]} of dtype {error}", file) from error
     except (SafetensorError, UnreadableError, ValueError, TypeError, RuntimeError) as error:
         reason = getattr(error, "reason", None) or shown(str(error))
         raise UnreadableError(f"is truncated or damaged ({reason})", file) from error
-    if odd:
-        reason = f"the name {shown(odd[0])} is too long or not printable"
-        raise UnreadableError(f"is truncated or damaged ({reason})", file)
+    for name in header:
+        if len(name) > NAME_LENGTH or not name.isprintable():
+            what = f"the name {shown(name)} is too long or not printable"
+            raise UnreadableError(f"is truncated or damaged ({what})", file)
     return header.get("__metadata__") or {}, tensors
 
 

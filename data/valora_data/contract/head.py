@@ -1,20 +1,17 @@
-"""What every kind of vision task head has (VaLoRA §4.2.2). torch is imported where it computes."""
+"""What every kind of vision task head has (VaLoRA §4.2.2)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from valora_data.contract.files import parse_json, shown
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from valora_data.contract.results import HeadResult, Size
+from valora_data.contract.files import check_form, expect, parse_json
+from valora_data.contract.results import HeadResult, Size
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -22,20 +19,13 @@ class Head(ABC):
     """A trained head: a linear layer on last hidden states. Every kind of head is a subclass.
 
     A kind is registered by its name in `heads.HEAD_KINDS`. One class may stand for several kinds.
-
-    Attributes:
-        kind: Name of the kind.
-        labels: Label set in the order of the outputs; empty where answers are no labels.
-        weight: (outputs, inputs) float32.
-        bias: (outputs,) float32.
-        finds_boxes: Whether the results are boxes, which `min_score` can filter.
     """
 
-    finds_boxes: ClassVar[bool] = False
+    finds_boxes: ClassVar[bool] = False  # whether results are boxes, which `min_score` can filter
     kind: str
-    labels: tuple[str, ...] = ()
-    weight: Tensor
-    bias: Tensor
+    labels: tuple[str, ...] = ()  # in the order of the outputs; none where answers are no labels
+    weight: Tensor  # (outputs, inputs) float32
+    bias: Tensor  # (outputs,) float32
 
     @property
     def reads_visual(self) -> bool:
@@ -51,8 +41,6 @@ class Head(ABC):
     def reads_places(self) -> bool:
         """Whether it needs to know where in its image each visual token lies."""
         return False
-
-    # --- file format
 
     @classmethod
     @abstractmethod
@@ -72,8 +60,6 @@ class Head(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the file."""
         return {"weight": self.weight, "bias": self.bias}
-
-    # --- serving
 
     def configured(self, promise: Mapping[str, Any]) -> Self:
         """The head with what the domain's entry in the manifest says."""
@@ -96,7 +82,7 @@ class Head(ABC):
         Args:
             last: (1, width), hidden state of the last token that was kept.
             visual: (tokens, width), those of the visual tokens; none unless `reads_visual`.
-            places: (tokens,) int64, see `grid_pooling.places_of`; None unless `reads_places`.
+            places: (tokens,) int64, see `label_head.places_of`; None unless `reads_places`.
         """
 
     @abstractmethod
@@ -109,18 +95,16 @@ class Head(ABC):
         """
 
 
-def check_shapes(shapes: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
-    """Compare tensors, by name, with the shapes that they must have; None has any."""
-    for name, (tensor, shape) in shapes.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"tensor {name}: expected shape {shape}, got {tuple(tensor.shape)}")
+def check_shapes(tensors: Mapping[str, Tensor], **shapes: tuple[int, ...]) -> None:
+    """Compare tensors with the shapes that they must have."""
+    for name, shape in shapes.items():
+        got = tuple(tensors[name].shape)
+        expect(got == shape, f"tensor {name}", f"shape {shape}", got)
 
 
 def parse_labels(metadata: Mapping[str, str]) -> tuple[str, ...]:
     """The label set in a head's metadata: different names, at least one."""
     labels = parse_json(metadata["labels"])
-    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
-        raise TypeError(f"labels: expected a list of names, got {shown(labels)}")
-    if len(set(labels)) != len(labels) or not labels:
-        raise ValueError(f"labels: expected different names, got {shown(labels)}")
+    check_form(labels, [str], "labels")
+    expect(labels and len(set(labels)) == len(labels), "labels", "different names", labels)
     return tuple(labels)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from valora_data.contract.files import UnreadableError, read_safetensors, write_safetensors
+from torch import Tensor
+
+from valora_data.contract.files import UnreadableError, expect, read_safetensors, write_safetensors
+from valora_data.contract.head import Head
 from valora_data.errors import BundleError
 from valora_data.registry import Registry
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from valora_data.contract.head import Head
-
-FILE_BYTES = 1 << 30
-"""Most bytes of a head's file."""
+FILE_BYTES = 1 << 30  # most of a head's file
+# Largest value in a head's file, in absolute terms: trained ones lie below 1e3, and up to here
+# every logit and confidence stays finite in float32.
 LARGEST = 1e6
-"""Largest value in a head's file, in absolute terms. Trained ones lie below 1e3; up to here every
-logit and confidence stays finite in float32."""
 _AGAIN = "copy or export the bundle again"
 HEAD_KINDS: Registry[type[Head]] = Registry(
     "valora.head_kinds",
@@ -65,7 +60,6 @@ def read_head(file: Path, width: int) -> Head:
 
 def _numbers(name: str, tensor: Tensor) -> Tensor:
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-    if tensor.is_complex() or not largest <= LARGEST:  # nor is NaN
-        what = "is complex" if tensor.is_complex() else f"reaches {largest:.3g}"
-        raise ValueError(f"tensor {name} {what}, expected numbers up to {LARGEST:g}")
+    expect(not tensor.is_complex(), f"tensor {name}", "real numbers", tensor.dtype)
+    expect(largest <= LARGEST, f"tensor {name}", f"numbers up to {LARGEST:g}", largest)  # no NaN
     return tensor.float()

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from valora_data.contract.files import expect
 from valora_data.contract.head import Head, check_shapes, parse_labels
-from valora_data.contract.results import LabelResult
+from valora_data.contract.results import LabelResult, Size
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from valora_data.contract.results import Size
-
-SMALLEST_TEMPERATURE = 1e-6
-"""Smallest temperature of a label head, so that every confidence stays finite."""
+LEAST = 1e-6  # temperature, so that every confidence stays finite
+SIDE = 4  # rows and columns of the places of an image
 
 
 class Pooling(StrEnum):
@@ -34,9 +32,17 @@ class Pooling(StrEnum):
 
 def pooled_width(pooling: str, width: int) -> int:
     """Number of inputs of a linear layer behind a pooling of hidden states of this width."""
-    from valora_data.contract.grid_pooling import PLACES
+    return width * SIDE**2 if pooling == Pooling.GRID else width
 
-    return width * (PLACES if pooling == Pooling.GRID else 1)
+
+def places_of(rows: int, columns: int, images: int = 1) -> Tensor:
+    """The place, from top left row by row, of each visual token: (images · rows · columns,) int64.
+
+    `rows` and `columns` are those of an image's visual tokens.
+    """
+    row = torch.arange(rows) * SIDE // rows
+    column = torch.arange(columns) * SIDE // columns
+    return (row[:, None] * SIDE + column).flatten().repeat(images)
 
 
 def pool(
@@ -54,17 +60,18 @@ def pool(
         last: (n, width), hidden state of the last token of each prompt.
         visual: (n, tokens, width), hidden states of the visual tokens, padded.
         real: (n, tokens) bool, False for padding.
-        places: (n, tokens) int64, see `grid_pooling.places_of`.
+        places: (n, tokens) int64, see `places_of`. A place without a token is zeros; one that
+            several images share has the mean over all of them.
         query: (width,) float32, the learnt weighting of `Pooling.ATTENTION`.
     """
-    from valora_data.contract.grid_pooling import pool_places
-
     if pooling == Pooling.LAST:
         return last.float()
     seen = visual.float()
     if pooling == Pooling.GRID:
         assert places is not None, "grid pooling needs the places of the visual tokens"
-        return pool_places(seen, places, real)
+        weights = F.one_hot(places, SIDE**2).to(seen.dtype) * real[..., None]
+        weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
+        return torch.einsum("ntp,ntw->npw", weights, seen).flatten(1)
     if pooling == Pooling.VISUAL_MEAN:
         return (seen * real[..., None]).sum(1) / real.sum(1, keepdim=True)
     assert query is not None, "attention pooling needs a query"
@@ -80,17 +87,11 @@ def confidences(logits: Tensor, temperature: Tensor | float) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LabelHead(Head):
-    """Chooses one label for a whole prompt.
-
-    Attributes:
-        pooling: Which hidden states it reads.
-        query: (width,) float32, the weighting of `Pooling.ATTENTION`; None otherwise.
-        temperature: Logits are divided by it before the softmax.
-    """
+    """Chooses one label for a whole prompt."""
 
     pooling: Pooling
-    query: Tensor | None = None
-    temperature: float = 1.0
+    query: Tensor | None = None  # (width,) float32, the weighting of `Pooling.ATTENTION`
+    temperature: float = 1.0  # logits are divided by it before the softmax
 
     @property
     def reads_visual(self) -> bool:
@@ -102,38 +103,23 @@ class LabelHead(Head):
         """Whether it needs to know where in its image each visual token lies."""
         return self.pooling is Pooling.GRID
 
-    @property
-    def width(self) -> int:
-        """Size of the hidden states that it reads."""
-        return self.weight.shape[1] // pooled_width(self.pooling, 1)
-
     @classmethod
     def parse(
         cls, kind: str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], width: int
     ) -> Self:
         """Build the head from the contents of its file."""
-        labels, weight, bias = parse_labels(metadata), tensors["weight"], tensors["bias"]
-        outputs = weight.shape[0]
-        if outputs != len(labels) or outputs < 2:
-            raise ValueError(
-                f"expected 2 or more labels, got {outputs} outputs, {len(labels)} labels"
-            )
+        labels, pooling = parse_labels(metadata), Pooling(metadata["pooling"])
+        expect(len(labels) > 1, "labels", "2 or more", labels)
         temperature = tensors["temperature"].item() if "temperature" in tensors else 1.0
-        if temperature < SMALLEST_TEMPERATURE:
-            least = SMALLEST_TEMPERATURE
-            raise ValueError(f"temperature: expected at least {least}, got {temperature}")
-        pooling = Pooling(metadata["pooling"])
-        query = tensors["query"] if pooling is Pooling.ATTENTION else None
-        check_shapes(
-            {
-                "weight": (weight, (outputs, pooled_width(pooling, width))),
-                "bias": (bias, (outputs,)),
-                "query": (query, (width,)),
-            }
-        )
+        expect(temperature >= LEAST, "temperature", f"at least {LEAST}", temperature)
+        inputs = pooled_width(pooling, width)
+        check_shapes(tensors, weight=(len(labels), inputs), bias=(len(labels),))
+        if pooling is Pooling.ATTENTION:
+            check_shapes(tensors, query=(width,))
         return cls(
-            kind=kind, labels=labels, weight=weight.contiguous(), bias=bias, pooling=pooling,
-            query=query, temperature=temperature,
+            kind=kind, labels=labels, weight=tensors["weight"].contiguous(), bias=tensors["bias"],
+            pooling=pooling, temperature=temperature,
+            query=tensors["query"] if pooling is Pooling.ATTENTION else None,
         )  # fmt: skip
 
     def metadata(self) -> dict[str, str]:
@@ -142,8 +128,6 @@ class LabelHead(Head):
 
     def tensors(self) -> dict[str, Tensor]:
         """The linear layer, the temperature and, if there is one, the query."""
-        import torch
-
         query = {} if self.query is None else {"query": self.query}
         return {**super().tensors(), "temperature": torch.tensor([self.temperature]), **query}
 
@@ -154,8 +138,6 @@ class LabelHead(Head):
 
     def inputs(self, last: Tensor, visual: Tensor, places: Tensor | None) -> Tensor:
         """(1, inputs) float32, the pooled hidden states."""
-        import torch
-
         real = torch.ones(1, len(visual), dtype=torch.bool, device=visual.device)
         where = None if places is None else places[None]
         return pool(self.pooling, last, visual[None], real, where, self.query)

@@ -6,10 +6,8 @@ drops the mark again when special tokens have been found.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _MARK = "\ufdd0"  # a noncharacter of Unicode
 _KEPT = "\u2060"  # a word joiner, in tokens that are found when the mark has been dropped
@@ -27,6 +25,7 @@ class PlainText:
         from tokenizers import normalizers
 
         self._marked: dict[str, str] = {}
+        self._longest = 0
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             return

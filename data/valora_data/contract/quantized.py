@@ -1,7 +1,6 @@
 """A base model whose language model is held in 4 bits (QLoRA), through bitsandbytes.
 
-Adapters that were trained on rounded weights keep their accuracy on these weights. Training holds
-them packed. Serving unpacks them into the type that it computes in, or keeps them packed, too.
+Training holds the rounded weights packed; serving unpacks them, or keeps them packed, too.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ if TYPE_CHECKING:
 
     import torch
 
-NF4 = "nf4"
-"""How the weights of a base model can be rounded: 4-bit NormalFloat with double quantisation."""
+NF4 = "nf4"  # 4-bit NormalFloat with double quantisation
 PACKAGE = "bitsandbytes"
 INSTALL = "pip install 'valora[quantize]'"
-BLOCK = 64
-"""Weights that share a scale."""
+BLOCK = 64  # weights that share a scale
 
 
 def is_installed() -> bool:
@@ -37,12 +34,8 @@ def loading_options(
 ) -> dict[str, Any]:
     """Return the arguments of transformers' ``from_pretrained`` that round a base model to NF4.
 
-    The linear layers of the language model are rounded while they are read, one after the other, so
-    that the device never holds the unrounded model. What else there is, a small part of the
-    weights, stays in `dtype`, in which the model computes.
-
-    Raises:
-        BundleError: The library or the model cannot do it.
+    The linear layers of the language model are rounded while they are read; the rest stays in
+    `dtype`. A `BundleError` says that library or model cannot do it.
     """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText, BitsAndBytesConfig
@@ -52,8 +45,7 @@ def loading_options(
     check_plain(base, vars(config))
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(config)
-    rounded = _rounded(base, model)
-    linears = {path for path, one in model.named_modules() if type(one) is torch.nn.Linear}
+    rounded, linears = _rounded(base, model), _linears(model)
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=NF4,
@@ -67,7 +59,7 @@ def loading_options(
 def check_plain(base: str, described: Mapping[str, Any]) -> None:
     """Check that a base model, with this ``config.json``, is not saved in a quantised form.
 
-    transformers would load it all the same, and requests fail, or multiply without the scales.
+    transformers would load it, and requests fail or multiply without the scales.
     """
     form = described.get("quantization_config")
     if form is not None:
@@ -96,17 +88,17 @@ def check_library(device: str) -> None:
         )
 
 
+def _linears(model: Any) -> set[str]:
+    from torch import nn
+
+    return {path for path, module in model.named_modules() if type(module) is nn.Linear}
+
+
 def _rounded(base: str, model: Any) -> set[str]:
     """Paths of all linear layers in the language model's layers; experts in one tensor are none."""
-    import torch
-
     parts = architecture_of(model, base).adaptable(model)
     inside = tuple(f"{path}." for path, part in parts.items() if part is ModelPart.LANGUAGE)
-    found = {
-        path
-        for path, module in model.named_modules()
-        if type(module) is torch.nn.Linear and path.startswith(inside)
-    }
+    found = {path for path in _linears(model) if path.startswith(inside)}
     others = [
         name
         for name, weight in model.named_parameters()
@@ -124,15 +116,14 @@ def _rounded(base: str, model: Any) -> set[str]:
 def prepare_packed(model: Any) -> None:
     """Work around two faults of bitsandbytes on CPUs with AVX512, in place.
 
-    It repacks weights at the first forward pass without gradients, and later ones with gradients
-    then give none. And it unpacks blocks that reach into the next row wrongly: layers that have
-    such blocks multiply with weights that `unpacked` gives.
+    After a pass without gradients, later ones give none; and blocks that reach into the next row
+    are unpacked wrongly, so that layers with such blocks multiply with what `rounded_matrix` gives.
     """
     from torch.nn import functional as F
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, unpacked(self.weight).to(x.dtype), bias)
+        return F.linear(x, rounded_matrix(self.weight).to(x.dtype), bias)
 
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -148,19 +139,14 @@ def unpack(model: Any, dtype: torch.dtype) -> Any:
     for path, module in list(model.named_modules()):
         if hasattr(getattr(module, "weight", None), "quant_state"):
             plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            numbers = unpacked(module.weight).to(dtype)
+            numbers = rounded_matrix(module.weight).to(dtype)
             plain.weight, plain.bias = nn.Parameter(numbers, requires_grad=False), module.bias
             model.set_submodule(path, plain)
     return model
 
 
-def unpacked(weight: Any) -> torch.Tensor:
-    """Return the numbers of a packed weight: [outputs, inputs]."""
-    return _unpack(weight.data, weight.quant_state)
-
-
-def rounded_matrix(weight: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a whole matrix [outputs, inputs], rounded to NF4 and unpacked again."""
+def rounded_matrix(weight: Any) -> torch.Tensor:
+    """Return the numbers of a matrix [outputs, inputs] that is packed, or rounded to NF4 now."""
     return _unpack(*_packed(weight))
 
 
@@ -179,15 +165,18 @@ class PackedMatrix:
 
     def __init__(self, weights: Sequence[Any], dtype: torch.dtype) -> None:
         import torch
-        from bitsandbytes.functional import QuantState
+        from bitsandbytes.functional import QuantState, dequantize_blockwise
 
-        parts = [_packed(weight) for weight in weights]
+        scales, parts = [], [_packed(weight) for weight in weights]
         states = [state for _, state in parts]
-        rows = sum(int(state.shape[0]) for state in states)
+        for state in states:
+            absmax = state.absmax
+            if state.nested:
+                absmax = dequantize_blockwise(absmax, state.state2) + state.offset
+            scales.append(absmax.float())
         self.packed = torch.cat([packed.reshape(-1, 1) for packed, _ in parts])
-        scales = torch.cat([_scales(state) for state in states])
-        shape = torch.Size((rows, int(states[0].shape[1])))
-        self._state = QuantState(scales, shape, states[0].code, BLOCK, NF4, dtype)
+        shape = torch.Size((sum(state.shape[0] for state in states), states[0].shape[1]))
+        self._state = QuantState(torch.cat(scales), shape, states[0].code, BLOCK, NF4, dtype)
 
     def matrix(self) -> torch.Tensor:
         """Return the numbers: [sum of outputs, inputs]."""
@@ -228,22 +217,8 @@ def _unpack(packed: torch.Tensor, state: Any) -> torch.Tensor:
 
 
 def _blocks(shape: torch.Size) -> torch.Size:
-    """The shape of a matrix with a row for each block, where blocks fill it.
-
-    bitsandbytes 0.50 unpacks blocks that reach into the next row wrongly on CPUs with AVX512.
-    """
+    """A row for each block, where blocks fill the matrix: bitsandbytes 0.50 unpacks these right."""
     import torch
 
     count = shape.numel()
     return torch.Size((1, count) if count % BLOCK else (count // BLOCK, BLOCK))
-
-
-def _scales(state: Any) -> torch.Tensor:
-    """The scale of each block: [blocks] float32."""
-    from bitsandbytes.functional import dequantize_blockwise
-
-    if not state.nested:
-        plain: torch.Tensor = state.absmax.float()
-        return plain
-    scales: torch.Tensor = dequantize_blockwise(state.absmax, state.state2) + state.offset
-    return scales.float()

@@ -1,32 +1,26 @@
-"""How a base model reads a document and answers from what it kept, with transformers alone.
+"""How a base model reads a document and answers from what it kept: the reference of `contexts`.
 
-This is the reference of `valora_data.contract.contexts` in code: training, teachers and tests use
-it, and the server must compute the same. The model's active adapter counts.
+Training, teachers and tests use it, and the server must compute the same. The model's active
+adapter counts.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
+from valora_data.contract.base_model import BaseModel
 from valora_data.contract.contexts import head_text
 from valora_data.errors import DataError
 from valora_data.models.base import IMAGE
 from valora_data.wording import plural
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-    from PIL.Image import Image
-
-    from valora_data.contract.base_model import BaseModel
-
-ROOM = 64
-"""Positions that are left for a question and its answer behind a document."""
+ROOM = 64  # positions that are left for a question and its answer behind a document
 
 
 def head_inputs(model: BaseModel, document: str, images: Sequence[Image] = ()) -> Any:
@@ -34,27 +28,16 @@ def head_inputs(model: BaseModel, document: str, images: Sequence[Image] = ()) -
     return model.process(head_text(model, document, len(images)), images)
 
 
+@torch.no_grad()
 def read_head(
     model: BaseModel, document: str, images: Sequence[Image] = ()
 ) -> tuple[Tensor, Tensor, int]:
-    """Compute keys and values of the head of prompts about a document or album.
+    """Compute keys, values and the tail's position of the head of prompts about a document.
 
-    Returns:
-        Keys and values, [layers, kv_heads, tokens, head_dim] each, and the position of the tail.
-
-    Raises:
-        DataError: The document does not fit into the model's context.
+    Keys and values are [layers, kv_heads, tokens, head_dim] each. A `DataError` says that the
+    document does not fit into the model's context.
     """
-    return _read(model, head_inputs(model, document, images), bool(images))
-
-
-def read_tokens(model: BaseModel, ids: Sequence[int]) -> tuple[Tensor, Tensor, int]:
-    """Compute keys and values of a head of these tokens, as `read_head` does."""
-    return _read(model, {"input_ids": torch.tensor([list(ids)])}, False)
-
-
-@torch.no_grad()
-def _read(model: BaseModel, inputs: Any, images: bool) -> tuple[Tensor, Tensor, int]:
+    inputs = head_inputs(model, document, images)
     ids = inputs["input_ids"].to(model.device)
     most = model.context_length - ROOM
     if ids.shape[1] > most:
@@ -62,26 +45,23 @@ def _read(model: BaseModel, inputs: Any, images: bool) -> tuple[Tensor, Tensor, 
             f"the document has {plural(ids.shape[1], 'token')}, but base model {model.base} reads "
             f"at most {most} beside a question: split the document, or choose another base model"
         )
-    embedded = model.model.get_input_embeddings()(ids)
+    embedded, position = model.model.get_input_embeddings()(ids), ids.shape[1]
     extra: dict[str, Any] = {}
     if images:
-        visual = ids == model.image_token
-        parts = model.split(IMAGE, inputs, int(visual.sum()))
+        family, visual = model.architecture, ids == model.image_token
+        parts = family.split(IMAGE, inputs, int(visual.sum()), model.config)
         features, deep = model.visual_features([part.tensors for part in parts])
         embedded = embedded.masked_scatter(visual[..., None], torch.cat(features).to(embedded))
         if deep:
-            extra |= model.architecture.deep_arguments(visual, deep)
-    positions = model.positions(inputs) if images else None
-    position = ids.shape[1]
-    if positions is not None:
-        extra["position_ids"] = positions[0][:, None].to(model.device)
-        position = int(positions[0].max()) + 1
+            extra |= family.deep_arguments(visual, deep)
+        if (found := family.positions(model.model, inputs, model.config)) is not None:
+            extra["position_ids"] = found[0][:, None].to(model.device)
+            position = int(found[0].max()) + 1
     model.language_model.eval()
     output = model.language_model(inputs_embeds=embedded, use_cache=True, **extra)
     layers = output.past_key_values.layers
-    keys = torch.cat([layer.keys for layer in layers])
-    values = torch.cat([layer.values for layer in layers])
-    return keys, values, position
+    keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+    return torch.cat(keys), torch.cat(values), position
 
 
 def run_tails(
@@ -103,8 +83,7 @@ def run_tails(
 
     past = None
     if keys is not None and values is not None:
-        pairs = zip(keys.to(model.dtype), values.to(model.dtype), strict=True)
-        past = DynamicCache(list(pairs))
+        past = DynamicCache([*zip(keys.to(model.dtype), values.to(model.dtype), strict=True)])
     output = model.language_model(
         inputs_embeds=embedded,
         past_key_values=past,

@@ -1,40 +1,27 @@
-"""Answers of vision task heads, and how they are compared with golden ones.
-
-Nothing here imports torch, so that code which only handles answers does not load it.
-"""
+"""Answers of vision task heads, and how they are compared with golden ones, without torch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+import numpy as np
+from numpy.typing import NDArray
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Size = tuple[int, int]
-    """Width and height of an image in pixels, as it was sent."""
-
-PIXEL_TOLERANCE = 0.5
-"""Pixels by which an edge of a golden box may differ when it is computed again."""
+Size = tuple[int, int]  # width and height of an image in pixels, as it was sent
+PIXEL_TOLERANCE = 0.5  # pixels by which an edge of a golden box may differ when computed again
+# The same as a share of the box's longer side, where that is more: in bf16, another order of sums
+# moved edges by up to 0.8 % of it (a 7B shape).
 EDGE_TOLERANCE = 0.01
-"""The same as a share of the box's longer side, where that is more: in bf16, another order of sums
-moved edges by up to 0.8 % of it (a 7B shape)."""
-CONFIDENCE_TOLERANCE = 0.01
-"""Difference that is allowed between a golden confidence and the one computed again."""
-BOX_GRID = 1000
-"""Boxes in text have coordinates from 0 to this number, as Qwen-VL writes them."""
+CONFIDENCE_TOLERANCE = 0.01  # of a golden confidence
+BOX_GRID = 1000  # boxes in text have coordinates from 0 to this, as Qwen-VL writes them
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """A detected object: its class, its calibrated confidence in [0, 1], and (x0, y0, x1, y1).
-
-    Boxes are in pixels of the image as it was sent.
-    """
+    """An object, with its calibrated confidence and (x0, y0, x1, y1) in pixels as it was sent."""
 
     label: str
     confidence: float
@@ -43,15 +30,10 @@ class Detection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadResult(ABC):
-    """The answer of a head to one prompt. Every form of answer is a subclass.
+    """The answer of a head to one prompt. Every form of answer is a subclass."""
 
-    Attributes:
-        kind: Kind of the head, a name in `HEAD_KINDS`.
-        logits: (rows, outputs) float32, the raw outputs of the head.
-    """
-
-    kind: str
-    logits: NDArray[np.float32] | None = None
+    kind: str  # of the head, a name in `HEAD_KINDS`
+    logits: NDArray[np.float32] | None = None  # (rows, outputs), the raw outputs of the head
 
     @abstractmethod
     def image_fields(self, number: int) -> dict[str, Any]:
@@ -82,11 +64,6 @@ class LabelResult(HeadResult):
     label: str
     confidences: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def confidence(self) -> float | None:
-        """The probability of `label`."""
-        return self.confidences.get(self.label)
-
     def image_fields(self, number: int) -> dict[str, Any]:
         """The label, its confidence and those of all labels."""
         return {**self.golden(), "confidences": dict(self.confidences)}
@@ -97,15 +74,14 @@ class LabelResult(HeadResult):
 
     def golden(self) -> dict[str, Any]:
         """The label and its confidence."""
-        return {"label": self.label, "confidence": self.confidence}
+        return {"label": self.label, "confidence": self.confidences.get(self.label)}
 
     @classmethod
     def matches(cls, found: Any, expected: Any, threshold: float) -> bool:
         """Whether the labels are equal and the confidences, where there is one, close."""
-        if not isinstance(expected, dict):
-            return bool(found["label"] == expected)
-        close = expected.get("confidence") is None or _close(found, expected)
-        return bool(found["label"] == expected.get("label") and close)
+        wanted = expected if isinstance(expected, dict) else {"label": expected}
+        close = wanted.get("confidence") is None or _close(found, wanted)
+        return bool(found["label"] == wanted.get("label") and close)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +92,17 @@ class BoxesResult(HeadResult):
 
     def image_fields(self, number: int) -> dict[str, Any]:
         """The boxes of one image; an image that the head did not read has none."""
-        rows = self._rows(self.detections[number]) if number < len(self.detections) else []
+        found = self.detections[number] if number < len(self.detections) else ()
+        rows = [
+            {"label": one.label, "box": [*one.box], "confidence": one.confidence} for one in found
+        ]
         return {"detections": rows}
 
     def prompt_fields(self, sizes: Sequence[Size]) -> dict[str, Any]:
         """Every image with its size, which the boxes refer to, and its boxes."""
         images = [
-            {"width": width, "height": height, "detections": self._rows(found)}
-            for found, (width, height) in zip(self.detections, sizes, strict=False)
+            {"width": width, "height": height, **self.image_fields(number)}
+            for number, (width, height) in enumerate(sizes[: len(self.detections)])
         ]
         return {"images": images}
 
@@ -141,7 +120,8 @@ class BoxesResult(HeadResult):
 
     def golden(self) -> list[dict[str, Any]]:
         """The boxes of the first image; golden examples of this kind have one image."""
-        return self._rows(self.detections[0])
+        rows: list[dict[str, Any]] = self.image_fields(0)["detections"]
+        return rows
 
     @classmethod
     def matches(cls, found: Any, expected: Any, threshold: float) -> bool:
@@ -152,36 +132,24 @@ class BoxesResult(HeadResult):
         """
         left = list(found)
         for wanted in expected:
-            twin = next((row for row in left if cls._same(row, wanted)), None)
+            twin = next((row for row in left if _same_box(row, wanted)), None)
             if twin is not None:
                 left.remove(twin)
             elif wanted["confidence"] > threshold + CONFIDENCE_TOLERANCE:
                 return False
         return all(row["confidence"] <= threshold + CONFIDENCE_TOLERANCE for row in left)
 
-    @staticmethod
-    def _same(row: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-        x0, y0, x1, y1 = wanted["box"]
-        most = max(PIXEL_TOLERANCE, EDGE_TOLERANCE * max(x1 - x0, y1 - y0))
-        near = all(abs(a - b) <= most for a, b in zip(row["box"], wanted["box"], strict=True))
-        return bool(row["label"] == wanted["label"] and near and _close(row, wanted))
 
-    @staticmethod
-    def _rows(detections: Sequence[Detection]) -> list[dict[str, Any]]:
-        return [
-            {"label": item.label, "box": list(item.box), "confidence": item.confidence}
-            for item in detections
-        ]
+def _same_box(row: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    x0, y0, x1, y1 = wanted["box"]
+    most = max(PIXEL_TOLERANCE, EDGE_TOLERANCE * max(x1 - x0, y1 - y0))
+    near = all(abs(a - b) <= most for a, b in zip(row["box"], wanted["box"], strict=True))
+    return bool(row["label"] == wanted["label"] and near and _close(row, wanted))
 
 
 def _close(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     difference = float(found["confidence"] or 0.0) - float(expected["confidence"])
     return abs(difference) <= CONFIDENCE_TOLERANCE
-
-
-def golden_text(text: str) -> dict[str, Any]:
-    """A written answer as golden examples hold it."""
-    return {"text": text}
 
 
 def text_matches(found: str, expected: Any) -> bool:

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IMAGE, VIDEO = "image", "video"
-PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
-"""Name of the pixels in a processor's output, by kind."""
+PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}  # as processors call them
 
 
 class ModelPart(StrEnum):
@@ -40,12 +39,10 @@ class EncoderInput:
 class LinearNames:
     """Names of the linear layers in a decoder layer, and how tensor parallelism splits them.
 
-    Attributes:
-        column: Layers that read the hidden states and are split by their outputs. Those of one
-            tuple have the same input, and are computed as one product.
-        row: Layers that write the hidden states and are split by their inputs.
-        kv: Those of `column` whose outputs are the heads of keys and values.
-        head_norms: Norms of single heads, which every process holds whole.
+    `column` layers read the hidden states and are split by their outputs; those of one tuple share
+    their input and are computed as one product. `row` layers write the hidden states and are split
+    by their inputs. The outputs of `kv` are the heads of keys and values, and `head_norms` are
+    norms of single heads, which every process holds whole.
     """
 
     column: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -54,8 +51,7 @@ class LinearNames:
     head_norms: tuple[str, ...] = ("q_norm", "k_norm")
 
 
-LLAMA = LinearNames()
-"""The names in Llama, Mistral, Qwen and most others."""
+LLAMA = LinearNames()  # also those of Mistral, Qwen and most others
 
 
 class Architecture:
@@ -65,27 +61,18 @@ class Architecture:
     `valora_data.models.registry`; it has no state. `model`, `processor` and `config` are those of
     transformers. The model has the parts that transformers gives LMMs: ``model.model`` with
     ``get_image_features`` and ``language_model``, and ``model.lm_head``.
-
-    Attributes:
-        linears: Names of the decoder's linear layers.
-        vision_modules: Last component of the paths of the modules that encode images: vision
-            tower and projector. Adapters may change every linear layer in them.
-        projector: Regular expression over one component of a path: the module that is the
-            projector, or holds it.
-        tower_targets: Regular expressions over full module paths: linear layers that
-            `train.lora.vision_tower` adapts.
-        projector_targets: The same for `train.lora.projector`.
-        three_positions: Whether rotary positions have three parts: time, height and width.
-        pixels_per_token: Most resized pixels that one visual token stands for.
     """
 
     linears: LinearNames = LLAMA
+    # Last component of the paths of the modules that encode images, tower and projector: adapters
+    # may change every linear layer in them.
     vision_modules: tuple[str, ...] = ()
-    projector: str = ""
+    projector: str = ""  # matches the component of a path that is, or holds, the projector
+    # Match whole paths of the linear layers that train.lora.vision_tower and .projector adapt.
     tower_targets: tuple[str, ...] = ()
     projector_targets: tuple[str, ...] = ()
-    three_positions: bool = False
-    pixels_per_token: int = 2048
+    three_positions: bool = False  # whether rotary positions are time, height and width
+    pixels_per_token: int = 2048  # most that a visual token stands for: two frames' 32 x 32
 
     # --- loading and prompts
 
@@ -114,8 +101,8 @@ class Architecture:
     def adaptable(self, model: Any) -> dict[str, ModelPart]:
         """Return the modules whose linear layers adapters may change, by path.
 
-        Those of the vision side are `ModelPart.VISION`; `part_of` tells which of their layers are
-        the projector's.
+        Those of the vision side are `ModelPart.VISION`; `part_of` tells which layers are the
+        projector's.
         """
         modules = dict(model.named_modules())
         decoder = self.language_model(model)
@@ -173,20 +160,21 @@ class Architecture:
         """Encode images, or videos: `EncoderInput.tensors`, concatenated, on the device.
 
         Returns [visual tokens, width] for each image; and for each of the first decoder layers to
-        whose output features are added (DeepStack), [all visual tokens, width].
+        whose outputs features are added (DeepStack of Qwen3-VL), [all visual tokens, width].
         """
+        import torch
+
         video = PIXELS[VIDEO] in inputs
         function = model.model.get_video_features if video else model.model.get_image_features
         output = function(**inputs, return_dict=True)
-        return list(output.pooler_output), self.deep_features(output)
-
-    def deep_features(self, output: Any) -> list[Tensor]:
-        """Return what the encoder's output holds for deeper layers, one tensor for each layer."""
-        return []
+        deep = getattr(output, "deepstack_features", None) or ()
+        # Versions of transformers differ in whether those are split by image.
+        layers = [part if torch.is_tensor(part) else torch.cat(tuple(part)) for part in deep]
+        return list(output.pooler_output), layers
 
     def deep_arguments(self, visual: Tensor, deep: list[Tensor]) -> dict[str, Any]:
-        """Return the decoder's arguments for them; `visual` [batch, tokens] says where they are."""
-        raise NotImplementedError
+        """Return the decoder's arguments for DeepStack; `visual` [batch, tokens] says where."""
+        return {"visual_pos_masks": visual, "deepstack_visual_embeds": deep}
 
     # --- CUDA graphs of the vision tower
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from valora_data.models.base import PIXELS, Architecture, EncoderInput
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class Llava(Architecture):

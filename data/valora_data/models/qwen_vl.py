@@ -16,24 +16,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
-"""Name of the patches' grids (frames, rows, columns) in a processor's output, by kind."""
+GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}  # frames, rows, columns of patches
 SECONDS = "second_per_grid_ts"
 
 
 class QwenVL(Architecture):
-    """The Qwen-VL family.
-
-    Text, images and videos have rotary positions in time, height and width (M-RoPE). Qwen3-VL also
-    adds visual features to the outputs of its first layers (DeepStack).
-    """
+    """The Qwen-VL family: images and videos have rotary positions with three parts (M-RoPE)."""
 
     vision_modules: tuple[str, ...] = ("visual",)
     projector = r"\w*merger\w*"
     tower_targets: tuple[str, ...] = (r".*visual\.blocks.*\.attn\.(qkv|proj)",)
     projector_targets: tuple[str, ...] = (r".*visual\..*merger.*\.(mlp\.[02]|linear_fc[12])",)
     three_positions = True
-    pixels_per_token = 2048  # Qwen3-VL's: 32 x 32 of two frames
 
     def video_token(self, config: Any) -> int | None:
         """Return ``video_token_id`` of the configuration."""
@@ -51,15 +45,14 @@ class QwenVL(Architecture):
         self, kind: str, inputs: Mapping[str, Any], tokens: int, config: Any
     ) -> list[EncoderInput]:
         """Return one entry for each grid; the pixels of all are concatenated."""
-        pixels, grids = PIXELS[kind], GRIDS[kind]
+        pixels, grids = inputs[PIXELS[kind]], inputs[GRIDS[kind]]
         merge = int(config.vision_config.spatial_merge_size)
         patch = int(config.vision_config.patch_size)
         found = []
-        pieces = inputs[pixels].split(inputs[grids].prod(-1).tolist())
-        for piece, row in zip(pieces, inputs[grids], strict=True):
-            times, rows, columns = (int(n) for n in row)
+        for piece, row in zip(pixels.split(grids.prod(-1).tolist()), grids, strict=True):
+            times, rows, columns = row.tolist()
             grid = (times, rows // merge, columns // merge)
-            tensors = {pixels: piece, grids: row[None]}
+            tensors = {PIXELS[kind]: piece, GRIDS[kind]: row[None]}
             size = (columns * patch, rows * patch)
             found.append(EncoderInput(kind, tensors, math.prod(grid), grid, size))
         return found
@@ -73,8 +66,7 @@ class QwenVL(Architecture):
         ids = inputs["input_ids"]
         kinds = torch.zeros_like(ids, dtype=torch.int32)
         kinds[ids == config.image_token_id] = 1
-        video = self.video_token(config)
-        if video is not None:
+        if (video := self.video_token(config)) is not None:
             kinds[ids == video] = 2
         extra = {name: inputs[name] for name in GRIDS.values() if name in inputs}
         if SECONDS in inputs:
@@ -82,22 +74,8 @@ class QwenVL(Architecture):
         positions, delta = model.model.get_rope_index(ids, kinds, **extra)
         return positions[:, 0], int(delta[0, 0])
 
-    def deep_features(self, output: Any) -> list[Tensor]:
-        """Return the features that DeepStack adds to the first layers' outputs (Qwen3-VL)."""
-        import torch
-
-        # Versions of transformers differ in whether they are split by image.
-        return [
-            layer if torch.is_tensor(layer) else torch.cat(tuple(layer))
-            for layer in getattr(output, "deepstack_features", None) or ()
-        ]
-
-    def deep_arguments(self, visual: Tensor, deep: list[Tensor]) -> dict[str, Any]:
-        """Return the arguments of Qwen3-VL's decoder."""
-        return {"visual_pos_masks": visual, "deepstack_visual_embeds": deep}
-
     def window_encoder(self, model: Any) -> WindowEncoder | None:
-        """Return that of Qwen2.5-VL, whose attention is split into windows."""
+        """Return that of Qwen2.5-VL."""
         visual = model.model.visual
         return WindowEncoder(visual) if hasattr(visual.config, "fullatt_block_indexes") else None
 
@@ -146,12 +124,10 @@ class WindowEncoder:
         tokens = window * self.tokens + down % side * side + across % side
         inner = np.arange(merge**2)  # the patches of a token follow each other
         slots = tokens[:, None] * merge**2 + inner
-        places = np.stack(
-            [down[:, None] * merge + inner // merge, across[:, None] * merge + inner % merge], -1
-        )
-        return Arrangement(
-            self.windows(rows, columns), slots.reshape(-1), places.reshape(-1, 2), tokens
-        )
+        row = down[:, None] * merge + inner // merge
+        column = across[:, None] * merge + inner % merge
+        places = np.stack([row, column], -1).reshape(-1, 2)
+        return Arrangement(self.windows(rows, columns), slots.reshape(-1), places, tokens)
 
     def encode(self, pixels: Tensor, places: Tensor, present: Tensor) -> Tensor:
         """Encode an image to [windows · tokens, width]; nothing waits for the device.
@@ -161,6 +137,7 @@ class WindowEncoder:
         one.
         """
         from torch.nn import functional as F
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
         visual, heads, size = self._visual, self._heads, self._head_dim
         x = visual.patch_embed(pixels)
@@ -173,9 +150,9 @@ class WindowEncoder:
             mask = present.view(1, 1, 1, -1) if whole else inside
             qkv = block.attn.qkv(block.norm1(x)).view(len(x), 3, heads, size)
             query, key, value = (part.to(x.dtype) for part in qkv.unbind(1))
+            query, key = apply_rotary_pos_emb_vision(query, key, cos, sin)
             query, key, value = (
-                part.view(batch, -1, heads, size).transpose(1, 2)
-                for part in (_rotated(query, cos, sin), _rotated(key, cos, sin), value)
+                part.view(batch, -1, heads, size).transpose(1, 2) for part in (query, key, value)
             )
             found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
             x = x + block.attn.proj(found.transpose(1, 2).reshape(len(x), -1))
@@ -184,20 +161,11 @@ class WindowEncoder:
         return encoded
 
     def _rotations(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary positions: [slots, 1, head_dim] float32."""
+        """Cosines and sines of the rotary positions: [slots, head_dim] float32."""
         import torch
 
         half = self._head_dim // 2
         steps = torch.arange(0, half, 2, dtype=torch.float32, device=places.device)
         angles = places[:, :, None].float() / self._theta ** (steps / half)
-        angles = angles.flatten(1).repeat(1, 2)[:, None]
+        angles = angles.flatten(1).repeat(1, 2)
         return angles.cos(), angles.sin()
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [slots, heads, head_dim] in float32."""
-    import torch
-
-    wide = x.float()
-    first, second = wide.chunk(2, -1)
-    return (wide * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)

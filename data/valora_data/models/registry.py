@@ -1,18 +1,21 @@
-"""Families of base models by the ``model_type`` of transformers' configuration."""
+"""Families of base models by the ``model_type`` of transformers' configuration.
+
+Models of other types are used if they have the shape of LLaVA or Qwen-VL.
+"""
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
 from typing import Any
 
 from valora_data.errors import BundleError
 from valora_data.models.base import Architecture
-from valora_data.models.generic import GenericGrid, GenericSquare
+from valora_data.models.llava import Llava
+from valora_data.models.qwen_vl import QwenVL
 from valora_data.registry import Registry
 
-GROUP = "valora.architectures"
-
 ARCHITECTURES: Registry[type[Architecture]] = Registry(
-    GROUP,
+    "valora.architectures",
     "LMM architecture",
     {
         "llava": "valora_data.models.llava:Llava",
@@ -22,13 +25,13 @@ ARCHITECTURES: Registry[type[Architecture]] = Registry(
     },
     BundleError,
 )
+VISION_MODULES = ("vision_tower", "visual", "multi_modal_projector")
 
 
 def architecture_of(model: Any, base: str = "custom") -> Architecture:
     """Return the family of a transformers model, which may lie on the meta device.
 
-    Raises:
-        BundleError: Its type is not registered, and it does not have the shape of a known one.
+    A `BundleError` says that its type is not registered, and that it is not like a known one.
     """
     name = str(model.config.model_type)
     if name in ARCHITECTURES:
@@ -41,5 +44,73 @@ def architecture_of(model: Any, base: str = "custom") -> Architecture:
     raise BundleError(
         f"base model {base} has the architecture {name!r}, which is not one of "
         f"{', '.join(sorted(ARCHITECTURES))}, nor like one of them ({unmet}): choose another base "
-        f"model, or register the architecture in the entry-point group {GROUP}"
+        "model, or register the architecture in the entry-point group valora.architectures"
     )
+
+
+class _Generic(Architecture):
+    """What both have: modules by the names of either."""
+
+    vision_modules: tuple[str, ...] = VISION_MODULES
+    projector = r"multi_modal_projector|mm_projector|connector|aligner|\w*merger\w*"
+    tower_targets: tuple[str, ...] = Llava.tower_targets + QwenVL.tower_targets
+    projector_targets: tuple[str, ...] = Llava.projector_targets + QwenVL.projector_targets
+    given: frozenset[str]  # the arguments that its encoder of images gets
+
+    def language_model(self, model: Any) -> Any:
+        """Return the decoder, by either of the names that transformers has for it."""
+        inner = getattr(model.model, "language_model", None)
+        return model.get_decoder() if inner is None else inner
+
+    def unmet(self, model: Any) -> str | None:
+        """Return what a model lacks to be read like this, None if nothing."""
+        function = getattr(getattr(model, "model", None), "get_image_features", None)
+        if getattr(model.config, "image_token_id", None) is None:
+            return "it has no image token"
+        if function is None:
+            return "it has no get_image_features"
+        missing = [
+            name
+            for name, parameter in signature(function).parameters.items()
+            if parameter.default is Parameter.empty
+            and parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+            and name not in self.given
+        ]
+        if missing:
+            return f"its get_image_features needs {', '.join(missing)}"
+        if "token_type_ids" in signature(model.model.forward).parameters:
+            return "its visual tokens attend to those behind them"
+        layered = hasattr(self.language_model(model), "layers")
+        return None if layered else "its decoder has no layers"
+
+
+class GenericSquare(_Generic, Llava):
+    """Like LLaVA: one row of pixels for each image, and positions are indices."""
+
+    given = frozenset({"pixel_values"})
+
+    def fixed_grid(self, config: Any) -> tuple[int, int] | None:
+        """Return rows and columns of patches, None if the configuration does not say."""
+        vision = getattr(config, "vision_config", None)
+        known = hasattr(vision, "image_size") and hasattr(vision, "patch_size")
+        return super().fixed_grid(config) if known else None
+
+    def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
+        """Return None: an unknown encoder may wait for the host."""
+        return None
+
+
+class GenericGrid(_Generic, QwenVL):
+    """Like Qwen-VL: the grid follows from an image's size, ``get_rope_index`` gives positions."""
+
+    given = frozenset({"pixel_values", "image_grid_thw"})
+
+    def unmet(self, model: Any) -> str | None:
+        """Return what a model lacks to be read like this, None if nothing."""
+        taken = signature(model.model.get_rope_index).parameters
+        if not {"input_ids", "mm_token_type_ids", "image_grid_thw"} <= taken.keys():
+            return "its get_rope_index takes other arguments than that of Qwen-VL"
+        vision = getattr(model.config, "vision_config", None)
+        if not hasattr(vision, "spatial_merge_size") or not hasattr(vision, "patch_size"):
+            return "its vision_config has no spatial_merge_size or no patch_size"
+        return super().unmet(model)

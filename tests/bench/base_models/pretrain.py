@@ -54,7 +54,7 @@ from tests.bench.base_models.data import (
 from tests.bench.base_models.lookup import LookupTutor
 from tests.bench.base_models.records import LENGTHS, Curriculum, RecordBatch, RecordDrawer
 from tests.bench.base_models.retention import Retention
-from valora_data.contract.boxes import cell_centres, decode, encode
+from valora_data.contract.boxes import LOG_SIZE, cell_centres, decode
 from valora_data.cpu import usable_cores
 from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE
 from valora_data.sources.generic.shapes import SHAPES
@@ -171,8 +171,10 @@ def detection_loss(
     # box get the whole image as a target, which is masked out.
     truth = boxes.gather(1, which[..., None].expand(-1, -1, 4))
     truth = torch.where(answers[..., None], truth, truth.new_tensor([0.0, 0.0, 1.0, 1.0]))
-    cells = torch.arange(which.shape[1], device=which.device).repeat(len(which))
-    goal = encode(truth.flatten(0, 1), cells, GRID).view_as(codes)
+    cell = truth.new_tensor([1.0 / GRID[1], 1.0 / GRID[0]])
+    offset = ((truth[..., :2] + truth[..., 2:]) / 2 - cell_centres(GRID).to(truth)) / cell
+    size = ((truth[..., 2:] - truth[..., :2]) / cell).clamp_min(1e-6).log().clamp(*LOG_SIZE)
+    goal = torch.cat([offset, size], dim=-1)  # what `decode` makes the box of
     code = F.smooth_l1_loss(codes, goal, reduction="none", beta=0.1).sum(-1)
     overlap = generalized_box_iou_loss(decode(codes, GRID), truth)
     boxed = ((0.5 * code + 2.0 * overlap) * answers).sum()

@@ -103,6 +103,6 @@ class Pictures:
         prompt = Prompt(ids, tuple(visuals))
         if lmm.three_positions:
             inputs = {"input_ids": torch.tensor([ids]), GRIDS[IMAGE]: torch.cat(grids)}
-            positions, delta = lmm.positions(inputs)
+            positions, delta = lmm.architecture.positions(lmm.model, inputs, lmm.config)
             prompt = replace(prompt, positions=positions.numpy(), delta=delta)
         return replace(engine.prepare(request), prompt=prompt)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX, around_memory
-from valora_data.contract.recall import head_inputs, read_tokens
+from valora_data.contract.recall import head_inputs, run_tails
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Split
 from valora_data.wording import plural
@@ -42,19 +42,12 @@ NAME = "context"
 
 @dataclass(frozen=True)
 class Answered:
-    """What a way answers to the test questions of each document.
+    """What a way answers to the test questions of each document."""
 
-    Attributes:
-        said: Each answer with whether it is right, by document.
-        bytes: Bytes that are kept for a document, its share of an adapter included.
-        tokens: Tokens that stand before a question, on average.
-        seconds: Seconds of learning for a document.
-    """
-
-    said: dict[str, list[tuple[str, bool]]]
-    bytes: float
-    tokens: float
-    seconds: float
+    said: dict[str, list[tuple[str, bool]]]  # each answer with whether it is right, by document
+    bytes: float  # that are kept for a document, its share of an adapter included
+    tokens: float  # that stand before a question, on average
+    seconds: float  # of learning for a document
 
 
 class Reader:
@@ -164,9 +157,11 @@ def read_beginning(lmm: Lmm, document: Document, tokens: int) -> memory.Prefix:
     if room < 1:
         raise DataError(f"{plural(tokens, 'token')} have no room for a document: raise --tokens")
     ids = lmm.tokenizer(document.text, add_special_tokens=False)["input_ids"]
-    with lmm.precision():
-        keys, values, position = read_tokens(lmm, [*before, *ids[:room], *after])
-    return memory.Prefix(keys.float(), values.float(), position)
+    rows = torch.tensor([[*before, *ids[:room], *after]], device=lmm.device)
+    with lmm.precision(), torch.no_grad():
+        read = run_tails(lmm, lmm.model.get_input_embeddings()(rows), 0, cached=True)[1].layers
+    keys, values = (torch.cat([getattr(one, part) for one in read]) for part in ("keys", "values"))
+    return memory.Prefix(keys.float(), values.float(), rows.shape[1])
 
 
 def bm25(reader: Reader, tokens: int) -> Answered:

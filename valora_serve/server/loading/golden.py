@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.bundle import GOLDEN, MANIFEST, PROMPT_LENGTH
 from valora_data.contract.files import UnreadableError, read_bytes, read_json, shown
-from valora_data.contract.results import CONFIDENCE_TOLERANCE, golden_text, text_matches
+from valora_data.contract.results import CONFIDENCE_TOLERANCE, text_matches
 from valora_serve.errors import AdapterError, ImageError
 from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.pool import Job, shared_pool
@@ -198,7 +198,7 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: Examp
             )
         head = output.head or head
     expected = example.expected
-    found = golden_text(text.strip()) if head is None else head.golden()
+    found = {"text": text.strip()} if head is None else head.golden()
     same = (
         text_matches(text, expected) if head is None else head.matches(found, expected, threshold)
     )

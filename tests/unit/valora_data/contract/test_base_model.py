@@ -20,7 +20,7 @@ from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract import base_model
 from valora_data.contract.base_model import BaseModel, check_image_token, load_model
 from valora_data.errors import BundleError
-from valora_data.models.generic import GenericSquare
+from valora_data.models.registry import GenericSquare
 from valora_serve.errors import ImageError
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.types import Request
@@ -29,45 +29,46 @@ from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
 
 
-@pytest.mark.parametrize("family", list(CHECKPOINTS))
-def test_training_and_serving_read_a_prompt_alike(family, tmp_path):
-    base = str(CHECKPOINTS[family](tmp_path / family, seed=5))
-    trained = Lmm(ModelSettings(id=base), LoraSettings())
-    served = make_engine(base).lmm
-    frames = [noise(40, 32, 20 + n) for n in range(4)]
+def loaded(base):
+    return BaseModel(str(base), *load_model(str(base), torch.float32))
+
+
+def resized(model, width, height):
+    return model.architecture.resized_pixels(model.processor.image_processor, width, height)
+
+
+@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+def base(request, tmp_path_factory):
+    return str(CHECKPOINTS[request.param](tmp_path_factory.mktemp("base"), seed=5))
+
+
+@pytest.mark.parametrize("video", [False, True])
+def test_training_and_serving_read_a_prompt_alike(base, video):
+    trained, served = Lmm(ModelSettings(id=base), LoraSettings()), make_engine(base).lmm
     images = [noise(20, 48, 2), noise(64, 24, 3)]
-    for video, shown in ((False, images), (True, frames)):
-        (encoded,) = trained.encode([Example("Which one is it?", tuple(shown), video=video)])
-        media = [{"type": "video"}] if video else [{"type": "image"}] * len(shown)
-        asked = Request(
-            "x",
-            messages=[
-                {"role": "user", "content": [{"type": "text", "text": "Which one is it?"}, *media]}
-            ],
-            images=[] if video else shown,
-            videos=[shown] if video else [],
-        )
-        prompt = prepare_prompt(served, asked)
-        assert prompt.ids == encoded.ids.tolist()
-        if encoded.positions is None:
-            assert prompt.positions is None
-        else:
-            assert torch.equal(torch.as_tensor(prompt.positions), encoded.positions)
-        places = torch.cat([visual.places() for visual in prompt.visuals])
-        assert torch.equal(places, encoded.places)
-        features = torch.cat([served.encode([one])[0].embeddings for one in prompt.visuals])
-        torch.testing.assert_close(features, encoded.features, atol=1e-5, rtol=1e-5)
+    shown = [noise(40, 32, 20 + n) for n in range(4)] if video else images
+    (encoded,) = trained.encode([Example("Which one is it?", tuple(shown), video=video)])
+    parts = [{"type": "text", "text": "Which one is it?"}]
+    parts += [{"type": "video"}] if video else [{"type": "image"}] * len(shown)
+    sent = {"videos": [shown]} if video else {"images": shown}
+    asked = Request("x", messages=[{"role": "user", "content": parts}], **sent)
+    prompt = prepare_prompt(served, asked)
+    assert prompt.ids == encoded.ids.tolist()
+    assert (prompt.positions is None) == (encoded.positions is None)
+    if encoded.positions is not None:
+        assert torch.equal(torch.as_tensor(prompt.positions), encoded.positions)
+    assert torch.equal(torch.cat([one.places() for one in prompt.visuals]), encoded.places)
+    features = torch.cat([served.encode([one])[0].embeddings for one in prompt.visuals])
+    torch.testing.assert_close(features, encoded.features, atol=1e-5, rtol=1e-5)
     assert (trained.stop_ids, trained.width) == (served.stop_ids, served.width)
     assert trained.context_length == served.context_length == 1024
 
 
-@pytest.mark.parametrize("family", list(CHECKPOINTS))
-def test_images_that_are_processed_one_by_one(family, tmp_path, monkeypatch):
+def test_images_that_are_processed_one_by_one(base, monkeypatch):
     """The same bits as transformers' processor gives for all of them at once."""
-    base = str(CHECKPOINTS[family](tmp_path / family, seed=5))
-    model = BaseModel(base, *load_model(base, torch.float32))
+    model = loaded(base)
     images = [noise(64, 48, 1), noise(64, 48, 2), noise(40, 100, 3), noise(64, 48, 4)]
-    text = model.render([{"role": "user", "content": [{"type": "image"}] * len(images)}])
+    text = model.render(ask("", images=len(images)))
     together = model.process(text, images)
     monkeypatch.setattr(base_model, "MANY_PIXELS", 64 * 48)
     apart = model.process(text, images)
@@ -76,87 +77,71 @@ def test_images_that_are_processed_one_by_one(family, tmp_path, monkeypatch):
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(apart[name])), name
 
 
-@pytest.mark.parametrize("family", list(CHECKPOINTS))
-def test_sizes_after_resizing_are_known_before(family, tmp_path):
-    base = str(CHECKPOINTS[family](tmp_path / family, seed=5))
-    model = BaseModel(base, *load_model(base, torch.float32))
+def test_sizes_after_resizing_are_known_before(base):
+    model = loaded(base)
+    text = model.render(ask("", images=1))
     for size in ((64, 48), (40, 600), (900, 31), (300, 300)):
-        text = model.render([{"role": "user", "content": [{"type": "image"}]}])
         made = model.process(text, [noise(*size, 1)])["pixel_values"].numel() // 3
         # Qwen-VL's sides are rounded to whole patches, and each patch is stored twice.
-        expected = model.resized_pixels(*size) * (1 if model.fixed_grid else 2)
+        expected = resized(model, *size) * (1 if model.fixed_grid else 2)
         assert expected / 2 <= made <= 2 * expected, size
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 4_000_000), (4_000_000, 1), (1, 30_000)])
 def test_an_image_that_the_processor_would_enlarge_a_thousandfold(width, height):
     """CLIP's processor enlarges the shorter side; 1 x 4,000,000 pixels took 1.6 GB."""
-    model = BaseModel("tiny", *load_model("tiny", torch.float32))
+    model = loaded("tiny")
     model.processor.image_processor.size = {"shortest_edge": 336}
-    assert model.resized_pixels(width, height) == 336 * 336 * max(width, height)
-    assert model.resized_pixels(400, 200) == 336 * 672
+    assert resized(model, width, height) == 336 * 336 * max(width, height)
+    assert resized(model, 400, 200) == 336 * 672
     image = Image.new("L", (width, height)).convert("RGB")
-    asked = Request("x", messages=ask("What?", images=1), images=[image])
     with pytest.raises(ImageError, match="would resize them to"):
-        prepare_prompt(model, asked)
+        prepare_prompt(model, Request("x", messages=ask("What?", images=1), images=[image]))
 
 
 def test_the_shipped_model():
-    model = BaseModel("tiny", *load_model("tiny", torch.float32))
+    model = loaded("tiny")
     assert model.stop_ids == {model.tokenizer.eos_token_id}
     assert model.vocabulary == model.logits(torch.zeros(1, model.width)).shape[1]
-    tokenizer = model.tokenizer
-    written = model.render([{"role": "user", "content": [{"type": "text", "text": "word"}]}])
-    assert written.startswith(tokenizer.bos_token)
-    assert model.tokenize(written).count(tokenizer.bos_token_id) == 1
+    written = model.render(ask("word"))
+    assert written.startswith(model.tokenizer.bos_token)
+    assert model.tokenize(written).count(model.tokenizer.bos_token_id) == 1
 
 
 def test_a_model_of_a_known_shape_is_loaded(random_llava, tmp_path):
-    folder = tmp_path / "vip"
     model, _ = load_model(str(random_llava), torch.float32)
     config = {**model.config.to_dict(), "vision_feature_layers": [-1, -1]}
     config.pop("model_type")
-    VipLlavaForConditionalGeneration(VipLlavaConfig(**config)).save_pretrained(folder)
-    AutoProcessor.from_pretrained(random_llava).save_pretrained(folder)
-    found = BaseModel(str(folder), *load_model(str(folder), torch.float32))
+    VipLlavaForConditionalGeneration(VipLlavaConfig(**config)).save_pretrained(tmp_path)
+    AutoProcessor.from_pretrained(random_llava).save_pretrained(tmp_path)
+    found = loaded(tmp_path)
     assert isinstance(found.architecture, GenericSquare)
     assert found.fixed_grid == (4, 4)
 
 
-def test_a_missing_base_model_is_one_sentence(tmp_path):
-    for name, said in (
-        ("/nowhere/model", "does not exist: check the path"),
-        ("./nothing", "does not exist: check the path"),
-        ("", "name is empty: name a folder, or a model on the hub"),
-        (str(tmp_path), r"holds no config\.json: name a folder"),
-    ):
-        with pytest.raises(BundleError, match=said):
-            load_model(name, torch.float32)
-
-
-def test_a_tokenizer_that_splits_the_image_token_is_refused(random_llava, tmp_path):
-    folder = tmp_path / "split"
-    shutil.copytree(random_llava, folder)
-    file = folder / "tokenizer.json"
+def test_what_is_no_base_model_of_images(random_llava, tmp_path):
+    split, words = tmp_path / "split", tmp_path / "words"
+    shutil.copytree(random_llava, split)
+    file = split / "tokenizer.json"
     parts = json.loads(file.read_text())
     parts["added_tokens"] = [t for t in parts["added_tokens"] if t["content"] != "<image>"]
     file.write_text(json.dumps(parts))
-    file = folder / "tokenizer_config.json"
+    file = split / "tokenizer_config.json"
     known = {k: v for k, v in json.loads(file.read_text()).items() if "special_tokens" not in k}
     file.write_text(json.dumps(known | {"image_token": None}))
-    with pytest.raises(BundleError, match="splits the image token '<image>' into"):
-        load_model(str(folder), torch.float32)
-
-
-def test_a_model_without_images_is_refused(tmp_path):
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(BundleError, match="cannot load base model") as caught:
-        load_model(str(tmp_path), torch.float32)
-    assert "\n" not in str(caught.value)
-    plain = SimpleNamespace(tokenizer=None)
+    LlamaForCausalLM(config).save_pretrained(words)
+    for name, said in (
+        ("/nowhere/model", "does not exist"), ("./nothing", "does not exist"),
+        ("", "name is empty"), (str(tmp_path), r"holds no config\.json"),
+        (str(split), "splits the image token '<image>' into"),
+        (str(words), "cannot load base model"),
+    ):  # fmt: skip
+        with pytest.raises(BundleError, match=said) as caught:
+            load_model(name, torch.float32)
+        assert "\n" not in str(caught.value)
     with pytest.raises(BundleError, match="has no image token, so it takes no images"):
-        check_image_token("words", config, plain)
+        check_image_token("words", config, SimpleNamespace(tokenizer=None))

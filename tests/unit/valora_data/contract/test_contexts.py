@@ -1,10 +1,9 @@
 """Contexts: prompts in two parts, memories that replace the first, and what bundles say of them."""
 
-import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract.base_model import BaseModel, load_model
@@ -37,21 +36,11 @@ def model(request, tmp_path_factory):
     return BaseModel(base, *load_model(base, torch.float32))
 
 
-def whole(model):
-    """Token ids of the prompt with the document, and the hidden states of all of them."""
-    ids = [*model.tokenize(head_text(model, DOCUMENT)), *tail_tokens(model, ASKED)]
-    with torch.no_grad():
-        output = model.language_model(
-            inputs_embeds=model.model.get_input_embeddings()(torch.tensor([ids])), use_cache=True
-        )
-    return ids, output
-
-
 def test_head_and_tail_are_the_prompt_that_the_template_writes(model):
     system = {"role": "system", "content": [{"type": "text", "text": DOCUMENT}]}
     text = model.render([system, *ASKED])
     assert head_text(model, DOCUMENT) + tail_text(model, ASKED) == text
-    ids, _ = whole(model)
+    ids = [*model.tokenize(head_text(model, DOCUMENT)), *tail_tokens(model, ASKED)]
     assert ids == model.tokenize(text)
     before, after = around_memory(model)
     words = model.tokenizer(DOCUMENT, add_special_tokens=False)["input_ids"]
@@ -66,109 +55,71 @@ def test_what_stands_for_images_is_text_in_documents_and_questions(model):
     assert model.tokenizer.decode(ids).count(word) == 2
 
 
-def test_the_keys_and_values_of_a_head_replace_it(model, tmp_path):
-    ids, output = whole(model)
-    tail = tail_tokens(model, ASKED)
-    count = len(ids) - len(tail)
-    layers = output.past_key_values.layers
-    keys = torch.cat([layer.keys[:, :, :count] for layer in layers])
-    values = torch.cat([layer.values[:, :, :count] for layer in layers])
-    Memory(PREFIX, BASE, {"keys": keys, "values": values}, count).write(tmp_path / "m.safetensors")
-    memory = read_memory(tmp_path / "m.safetensors", BASE, model.config.get_text_config())
-    assert (memory.tokens, memory.position) == (count, count)
-    assert memory.bytes == 2 * keys.nelement() * 4
-    places = (memory.position + torch.arange(len(tail)))[None]
-    with torch.no_grad():
-        found = model.language_model(
-            inputs_embeds=model.model.get_input_embeddings()(torch.tensor([tail])),
-            past_key_values=DynamicCache(memory.layers()),
-            position_ids=places.expand(3, 1, -1) if model.three_positions else places,
-        )
-    torch.testing.assert_close(
-        found.last_hidden_state, output.last_hidden_state[:, count:], atol=1e-5, rtol=1e-4
-    )
-
-
 def test_what_does_not_fit_is_refused(model, tmp_path):
-    config = model.config.get_text_config()
-    file = tmp_path / "m.safetensors"
-
-    def refused(words, tensors, base=BASE, form=MEMORY_TOKENS, position=0):
-        Memory(form, base, tensors, position).write(file)
+    config, file = model.config.get_text_config(), tmp_path / "m.safetensors"
+    some = torch.ones(3, config.hidden_size)
+    part = torch.ones(config.num_hidden_layers, config.num_key_value_heads, 5, 16)
+    Memory(MEMORY_TOKENS, BASE, {"embeddings": some}).write(file)
+    assert read_memory(file, BASE, config).tokens == 3
+    for memory, words in (
+        (Memory(MEMORY_TOKENS, "c" * 64, {"embeddings": some}), "made for base model cccc"),
+        (Memory(MEMORY_TOKENS, BASE, {"embeddings": some[:, 1:]}), "does not fit the base model"),
+        (Memory(MEMORY_TOKENS, BASE, {"embeddings": some * torch.nan}), "no finite numbers"),
+        (Memory(MEMORY_TOKENS, BASE, {"keys": some}), "holds no memory"),
+        (Memory(PREFIX, BASE, {"keys": part, "values": part + 1}), "5 tokens before position 0"),
+        (Memory(PREFIX, BASE, {"keys": part, "values": part[:, :, :4]}, 5), "has shape"),
+    ):
+        memory.write(file)
         with pytest.raises(BundleError, match=words):
             read_memory(file, BASE, config)
-
-    width = config.hidden_size
-    Memory(MEMORY_TOKENS, BASE, {"embeddings": torch.ones(3, width)}).write(file)
-    assert read_memory(file, BASE, config).tokens == 3
-    refused("made for base model cccc", {"embeddings": torch.ones(3, width)}, base="c" * 64)
-    refused("does not fit the base model", {"embeddings": torch.ones(3, width + 1)})
-    refused("no finite numbers", {"embeddings": torch.full((3, width), torch.nan)})
-    refused("holds no memory", {"keys": torch.ones(3, width)})
-    part = torch.ones(config.num_hidden_layers, config.num_key_value_heads, 5, 16)
-    refused(
-        "5 tokens before position 0", {"keys": part, "values": part + 1}, form=PREFIX, position=0
-    )
-    uneven = {"keys": part, "values": part[:, :, :4]}
-    refused("has shape", uneven, form=PREFIX, position=5)
 
 
 def test_an_encoder_reads_its_queries(model, tmp_path):
     config = model.config.get_text_config()
-    queries = torch.randn(4, config.hidden_size)
-    Encoder(queries, torch.full((config.hidden_size,), 0.5)).write(tmp_path)
-    encoder = read_encoder(tmp_path, config)
+    queries, scale = torch.randn(4, config.hidden_size), torch.full((config.hidden_size,), 0.5)
+    Encoder(queries, scale).write(tmp_path)
     hidden = torch.randn(2, 9, config.hidden_size)
-    assert torch.equal(encoder.memory(hidden), hidden[:, -4:] * 0.5)
-    Encoder(queries[:, :-1], torch.ones(config.hidden_size)).write(tmp_path)
-    with pytest.raises(BundleError, match="queries has shape"):
-        read_encoder(tmp_path, config)
+    assert torch.equal(read_encoder(tmp_path, config).memory(hidden), hidden[:, -4:] * 0.5)
+    for wrong, words in (
+        (queries[:, :-1], "queries has shape"), (torch.tensor(1.0), "holds no encoder"),
+    ):  # fmt: skip
+        Encoder(wrong, scale).write(tmp_path)
+        with pytest.raises(BundleError, match=words):
+            read_encoder(tmp_path, config)
 
-
-# --- the manifest ---------------------------------------------------------------------------------
 
 ENTRY = ContextEntry(PREFIX, "contexts/manual.safetensors", 8, 8, 64, 500, source_hash("text"))
 DOMAIN = {"task": "context", "adapter": None, "head": None, "prompt": "{}", "accuracy": {}}
 
 
-def bundle(folder, entry=ENTRY, domain=DOMAIN, **more):
-    """A folder with a bundle of one context, as its exporter writes it."""
-    (folder / "contexts").mkdir(exist_ok=True)
+def bundle(folder, *, domains=(("manual", DOMAIN),), **entry):
+    """Write a bundle of one context, as its exporter does."""
+    (folder / "contexts").mkdir()
     (folder / "contexts/manual.safetensors").write_bytes(b"tensors")
-    write_manifest(
-        folder,
-        {
-            "name": "context", "version": 1, "base": {"id": "tiny", "sha256": BASE},
-            "adapters": {}, "domains": {"manual": domain}, "contexts": {"manual": entry.as_json()},
-            **more,
-        },
-    )  # fmt: skip
+    contexts = {"manual": asdict(replace(ENTRY, **entry))}
+    facts = {"name": "context", "version": 1, "base": {"id": "tiny", "sha256": BASE}}
+    facts |= {"adapters": {}, "domains": dict(domains), "contexts": contexts}
+    write_manifest(folder, facts)
     return folder
 
 
 def test_a_bundle_names_its_contexts(tmp_path):
     found = read_bundle(bundle(tmp_path))
-    assert found.contexts == {"manual": ENTRY}
-    assert json.loads((tmp_path / "bundle.json").read_text())["schema_version"] == 3
+    assert (found.contexts, found.manifest["schema_version"]) == ({"manual": ENTRY}, 3)
 
 
 @pytest.mark.parametrize(
-    ("entry", "domain", "more", "words"),
+    ("change", "words"),
     [
-        ({"form": "poem"}, {}, {}, "form: expected one of adapter, prefix, memory_tokens"),
-        ({"tokens": 0}, {}, {}, "tokens: expected others"),
-        ({"position": 0}, {}, {}, "position: expected 1 or more"),
-        ({"file": "contexts/other.safetensors"}, {}, {}, "expected a file with a sha256"),
-        ({"file": None}, {}, {}, "file: expected one"),
-        ({"source_sha256": "x"}, {}, {}, "source_sha256"),
-        ({"encoder": "missing"}, {}, {}, "expected an encoder"),
-        ({"form": ADAPTER, "file": None, "tokens": 0}, {}, {}, "expected an adapter"),
-        ({}, {}, {"domains": {}}, "expected a domain of the same name"),
+        ({"form": "poem"}, "form: expected one of adapter, prefix, memory_tokens"),
+        ({"tokens": 0}, "tokens: expected others"), ({"position": 0}, "position: expected 1 or"),
+        ({"file": "contexts/other.safetensors"}, "expected a file with a sha256"),
+        ({"file": None}, "file: expected one"), ({"source_sha256": "x"}, "source_sha256"),
+        ({"encoder": "missing"}, "expected an encoder"),
+        ({"form": ADAPTER, "file": None, "tokens": 0}, "expected an adapter"),
+        ({"domains": ()}, "expected a domain of the same name"),
     ],
 )  # fmt: skip
-def test_a_context_that_cannot_be_is_refused(entry, domain, more, words, tmp_path):
-    from dataclasses import replace
-
-    bundle(tmp_path, replace(ENTRY, **entry), DOMAIN | domain, **more)
+def test_a_context_that_cannot_be_is_refused(change, words, tmp_path):
     with pytest.raises(BundleError, match=words):
-        read_bundle(tmp_path)
+        read_bundle(bundle(tmp_path, **change))

@@ -39,7 +39,6 @@ NO_SMALL_FILES = [
     (os.mkfifo, "is no regular file"),
     (written_pipe, "is no regular file"),
     (lambda place: place.symlink_to("/dev/zero"), "is no regular file"),
-    (lambda place: place.symlink_to("/dev/null"), "is no regular file"),
     (lambda place: place.symlink_to(place), "cannot be read ("),
     (lambda place: (place.touch(), os.truncate(place, 10 << 30)), "has 10737418240 bytes, more"),
     (lambda place: place.write_bytes(b"x" * 1001), "has 1001 bytes, more than 1000"),
@@ -47,12 +46,12 @@ NO_SMALL_FILES = [
 
 
 def test_what_is_no_small_regular_file(tmp_path):
-    names = [tmp_path / str(number) for number, _ in enumerate(NO_SMALL_FILES)]
-    for (make, _), place in zip(NO_SMALL_FILES, names, strict=True):
-        make(place)
+    cases = [(tmp_path / name, "cannot be read") for name in ("a\0b", "x" * 300)]
+    for number, (make, reason) in enumerate(NO_SMALL_FILES):
+        make(tmp_path / str(number))
+        cases.append((tmp_path / str(number), reason))
     before = len([*Path("/proc/self/fd").iterdir()])
-    odd = [(tmp_path / name, "cannot be read") for name in ("a\0b", "x" * 300)]
-    for place, reason in [*zip(names, [reason for _, reason in NO_SMALL_FILES], strict=True), *odd]:
+    for place, reason in cases:
         with pytest.raises(UnreadableError) as caught:
             read_bytes(place, 1000)
         assert caught.value.reason.startswith(reason)
@@ -65,9 +64,8 @@ def test_json_is_what_json_says(tmp_path):
         "a": [1, 2.5, None, True, "ü ] } \" \\\\ [[[", {"": "\\"}], "[[[[": {}, "n": 10**17
     }  # fmt: skip
     for text in (json.dumps(value), json.dumps(value, ensure_ascii=False, indent=3)):
-        assert parse_json(text) == parse_json(text.encode()) == value
         (tmp_path / "file").write_text(text, encoding="utf-8")
-        assert read_json(tmp_path / "file") == value
+        assert parse_json(text) == read_json(tmp_path / "file") == value
     deep = "[" * files.JSON_DEPTH + "1" + "]" * files.JSON_DEPTH
     assert parse_json(deep) == json.loads(deep)
 
@@ -79,19 +77,14 @@ def test_json_is_what_json_says(tmp_path):
         ("[" * 100_000, "is nested more than 64"),
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "is nested more than 64"),
         ('{"a": 1, "b": 2, "a": 1}', "holds the key 'a' twice"),
-        ('[{"x": {"": 1, "": 2}}]', "holds the key '' twice"),
-        ("1" * 19, "holds a number of 19 digits"),
-        ("-" + "9" * 100_000, "holds a number of"),
+        ("1" * 19, "holds a number of 19 digits"), ("-" + "9" * 100_000, "holds a number of"),
         ('"\\ud800"', "holds text that is not Unicode"),
         ('{"\\udc00": 1}', "holds text that is not Unicode"),
         (b'{"a": "\xff"}', "holds text that is not Unicode"),
-        ("", "is no JSON"),
-        ("{'a': 1}", "is no JSON"),
-        ("[1] [2]", "is no JSON"),
+        *((text, "is no JSON") for text in ("", "{'a': 1}", "[1] [2]", "\ufeff{}")),
         ('"' + "\\" * 99_999, "is no JSON"),
-        ("\ufeff{}", "is no JSON"),
     ],
-)
+)  # fmt: skip
 def test_json_beyond_a_limit(text, reason):
     with pytest.raises(UnreadableError) as caught:
         parse_json(text)
@@ -108,8 +101,6 @@ def test_values_in_messages_are_short():
 @pytest.mark.parametrize(
     ("value", "form", "wrong"),
     [
-        ({"a": 1, "b": {"x": [0.5, 2]}}, {"a": int, "b": {"*": [float]}, "c?": str}, None),
-        ({"c": None}, {"c?": str}, None),
         ({"a": None}, {"a": str}, "a: expected a text, got None"),
         ({}, {"a": {"b": str}}, "it lacks 'a'"),
         ({"a": {"x": {}}}, {"a": {"*": {"b": str}}}, "it lacks \"a.'x'.b\""),
@@ -121,9 +112,8 @@ def test_values_in_messages_are_short():
     ],
 )
 def test_values_have_the_types_of_a_form(value, form, wrong):
-    if wrong is None:
-        check_form(value, form)
-        return
+    for fine in ({"a": 1, "b": {"x": [0.5, 2]}}, {"a": 2, "b": {}, "c": None, "d": []}):
+        check_form(fine, {"a": int, "b": {"*": [float]}, "c?": str})
     with pytest.raises(TypeError) as caught:
         check_form(value, form)
     assert str(caught.value).startswith(wrong)
@@ -140,7 +130,7 @@ def test_safetensors_are_read_and_not_mapped(tmp_path):
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
-def stored(header, data=b"", length=None):
+def stored(header, data=b"\0" * 4, length=None):
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(raw) if length is None else length).to_bytes(8, "little") + raw + data
 
@@ -151,17 +141,14 @@ ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\0" * 7, stored({}, length=2**63), stored({}, length=3), stored([]), stored(b"{"),
-        stored(b"[" * 5000), stored({"a": ONE}), stored({"a": ONE}, b"\0" * 5),
-        stored({"a": ONE | {"dtype": "F77"}}, b"\0" * 4), stored({"a": 5}, b"\0" * 4),
-        stored({"a": ONE | {"shape": [2**40, 2**40]}}, b"\0" * 4),
-        stored({"a": ONE | {"shape": [-1]}}, b"\0" * 4),
-        stored({"a": ONE | {"data_offsets": [4, 0]}}, b"\0" * 4),
-        stored({"a": ONE, "b": ONE}, b"\0" * 4),
-        stored({"a" * 600: ONE}, b"\0" * 4), stored({"a\nb": ONE}, b"\0" * 4),
-        stored(b'{"a": %s, "a": %s}' % ((json.dumps(ONE).encode(),) * 2), b"\0" * 4),
-        stored({"a": ONE, "__metadata__": {"x": 1}}, b"\0" * 4),
-        stored({"a": ONE, "__metadata__": "x"}, b"\0" * 4),
+        b"", b"\0" * 7, stored({}, b"", length=2**63), stored({}, b"", length=3),
+        *(stored(header, b"") for header in ([], b"{", b"[" * 5000, {"a": ONE})),
+        stored({"a": ONE}, b"\0" * 5), stored({"a": ONE | {"dtype": "F77"}}), stored({"a": 5}),
+        stored({"a": ONE | {"shape": [2**40, 2**40]}}), stored({"a": ONE | {"shape": [-1]}}),
+        stored({"a": ONE | {"data_offsets": [4, 0]}}), stored({"a": ONE, "b": ONE}),
+        stored({"a" * 600: ONE}), stored({"a\nb": ONE}),
+        stored(b'{"a": %s, "a": %s}' % ((json.dumps(ONE).encode(),) * 2)),
+        stored({"a": ONE, "__metadata__": {"x": 1}}), stored({"a": ONE, "__metadata__": "x"}),
     ],
 )  # fmt: skip
 def test_safetensors_that_lie(tmp_path, content):

@@ -53,32 +53,22 @@ def test_the_language_models_layers_are_rounded_and_nothing_else(base):
         # Scales have 8 bits, so that they differ by up to a hundredth of the largest one.
         torch.testing.assert_close(rounded[name], nearest(weight), atol=0.02, rtol=0.02)
         assert 0.02 < (rounded[name] - weight).norm() / weight.norm() < 0.15
-
-
-def test_a_matrix_alone_is_rounded_to_the_same_numbers(base):
-    """Processes of a tensor-parallel group round one matrix after the other."""
-    plain = dict(load_model(str(base), torch.float32)[0].named_parameters())
-    packed, _ = load_model(str(base), torch.float32, quantize=NF4)
-    names = [name for name, weight in packed.named_parameters() if weight.dtype == torch.uint8]
-    rounded = dict(unpack(packed, torch.float32).named_parameters())
-    assert names
-    for name in names:
-        assert torch.equal(rounded_matrix(plain[name]), rounded[name]), name
+        # Processes of a tensor-parallel group round one matrix after the other.
+        assert torch.equal(rounded_matrix(weight), rounded[name]), name
 
 
 def test_what_cannot_be_rounded_is_refused(base, tmp_path, monkeypatch):
-    def refused(device="cpu", folder=base):
-        with pytest.raises(BundleError) as caught:
+    def refused(message, device="cpu", folder=base):
+        with pytest.raises(BundleError, match=message):
             loading_options("this", str(folder), torch.float32, device)
-        return str(caught.value)
 
-    assert "on device vulkan: use one of cpu" in refused("vulkan")
+    refused("on device vulkan: use one of cpu", "vulkan")
     described = json.loads((base / "config.json").read_text())
     described["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(described))
-    assert "saved in a quantised form already (bitsandbytes)" in refused(folder=tmp_path)
+    refused(r"saved in a quantised form already \(bitsandbytes\)", folder=tmp_path)
     monkeypatch.setattr(quantized, "is_installed", lambda: False)
-    assert "needs the package bitsandbytes: pip install 'valora[quantize]'" in refused()
+    refused(r"needs the package bitsandbytes: pip install 'valora\[quantize\]'")
 
 
 def test_experts_in_one_tensor_are_refused():
@@ -96,13 +86,13 @@ def test_experts_in_one_tensor_are_refused():
 
 
 def test_a_bundle_is_served_on_the_weights_that_it_was_trained_on():
-    def bundle(**more):
-        manifest = {"base": {"id": "this", "sha256": "0"} | more}
-        return SimpleNamespace(folder="bundles/x", manifest=manifest)
+    def check(rounded, served):
+        manifest = {"base": {"id": "this", "sha256": "0", "quantize": rounded}}
+        check_base(SimpleNamespace(folder="bundles/x", manifest=manifest), "this", "0", served)
 
-    check_base(bundle(), "this", "0")
-    check_base(bundle(quantize=NF4), "this", "0", NF4)
+    check(None, None)
+    check(NF4, NF4)
     with pytest.raises(BundleError, match="quantize=nf4, but this one has none"):
-        check_base(bundle(quantize=NF4), "this", "0")
+        check(NF4, None)
     with pytest.raises(BundleError, match="use valora-serve --quantize none"):
-        check_base(bundle(), "this", "0", NF4)
+        check(None, NF4)

@@ -1,6 +1,5 @@
 """Architectures by model type: one of another package, generic ones, and what is refused."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,12 @@ from tests.support.engine_reference import make_engine, noise, run
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.errors import BundleError
 from valora_data.models.base import LinearNames, ModelPart
-from valora_data.models.generic import GenericGrid, GenericSquare
-from valora_data.models.registry import ARCHITECTURES, architecture_of
+from valora_data.models.registry import (
+    ARCHITECTURES,
+    GenericGrid,
+    GenericSquare,
+    architecture_of,
+)
 from valora_serve.model.split_model import check_split
 from valora_serve.parallel.partition import Slice, partition
 from valora_serve.types import Request, SamplingParams
@@ -80,20 +83,13 @@ extension = Kestrel
 
 def save_kestrel(folder: Path) -> Path:
     """A LLaVA checkpoint of another model type, with the projector's weights renamed."""
-    llava = CHECKPOINTS["llava"](folder.with_name("llava"), seed=3)
-    shutil.copytree(llava, folder)
+    CHECKPOINTS["llava"](folder, seed=3)
+    weights = LlavaForConditionalGeneration.from_pretrained(folder).state_dict()
+    renamed = {n.replace("multi_modal_projector", "bridge"): w.clone() for n, w in weights.items()}
     config = (folder / "config.json").read_text()
     config = config.replace('"model_type": "llava"', '"model_type": "kestrel"')
     (folder / "config.json").write_text(config.replace("LlavaFor", "KestrelFor"))
-    model = LlavaForConditionalGeneration.from_pretrained(llava)
-    save_file(
-        {
-            name.replace("multi_modal_projector", "bridge"): weight.contiguous()
-            for name, weight in model.state_dict().items()
-        },
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -125,13 +121,9 @@ def test_one_of_another_package_is_trained_and_served(installed, tmp_path):
     assert groups[f"{attention}.v_proj"] == (f"{attention}.v_proj",)
     check_split(base, 2)
     parts = [{"type": "text", "text": "Say it."}, {"type": "image"}]
-    request = Request(
-        "x",
-        model="one",
-        messages=[{"role": "user", "content": parts}],
-        images=[image],
-        sampling=SamplingParams(max_tokens=8),
-    )
+    asked = [{"role": "user", "content": parts}]
+    sampling = SamplingParams(max_tokens=8)
+    request = Request("x", "one", messages=asked, images=[image], sampling=sampling)
     assert run(engine, [request])["x"].text.strip() == written[0]
 
 
@@ -154,13 +146,10 @@ CLIP = {
     "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16,
     "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
 }  # fmt: skip
-GLM = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": 16,
-    "intermediate_size": 16,
-}
+GLM = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16,
+       "intermediate_size": 16}  # fmt: skip
+SIGLIP = {**CLIP, "model_type": "siglip_vision_model"}
+GEMMA = {"model_type": "gemma", **TEXT}
 
 
 def build(kind, parts):
@@ -182,10 +171,6 @@ def test_the_shape_of_llava_or_qwen_vl_is_enough():
     found = architecture_of(build("glm4v", {"text_config": TEXT, "vision_config": GLM}))
     assert isinstance(found, GenericGrid)
     assert found.three_positions
-
-
-SIGLIP = {**CLIP, "model_type": "siglip_vision_model"}
-GEMMA = {"model_type": "gemma", **TEXT}
 
 
 @pytest.mark.parametrize(

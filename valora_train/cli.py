@@ -55,15 +55,9 @@ QUIET = {
 
 
 def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, Any]:
-    """Run the stages up to `settings.command`.
+    """Run the stages up to `settings.command`; gives figures of a fusion (see `figures_of`).
 
-    Args:
-        settings: All settings.
-        display: The terminal.
-        wait: Whether to wait for a stage that another process is running, instead of raising.
-
-    Returns:
-        Figures of the fusion (see `figures_of`), for sweeps; none if there was none.
+    A stage that another process is running is waited for (`wait`), or an error.
     """
     check(settings)
     if settings.command == "push":
@@ -188,11 +182,7 @@ def _of_hydra(error: BaseException, text: str) -> str:
 
 
 def _end(error: BaseException) -> NoReturn:
-    """End the process with one sentence on an error, if there is one for it.
-
-    Raises:
-        BaseException: The error itself, if it is a fault of the code.
-    """
+    """End the process with one sentence on an error; a fault of the code is raised again."""
     if isinstance(error, KeyboardInterrupt):
         for child in psutil.Process().children(recursive=True):
             try:
@@ -203,10 +193,10 @@ def _end(error: BaseException) -> NoReturn:
         _stop("interrupted: run the same command again to continue", 128 + number)
     if (said := sentence(error)) is None:
         raise error
-    _stop(f"error: {said}")
+    _stop(f"error: {said}", 1)
 
 
-def _stop(message: str, status: int = 1) -> NoReturn:
+def _stop(message: str, status: int) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":  # only the main process prints
         print(without_passwords(message), file=sys.stderr)
     sys.exit(status)

@@ -15,11 +15,12 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 
+from valora_data.cpu import usable_cores
 from valora_data.schema import Split
 from valora_data.shards import open_shard
 from valora_train.fusion.requirement import contract_of, few_samples
 from valora_train.model import distributed
-from valora_train.processes import preparing_processes, threads_beside, worker_processes
+from valora_train.processes import preparing_processes, worker_processes
 from valora_train.reporting.progress import Display, relay, stopwatch
 from valora_train.reporting.sweep import figures_of
 from valora_train.reporting.texts import print_summary
@@ -79,22 +80,13 @@ class _NotBuiltError(Exception):
 
 @dataclass
 class Pipeline:
-    """The stages of one run.
-
-    Attributes:
-        settings: All settings.
-        display: The terminal.
-        accelerator: The processes that train together; only the main one runs the stages without
-            training.
-        wait: Whether to wait for a stage that another process is running, instead of raising.
-        builds: Whether to run stages that are not up to date, instead of raising.
-    """
+    """The stages of one run."""
 
     settings: Settings
     display: Display
-    accelerator: Accelerator
-    wait: bool = False
-    builds: bool = True
+    accelerator: Accelerator  # its main process alone runs the stages without training
+    wait: bool = False  # for a stage that another process is running, instead of raising
+    builds: bool = True  # stages that are not up to date, instead of raising
 
     @property
     def work(self) -> Path:
@@ -106,8 +98,13 @@ class Pipeline:
         asked, device = self.settings.processes, self.settings.model.device
         chosen, waiting = self.settings.chosen(), []
         if self.accelerator.is_main_process:
-            for domain in chosen:  # before any data is read
-                self._take_teacher(domain)
+            for domain in chosen:  # models that are given as files, before any data is read
+                teacher = domain.taught_by or self.settings.teacher
+                if domain.teacher != distill.TRAIN and (
+                    stage := distill.teach_stage(domain, teacher, Path(), self.work)
+                ):
+                    copy = partial(distill.build_teacher, domain, teacher, Path())
+                    stage.run(self.work, partial(copy, on_epoch=lambda *_: None), self.wait)
             if preparing_processes(asked, device, len(chosen)) > 1:
                 waiting = [domain for domain in chosen if not self._is_prepared(domain)]
         processes = preparing_processes(asked, device, len(waiting))
@@ -116,15 +113,6 @@ class Pipeline:
         _prepare_side_by_side(self.settings, self.display, waiting, processes)
         quiet = replace(self, display=Display(Console(quiet=True)), wait=True)
         return [(quiet if one in waiting else self).prepare_domain(one) for one in chosen]
-
-    def _take_teacher(self, domain: DomainSettings) -> None:
-        """Load and copy a small model that is given as a file, unless that is up to date."""
-        if domain.teacher == distill.TRAIN:
-            return
-        teacher = domain.taught_by or self.settings.teacher
-        if (stage := distill.teach_stage(domain, teacher, Path(), self.work)) is not None:
-            build = partial(distill.build_teacher, domain, teacher, Path())
-            stage.run(self.work, lambda folder: build(folder, lambda *_: None), self.wait)
 
     def _is_prepared(self, domain: DomainSettings) -> bool:
         try:
@@ -152,8 +140,7 @@ class Pipeline:
         return DomainInputs(domain, read, distilled)
 
     def _warn_of_few(self, domain: DomainSettings, read: Path) -> None:
-        fusion = self.settings.fusion
-        contract = contract_of(domain)
+        fusion, contract = self.settings.fusion, contract_of(domain)
         if fusion.of_dedicated is not None:
             contract = replace(contract, required=None, of_teacher=fusion.of_dedicated)
         val, test = (len(open_shard(read / split)) for split in (Split.VAL, Split.TEST))
@@ -168,14 +155,12 @@ class Pipeline:
         if domain.teacher != distill.TRAIN:
             distill.build_teacher(domain, teacher, read, folder, step)
             return
+
+        def on_epoch(epoch: int, epochs: int, loss: float, figures: Mapping[str, float]) -> None:
+            step(epoch, epochs, loss, figures)
+            log(epoch, {"loss": loss, **figures})
+
         with teacher_run(paths, domain.name, stage, as_dict(teacher)) as log:
-
-            def on_epoch(
-                epoch: int, epochs: int, loss: float, figures: Mapping[str, float]
-            ) -> None:
-                step(epoch, epochs, loss, figures)
-                log(epoch, {"loss": loss, **figures})
-
             distill.build_teacher(domain, teacher, read, folder, on_epoch)
 
     def memorise(self, domains: list[DomainInputs]) -> Settings:
@@ -191,13 +176,10 @@ class Pipeline:
 
     def fuse(self, settings: Settings, domains: list[DomainInputs]) -> Path:
         """Pack the domains into adapters; returns the output folder."""
-        work = self.work
-        stage = fuse_stage(settings, domains)
-        unchanged = unchanged_parent(settings, domains, stage)
-        if unchanged is not None:
-            self.display.done(
-                "fuse", f"{settings.fusion.parent} already holds exactly these domains"
-            )
+        work, stage = self.work, fuse_stage(settings, domains)
+        if (unchanged := unchanged_parent(settings, domains, stage)) is not None:
+            told = f"{settings.fusion.parent} already holds exactly these domains"
+            self.display.done("fuse", told)
             return unchanged
 
         def build(folder: Path, _: object = None) -> None:
@@ -239,7 +221,7 @@ def _prepare_side_by_side(
     settings: Settings, display: Display, domains: Sequence[DomainSettings], count: int
 ) -> None:
     """Run the stages before fusion in several processes, one domain in each."""
-    threads = threads_beside(count)
+    threads = max(1, usable_cores() // count)
     with (
         relay(display) as messages,
         worker_processes(count, "processes", _begin_worker, messages, threads) as executor,
@@ -249,16 +231,14 @@ def _prepare_side_by_side(
             job.result()
 
 
-_relayed: Display | None = None
+_relayed: list[Display] = []
 """Where a process that prepares domains shows what it does."""
 
 
 def _begin_worker(messages: Any, threads: int) -> None:
-    global _relayed  # noqa: PLW0603 (one display for each process)
     torch.set_num_threads(threads)
-    _relayed = Display(messages=messages)
+    _relayed.append(Display(messages=messages))
 
 
 def _prepare_one(settings: Settings, domain: DomainSettings) -> None:
-    assert _relayed is not None
-    Pipeline(settings, _relayed, Accelerator(), wait=True).prepare_domain(domain)
+    Pipeline(settings, _relayed[0], Accelerator(), wait=True).prepare_domain(domain)

@@ -36,30 +36,14 @@ def preparing_processes(asked: int, device: str, waiting: int) -> int:
     return max(1, min(asked, waiting))
 
 
-def trial_processes(asked: int) -> int:
-    """Processes that train side by side, each on one core; 0 for as many as there are cores."""
-    return asked or usable_cores()
-
-
-def threads_beside(processes: int) -> int:
-    """CPU threads of each of several processes that prepare domains."""
-    return max(1, usable_cores() // processes)
-
-
 @contextmanager
 def worker_processes(
     count: int, setting: str, begin: Callable[..., None], *arguments: Any
 ) -> Iterator[ProcessPoolExecutor]:
     """Start processes within a `with` block; an error or a signal in it ends them at once.
 
-    Args:
-        count: Number of processes.
-        setting: The setting that says how many, for messages.
-        begin: Called in each process first, with `arguments`; a function of a module.
-        *arguments: What pickle can write.
-
-    Raises:
-        StageError: If a process was killed.
+    Each begins with `begin(*arguments)`, which pickle can write; messages name the `setting` that
+    says how many there are.
     """
     executor = ProcessPoolExecutor(
         count,

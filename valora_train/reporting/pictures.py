@@ -243,29 +243,6 @@ def packing_timeline(decisions: Sequence[AttemptDecision], seconds: Sequence[flo
     return figure
 
 
-def accuracy_curve(points: Sequence[Mapping[str, float]], title: str) -> Figure:
-    """Accuracy of each domain, and their mean, against the number of domains in an adapter.
-
-    Args:
-        points: Accuracy of the domains in each attempt on the adapter.
-        title: Title of the figure.
-    """
-    figure = _figure(6, 3)
-    axes = figure.add_subplot(
-        title=title, xlabel="domains in the adapter", ylabel="accuracy on validation"
-    )
-    for name in dict.fromkeys(name for point in points for name in point):
-        mine = [point for point in points if name in point]
-        axes.plot([len(one) for one in mine], [one[name] for one in mine], marker="o", label=name)
-    held = [len(point) for point in points]
-    axes.plot(held, [float(np.mean([*point.values()])) for point in points], "k--", label="mean")
-    axes.set_xticks(held)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    return figure
-
-
 def _figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 

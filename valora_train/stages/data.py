@@ -25,7 +25,6 @@ from valora_train.settings import as_dict
 from valora_train.stage import Stage, write_json
 
 if TYPE_CHECKING:
-    from valora_data.schema import Task
     from valora_train.reporting.progress import Step
     from valora_train.settings import DomainSettings
 
@@ -35,19 +34,10 @@ HASHES = "hashes"  # folder in the work folder that remembers the hashes of sing
 FAULTS = "faults.json"  # what was skipped, in the stage's folder
 
 
-def task_of(domain: DomainSettings) -> Task:
-    """The task type of a domain."""
-    assert domain.task is not None, "`Settings.chosen` fills it in"
-    return domain.task
-
-
 def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
     """The stage that reads and splits a domain's data.
 
     Hashes of files are remembered in `work`, the folder of all stages; without it all are read.
-
-    Raises:
-        DataError: If the data does not exist or cannot be read.
     """
     source = domain.source
     inputs = {}
@@ -86,12 +76,7 @@ def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
 
 
 def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: None) -> None:
-    """Write the splits into the stage's folder.
-
-    Raises:
-        DataError: If a split would be empty or shares an image with another split, too many images
-            have faults, or all training samples have the same answer or none.
-    """
+    """Write the splits into the stage's folder."""
     source = domain.source
     total = sum(source.counts.values())
     fractions = {Split(split): share for split, share in source.fractions.items()}
@@ -114,7 +99,7 @@ def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: 
 
 def _check_answers(domain: DomainSettings, folder: Path) -> None:
     """Check that a head can learn from the labelled training samples."""
-    spec, labels = task_of(domain).spec, domain.labels
+    spec, labels = domain.task_type.spec, domain.labels
     answers = open_shard(folder / Split.TRAIN).answers()
     if spec.detects and domain.source.kind != "images" and not any(one.boxes for one in answers):
         raise DataError(

@@ -35,12 +35,6 @@ TASK_TYPES: Registry[type[DomainTask]] = Registry(
 )
 
 
-def check_options(settings: HeadSettings) -> None:
-    """Check the settings that task types declare themselves (`DomainTask.read_options`)."""
-    for name, values in settings.options.items():
-        TASK_TYPES[name].read_options(name, values)
-
-
 def make_task(
     domain: Domain,
     settings: HeadSettings,
@@ -49,12 +43,7 @@ def make_task(
     video: bool = False,
     first_head: Tensor | None = None,
 ) -> DomainTask:
-    """Build the task of a domain for a model; the arguments are those of `DomainTask`.
-
-    Raises:
-        DataError: The task type is unknown, or answers are boxes and the model's image processor
-            crops images.
-    """
+    """Build the task of a domain for a model; the arguments are those of `DomainTask`."""
     task_type = TASK_TYPES[domain.task]
     if task_type.spec.answer == "boxes" and lmm.crops:
         raise DataError(

@@ -87,6 +87,8 @@ def left_behind(folder: Path):
         (["oracle.processes=2"], "oracle.processes was removed: set fusion.processes"),
         (["command=compare"], "command=compare was removed: run python -m tests.bench.valora"),
         (["experiment=shelf"], "experiment=shelf was removed: task=shelf is the same"),
+        (["experiment=mixed"], "experiment=mixed was removed: task=mixed is the same"),
+        (["domains.person.relative=true"], "domains.person.relative was removed: leave it out; of"),
         (["command=baselines"], "command=baselines was removed: run python -m tests.bench."),
         (["hydra/sweeper=optuna", "-m"], "hydra/sweeper=optuna was removed: let a search of"),
         (["hydra/sweeper=grid", "-m"], "hydra/sweeper=grid was removed: leave it out"),

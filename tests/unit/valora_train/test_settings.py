@@ -157,19 +157,12 @@ def test_each_wrong_value_is_named(plain, place: str, value: object, said: str) 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["domains.person.relative=true", "domains.person.of_teacher=0.9"],
-         "two shares of its teacher's accuracy, 0.8 by relative=true and of_teacher=0.9"),
-        (["domains.person.relative=true", "domains.person.required=null"],
-         "domains.person.relative=true makes domains.person.required a share"),
-        (["domains.person.relative=true", "domains.person.required=3"],
-         "which must lie in (0, 1], got 3"),
+        (["+domains.person.relative=true"], "domains.person.relative was removed: leave it out"),
         (["domains.person.required=null", "task.of_teacher=null"],
          "person has no contract: set domains.person.required"),
         (["domains.person.teacher=labels", "domains.person.of_teacher=0.9"],
          "domains.person.of_teacher=0.9 asks for a share of the teacher's accuracy, but the domain "
          "learns from labels"),
-        (["domains.person.teacher=labels", "domains.person.relative=true"],
-         "domains.person.relative=true asks for a share"),
         (["task=vqa", "task.only=[]", "experiment=teacher97"],
          "task.of_teacher=0.97 asks for nothing, because every domain of task vqa learns from"),
         (["task=counting", "task.only=[]", "experiment=relative"],
@@ -202,9 +195,7 @@ def test_settings_that_contradict_each_other(overrides: list[str], message: str)
         (["fusion.of_dedicated=0.95", "domains.person.required=0.9"],
          "so that domains.person.required=0.9 would be ignored"),
         (["fusion.of_dedicated=0.95", "experiment=teacher97"], "experiment=teacher97 would be ign"),
-        (["experiment=mixed", "task=video"], "experiment=mixed is task=mixed, but task=video is"),
         (["fusion.of_dedicated=0.95", "task.of_teacher=null"], None),
-        (["experiment=mixed", "task=mixed"], None),
     ],
 )  # fmt: skip
 def test_contracts_of_experiments(overrides: list[str], message: str | None) -> None:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from valora_train.reporting import accuracy_curve
+from tests.bench.valora_train import accuracy_curve
 from valora_train.stage import write_json
 
 RESULT = {

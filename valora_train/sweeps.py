@@ -113,12 +113,7 @@ class RayLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run jobs, as many at once as the cluster has room for.
-
-        Raises:
-            SettingsError: Ray is not installed, or no machine of the cluster has what a job takes.
-            SweepError: The cluster cannot be joined.
-        """
+        """Run jobs, as many at once as the cluster has room for."""
         try:
             import ray
         except ImportError as error:

@@ -29,10 +29,7 @@ def bootstrap(
 ) -> tuple[float, float]:
     """95 % bootstrap interval of a figure that follows from sums over samples (percentile method).
 
-    Args:
-        each: (n,) or (n, k), what each sample adds to the sums.
-        statistic: Gives the figure of every resample from their (resamples, …) sums.
-        seed: Seed of the resamples.
+    Samples add (n,) or (n, k); `statistic` gives the figures of (resamples, …) sums.
     """
     n = len(each)
     drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=BOOTSTRAPS)
@@ -42,15 +39,10 @@ def bootstrap(
 
 @dataclass(frozen=True)
 class Scores:
-    """A metric that is the mean over samples.
+    """A metric that is the mean over samples."""
 
-    Attributes:
-        each: (n,) float64, the metric of each sample.
-        details: Further metrics by name.
-    """
-
-    each: NDArray[np.float64]
-    details: dict[str, float] = field(default_factory=dict)
+    each: NDArray[np.float64]  # (n,), the metric of each sample
+    details: dict[str, float] = field(default_factory=dict)  # further metrics by name
 
     @property
     def mean(self) -> float:

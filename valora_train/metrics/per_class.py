@@ -20,20 +20,13 @@ MAX_CLASSES = 50
 
 @dataclass(frozen=True)
 class ClassReport:
-    """How well each class of a domain is told from the others.
-
-    Attributes:
-        labels: The classes.
-        rest: Name of what is none of the classes: `BACKGROUND` or `OTHER`.
-        matrix: (classes + 1, classes + 1) int64, counts by truth (row) and prediction (column);
-            `rest` comes last.
-        ap: COCO's average precision of each class with objects (`evaluate.Matches`).
-    """
+    """How well each class of a domain is told from the others."""
 
     labels: tuple[str, ...]
-    rest: str
+    rest: str  # name of what is none of the classes: `BACKGROUND` or `OTHER`
+    # (classes + 1, classes + 1), counts by truth (row) and prediction (column); `rest` comes last.
     matrix: NDArray[np.int64]
-    ap: Mapping[str, float] = field(default_factory=dict)
+    ap: Mapping[str, float] = field(default_factory=dict)  # as `evaluate.Matches`
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Precision, recall, F1, support (number of truths) and AP of each class; 0 / 0 is 0."""

@@ -84,11 +84,7 @@ def confusion_file(domain: str) -> str:
 
 
 def bundle_card(manifest: dict[str, Any]) -> str:
-    """The README of a bundle, in markdown with the metadata of a model card.
-
-    Args:
-        manifest: Content of `bundle.json`.
-    """
+    """The README of a bundle, in markdown with the metadata of a model card."""
     domains, adapters = manifest["domains"], manifest["adapters"]
     packing = [
         (f"`{facts['path']}`", facts["rank"],
@@ -154,12 +150,7 @@ def _classes(domains: dict[str, Any]) -> str:
 
 
 def with_metadata(card: str, manifest: dict[str, Any]) -> str:
-    """A bundle's README with the metadata of model hubs, evaluation results included.
-
-    Args:
-        card: The README.
-        manifest: Content of `bundle.json`.
-    """
+    """A bundle's README with the metadata of model hubs, evaluation results included."""
     from huggingface_hub import ModelCardData
 
     domains = manifest["domains"]

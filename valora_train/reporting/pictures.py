@@ -110,10 +110,6 @@ def accuracy_bars(
     """A fusion in one picture: domains by adapter with accuracy, bar and teacher on one scale.
 
     Metrics that end at 1 share one axis; those with another range, such as CIDEr, have their own.
-
-    Args:
-        domains: What a fusion promises of each domain (`domains` of `fusion.json`).
-        adapters: Rank and bytes of each adapter, in the order of the picture.
     """
     groups: dict[float, list[str]] = {}
     for name in by_adapter(domains, adapters):
@@ -168,12 +164,7 @@ def _bars(axes: Any, row: int, facts: Mapping[str, Any]) -> None:
 
 
 def confusion_matrix(domain: str, confusion: Mapping[str, Any]) -> Figure:
-    """A confusion matrix: counts, coloured by their share of the true class.
-
-    Args:
-        domain: The domain.
-        confusion: `names` of the classes, and `counts` by truth (row) and prediction (column).
-    """
+    """A confusion matrix: `counts` by truth (row) and prediction, coloured by share of the row."""
     names, counts = confusion["names"], np.array(confusion["counts"])
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = 2.5 + 0.55 * min(len(names), 30)

@@ -40,10 +40,8 @@ MOST_RELAYED = 1000  # characters of a line
 class Display:
     """Shows progress; where the output is not a terminal, only finished steps are written.
 
-    Args:
-        console: The console to write to; standard output by default.
-        job: Name of this job among several that run in parallel; such jobs have no live line.
-        messages: What `relay` yields in the process whose display shows what this one does.
+    Jobs that run in parallel have names instead of a live line; `messages` is what `relay` yields
+    in the process whose display shows what this one does.
     """
 
     def __init__(

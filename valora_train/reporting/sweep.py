@@ -54,13 +54,8 @@ class WithoutPasswords(Callback):
 def figures_of(fused: Path) -> dict[str, Any]:
     """What a job returns: figures of its fusion, by validation, so that test stays unseen.
 
-    Args:
-        fused: Output of stage `fuse`.
-
-    Returns:
-        `worst_margin` (the least accuracy minus requirement of any domain), `accuracy` (the mean
-        of all domains), `adapters`, `attempts`, `met` (domains at their requirement), `minutes`,
-        and `run` (id of the MLflow run).
+    `worst_margin` is the least accuracy minus requirement of any domain, `accuracy` the mean of
+    all, `met` the number of those at their requirement, `run` the id of the MLflow run.
     """
     result = read_json(fused / "fusion.json")
     domains = result["domains"].values()
@@ -79,14 +74,7 @@ def figures_of(fused: Path) -> dict[str, Any]:
 def record_job(
     settings: Settings, number: int, overrides: Sequence[str], figures: Mapping[str, Any]
 ) -> None:
-    """Add a job to the table of its sweep, and put its run below the sweep's.
-
-    Args:
-        settings: Settings of the job.
-        number: Number of the job, from 0.
-        overrides: Its overrides.
-        figures: What `figures_of` found.
-    """
+    """Add a job to the table of its sweep, and put its run below the sweep's."""
     sweep = os.environ.get(SWEEP)
     if sweep is None or not figures:
         return

@@ -217,13 +217,7 @@ BESIDE_OTHERS = (
 def domain_table(
     domains: Mapping[str, Facts], adapters: Mapping[str, Facts], columns: Sequence[str]
 ) -> list[str]:
-    """A markdown table with a line for each domain, without columns that say nothing of any.
-
-    Args:
-        domains: Entry of each domain in the manifest.
-        adapters: Entry of each adapter in the manifest.
-        columns: Some of `PROMISES` and `BESIDE_OTHERS`.
-    """
+    """A markdown table with a line for each domain, without columns that say nothing of any."""
     rows = [_cells(name, facts, adapters) for name, facts in domains.items()]
     kept = [column for column in columns if any(row[column] != "–" for row in rows)]
     lines = markdown_table(kept, ([row[column] for column in kept] for row in rows))
@@ -288,17 +282,9 @@ def by_adapter(domains: Mapping[str, Facts], adapters: Iterable[str]) -> dict[st
 
 
 def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
-    """The description of a fusion in markdown: the packing, and what it was chosen over.
-
-    Args:
-        result: Content of `fusion.json`.
-        run_id: Id of the fusion's run.
-    """
-    adapters, attempts, speed = (
-        result.get("adapters", {}),
-        result["attempts"],
-        result.get("speed", {}),
-    )
+    """The description of a fusion (`fusion.json`): the packing, and what it was chosen over."""
+    adapters, attempts = result.get("adapters", {}), result["attempts"]
+    speed = result.get("speed", {})
     domains = by_adapter(
         {name: facts | {"speed": speed.get(name)} for name, facts in result["domains"].items()},
         adapters,
@@ -329,14 +315,7 @@ def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
 
 
 def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | None) -> None:
-    """Print the accuracies that a bundle promises.
-
-    Args:
-        bundle: The bundle.
-        console: The console to print to.
-        seconds: Duration of the whole run, in seconds.
-        link: Address of the fusion's run in MLflow's pages; None if there is none.
-    """
+    """Print what a bundle promises, how long the whole run took, and a link to its fusion."""
     domains, adapters, manifest = bundle.domains, bundle.adapters, bundle.manifest
     lines = [f"**{bundle.name}, version {bundle.version}**", ""]
     lines += [*domain_table(domains, adapters, PROMISES), ""]

@@ -179,14 +179,10 @@ def open_run(
 ) -> Iterator[str]:
     """An MLflow run, nested in the active one; its status says how the `with` block ended.
 
-    Args:
-        name: Name of the run.
-        tags: Its tags.
-        earlier: Id of a run to continue.
-        system: Whether memory and processor use are logged.
+    The run `earlier` is continued; memory and processor use are logged if asked for (`system`).
     """
     run_id = ""
-    source = {"mlflow.source.name": "valora-train", "mlflow.source.type": "LOCAL"}
+    tags = {"mlflow.source.name": "valora-train", "mlflow.source.type": "LOCAL"} | tags
 
     def end(status: str) -> None:
         active = mlflow.active_run()
@@ -197,7 +193,7 @@ def open_run(
     try:
         with storing():
             run = mlflow.start_run(
-                earlier, run_name=name, nested=True, tags=source | tags, log_system_metrics=system
+                earlier, run_name=name, nested=True, tags=tags, log_system_metrics=system
             )
             run_id = run.info.run_id
         yield run_id
@@ -288,15 +284,16 @@ def log_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], file: str) 
 def log_classes(domain: str, facts: Mapping[str, Any]) -> None:
     """Log `ClassReport.as_json` into the active run: metrics, a table and a confusion matrix."""
     measured = ("precision", "recall", "f1", "ap")
-    rows: list[list[Any]] = []
-    values: dict[str, float] = {}
-    for label, one in facts["per_class"].items():
-        rows.append([label, one["support"]])
-        rows[-1] += [round(one[key], 4) if key in one else "" for key in measured]
-        name = re.sub(r"[^\w\-. :]", "_", label).strip(".") or "_"  # what MLflow allows
-        values |= {f"{key}/{domain}/{name}": one[key] for key in measured if key in one}
+    rows = [
+        [label, one["support"], *(round(one[key], 4) if key in one else "" for key in measured)]
+        for label, one in facts["per_class"].items()
+    ]
     log_table(("class", "support", *measured), rows, f"classes/{domain}.json")
     if "confusion" in facts:  # not too many classes to be drawn
+        values = {}
+        for label, one in facts["per_class"].items():
+            name = re.sub(r"[^\w\-. :]", "_", label).strip(".") or "_"  # what MLflow allows
+            values |= {f"{key}/{domain}/{name}": one[key] for key in measured if key in one}
         mlflow.log_metrics(values)
         matrix = confusion_matrix(domain, facts["confusion"])
         mlflow.log_figure(matrix, f"pictures/{domain}-confusion.png")

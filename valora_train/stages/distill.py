@@ -22,7 +22,7 @@ from valora_train.metrics.measures import calibration_error
 from valora_train.metrics.speed import Pace
 from valora_train.settings import LABELS, as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
-from valora_train.stages.data import HASHES, TRUTH, task_of
+from valora_train.stages.data import HASHES, TRUTH
 from valora_train.tasks.registry import TASK_TYPES
 
 if TYPE_CHECKING:
@@ -43,10 +43,7 @@ TESTED = "tested.json"
 def teach_stage(
     domain: DomainSettings, teacher: TeacherSettings, data: Path, work: Path | None = None
 ) -> Stage | None:
-    """The stage that trains or copies a domain's teacher; None if there is nothing to do.
-
-    Hashes of files are remembered in `work`, the folder of all stages; without it all are read.
-    """
+    """The stage that trains or copies a domain's teacher; None if there is nothing to do."""
     from valora_teachers.registry import NAMES, teacher_facts
 
     if domain.teacher == LABELS or (domain.teacher != TRAIN and _artefact(teacher) is None):
@@ -88,7 +85,7 @@ def build_teacher(
     samples = shards.read(intact(data / Split.TRAIN))
     val = shards.open_shard(data / Split.VAL)  # for the curve; the training depends on none of it
     looked_at = [val[number] for number in range(min(len(val), LOOK_SAMPLES))]
-    model = make_teacher(teacher.kind, task_of(domain), domain.labels, teacher.options)
+    model = make_teacher(teacher.kind, domain.task_type, domain.labels, teacher.options)
     report = model.train(samples, folder, on_epoch, looked_at)
     write_json(folder / REPORT, report)
 
@@ -161,11 +158,11 @@ def build_distilled(
         pace.start(samples)
         found[split] = model.answer(samples, answered)
         pace.on_batch(len(samples))  # some teachers report no batches
-        check_answers(f"the teacher of domain {domain.name}", task_of(domain), found[split])
+        check_answers(f"the teacher of domain {domain.name}", domain.task_type, found[split])
         known = data / (TRUTH if split is Split.UNLABELLED else split)
         if known.is_dir():
             truth[split] = shards.open_shard(intact(known)).answers()
-    keep = _keep_boxes if task_of(domain).spec.detects else _keep_answers
+    keep = _keep_boxes if domain.task_type.spec.detects else _keep_answers
     answers, report = keep(domain, teacher, found, truth)
     kept = [
         replace(sample, answer=answer)
@@ -186,10 +183,7 @@ def build_distilled(
 def _keep_boxes(
     domain: DomainSettings, teacher: TeacherSettings, found: Answers, truth: Answers
 ) -> tuple[list[Answer], dict[str, Any]]:
-    """Keep all images, with the boxes whose confidence reaches the threshold.
-
-    mAP and calibration error are those of all boxes that the teacher gives.
-    """
+    """Keep all images, with the boxes from the threshold on; mAP and ECE are of all boxes."""
     matches = {
         split: match([one.boxes for one in found[split]], [one.boxes for one in known],
                      domain.labels)
@@ -238,7 +232,7 @@ def _keep_answers(
         )
     accuracy = {}
     for split, known in truth.items():
-        scores = TASK_TYPES[task_of(domain)].measure(found[split], known)
+        scores = TASK_TYPES[domain.task_type].measure(found[split], known)
         accuracy[split] = {"accuracy": scores.mean, "ci95": scores.interval(), **scores.details}
         if (ece := calibration_error(found[split], known)) is not None:
             accuracy[split]["ece"] = ece
@@ -254,7 +248,7 @@ def _confidence(answer: Answer) -> float:
 
 def _shown(domain: DomainSettings, answer: Answer, sure: float) -> Any:
     """A teacher's answer as golden examples hold answers; None if there is none."""
-    if answer.boxes or task_of(domain).spec.detects:
+    if answer.boxes or domain.task_type.spec.detects:
         return [
             {"label": box.label, "box": list(box.xyxy), "confidence": box.confidence}
             for box in answer.boxes
@@ -282,7 +276,7 @@ def _load(weights: str | Path, domain: DomainSettings, teacher: TeacherSettings)
     from valora_teachers.registry import load_teacher
 
     return load_teacher(
-        teacher.kind, weights, domain.labels, teacher.options, task_of(domain), domain.prompt
+        teacher.kind, weights, domain.labels, teacher.options, domain.task_type, domain.prompt
     )
 
 
@@ -309,11 +303,7 @@ def teacher_accuracy(distilled: Path, split: Split) -> float | None:
 
 
 def teacher_figures(distilled: Path) -> dict[str, Any]:
-    """What the teacher reaches on the test split, in the words of the manifest.
-
-    `teacher` is its accuracy, None where there is no teacher; `teacher_ci95`, `teacher_map`,
-    `teacher_ece` and so on are its interval and further metrics.
-    """
+    """What the teacher reaches on test, in the words of the manifest; `teacher` is its accuracy."""
     figures = read_json(intact(distilled / REPORT)).get("accuracy", {}).get(Split.TEST, {})
     return {"teacher": figures.pop("accuracy", None)} | {
         f"teacher_{key}": value
@@ -325,9 +315,7 @@ def teacher_figures(distilled: Path) -> dict[str, Any]:
 def answers_on_test(distilled: Path) -> list[Any]:
     """The teacher's answers on the test split, in its order, as golden examples hold answers.
 
-    Lists of boxes from the teacher's threshold on, ``{"label", "confidence"}`` or ``{"text"}``,
-    None where it gave no answer; nothing where there is no teacher, or the output of stage
-    `distill` is of an earlier version.
+    Nothing where there is no teacher, or the output of stage `distill` is of an earlier version.
     """
     file = distilled / TESTED
     return list(read_json(intact(file))) if file.exists() else []

@@ -49,15 +49,7 @@ ENCODER_NAME = "memory"  # of a bundle's encoder of memory tokens, which began t
 def export_bundle(
     settings: Settings, domains: Sequence[DomainInputs], fused: Path
 ) -> tuple[Bundle, bool]:
-    """Write, check, register and publish the bundle of a fusion.
-
-    Returns:
-        The bundle, and whether it was up to date.
-
-    Raises:
-        BundleError: If the bundle's folder holds something else than an older version of it.
-        GateError: If the reloaded bundle does not reproduce what was measured in training.
-    """
+    """Write, check, register and publish the bundle of a fusion; also whether it was up to date."""
     place = Path(settings.paths.bundles) / settings.task.name
     previous = _read_previous(place, settings.task.name)
     if previous is not None and previous.manifest["lineage"][FUSION_KEY] == fused.name:

@@ -35,16 +35,7 @@ ACCURACY_TOLERANCE = 1e-3
 
 
 class BundleModel:
-    """A bundle loaded on its base model.
-
-    Args:
-        bundle: The bundle.
-        base: Id of the base model; the one that the bundle names by default.
-        device: Device in torch's terms, e.g. `cuda`.
-
-    Attributes:
-        tasks: Task of each domain.
-    """
+    """A bundle loaded on its base model, or on one of another name (`base`)."""
 
     def __init__(self, bundle: Bundle, base: str | None = None, device: str = "cpu") -> None:
         self._bundle = bundle
@@ -94,11 +85,7 @@ class BundleModel:
 
 
 def check_golden(model: BundleModel, bundle: Bundle) -> int:
-    """Replay the golden examples; gives their number.
-
-    Raises:
-        GateError: If an answer differs from the expected one.
-    """
+    """Replay the golden examples; gives their number."""
     examples = json.loads((bundle.folder / GOLDEN).read_text(encoding="utf-8"))
     for example in examples:
         images = []
@@ -120,11 +107,7 @@ def check_golden(model: BundleModel, bundle: Bundle) -> int:
 
 
 def check_accuracy(model: BundleModel, bundle: Bundle, data: Mapping[str, Path]) -> None:
-    """Measure the accuracy on the test split of outputs of stage `data`, by domain.
-
-    Raises:
-        GateError: If the accuracy of a domain is not the one that was measured in training.
-    """
+    """Measure the accuracy on the test split of outputs of stage `data`, by domain."""
     for name, folder in data.items():
         reached = model.accuracy(name, shards.read(folder / Split.TEST))
         promised = bundle.domains[name]["accuracy"]["test"]

@@ -25,14 +25,7 @@ def push(settings: Settings) -> str:
     """Upload the bundle of a task, or the one that `push.bundle` names.
 
     The repository is made if there is none. What has not changed is not sent again, so an upload
-    that was interrupted is repeated by the same command.
-
-    Returns:
-        Address of the uploaded commit.
-
-    Raises:
-        BundleError: The bundle does not exist, or was changed since it was exported.
-        PushError: The hub refuses it or cannot be reached; the message says why.
+    that was interrupted is repeated by the same command. Gives the address of the commit.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -117,11 +117,7 @@ class ContextTask(LanguageTask):
         return SoftTargets(found)
 
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> nn.Module | None:
-        """A memory that begins as a part of the document; none in the form `adapter`.
-
-        A prefix begins as what the questions that are learnt attend to, memory tokens as the
-        document's beginning.
-        """
+        """A memory that begins as a part of the document; none in the form `adapter`."""
         if self.options.form == ADAPTER:
             return None
         lmm.adapters.activate(None)

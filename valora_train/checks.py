@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
@@ -20,12 +20,7 @@ from valora_data.identity import hub_commit
 from valora_teachers.registry import KINDS
 from valora_train.errors import SettingsError
 from valora_train.fusion.strategies.registry import make_strategy
-from valora_train.settings import LABELS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_train.settings import DomainSettings, ModelSettings, Settings, TeacherSettings
+from valora_train.settings import LABELS, DomainSettings, ModelSettings, Settings, TeacherSettings
 
 FUSING = ("fuse", "export")
 """Commands that need the base model."""

@@ -12,7 +12,8 @@ import traceback
 from concurrent.futures import BrokenExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 import hydra
 import psutil
@@ -20,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from yaml import YAMLError
@@ -29,15 +31,8 @@ from valora_train.checks import check, check_contracts_asked, check_with_librari
 from valora_train.errors import SweepError, without_passwords
 from valora_train.removed import refuse_removed
 from valora_train.reporting.progress import Display
-from valora_train.settings import from_config
+from valora_train.settings import Settings, from_config
 from valora_train.sweeps import register
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from omegaconf import DictConfig
-
-    from valora_train.settings import Settings
 
 STOPPING = ("SIGTERM", "SIGHUP")
 """Signals that end a run as Ctrl-C does."""

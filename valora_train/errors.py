@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from valora_data.errors import ValoraError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pydantic import ValidationError
 
 
 class SettingsError(ValoraError):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,11 +22,12 @@ from valora_data.shards import open_shard
 from valora_train.fusion.requirement import contract_of, few_samples
 from valora_train.model import distributed
 from valora_train.processes import preparing_processes, worker_processes
-from valora_train.reporting.progress import Display, relay, stopwatch
+from valora_train.reporting.progress import Display, Step, relay, stopwatch
 from valora_train.reporting.sweep import figures_of
 from valora_train.reporting.texts import print_summary
 from valora_train.reporting.tracking import find_run, teacher_run, try_store
-from valora_train.settings import as_dict
+from valora_train.settings import DomainSettings, Settings, as_dict
+from valora_train.stage import Stage
 from valora_train.stages import data, distill, memorise
 from valora_train.stages.dedicated import measure_dedicated
 from valora_train.stages.export import export_bundle
@@ -36,13 +38,6 @@ from valora_train.stages.fuse import (
     fuse_stage,
     unchanged_parent,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from valora_train.reporting.progress import Step
-    from valora_train.settings import DomainSettings, Settings
-    from valora_train.stage import Stage
 
 
 def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, Any]:

@@ -8,19 +8,16 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from valora_data.cpu import usable_cores
 from valora_train.errors import StageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 MOST_PROCESSES = 4
 """Most processes that prepare domains, unless the settings say how many: each holds its data."""

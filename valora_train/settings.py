@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
+from omegaconf import DictConfig, OmegaConf
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -22,18 +24,11 @@ from pydantic import (
 
 from valora_data.contract.files import expanded
 from valora_data.schema import Domain, Task
-from valora_data.sources.base import Source
+from valora_data.sources.base import Source, SourceFormat
 from valora_data.sources.registry import FORMATS
 from valora_data.sources.shelf import read_shelf
 from valora_train.errors import SettingsError, explain, without_passwords
 from valora_train.removed import refuse_removed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from omegaconf import DictConfig
-
-    from valora_data.sources.base import SourceFormat
 
 LABELS = "labels"
 """Value of `domains.*.teacher`: the labels are used instead of a teacher."""
@@ -507,8 +502,6 @@ def as_dict(settings: Any) -> dict[str, Any]:
 
 def from_config(config: DictConfig) -> Settings:
     """Turn Hydra's configuration into settings; a `ValoraError` names what cannot be."""
-    from omegaconf import OmegaConf
-
     values: Any = OmegaConf.to_container(config, resolve=True)
     if values.get("shelf"):
         values["domains"] = add_shelf(
@@ -538,8 +531,6 @@ def add_shelf(
 
     Each must keep a share of its teacher's accuracy; `teacher` holds the settings of that name.
     """
-    from omegaconf import OmegaConf
-
     taken = {key: value for key, value in (teacher or {}).items()
              if key in ("min_confidence", "threshold")}  # fmt: skip
     found = {

@@ -14,20 +14,18 @@ import os
 import platform
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from valora_data.hashing import hash_path
 from valora_train.errors import StageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 RECORD = "stage.json"
 PARTS = "parts"

@@ -6,7 +6,9 @@ The metadata at the top are those of Hugging Face's model cards, whose `model-in
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
 
 from valora_data.wording import plural
 from valora_train.reporting.texts import (
@@ -17,9 +19,6 @@ from valora_train.reporting.texts import (
     domain_table,
     markdown_table,
 )
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult
 
 BARS = "pictures/accuracy-of-all-domains.png"
 """Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""
@@ -151,8 +150,6 @@ def _classes(domains: dict[str, Any]) -> str:
 
 def with_metadata(card: str, manifest: dict[str, Any]) -> str:
     """A bundle's README with the metadata of model hubs, evaluation results included."""
-    from huggingface_hub import ModelCardData
-
     domains = manifest["domains"]
     tasks = {HUB_TASKS.get(facts.get("task") or "", "other") for facts in domains.values()}
     data = (manifest.get("lineage") or {}).get("data") or {}
@@ -176,8 +173,6 @@ def with_metadata(card: str, manifest: dict[str, Any]) -> str:
 
 def _results(name: str, facts: dict[str, Any], data: dict[str, Any]) -> list[EvalResult]:
     """The accuracy of a domain on test, and its mAP if it was measured."""
-    from huggingface_hub import EvalResult
-
     accuracy, metric = facts.get("accuracy") or {}, facts.get("metric") or "accuracy"
     extra = {
         "required": facts.get("required"),

@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag
+from PIL.Image import Image
 
 from valora_data.schema import Split
 from valora_data.wording import plural
 from valora_train.errors import TrackingError, UnreachableError
-from valora_train.fusion.decision import Verdict
+from valora_train.fusion.decision import Attempt, HeadOnlyDecision, Verdict
 from valora_train.fusion.history import attempt_as_json
+from valora_train.fusion.packing import Outcome
+from valora_train.fusion.plan import FusionPlan
+from valora_train.fusion.state import FusionState
+from valora_train.fusion.trainer import OnFigures, Trainer
 from valora_train.reporting import pictures, texts, tracking
+from valora_train.reporting.progress import Display
 from valora_train.reporting.tracking import ATTEMPT, FUSION, HEAD_ONLY, NOTE, PARENT, storing
-from valora_train.settings import as_dict
+from valora_train.settings import Settings, as_dict
 from valora_train.stage import digest
+from valora_train.tasks.base import Evaluation
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from PIL.Image import Image
-
-    from valora_train.fusion.decision import Attempt, HeadOnlyDecision
-    from valora_train.fusion.packing import Outcome
-    from valora_train.fusion.plan import FusionPlan
-    from valora_train.fusion.state import FusionState
-    from valora_train.fusion.trainer import OnFigures, Trainer
-    from valora_train.reporting.progress import Display
-    from valora_train.settings import Settings
-    from valora_train.tasks.base import Evaluation
-
-    OnStep = Callable[[int, int, float], None]
+OnStep = Callable[[int, int, float], None]
 
 SHEET_IMAGES = 12  # images on a contact sheet
 TIMED_STEPS = 10  # of the first attempt, after its first step

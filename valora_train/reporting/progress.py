@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
+from multiprocessing.connection import Connection
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -22,13 +24,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from multiprocessing.connection import Connection
-    from typing import Any
-
-    Step = Callable[..., None]
-    """Shows a step: its number, that of all steps, the loss, and further figures by name."""
+Step = Callable[..., None]
+"""Shows a step: its number, that of all steps, the loss, and further figures by name."""
 
 NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 RATES = {"lr", "head_lr"}

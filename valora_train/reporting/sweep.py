@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock
 from hydra.experimental.callback import Callback
-from omegaconf import OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from valora_train.errors import without_passwords
+from valora_train.settings import Settings
 from valora_train.stage import read_json, write_json
 from valora_train.sweeps import SWEEP
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from omegaconf import DictConfig
-
-    from valora_train.settings import Settings
 
 JOBS = "sweeps"
 """Folder, beside those of the stages, of what the jobs of each sweep returned."""

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from rich.console import Console
 from rich.markdown import Markdown
 
+from valora_data.contract.bundle import Bundle
 from valora_data.wording import plural
 from valora_train.fusion.decision import Verdict
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from rich.console import Console
-
-    from valora_data.contract.bundle import Bundle
-
-    Told = Mapping[str, Any]
-    """An entry of `fusion.history.History.told`."""
-    Facts = Mapping[str, Any]
-    """The entry of a domain, or of an adapter, in a bundle's manifest."""
+Told = Mapping[str, Any]
+"""An entry of `fusion.history.History.told`."""
+Facts = Mapping[str, Any]
+"""The entry of a domain, or of an adapter, in a bundle's manifest."""
 
 NOTE_LENGTH = 8000
 """Most characters of a description in MLflow."""

@@ -13,31 +13,26 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlflow
 from alembic.util import CommandError
 from filelock import FileLock
-from mlflow.entities import Metric
+from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 from sqlalchemy import create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from valora_train.errors import TrackingError, without_passwords
 from valora_train.reporting.pictures import confusion_matrix
+from valora_train.settings import PathSettings
 from valora_train.stage import was_killed
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from mlflow.entities import Run
-
-    from valora_train.settings import PathSettings
-
-    Curve = Callable[[int, Mapping[str, float]], None]
-    """Logs the figures of a step."""
+Curve = Callable[[int, Mapping[str, float]], None]
+"""Logs the figures of a step."""
 
 FUSION, ATTEMPT, HEAD_ONLY = "valora.fusion", "valora.attempt", "valora.head_only"
 TEACHER = "valora.teacher"

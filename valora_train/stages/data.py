@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valora_data.contract.files import expanded
 from valora_data.errors import DataError
@@ -21,12 +20,9 @@ from valora_data.schema import Split
 from valora_data.shards import open_shard
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import files_of, open_source
-from valora_train.settings import as_dict
+from valora_train.reporting.progress import Step
+from valora_train.settings import DomainSettings, as_dict
 from valora_train.stage import Stage, write_json
-
-if TYPE_CHECKING:
-    from valora_train.reporting.progress import Step
-    from valora_train.settings import DomainSettings
 
 __all__ = ["TRUTH", "build_data", "data_stage"]
 

@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from valora_data import shards
 from valora_data.contract.results import golden_text
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Split
 from valora_data.wording import plural
+from valora_teachers.base import OnEpoch, Teacher
 from valora_train.metrics.evaluate import match
 from valora_train.metrics.measures import calibration_error
 from valora_train.metrics.speed import Pace
-from valora_train.settings import LABELS, as_dict
+from valora_train.settings import LABELS, DomainSettings, TeacherSettings, as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.data import HASHES, TRUTH
 from valora_train.tasks.registry import TASK_TYPES
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from valora_teachers.base import OnEpoch, Teacher
-    from valora_train.settings import DomainSettings, TeacherSettings
-
-    Answers = dict[Split, list[Answer]]
+Answers = dict[Split, list[Answer]]
 
 TRAIN = "train"  # value of `domains.*.teacher`: a teacher is trained first
 TAUGHT = "taught"

@@ -10,9 +10,10 @@ import gc
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,17 +30,12 @@ from valora_train.reporting.fusion_report import run_of
 from valora_train.reporting.pictures import accuracy_bars, confusion_matrix
 from valora_train.reporting.texts import rejected_lines
 from valora_train.reporting.tracking import register_bundle
-from valora_train.settings import as_dict
+from valora_train.settings import Settings, as_dict
 from valora_train.stage import intact, read_json, versions, write_json
 from valora_train.stages.distill import answers_on_test
+from valora_train.stages.fuse import DomainInputs
 from valora_train.stages.gate import BundleModel
 from valora_train.stages.memorise import ENCODER
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from valora_train.settings import Settings
-    from valora_train.stages.fuse import DomainInputs
 
 EXAMPLES_PER_DOMAIN = 2
 FUSION_KEY = "fusion_stage"

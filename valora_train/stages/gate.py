@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
@@ -23,12 +24,8 @@ from valora_data.wording import plural
 from valora_train.errors import GateError
 from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
+from valora_train.tasks.base import DomainTask, Prediction
 from valora_train.tasks.registry import load_head, make_task
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from valora_train.tasks.base import DomainTask, Prediction
 
 WEIGHTS = "adapter_model.safetensors"
 ACCURACY_TOLERANCE = 1e-3

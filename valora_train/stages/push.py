@@ -9,14 +9,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from valora_data.contract.bundle import read_bundle, write_manifest
 from valora_train.errors import PushError
 from valora_train.reporting.cards import with_metadata
-
-if TYPE_CHECKING:
-    from valora_train.settings import Settings
+from valora_train.settings import Settings
 
 CARD = "README.md"
 

@@ -8,17 +8,15 @@ costs nothing in a training step.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from valora_data.schema import Answer, Sample
-    from valora_train.settings import AugmentSettings
+from valora_data.schema import Answer, Sample
+from valora_train.settings import AugmentSettings
 
 GREY = 114  # fills what a rotation or a shift leaves free, as Ultralytics does
 BLUR_KERNEL = 7  # pixels

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from torch import Tensor, nn
 
 from valora_data.errors import DataError
 from valora_data.registry import Registry
+from valora_data.schema import Domain
 from valora_data.tasks import GROUP
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor, nn
-
-    from valora_data.schema import Domain
-    from valora_train.model.lmm import Lmm
-    from valora_train.settings import HeadSettings
-    from valora_train.tasks.base import DomainTask
+from valora_train.model.lmm import Lmm
+from valora_train.settings import HeadSettings
+from valora_train.tasks.base import DomainTask
 
 TASK_TYPES: Registry[type[DomainTask]] = Registry(
     GROUP,

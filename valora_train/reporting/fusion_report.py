@@ -22,7 +22,7 @@ from valora_train.fusion.history import attempt_as_json
 from valora_train.fusion.packing import Outcome
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.state import FusionState
-from valora_train.fusion.trainer import OnFigures, Trainer
+from valora_train.fusion.trainer import Trainer
 from valora_train.reporting import pictures, texts, tracking
 from valora_train.reporting.progress import Display
 from valora_train.reporting.tracking import ATTEMPT, FUSION, HEAD_ONLY, NOTE, PARENT, storing
@@ -31,6 +31,7 @@ from valora_train.stage import digest
 from valora_train.tasks.base import Evaluation
 
 OnStep = Callable[[int, int, float], None]
+OnFigures = Callable[[int, Mapping[str, float]], None]
 
 SHEET_IMAGES = 12  # images on a contact sheet
 TIMED_STEPS = 10  # of the first attempt, after its first step

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,12 @@ from valora_data.contract.results import golden_text
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Split
 from valora_data.wording import plural
-from valora_teachers.base import OnEpoch, Teacher
+from valora_teachers.base import CHECKPOINT, LOOK_SAMPLES, Teacher, check_answers
+from valora_teachers.registry import KINDS, NAMES, load_teacher, make_teacher, teacher_facts
 from valora_train.metrics.evaluate import match
 from valora_train.metrics.measures import calibration_error
 from valora_train.metrics.speed import Pace
+from valora_train.reporting.progress import Step
 from valora_train.settings import LABELS, DomainSettings, TeacherSettings, as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.data import HASHES, TRUTH
@@ -40,13 +41,12 @@ def teach_stage(
     domain: DomainSettings, teacher: TeacherSettings, data: Path, work: Path | None = None
 ) -> Stage | None:
     """The stage that trains or copies a domain's teacher; None if there is nothing to do."""
-    from valora_teachers.registry import NAMES, teacher_facts
-
-    if domain.teacher == LABELS or (domain.teacher != TRAIN and _artefact(teacher) is None):
+    trained = domain.teacher == TRAIN
+    if domain.teacher == LABELS or (not trained and KINDS[teacher.kind].artefact is None):
         return None
     name, task = f"teach-{domain.name}", str(domain.task)
     settings: dict[str, Any] = {"labels": domain.labels, "kind": teacher.kind, "task": task}
-    if domain.teacher == TRAIN:
+    if trained:
         settings["options"] = {k: v for k, v in teacher.options.items() if k != NAMES}
         _, inputs = teacher_facts(teacher.kind, None, settings["options"])
         inputs |= {"train": digest(data / Split.TRAIN)}
@@ -62,17 +62,14 @@ def teach_stage(
 
 
 def build_teacher(
-    domain: DomainSettings, teacher: TeacherSettings, data: Path, folder: Path, on_epoch: OnEpoch
+    domain: DomainSettings, teacher: TeacherSettings, data: Path, folder: Path, on_epoch: Step
 ) -> None:
     """Write the teacher's file or folder into the stage's folder."""
     if domain.teacher != TRAIN:
         _load(domain.teacher, domain, teacher)  # raises unless it is a teacher of these labels
         copy = shutil.copytree if Path(domain.teacher).is_dir() else shutil.copyfile
-        copy(domain.teacher, folder / str(_artefact(teacher)))
+        copy(domain.teacher, folder / str(KINDS[teacher.kind].artefact))
         return
-    from valora_teachers.base import CHECKPOINT, LOOK_SAMPLES
-    from valora_teachers.registry import make_teacher
-
     for item in folder.iterdir():  # of an interrupted training only the checkpoint counts
         if item.is_dir():
             shutil.rmtree(item)
@@ -100,8 +97,6 @@ def distill_stage(
     if domain.teacher == LABELS:
         settings["teacher"] = LABELS
     else:
-        from valora_teachers.registry import teacher_facts
-
         weights = domain.teacher if taught is None else None
         cache = _cache(domain, work)
         facts, hashes = teacher_facts(teacher.kind, weights, teacher.options, domain.prompt, cache)
@@ -110,7 +105,7 @@ def distill_stage(
         settings |= facts
         inputs |= hashes
         if taught is not None:
-            inputs["teacher"] = digest(taught / str(_artefact(teacher)))
+            inputs["teacher"] = digest(taught / str(KINDS[teacher.kind].artefact))
         if not teacher.labelled:
             splits.remove(Split.TRAIN)
         splits += [Split.VAL, Split.TEST]  # for the report
@@ -126,7 +121,7 @@ def build_distilled(
     data: Path,
     taught: Path | None,
     folder: Path,
-    on_batch: Callable[[int, int, float], None] = lambda *_: None,
+    on_batch: Step = lambda *_: None,
 ) -> None:
     """Write `taught` (the LMM's training samples) and `report.json` into the stage's folder."""
     if domain.teacher == LABELS:
@@ -137,9 +132,9 @@ def build_distilled(
         shards.write(kept, domain.labels, folder / TAUGHT)
         write_json(folder / REPORT, {"teacher": LABELS, "samples": len(kept)})
         return
-    from valora_teachers.base import check_answers
-
-    weights = domain.teacher if taught is None else intact(taught / str(_artefact(teacher)))
+    weights = (
+        domain.teacher if taught is None else intact(taught / str(KINDS[teacher.kind].artefact))
+    )
     model, pace = _load(weights, domain, teacher), Pace()
 
     def answered(done: int, total: int) -> None:
@@ -257,20 +252,11 @@ def _shown(domain: DomainSettings, answer: Answer, sure: float) -> Any:
     return {"label": answer.choice} | ({"confidence": max(answer.soft)} if answer.soft else {})
 
 
-def _artefact(teacher: TeacherSettings) -> str | None:
-    """Name of the trained model's file or folder; None for models that are used where they are."""
-    from valora_teachers.registry import KINDS
-
-    return KINDS[teacher.kind].artefact
-
-
 def _cache(domain: DomainSettings, work: Path | None) -> Path | None:
     return None if work is None else work / HASHES / f"{domain.name}.teacher.json"
 
 
 def _load(weights: str | Path, domain: DomainSettings, teacher: TeacherSettings) -> Teacher:
-    from valora_teachers.registry import load_teacher
-
     return load_teacher(
         teacher.kind, weights, domain.labels, teacher.options, domain.task_type, domain.prompt
     )

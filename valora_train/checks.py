@@ -22,8 +22,7 @@ from valora_train.errors import SettingsError
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.settings import LABELS, DomainSettings, ModelSettings, Settings, TeacherSettings
 
-FUSING = ("fuse", "export")
-"""Commands that need the base model."""
+FUSING = ("fuse", "export")  # commands that need the base model
 OWN_CONTRACT = re.compile(r"task\.of_teacher|domains\.[^.]+\.(required|of_teacher)")
 CONTRACTS_AS_EXPERIMENTS = ("paper", "relative", "teacher97")
 

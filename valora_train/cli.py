@@ -34,8 +34,7 @@ from valora_train.reporting.progress import Display
 from valora_train.settings import Settings, from_config
 from valora_train.sweeps import register
 
-STOPPING = ("SIGTERM", "SIGHUP")
-"""Signals that end a run as Ctrl-C does."""
+STOPPING = ("SIGTERM", "SIGHUP")  # signals that end a run as Ctrl-C does
 MACHINE = (OSError, MemoryError, UnicodeEncodeError, SafetensorError, sqlite3.Error, BrokenExecutor)
 """Errors of the machine (disk, permissions, memory) or of its files, and not of the code."""
 QUIET = {

@@ -226,8 +226,7 @@ def _prepare_side_by_side(
             job.result()
 
 
-_relayed: list[Display] = []
-"""Where a process that prepares domains shows what it does."""
+_relayed: list[Display] = []  # where a process that prepares domains shows what it does
 
 
 def _begin_worker(messages: Any, threads: int) -> None:

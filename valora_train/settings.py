@@ -30,11 +30,9 @@ from valora_data.sources.shelf import read_shelf
 from valora_train.errors import SettingsError, explain, without_passwords
 from valora_train.removed import refuse_removed
 
-LABELS = "labels"
-"""Value of `domains.*.teacher`: the labels are used instead of a teacher."""
+LABELS = "labels"  # value of `domains.*.teacher`: the labels are used instead of a teacher
 RANKS = (4, 8, 16, 32, 64, 128, 256)
-SHELF_SHARE = 0.97
-"""Share of its teacher's accuracy that a domain of a shelf must keep by default."""
+SHELF_SHARE = 0.97  # share of its teacher's accuracy that a domain of a shelf must keep by default
 _SHELF_PROMPTS = {Task.DETECTION: "detect", Task.CLASSIFICATION: "classify"}
 
 

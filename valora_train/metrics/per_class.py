@@ -14,8 +14,7 @@ from valora_train.metrics.measures import IOU
 
 BACKGROUND = "background"  # where detections match no object, and objects no detection
 OTHER = "other"  # answers that are none of a domain's labels
-MAX_CLASSES = 50
-"""Most classes whose matrix is stored and drawn, and whose metrics MLflow draws."""
+MAX_CLASSES = 50  # most classes whose matrix is stored and drawn, and whose metrics MLflow draws
 
 
 @dataclass(frozen=True)

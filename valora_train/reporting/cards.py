@@ -9,13 +9,13 @@ import re
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
+from rich.filesize import decimal
 
 from valora_data.wording import plural
 from valora_train.reporting.texts import (
     BESIDE_OTHERS,
     PROMISES,
     accuracy_text,
-    bytes_text,
     domain_table,
     markdown_table,
 )
@@ -87,7 +87,7 @@ def bundle_card(manifest: dict[str, Any]) -> str:
     domains, adapters = manifest["domains"], manifest["adapters"]
     packing = [
         (f"`{facts['path']}`", facts["rank"],
-         bytes_text(facts["bytes"]) if "bytes" in facts else "–", ", ".join(facts["domains"]))
+         decimal(facts["bytes"]) if "bytes" in facts else "–", ", ".join(facts["domains"]))
         for facts in adapters.values()
     ]  # fmt: skip
     if unpacked := [name for name, facts in domains.items() if facts["adapter"] is None]:

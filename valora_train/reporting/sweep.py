@@ -18,10 +18,8 @@ from valora_train.settings import Settings
 from valora_train.stage import read_json, write_json
 from valora_train.sweeps import SWEEP
 
-JOBS = "sweeps"
-"""Folder, beside those of the stages, of what the jobs of each sweep returned."""
-STUDY = "valora.study"
-"""Tag of the parent run: what is compared, and a hash of it."""
+JOBS = "sweeps"  # folder, beside those of the stages, of what the jobs of each sweep returned
+STUDY = "valora.study"  # tag of the parent run: what is compared, and a hash of it
 
 
 class WithoutPasswords(Callback):

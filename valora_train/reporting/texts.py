@@ -7,19 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.markdown import Markdown
 
 from valora_data.contract.bundle import Bundle
 from valora_data.wording import plural
 from valora_train.fusion.decision import Verdict
 
-Told = Mapping[str, Any]
-"""An entry of `fusion.history.History.told`."""
-Facts = Mapping[str, Any]
-"""The entry of a domain, or of an adapter, in a bundle's manifest."""
+Told = Mapping[str, Any]  # an entry of `fusion.history.History.told`
+Facts = Mapping[str, Any]  # the entry of a domain, or of an adapter, in a bundle's manifest
 
-NOTE_LENGTH = 8000
-"""Most characters of a description in MLflow."""
+NOTE_LENGTH = 8000  # most characters of a description in MLflow
 
 
 # --- words and figures ----------------------------------------------------------------------------
@@ -52,17 +50,8 @@ def adapter_texts(name: str | None, facts: Facts) -> list[str]:
     """An adapter in words: its name, rank and size, as far as they are known."""
     words = [name or "none"]
     words += [f"rank {facts['rank']}"] if "rank" in facts else []
-    words += [bytes_text(facts["bytes"])] if "bytes" in facts else []
+    words += [decimal(facts["bytes"])] if "bytes" in facts else []
     return words
-
-
-def bytes_text(size: int) -> str:
-    """A number of bytes with two digits, e.g. ``640 kB`` or ``1.2 MB``."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            amount = size / factor
-            return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:.0f} {unit}"
-    return f"{size} B"
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:

@@ -31,8 +31,7 @@ from valora_train.reporting.pictures import confusion_matrix
 from valora_train.settings import PathSettings
 from valora_train.stage import was_killed
 
-Curve = Callable[[int, Mapping[str, float]], None]
-"""Logs the figures of a step."""
+Curve = Callable[[int, Mapping[str, float]], None]  # logs the figures of a step
 
 FUSION, ATTEMPT, HEAD_ONLY = "valora.fusion", "valora.attempt", "valora.head_only"
 TEACHER = "valora.teacher"
@@ -40,8 +39,7 @@ TEACHER = "valora.teacher"
 PARENT, NOTE, TABLES = "mlflow.parentRunId", "mlflow.note.content", "mlflow.loggedArtifacts"
 KIND, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
 """Tag of experiments with runs and metrics instead of chat traces."""
-LOCAL_SERVER = "http://127.0.0.1:5000"
-"""Where `make ui` and `mlflow ui` listen."""
+LOCAL_SERVER = "http://127.0.0.1:5000"  # where `make ui` and `mlflow ui` listen
 CURVE_SECONDS, CURVE_ROWS = 2.0, 450  # that are gathered for a request
 SERVERS = ("http:", "https:", "databricks")
 REMEDIES = {

@@ -308,10 +308,6 @@ def test_words_and_figures():
         "", "a", "a and b", "a, b and c",
     ]  # fmt: skip
     assert [texts.share_text(0.945, 0.977), texts.share_text(0.5, 0.0)] == ["97 %", "–"]
-    sizes = (12, 640_000, 1_234_567, 134_217_728, 2_500_000_000)
-    assert [texts.bytes_text(size) for size in sizes] == [
-        "12 B", "640 kB", "1.2 MB", "134 MB", "2.5 GB",
-    ]  # fmt: skip
     assert [texts.duration(some) for some in (38, 725, 12000)] == [
         "38 s",
         "12 min 05 s",

@@ -265,17 +265,14 @@ def _load(weights: str | Path, domain: DomainSettings, teacher: TeacherSettings)
 def describe_distilled(distilled: Path) -> str:
     """What the teacher labelled, and how well it agrees with the truth, for the terminal."""
     report = read_json(intact(distilled / REPORT))
-    if "accuracy" not in report:
-        return f": {plural(report['samples'], 'labelled sample')}"
-    split = Split.UNLABELLED if Split.UNLABELLED in report["accuracy"] else Split.VAL
-    agreement = f"{report['accuracy'][split]['accuracy']:.3f} against the truth"
+    told = f": {plural(report['samples'], 'labelled sample')}"
     if "boxes" in report:
-        return (
-            f": {plural(report['boxes'], 'box|boxes')} from confidence "
-            f"{report['threshold']:.2f} on "
-            f"{plural(report['samples'], 'image')}, F1 {agreement}"
-        )
-    return f": {plural(report['samples'], 'answer')}, {agreement}"
+        boxes = plural(report["boxes"], "box|boxes")
+        told += f", {boxes} from confidence {report['threshold']:.2f}"
+    if accuracy := report.get("accuracy"):
+        reached = accuracy.get(Split.UNLABELLED) or accuracy[Split.VAL]
+        told += f", {reached['accuracy']:.3f} against the truth"
+    return told
 
 
 def teacher_accuracy(distilled: Path, split: Split) -> float | None:

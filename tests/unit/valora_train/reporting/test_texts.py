@@ -301,15 +301,3 @@ def test_the_card_lists_domains_classes_and_what_was_rejected():
     assert "from peft import" in card
     old = bundle_card(manifest(adapters={}))
     assert not any(one in old for one in ("## Classes", "Rejected attempts", "from peft import"))
-
-
-def test_words_and_figures():
-    assert [texts.joined(names) for names in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == [
-        "", "a", "a and b", "a, b and c",
-    ]  # fmt: skip
-    assert [texts.share_text(0.945, 0.977), texts.share_text(0.5, 0.0)] == ["97 %", "–"]
-    assert [texts.duration(some) for some in (38, 725, 12000)] == [
-        "38 s",
-        "12 min 05 s",
-        "3 h 20 min",
-    ]

@@ -132,9 +132,8 @@ def build_distilled(
         shards.write(kept, domain.labels, folder / TAUGHT)
         write_json(folder / REPORT, {"teacher": LABELS, "samples": len(kept)})
         return
-    weights = (
-        domain.teacher if taught is None else intact(taught / str(KINDS[teacher.kind].artefact))
-    )
+    artefact = str(KINDS[teacher.kind].artefact)
+    weights = domain.teacher if taught is None else intact(taught / artefact)
     model, pace = _load(weights, domain, teacher), Pace()
 
     def answered(done: int, total: int) -> None:
@@ -213,13 +212,10 @@ def _keep_answers(
     said = [one if one.boxes or one.choice or one.captions else None for one in answers]
     kept = [one if one and _confidence(one) >= least else None for one in said]
     if not any(kept):
-        asked = plural(len(answers), "unlabelled sample")
         raise DataError(
-            f"the teacher of domain {domain.name} is sure enough of none of {asked}: check its "
-            "labels, or lower teacher.threshold"
-            if any(said)
-            else f"the teacher of domain {domain.name} answers none of {asked}: check what it is "
-            "asked, or choose another one"
+            f"the teacher of domain {domain.name} answers none of "
+            f"{plural(len(answers), 'unlabelled sample')} at confidence {least:g}: check its "
+            "labels and what it is asked, or lower teacher.threshold"
         )
     accuracy = {}
     for split, known in truth.items():

@@ -203,8 +203,8 @@ class ChoiceTask(HeadTask):
         answers, truth = [one.answer for one in predictions], [one.answer for one in samples]
         if (ece := calibration_error(answers, truth)) is not None:
             found.details["ece"] = ece
-        choices = ([one.choice for one in some] for some in (answers, truth))
-        return replace(found, classes=choice_report(*choices, self.domain.labels))
+        said, true = [one.choice for one in answers], [one.choice for one in truth]
+        return replace(found, classes=choice_report(said, true, self.domain.labels))
 
     def golden(self, prediction: Prediction, threshold: float | None) -> dict[str, Any]:
         """The label and its confidence."""

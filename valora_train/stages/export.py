@@ -6,7 +6,6 @@ The bundle is written to ``bundles/<task>``; the previous version is moved to
 
 from __future__ import annotations
 
-import gc
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-import torch
+from accelerate.utils import clear_device_cache
 
 from valora_data import shards
 from valora_data.contract.base_model import base_hash
@@ -58,9 +57,9 @@ def export_bundle(
     older = [int(version) for version in kept if version.isdecimal()]
     version = max([*older, previous.version if previous else 0]) + 1
     try:
-        _free_memory()
+        clear_device_cache(garbage_collection=True)  # another model is loaded next
         _write_bundle(partial, settings, domains, fused, result, version)
-        _free_memory()
+        clear_device_cache(garbage_collection=True)
         _run_gate(partial, domains, settings.model.device)
         bundle = read_bundle(partial)
         _register(bundle)
@@ -77,13 +76,6 @@ def export_bundle(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return Bundle(place, bundle.manifest), False
-
-
-def _free_memory() -> None:
-    """Give back the memory of models that are no longer used: another one is loaded next."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _read_previous(place: Path, name: str) -> Bundle | None:

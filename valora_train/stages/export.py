@@ -14,7 +14,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import clear_device_cache
+from accelerate.utils.memory import clear_device_cache
 
 from valora_data import shards
 from valora_data.contract.base_model import base_hash

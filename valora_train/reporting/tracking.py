@@ -240,16 +240,10 @@ def teacher_run(
 
 def log_config(config: Mapping[str, Any]) -> None:
     """Log a configuration into the active run: as flat parameters, and as a file."""
-
-    def flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in values.items():
-            if isinstance(value, dict) and value:
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
+    from transformers.utils import flatten_dict
 
     with storing():
-        mlflow.log_params(dict(flat(config, "")))
+        mlflow.log_params(flatten_dict(dict(config)))
         mlflow.log_dict(dict(config), "config.yaml")
 
 

@@ -178,11 +178,6 @@ def _check_model(model: ModelSettings, targets: Sequence[str]) -> None:
             "model.attention=flash_attention_2 needs the package flash-attn: install it, or set "
             "model.attention=auto"
         )
-    if model.quantize is not None and not quantized.is_installed():
-        raise SettingsError(
-            f"model.quantize={model.quantize} needs the package {quantized.PACKAGE}: "
-            f"{quantized.INSTALL}, or set model.quantize=null"
-        )
     folder = Path(base_folder(model.id))
     if not folder.is_dir():
         if hub_commit(model.id):

@@ -15,14 +15,12 @@ from valora_data.wording import plural
 from valora_train.reporting.texts import (
     BESIDE_OTHERS,
     PROMISES,
-    accuracy_text,
     domain_table,
     markdown_table,
 )
 
 BARS = "pictures/accuracy-of-all-domains.png"
 """Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""
-MAX_CLASSES = 30
 HUB_TASKS = {
     "detection": "object-detection", "classification": "image-classification",
     "video": "video-classification", "vqa": "visual-question-answering",
@@ -54,7 +52,7 @@ of 32, from decoded images to answers.
 
 ![accuracy of all domains]({bars})
 
-{classes}## Pictures
+## Pictures
 Images of the test split. True boxes are white, right predictions green, wrong ones red; the true \
 answer stands in grey below a wrong one.
 
@@ -121,31 +119,11 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         packing="\n".join(markdown_table(("adapter", "rank", "size", "domains"), packing)),
         promises="\n".join(domain_table(domains, adapters, (*PROMISES, *BESIDE_OTHERS))),
         bars=BARS,
-        classes=_classes(domains),
         pictures="\n".join(pictures),
         decisions="\n".join(decisions),
         what="an adapter with PEFT" if paths else "the base model, as no domain needs an adapter",
         code="\n".join(code),
     )
-
-
-def _classes(domains: dict[str, Any]) -> str:
-    """The section about single classes, of the domains that have several."""
-    rows = []
-    for name, facts in domains.items():
-        figures = facts["accuracy"].get("per_class", {})
-        worst = sorted(figures.items(), key=lambda item: item[1]["f1"])[:MAX_CLASSES]
-        rows += [
-            (name, label, one["support"],
-             *(accuracy_text(one.get(key)) for key in ("precision", "recall", "f1", "ap")))
-            for label, one in worst if len(figures) > 1
-        ]  # fmt: skip
-    columns = ("domain", "class", "truths", "precision", "recall", "f1", "AP")
-    text = (
-        f"On the test split; of each domain the {MAX_CLASSES} classes with the lowest F1 at most."
-    )
-    lines = ["## Classes", text, "", *markdown_table(columns, rows), "", ""]
-    return "\n".join(lines) if rows else ""
 
 
 def with_metadata(card: str, manifest: dict[str, Any]) -> str:

@@ -28,16 +28,10 @@ from valora_train.reporting.texts import print_summary
 from valora_train.reporting.tracking import find_run, teacher_run, try_store
 from valora_train.settings import DomainSettings, Settings, as_dict
 from valora_train.stage import Stage
-from valora_train.stages import data, distill, memorise
+from valora_train.stages import data, distill, fuse, memorise
 from valora_train.stages.dedicated import measure_dedicated
 from valora_train.stages.export import export_bundle
-from valora_train.stages.fuse import (
-    DomainInputs,
-    build_fusion,
-    check_result,
-    fuse_stage,
-    unchanged_parent,
-)
+from valora_train.stages.fuse import DomainInputs
 
 
 def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, Any]:
@@ -57,7 +51,7 @@ def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, An
         settings = pipeline.memorise(domains)
         domains = measure_dedicated(settings, domains, display)
         fused = pipeline.fuse(settings, domains)
-        check_result(settings, domains, fused)
+        fuse.check_result(settings, domains, fused)
         if not accelerator.is_main_process:
             return {}
         if settings.command == "export":
@@ -174,8 +168,8 @@ class Pipeline:
 
     def fuse(self, settings: Settings, domains: list[DomainInputs]) -> Path:
         """Pack the domains into adapters; returns the output folder."""
-        work, stage = self.work, fuse_stage(settings, domains)
-        if (unchanged := unchanged_parent(settings, domains, stage)) is not None:
+        work, stage = self.work, fuse.fuse_stage(settings, domains)
+        if (unchanged := fuse.unchanged_parent(settings, domains, stage)) is not None:
             told = f"{settings.fusion.parent} already holds exactly these domains"
             self.display.done("fuse", told)
             return unchanged
@@ -183,7 +177,7 @@ class Pipeline:
         def build(folder: Path, _: object = None) -> None:
             # Until every process has read the state of an interrupted fusion.
             self.accelerator.wait_for_everyone()
-            build_fusion(settings, domains, stage, folder, self.display, self.accelerator)
+            fuse.build_fusion(settings, domains, stage, folder, self.display, self.accelerator)
 
         if not self.accelerator.is_main_process and not stage.folder(work).is_dir():
             with TemporaryDirectory() as folder:

@@ -12,12 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from rich.filesize import decimal
 
 from valora_data.wording import plural
-from valora_train.reporting.texts import (
-    BESIDE_OTHERS,
-    PROMISES,
-    domain_table,
-    markdown_table,
-)
+from valora_train.reporting.texts import BESIDE_OTHERS, PROMISES, domain_table, markdown_table
 
 BARS = "pictures/accuracy-of-all-domains.png"
 """Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""

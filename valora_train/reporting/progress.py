@@ -13,16 +13,8 @@ from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import Any
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 Step = Callable[..., None]
 """Shows a step: its number, that of all steps, the loss, and further figures by name."""
@@ -52,20 +44,20 @@ class Display:
         self._messages = messages
         if not self.console.is_terminal:
             self.console.width = LOG_WIDTH
-        self._live = Progress(
-            TextColumn("[bold]{task.fields[stage]:>8}[/] {task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+        self._live = bars.Progress(
+            bars.TextColumn("[bold]{task.fields[stage]:>8}[/] {task.description}"),
+            bars.BarColumn(bar_width=24),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.fields[note]}"),
+            bars.TimeElapsedColumn(),
+            bars.TextColumn("left"),
+            bars.TimeRemainingColumn(),
             console=self.console,
             transient=True,
             disable=not self.console.is_terminal or job is not None,
         )
         self._keys = count()
-        self._tasks: dict[Any, TaskID] = {}
+        self._tasks: dict[Any, bars.TaskID] = {}
 
     @contextmanager
     def __call__(self) -> Iterator[Display]:

@@ -24,11 +24,8 @@ MOST_PROCESSES = 4
 
 
 def preparing_processes(asked: int, device: str, waiting: int) -> int:
-    """Processes that prepare domains side by side (the setting `processes`; 0 for the default).
-
-    By default one for each core; one beside a GPU, much of whose memory a teacher may take.
-    """
-    if not asked:
+    """Processes that prepare domains side by side (the setting `processes`; 0 for the default)."""
+    if not asked:  # beside a GPU, a teacher may take much of its memory
         asked = 1 if device != "cpu" else min(usable_cores(), MOST_PROCESSES)
     return max(1, min(asked, waiting))
 

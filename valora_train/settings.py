@@ -76,8 +76,8 @@ class SourceSettings(Section):
     fractions: dict[Split, Share] = field(default_factory=dict)  # of what is not split yet
     seed: Seed = 0  # for drawing and splitting
     max_faulty: Share = 0.05  # of the images, that may be skipped in whole or in part
-    # Of an image in two splits, the copy that stays: that in the later one (of train, unlabelled,
-    # val, test), or the other one.
+    # An image in two splits: refuse it, or keep the copy in the later one (of train, unlabelled,
+    # val, test), or the other copy.
     leaks: Literal["refuse", "keep_test", "keep_train"] = "refuse"
     unlabelled: str | None = None  # folder of images; null: the source's own, or a part of train
     document: str | None = None  # id, for files of several documents
@@ -164,10 +164,7 @@ class DomainSettings(Section):
 
     @property
     def mirrors(self) -> bool:
-        """Whether a mirrored image has the mirrored answer; see `mirror`.
-
-        By default where answers are boxes, a label or a count, and samples are no videos.
-        """
+        """Whether a mirrored image has the mirrored answer."""
         if self.mirror is not None or self.task is None:
             return bool(self.mirror)
         spec = self.task.spec

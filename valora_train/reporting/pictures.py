@@ -107,10 +107,8 @@ def _text(answer: Answer) -> str:
 def accuracy_bars(
     domains: Mapping[str, Mapping[str, Any]], adapters: Mapping[str, Mapping[str, Any]]
 ) -> Figure:
-    """A fusion in one picture: domains by adapter with accuracy, bar and teacher on one scale.
-
-    Metrics that end at 1 share one axis; those with another range, such as CIDEr, have their own.
-    """
+    """A fusion in one picture: domains by adapter with accuracy, bar and teacher on one scale."""
+    # Metrics that end at 1 share one axis; those with another range, such as CIDEr, have their own.
     groups: dict[float, list[str]] = {}
     for name in by_adapter(domains, adapters):
         groups.setdefault(task_spec(domains[name]["task"]).largest, []).append(name)

@@ -23,13 +23,10 @@ STUDY = "valora.study"  # tag of the parent run: what is compared, and a hash of
 
 
 class WithoutPasswords(Callback):
-    """Hands the jobs of a sweep a store with a password in their environment.
-
-    Hydra writes its configuration to `multirun.yaml`.
-    """
+    """Hands the jobs of a sweep a store with a password in their environment, not in a file."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Move the store out of the configuration and the overrides of the jobs."""
+        """Move the store out of what Hydra writes to `multirun.yaml`."""
         store, others = OmegaConf.select(config, "paths.tracking"), []
         for override in config.hydra.overrides.task:
             key, _, value = override.lstrip("+").partition("=")

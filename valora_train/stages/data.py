@@ -31,10 +31,7 @@ FAULTS = "faults.json"  # what was skipped, in the stage's folder
 
 
 def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
-    """The stage that reads and splits a domain's data.
-
-    Hashes of files are remembered in `work`, the folder of all stages; without it all are read.
-    """
+    """The stage that reads and splits a domain's data; `work` remembers hashes of files."""
     source = domain.source
     inputs = {}
     if code := code_hash(type(source.format).__module__):

@@ -35,10 +35,7 @@ FITS = 2  # of the Platt scaling, each on the boxes that the one before lets thr
 
 
 class BoxHeadModule(nn.Module):
-    """Predicts an objectness, a class and a box for every visual token, on rows × columns of them.
-
-    A single class needs no class logits.
-    """
+    """Predicts objectness, box and, of several classes, class for every visual token of a grid."""
 
     calibration: Tensor  # (2,), Platt scaling of the confidence; see `calibrate`
     threshold: Tensor  # (), confidence from which a box counts, with the best F1 on validation
@@ -225,10 +222,7 @@ class DetectionTask(HeadTask):
         return raw
 
     def calibrate(self, head: BoxHeadModule, raw: Tensor, samples: Sequence[Sample]) -> None:
-        """Fit the Platt scaling of the confidence, then the threshold with the best F1.
-
-        What is fitted does not depend on how the head was calibrated before.
-        """
+        """Fit the Platt scaling of the confidence, then the threshold with the best F1."""
         head.calibration.copy_(torch.tensor([1.0, 0.0]))
         # The boxes from `MIN_SCORE` on are fitted; which ones these are depends on the fit before.
         for _ in range(FITS):

@@ -40,10 +40,7 @@ class LanguageTask(DomainTask):
     """Writes answers. A subclass says how answers become text, and text answers."""
 
     def target_text(self, sample: Sample, seen: Size) -> str | None:
-        """The text to learn; None or nothing but white space if the sample has no answer.
-
-        `seen` are width and height of the first image as the model sees it, in pixels.
-        """
+        """The text to learn, if any; `seen` is the size of the first image as the model sees it."""
         return sample.answer.choice
 
     def parse(self, text: str, sample: Sample, seen: Size) -> Answer:

@@ -58,15 +58,21 @@ answer stands in grey below a wrong one.
 {decisions}
 
 ## Use
-Serve the bundle with `valora-serve`, or load {what}:
-
-```python
-{code}
-```
+Serve the bundle with `valora-serve`{peft}
 
 The heads in `heads/` read the last hidden states of the domain's prompt; where a domain has no \
 head, the model writes the answer. `bundle.json` lists the prompt, adapter and head of every \
 domain; where the adapter is null, the base model answers without LoRA.
+"""
+PEFT = """, or load an adapter with PEFT:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json
+model = PeftModel.from_pretrained(base, "{}")
+```
 """
 
 
@@ -95,14 +101,6 @@ def bundle_card(manifest: dict[str, Any]) -> str:
     ]
     if manifest.get("rejected"):
         decisions += ["", "Rejected attempts:", "", *manifest["rejected"]]
-    code = [
-        "from transformers import AutoModelForImageTextToText",
-        "",
-        "base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json",
-    ]
-    if paths := [facts["path"] for facts in adapters.values()]:
-        code.insert(0, "from peft import PeftModel")
-        code.append(f'model = PeftModel.from_pretrained(base, "{paths[0]}")')
     return CARD.format(
         name=manifest["name"],
         version=manifest["version"],
@@ -116,8 +114,7 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         bars=BARS,
         pictures="\n".join(pictures),
         decisions="\n".join(decisions),
-        what="an adapter with PEFT" if paths else "the base model, as no domain needs an adapter",
-        code="\n".join(code),
+        peft=PEFT.format(next(iter(adapters.values()))["path"]) if adapters else ".",
     )
 
 

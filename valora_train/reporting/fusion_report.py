@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ class FusionReport:
             return
         self._timed = (-TIMED_STEPS, now)  # no later step is so far from it
         rate, count = (now - began) / TIMED_STEPS, len(self._required)
-        one, each = texts.duration(steps * rate), texts.duration(steps // new * count * rate)
+        one, each = (timedelta(seconds=round(rate * n)) for n in (steps, steps // new * count))
         told = f"{steps} steps × {rate:.3g} s = {one} for this attempt; one for each of "
         self.display.note("fuse", f"{told}{plural(count, 'domain')}: {each}")
 

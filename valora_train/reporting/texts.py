@@ -28,14 +28,6 @@ def joined(names: Sequence[str]) -> str:
     return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
 
 
-def duration(seconds: float) -> str:
-    """A duration: ``38 s``, ``12 min 05 s`` or ``3 h 20 min``."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def accuracy_text(accuracy: float | None) -> str:
     """An accuracy with three decimals, or a dash where there is none."""
     return "–" if accuracy is None else f"{accuracy:.3f}"

@@ -19,6 +19,7 @@ from rich.console import Console
 from valora_data.cpu import usable_cores
 from valora_data.schema import Split
 from valora_data.shards import open_shard
+from valora_train.errors import StageError
 from valora_train.fusion.requirement import contract_of, few_samples
 from valora_train.model import distributed
 from valora_train.processes import preparing_processes, worker_processes
@@ -63,10 +64,6 @@ def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, An
         return figures_of(fused)
 
 
-class _NotBuiltError(Exception):
-    """A stage is not up to date, and nobody asked to run it."""
-
-
 @dataclass
 class Pipeline:
     """The stages of one run."""
@@ -109,7 +106,7 @@ class Pipeline:
     def _is_prepared(self, domain: DomainSettings) -> bool:
         try:
             replace(self, display=Display(Console(quiet=True)), builds=False).prepare_domain(domain)
-        except _NotBuiltError:
+        except StageError:
             return False
         return True
 
@@ -196,7 +193,7 @@ class Pipeline:
         work = self.work
         if not self.builds:
             if not stage.is_done(work):
-                raise _NotBuiltError
+                raise StageError(f"{stage.name} is not up to date")
             return stage.folder(work)
         if not self.accelerator.is_main_process:
             self.accelerator.wait_for_everyone()

@@ -19,8 +19,7 @@ from tqdm import tqdm
 from valora_data.cpu import usable_cores
 from valora_train.errors import StageError
 
-MOST_PROCESSES = 4
-"""Most processes that prepare domains, unless the settings say how many: each holds its data."""
+MOST_PROCESSES = 4  # that prepare domains by default: each holds its data
 
 
 def preparing_processes(asked: int, device: str, waiting: int) -> int:

@@ -88,7 +88,7 @@ def rejected_lines(attempts: Sequence[Told]) -> list[str]:
 
 def tried(told: Told) -> str:
     """What was tried: which domains, in which adapter, beside which others."""
-    new, moved = told["new"], told["moved"]
+    new = told["new"]
     text = f"tried {joined(new)}{' together' if len(new) > 1 else ''} in {told['adapter']}"
     if told["held"]:
         text += f" beside {joined(told['held'])}"
@@ -96,11 +96,7 @@ def tried(told: Told) -> str:
         text += " with its dedicated adapter: nothing was trained"
     else:
         text += ", a new adapter" + (" of its own" if len(new) == 1 else "")
-    if moved:
-        several = len(moved) > 1
-        text += f"; {joined(moved)} would leave the adapter{'s' if several else ''} that held "
-        text += "them" if several else "it"
-    return text
+    return f"{text}; {joined(told['moved'])} would move there" if told["moved"] else text
 
 
 def outcome_of(told: Told) -> str:

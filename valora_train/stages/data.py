@@ -24,8 +24,6 @@ from valora_train.reporting.progress import Step
 from valora_train.settings import DomainSettings, as_dict
 from valora_train.stage import Stage, write_json
 
-__all__ = ["TRUTH", "build_data", "data_stage"]
-
 HASHES = "hashes"  # folder in the work folder that remembers the hashes of single files
 FAULTS = "faults.json"  # what was skipped, in the stage's folder
 

@@ -15,6 +15,7 @@ from typing import Any
 from valora_data import shards
 from valora_data.contract.results import golden_text
 from valora_data.errors import DataError
+from valora_data.prepare import TRUTH
 from valora_data.schema import Answer, Split
 from valora_data.wording import plural
 from valora_teachers.base import CHECKPOINT, LOOK_SAMPLES, Teacher, check_answers
@@ -25,7 +26,7 @@ from valora_train.metrics.speed import Pace
 from valora_train.reporting.progress import Step
 from valora_train.settings import LABELS, DomainSettings, TeacherSettings, as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
-from valora_train.stages.data import HASHES, TRUTH
+from valora_train.stages.data import HASHES
 from valora_train.tasks.registry import TASK_TYPES
 
 Answers = dict[Split, list[Answer]]

@@ -121,8 +121,7 @@ def test_the_first_lines_say_all_that_was_decided():
          "plate rose from 0.200 without LoRA to 0.900, 0.060 below its bar of 0.960 (required "
          "0.950 + margin 0.010).",
          "plate keeps adapter-3, flagged."],
-        ["**Rolled back**: tried plate in adapter-2 beside bicycle; plate would leave the adapter "
-         "that held it.",
+        ["**Rolled back**: tried plate in adapter-2 beside bicycle; plate would move there.",
          "bicycle fell from 0.830 to 0.810, 0.010 below its bar of 0.820 (required 0.800 + margin "
          "0.020).",
          "plate stays in adapter-3."],

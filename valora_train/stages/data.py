@@ -15,7 +15,7 @@ from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.hashing import hash_files
 from valora_data.identity import code_hash, hub_commit
-from valora_data.prepare import TRUTH, prepare
+from valora_data.prepare import prepare
 from valora_data.schema import Split
 from valora_data.shards import open_shard
 from valora_data.sources.formats.labelled import ImageReader

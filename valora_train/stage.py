@@ -68,15 +68,10 @@ class Stage:
     def run(
         self, work: Path, build: Callable[[Path], None], wait: bool = False
     ) -> tuple[Path, bool]:
-        """Build the output, unless the stage is up to date.
+        """Build the output, unless the stage is up to date; gives its folder, and whether it was.
 
-        Args:
-            work: Folder of all stages.
-            build: Writes the output into the folder that it is given.
-            wait: Whether to wait for another process that runs this stage, instead of raising.
-
-        Returns:
-            The output folder, and whether the stage was up to date.
+        `build` writes the output into the folder that it is given. Another process that runs the
+        stage is waited for, or an error.
         """
         if self.is_done(work):
             return self.folder(work), True

@@ -104,23 +104,15 @@ def first_lines(page: str) -> list[str]:
 
 
 def test_the_first_lines_say_all_that_was_decided():
-    assert [first_lines(attempt_page(TOLD[number])) for number in (0, 1, 2, 4, 5)] == [
+    assert [first_lines(attempt_page(TOLD[number])) for number in (0, 2, 5)] == [
         ["**Committed**: tried person in adapter-1, a new adapter of its own.",
          "Every domain keeps what it must; closest is person, which rose from 0.500 without LoRA "
          "to 0.950, 0.030 above its bar of 0.920 (required 0.900 + margin 0.020)."],
-        ["**Rolled back**: tried bicycle in adapter-1 beside person.",
-         "person fell from 0.950 to 0.910, 0.010 below its bar of 0.920 (required 0.900 + margin "
-         "0.020).",
-         "bicycle went to adapter-1 with attempt 07."],
         ["**Committed in part**: tried bicycle and vehicle together in adapter-2, a new adapter.",
          "vehicle rose from 0.300 without LoRA to 0.600, 0.120 below its bar of 0.720 (required "
          "0.700 + margin 0.020).",
          "bicycle moved on to adapter-1 with attempt 07; vehicle went to adapter-1 with attempt "
          "04."],
-        ["**Unreachable**: tried plate in adapter-3, a new adapter of its own.",
-         "plate rose from 0.200 without LoRA to 0.900, 0.060 below its bar of 0.960 (required "
-         "0.950 + margin 0.010).",
-         "plate keeps adapter-3, flagged."],
         ["**Rolled back**: tried plate in adapter-2 beside bicycle; plate would move there.",
          "bicycle fell from 0.830 to 0.810, 0.010 below its bar of 0.820 (required 0.800 + margin "
          "0.020).",

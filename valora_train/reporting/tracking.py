@@ -265,7 +265,7 @@ def log_classes(domain: str, facts: Mapping[str, Any]) -> None:
     ]
     log_table(("class", "support", *measured), rows, f"classes/{domain}.json")
     if "confusion" in facts:  # not too many classes to be drawn
-        values = {}
+        values: dict[str, float] = {}
         for label, one in facts["per_class"].items():
             name = re.sub(r"[^\w\-. :]", "_", label).strip(".") or "_"  # what MLflow allows
             values |= {f"{key}/{domain}/{name}": one[key] for key in measured if key in one}

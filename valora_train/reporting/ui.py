@@ -38,7 +38,8 @@ def create_app() -> FastAPI:
     changed = page.replace("<head>", f"<head>{CHOOSE}", 1)
     # Not cached: a browser may have a copy of the page from MLflow itself.
     pages.view_functions["serve"] = lambda: (changed, {"Cache-Control": "no-store"})
-    return app
+    served: FastAPI = app
+    return served
 
 
 def latest_fusions() -> list[tuple[str, str, str | None]]:

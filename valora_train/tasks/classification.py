@@ -149,8 +149,9 @@ class ChoiceTask(HeadTask):
 
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> ChoiceTargets:
         """The labels, and the teacher's probabilities."""
-        labels, indices = self.domain.labels, []
+        labels = self.domain.labels
         soft = torch.zeros(len(samples), len(labels))
+        indices = []
         for row, sample in enumerate(samples):
             choice = sample.answer.choice
             if choice not in labels:

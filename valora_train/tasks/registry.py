@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from valora_data.errors import DataError
 from valora_data.registry import Registry
@@ -31,14 +32,7 @@ TASK_TYPES: Registry[type[DomainTask]] = Registry(
 )
 
 
-def make_task(
-    domain: Domain,
-    settings: HeadSettings,
-    lmm: Lmm,
-    *,
-    video: bool = False,
-    first_head: Tensor | None = None,
-) -> DomainTask:
+def make_task(domain: Domain, settings: HeadSettings, lmm: Lmm, **more: Any) -> DomainTask:
     """Build the task of a domain for a model; the arguments are those of `DomainTask`."""
     task_type = TASK_TYPES[domain.task]
     if task_type.spec.answer == "boxes" and lmm.crops:
@@ -47,7 +41,7 @@ def make_task(
             f"the boxes of domain {domain.name}: save the processor with do_center_crop=false and "
             "a size of height and width"
         )
-    return task_type(domain, settings, lmm, video=video, first_head=first_head)
+    return task_type(domain, settings, lmm, **more)
 
 
 def load_head(task: DomainTask, file: Path | None, lmm: Lmm) -> nn.Module | None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torchvision.ops import box_iou
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer
@@ -57,7 +59,6 @@ class Scores:
 
 def binary_calibration_error(confidence: Any, hit: Any) -> float:
     """Expected calibration error (Guo et al. 2017), 15 bins of equal width; 0 without answers."""
-    import torch
     from torchmetrics.functional.classification import binary_calibration_error as measured
 
     if not len(confidence):
@@ -96,9 +97,6 @@ def exact_counts(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores
 
 def box_accuracy(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
     """Share of first boxes that overlap a true one by IoU 0.5; also the mean IoU."""
-    import torch
-    from torchvision.ops import box_iou
-
     iou = np.zeros(len(truth))
     for place, (one, other) in enumerate(zip(predicted, truth, strict=True)):
         if one.boxes and other.boxes:

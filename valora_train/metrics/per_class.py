@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torchvision.ops import box_iou
 
 from valora_data.schema import Box
 from valora_train.metrics.measures import IOU
@@ -82,9 +84,6 @@ def detection_report(
     object of another class by IoU 0.5 is a confusion of the two; what remains is matched with the
     background. Detections below the threshold do not count.
     """
-    import torch
-    from torchvision.ops import box_iou
-
     rest = len(labels)
     matrix = np.zeros((rest + 1, rest + 1), np.int64)
     for boxes, objects in zip(found, truth, strict=True):

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, get_type_hints
 
 import torch
+from PIL import ImageOps
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from valora_data.contract.head import Head
@@ -95,8 +97,6 @@ class DomainTask(ABC):
     @classmethod
     def read_options(cls, name: str, values: Mapping[str, Any]) -> Any:
         """Read the settings of the task type `name`, as they are given in `heads.options`."""
-        from pydantic import TypeAdapter, ValidationError
-
         if cls.options_type is None:
             if values:
                 raise SettingsError(
@@ -132,8 +132,6 @@ class DomainTask(ABC):
 
     def mirrored(self, sample: Sample) -> Sample:
         """The sample with its images mirrored left to right; the answer stays."""
-        from PIL import ImageOps
-
         first, *rest = (ImageOps.mirror(image) for image in sample.images)
         return replace(sample, image=first, rest=tuple(rest))
 

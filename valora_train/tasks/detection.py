@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.ops import box_iou, generalized_box_iou_loss
 
 from valora_data.contract import boxes as box_code
 from valora_data.contract.box_head import DETECTION as KIND
@@ -65,8 +66,6 @@ class BoxHeadModule(nn.Module):
         (Rezatofighi et al. 2019) and the cross entropy of classes. Objects are weighted by the
         teacher's confidence.
         """
-        from torchvision.ops import box_iou, generalized_box_iou_loss
-
         positive, weight = targets.positive, targets.weight
         objects = weight[positive].sum().clamp_min(1.0)
         found = box_code.decode(raw[..., 1:5], self.grid)[positive]

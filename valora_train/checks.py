@@ -17,7 +17,7 @@ from valora_data.contract import quantized
 from valora_data.contract.base_model import base_folder
 from valora_data.contract.files import expanded
 from valora_data.identity import hub_commit
-from valora_teachers.registry import KINDS
+from valora_teachers.registry import KINDS, make_teacher
 from valora_train.errors import SettingsError
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.settings import LABELS, DomainSettings, ModelSettings, Settings, TeacherSettings
@@ -65,7 +65,6 @@ def check_with_libraries(settings: Settings) -> None:
     """Check what only torch and the extensions can tell."""
     import torch
 
-    from valora_teachers.registry import make_teacher
     from valora_train.tasks.registry import TASK_TYPES
 
     for name, options in settings.heads.options.items():

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from yaml import YAMLError
 
 from valora_data.errors import ValoraError
+from valora_data.sources.shelf import read_shelf
 from valora_train.checks import check, check_contracts_asked, check_with_libraries
 from valora_train.errors import SweepError, without_passwords
 from valora_train.removed import refuse_removed
@@ -62,8 +63,6 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
         display.done("push", address)
         return {}
     if settings.shelf is not None:
-        from valora_data.sources.shelf import read_shelf
-
         for note in read_shelf(Path(settings.shelf)).notes:
             display.note("shelf", note)
     check_with_libraries(settings)  # torch takes seconds to import

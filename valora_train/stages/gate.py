@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from transformers.utils import logging
 
 from valora_data import shards
 from valora_data.contract.bundle import FILE_BYTES, GOLDEN, Bundle, check_base, read_bundle
@@ -126,8 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="data stage of a domain, whose test split is measured again",
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
-    from transformers.utils import logging
-
     logging.disable_progress_bar()  # of loading
     try:
         bundle = read_bundle(chosen.bundle)

@@ -11,6 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+
 from valora_data.contract.bundle import read_bundle, write_manifest
 from valora_train.errors import PushError
 from valora_train.reporting.cards import with_metadata
@@ -25,9 +28,6 @@ def push(settings: Settings) -> str:
     The repository is made if there is none. What has not changed is not sent again, so an upload
     that was interrupted is repeated by the same command. Gives the address of the commit.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
     asked = settings.push
     if not asked.repo:
         raise PushError("command=push needs a repository: set push.repo=owner/name")

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from concurrent.futures import BrokenExecutor
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -176,22 +177,19 @@ def _of_hydra(error: BaseException, text: str) -> str:
 
 def _end(error: BaseException) -> NoReturn:
     """End the process with one sentence on an error; a fault of the code is raised again."""
+    status, told = 1, sentence(error)
     if isinstance(error, KeyboardInterrupt):
         for child in psutil.Process().children(recursive=True):
-            try:
+            with suppress(psutil.Error):
                 child.terminate()
-            except psutil.Error:
-                continue
-        number = error.args[0] if error.args else signal.SIGINT
-        _stop("interrupted: run the same command again to continue", 128 + number)
-    if (said := sentence(error)) is None:
+        status = 128 + (error.args[0] if error.args else signal.SIGINT)
+        told = "interrupted: run the same command again to continue"
+    elif told is None:
         raise error
-    _stop(f"error: {said}", 1)
-
-
-def _stop(message: str, status: int) -> NoReturn:
+    else:
+        told = f"error: {told}"
     if os.environ.get("RANK", "0") == "0":  # only the main process prints
-        print(without_passwords(message), file=sys.stderr)
+        print(without_passwords(told), file=sys.stderr)
     sys.exit(status)
 
 

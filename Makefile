@@ -58,7 +58,7 @@ serve: $(READY) ## Serve bundles/TASK at localhost:8000 (ARGS="--port 8001")
 .PHONY: curve
 curve: $(READY) ## Plot accuracy against the number of domains in one adapter (docs/tasks.md)
 	@$(BIN)/valora-train task=$(TASK) command=fuse fusion=rehearsal fusion.of_dedicated=1e-6 fusion.margin=0 fusion.head_only=false $(ARGS)
-	@$(BIN)/python -m valora_train.reporting.accuracy_curve "$$(ls -td .valora/fuse-$(TASK)-*[0-9a-f]/ | head -1)" --picture curve-$(TASK).png
+	@$(BIN)/python -m tests.bench.valora_train.accuracy_curve "$$(ls -td .valora/fuse-$(TASK)-*[0-9a-f]/ | head -1)" --picture curve-$(TASK).png
 
 .PHONY: ui
 ui: $(READY) ## Show every attempt of every fusion in MLflow, and print links (ARGS="--port 5001")

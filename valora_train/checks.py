@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
@@ -17,28 +17,18 @@ from valora_data.contract import quantized
 from valora_data.contract.base_model import base_folder
 from valora_data.contract.files import expanded
 from valora_data.identity import hub_commit
-from valora_teachers.registry import KINDS
+from valora_teachers.registry import KINDS, make_teacher
 from valora_train.errors import SettingsError
 from valora_train.fusion.strategies.registry import make_strategy
-from valora_train.settings import LABELS
+from valora_train.settings import LABELS, DomainSettings, ModelSettings, Settings, TeacherSettings
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_train.settings import DomainSettings, ModelSettings, Settings, TeacherSettings
-
-FUSING = ("fuse", "export")
-"""Commands that need the base model."""
-OWN_CONTRACT = re.compile(r"task\.of_teacher|domains\.[^.]+\.(required|of_teacher|relative)")
+FUSING = ("fuse", "export")  # commands that need the base model
+OWN_CONTRACT = re.compile(r"task\.of_teacher|domains\.[^.]+\.(required|of_teacher)")
 CONTRACTS_AS_EXPERIMENTS = ("paper", "relative", "teacher97")
 
 
 def check(settings: Settings) -> None:
-    """Check that a run can begin, without a library that takes long to import.
-
-    Raises:
-        ValoraError: If it cannot; the message names the setting and the remedy.
-    """
+    """Check that a run can begin, without a library that takes long to import."""
     fusion, start = settings.fusion, settings.context.start
     _check_writable("paths.work", settings.paths.work)
     if settings.command == "export":
@@ -72,20 +62,13 @@ def check(settings: Settings) -> None:
 
 
 def check_with_libraries(settings: Settings) -> None:
-    """Check what only torch and the extensions can tell.
-
-    Args:
-        settings: Settings that `check` has passed.
-
-    Raises:
-        ValoraError: If the run cannot begin; the message names the setting and the remedy.
-    """
+    """Check what only torch and the extensions can tell."""
     import torch
 
-    from valora_teachers.registry import make_teacher
-    from valora_train.tasks.registry import check_options
+    from valora_train.tasks.registry import TASK_TYPES
 
-    check_options(settings.heads)
+    for name, options in settings.heads.options.items():
+        TASK_TYPES[name].read_options(name, options)
     for domain in settings.chosen():
         teacher = domain.taught_by or settings.teacher
         if domain.teacher != LABELS:
@@ -109,15 +92,7 @@ def check_with_libraries(settings: Settings) -> None:
 
 
 def check_contracts_asked(settings: Settings, overrides: Sequence[str]) -> None:
-    """Check that no contract is asked for that another setting of the command line would replace.
-
-    Args:
-        settings: All settings.
-        overrides: The command line's overrides, in Hydra's grammar.
-
-    Raises:
-        SettingsError: If one is.
-    """
+    """Check that no override asks for a contract that another one would replace."""
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     experiments = re.findall(r"\w+", given.get("experiment", ""))
     for domain in settings.chosen() if "paper" in experiments else ():
@@ -127,15 +102,10 @@ def check_contracts_asked(settings: Settings, overrides: Sequence[str]) -> None:
                 f"must also keep {domain.of_teacher} of its teacher's accuracy: leave one of them "
                 "out, or take the paper's strategy alone (fusion=paper)"
             )
-    if "mixed" in experiments and given.get("task", "mixed") != "mixed":
-        raise SettingsError(
-            f"experiment=mixed is task=mixed, but task={given['task']} is asked for, too: leave "
-            "one of them out"
-        )
     asked = [
         f"{key}={value}"
         for key, value in given.items()
-        if OWN_CONTRACT.fullmatch(key) and value not in ("null", "false")
+        if OWN_CONTRACT.fullmatch(key) and value != "null"
     ]
     asked += [f"experiment={name}" for name in CONTRACTS_AS_EXPERIMENTS if name in experiments]
     if asked and (share := settings.fusion.of_dedicated) is not None:
@@ -147,7 +117,6 @@ def check_contracts_asked(settings: Settings, overrides: Sequence[str]) -> None:
 
 
 def _check_writable(setting: str, place: str) -> None:
-    """Check that a folder is there or can be made, and can be written to."""
     folder = Path(os.path.abspath(place))  # noqa: PTH100 (keeps links)
     str(folder).encode()  # raises for what is no UTF-8, which no report could name
     try:
@@ -207,11 +176,6 @@ def _check_model(model: ModelSettings, targets: Sequence[str]) -> None:
         raise SettingsError(
             "model.attention=flash_attention_2 needs the package flash-attn: install it, or set "
             "model.attention=auto"
-        )
-    if model.quantize is not None and not quantized.is_installed():
-        raise SettingsError(
-            f"model.quantize={model.quantize} needs the package {quantized.PACKAGE}: "
-            f"{quantized.INSTALL}, or set model.quantize=null"
         )
     folder = Path(base_folder(model.id))
     if not folder.is_dir():

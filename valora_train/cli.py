@@ -10,9 +10,11 @@ import sys
 import threading
 import traceback
 from concurrent.futures import BrokenExecutor
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 import hydra
 import psutil
@@ -20,27 +22,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from yaml import YAMLError
 
 from valora_data.errors import ValoraError
+from valora_data.sources.shelf import read_shelf
 from valora_train.checks import check, check_contracts_asked, check_with_libraries
 from valora_train.errors import SweepError, without_passwords
 from valora_train.removed import refuse_removed
 from valora_train.reporting.progress import Display
-from valora_train.settings import from_config
+from valora_train.settings import Settings, from_config
 from valora_train.sweeps import register
 
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from omegaconf import DictConfig
-
-    from valora_train.settings import Settings
-
-STOPPING = ("SIGTERM", "SIGHUP")
-"""Signals that end a run as Ctrl-C does."""
+STOPPING = ("SIGTERM", "SIGHUP")  # signals that end a run as Ctrl-C does
 MACHINE = (OSError, MemoryError, UnicodeEncodeError, SafetensorError, sqlite3.Error, BrokenExecutor)
 """Errors of the machine (disk, permissions, memory) or of its files, and not of the code."""
 QUIET = {
@@ -55,15 +51,9 @@ QUIET = {
 
 
 def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, Any]:
-    """Run the stages up to `settings.command`.
+    """Run the stages up to `settings.command`; gives figures of a fusion (see `figures_of`).
 
-    Args:
-        settings: All settings.
-        display: The terminal.
-        wait: Whether to wait for a stage that another process is running, instead of raising.
-
-    Returns:
-        Figures of the fusion (see `figures_of`), for sweeps; none if there was none.
+    A stage that another process is running is waited for (`wait`), or an error.
     """
     check(settings)
     if settings.command == "push":
@@ -74,8 +64,6 @@ def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, A
         display.done("push", address)
         return {}
     if settings.shelf is not None:
-        from valora_data.sources.shelf import read_shelf
-
         for note in read_shelf(Path(settings.shelf)).notes:
             display.note("shelf", note)
     check_with_libraries(settings)  # torch takes seconds to import
@@ -188,27 +176,20 @@ def _of_hydra(error: BaseException, text: str) -> str:
 
 
 def _end(error: BaseException) -> NoReturn:
-    """End the process with one sentence on an error, if there is one for it.
-
-    Raises:
-        BaseException: The error itself, if it is a fault of the code.
-    """
+    """End the process with one sentence on an error; a fault of the code is raised again."""
+    status, told = 1, sentence(error)
     if isinstance(error, KeyboardInterrupt):
         for child in psutil.Process().children(recursive=True):
-            try:
+            with suppress(psutil.Error):
                 child.terminate()
-            except psutil.Error:
-                continue
-        number = error.args[0] if error.args else signal.SIGINT
-        _stop("interrupted: run the same command again to continue", 128 + number)
-    if (said := sentence(error)) is None:
+        status = 128 + (error.args[0] if error.args else signal.SIGINT)
+        told = "interrupted: run the same command again to continue"
+    elif told is None:
         raise error
-    _stop(f"error: {said}")
-
-
-def _stop(message: str, status: int = 1) -> NoReturn:
+    else:
+        told = f"error: {told}"
     if os.environ.get("RANK", "0") == "0":  # only the main process prints
-        print(without_passwords(message), file=sys.stderr)
+        print(without_passwords(told), file=sys.stderr)
     sys.exit(status)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from valora_data.errors import ValoraError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pydantic import ValidationError
 
 
 class SettingsError(ValoraError):
@@ -53,12 +50,9 @@ def without_passwords(text: str) -> str:
 
 
 def explain(error: ValidationError, known: Iterable[str], *above: str) -> str:
-    """One sentence on the first thing that pydantic found wrong with settings.
+    """One sentence on the first thing that pydantic found wrong with settings below a place.
 
-    Args:
-        error: What pydantic raised.
-        known: Names of settings, of which those like an unknown one are suggested.
-        *above: Place of the settings, such as ``heads.options``.
+    Of the `known` names of settings, those like an unknown one are suggested.
     """
     first = error.errors()[0]
     kind, given, path = first["type"], first["input"], ".".join([*above, *map(str, first["loc"])])

@@ -4,44 +4,35 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
 
+from valora_data.cpu import usable_cores
 from valora_data.schema import Split
 from valora_data.shards import open_shard
+from valora_train.errors import StageError
 from valora_train.fusion.requirement import contract_of, few_samples
 from valora_train.model import distributed
-from valora_train.processes import preparing_processes, threads_beside, worker_processes
-from valora_train.reporting.progress import Display, relay, stopwatch
+from valora_train.processes import preparing_processes, worker_processes
+from valora_train.reporting.progress import Display, Step, relay, stopwatch
 from valora_train.reporting.sweep import figures_of
 from valora_train.reporting.texts import print_summary
 from valora_train.reporting.tracking import find_run, teacher_run, try_store
-from valora_train.settings import as_dict
-from valora_train.stages import data, distill, memorise
+from valora_train.settings import DomainSettings, Settings, as_dict
+from valora_train.stage import Stage
+from valora_train.stages import data, distill, fuse, memorise
 from valora_train.stages.dedicated import measure_dedicated
 from valora_train.stages.export import export_bundle
-from valora_train.stages.fuse import (
-    DomainInputs,
-    build_fusion,
-    check_result,
-    fuse_stage,
-    unchanged_parent,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from valora_train.reporting.progress import Step
-    from valora_train.settings import DomainSettings, Settings
-    from valora_train.stage import Stage
+from valora_train.stages.fuse import DomainInputs
 
 
 def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, Any]:
@@ -61,7 +52,7 @@ def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, An
         settings = pipeline.memorise(domains)
         domains = measure_dedicated(settings, domains, display)
         fused = pipeline.fuse(settings, domains)
-        check_result(settings, domains, fused)
+        fuse.check_result(settings, domains, fused)
         if not accelerator.is_main_process:
             return {}
         if settings.command == "export":
@@ -73,28 +64,15 @@ def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, An
         return figures_of(fused)
 
 
-class _NotBuiltError(Exception):
-    """A stage is not up to date, and nobody asked to run it."""
-
-
 @dataclass
 class Pipeline:
-    """The stages of one run.
-
-    Attributes:
-        settings: All settings.
-        display: The terminal.
-        accelerator: The processes that train together; only the main one runs the stages without
-            training.
-        wait: Whether to wait for a stage that another process is running, instead of raising.
-        builds: Whether to run stages that are not up to date, instead of raising.
-    """
+    """The stages of one run."""
 
     settings: Settings
     display: Display
-    accelerator: Accelerator
-    wait: bool = False
-    builds: bool = True
+    accelerator: Accelerator  # its main process alone runs the stages without training
+    wait: bool = False  # for a stage that another process is running, instead of raising
+    builds: bool = True  # stages that are not up to date, instead of raising
 
     @property
     def work(self) -> Path:
@@ -107,7 +85,8 @@ class Pipeline:
         chosen, waiting = self.settings.chosen(), []
         if self.accelerator.is_main_process:
             for domain in chosen:  # before any data is read
-                self._take_teacher(domain)
+                if domain.teacher != distill.TRAIN:
+                    self._take_teacher(domain)
             if preparing_processes(asked, device, len(chosen)) > 1:
                 waiting = [domain for domain in chosen if not self._is_prepared(domain)]
         processes = preparing_processes(asked, device, len(waiting))
@@ -119,17 +98,15 @@ class Pipeline:
 
     def _take_teacher(self, domain: DomainSettings) -> None:
         """Load and copy a small model that is given as a file, unless that is up to date."""
-        if domain.teacher == distill.TRAIN:
-            return
         teacher = domain.taught_by or self.settings.teacher
         if (stage := distill.teach_stage(domain, teacher, Path(), self.work)) is not None:
             build = partial(distill.build_teacher, domain, teacher, Path())
-            stage.run(self.work, lambda folder: build(folder, lambda *_: None), self.wait)
+            stage.run(self.work, partial(build, on_epoch=lambda *_: None), self.wait)
 
     def _is_prepared(self, domain: DomainSettings) -> bool:
         try:
             replace(self, display=Display(Console(quiet=True)), builds=False).prepare_domain(domain)
-        except _NotBuiltError:
+        except StageError:
             return False
         return True
 
@@ -152,8 +129,7 @@ class Pipeline:
         return DomainInputs(domain, read, distilled)
 
     def _warn_of_few(self, domain: DomainSettings, read: Path) -> None:
-        fusion = self.settings.fusion
-        contract = contract_of(domain)
+        fusion, contract = self.settings.fusion, contract_of(domain)
         if fusion.of_dedicated is not None:
             contract = replace(contract, required=None, of_teacher=fusion.of_dedicated)
         val, test = (len(open_shard(read / split)) for split in (Split.VAL, Split.TEST))
@@ -168,14 +144,12 @@ class Pipeline:
         if domain.teacher != distill.TRAIN:
             distill.build_teacher(domain, teacher, read, folder, step)
             return
+
+        def on_epoch(epoch: int, epochs: int, loss: float, figures: Mapping[str, float]) -> None:
+            step(epoch, epochs, loss, figures)
+            log(epoch, {"loss": loss, **figures})
+
         with teacher_run(paths, domain.name, stage, as_dict(teacher)) as log:
-
-            def on_epoch(
-                epoch: int, epochs: int, loss: float, figures: Mapping[str, float]
-            ) -> None:
-                step(epoch, epochs, loss, figures)
-                log(epoch, {"loss": loss, **figures})
-
             distill.build_teacher(domain, teacher, read, folder, on_epoch)
 
     def memorise(self, domains: list[DomainInputs]) -> Settings:
@@ -191,19 +165,16 @@ class Pipeline:
 
     def fuse(self, settings: Settings, domains: list[DomainInputs]) -> Path:
         """Pack the domains into adapters; returns the output folder."""
-        work = self.work
-        stage = fuse_stage(settings, domains)
-        unchanged = unchanged_parent(settings, domains, stage)
-        if unchanged is not None:
-            self.display.done(
-                "fuse", f"{settings.fusion.parent} already holds exactly these domains"
-            )
+        work, stage = self.work, fuse.fuse_stage(settings, domains)
+        if (unchanged := fuse.unchanged_parent(settings, domains, stage)) is not None:
+            told = f"{settings.fusion.parent} already holds exactly these domains"
+            self.display.done("fuse", told)
             return unchanged
 
         def build(folder: Path, _: object = None) -> None:
             # Until every process has read the state of an interrupted fusion.
             self.accelerator.wait_for_everyone()
-            build_fusion(settings, domains, stage, folder, self.display, self.accelerator)
+            fuse.build_fusion(settings, domains, stage, folder, self.display, self.accelerator)
 
         if not self.accelerator.is_main_process and not stage.folder(work).is_dir():
             with TemporaryDirectory() as folder:
@@ -222,7 +193,7 @@ class Pipeline:
         work = self.work
         if not self.builds:
             if not stage.is_done(work):
-                raise _NotBuiltError
+                raise StageError(f"{stage.name} is not up to date")
             return stage.folder(work)
         if not self.accelerator.is_main_process:
             self.accelerator.wait_for_everyone()
@@ -239,7 +210,7 @@ def _prepare_side_by_side(
     settings: Settings, display: Display, domains: Sequence[DomainSettings], count: int
 ) -> None:
     """Run the stages before fusion in several processes, one domain in each."""
-    threads = threads_beside(count)
+    threads = max(1, usable_cores() // count)
     with (
         relay(display) as messages,
         worker_processes(count, "processes", _begin_worker, messages, threads) as executor,
@@ -249,16 +220,13 @@ def _prepare_side_by_side(
             job.result()
 
 
-_relayed: Display | None = None
-"""Where a process that prepares domains shows what it does."""
+_relayed: list[Display] = []  # where a process that prepares domains shows what it does
 
 
 def _begin_worker(messages: Any, threads: int) -> None:
-    global _relayed  # noqa: PLW0603 (one display for each process)
     torch.set_num_threads(threads)
-    _relayed = Display(messages=messages)
+    _relayed.append(Display(messages=messages))
 
 
 def _prepare_one(settings: Settings, domain: DomainSettings) -> None:
-    assert _relayed is not None
-    Pipeline(settings, _relayed, Accelerator(), wait=True).prepare_domain(domain)
+    Pipeline(settings, _relayed[0], Accelerator(), wait=True).prepare_domain(domain)

@@ -8,42 +8,25 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from valora_data.cpu import usable_cores
 from valora_train.errors import StageError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-MOST_PROCESSES = 4
-"""Most processes that prepare domains, unless the settings say how many: each holds its data."""
+MOST_PROCESSES = 4  # that prepare domains by default: each holds its data
 
 
 def preparing_processes(asked: int, device: str, waiting: int) -> int:
-    """Processes that prepare domains side by side (the setting `processes`; 0 for the default).
-
-    By default one for each core; one beside a GPU, much of whose memory a teacher may take.
-    """
-    if not asked:
+    """Processes that prepare domains side by side (the setting `processes`; 0 for the default)."""
+    if not asked:  # beside a GPU, a teacher may take much of its memory
         asked = 1 if device != "cpu" else min(usable_cores(), MOST_PROCESSES)
     return max(1, min(asked, waiting))
-
-
-def trial_processes(asked: int) -> int:
-    """Processes that train side by side, each on one core; 0 for as many as there are cores."""
-    return asked or usable_cores()
-
-
-def threads_beside(processes: int) -> int:
-    """CPU threads of each of several processes that prepare domains."""
-    return max(1, usable_cores() // processes)
 
 
 @contextmanager
@@ -52,14 +35,8 @@ def worker_processes(
 ) -> Iterator[ProcessPoolExecutor]:
     """Start processes within a `with` block; an error or a signal in it ends them at once.
 
-    Args:
-        count: Number of processes.
-        setting: The setting that says how many, for messages.
-        begin: Called in each process first, with `arguments`; a function of a module.
-        *arguments: What pickle can write.
-
-    Raises:
-        StageError: If a process was killed.
+    Each begins with `begin(*arguments)`, which pickle can write; messages name the `setting` that
+    says how many there are.
     """
     executor = ProcessPoolExecutor(
         count,

@@ -20,6 +20,10 @@ SUCCESSORS = {
     ),
     r"oracle\.processes(?==)": "set fusion.processes",
     r"experiment=shelf": "task=shelf is the same",
+    r"experiment=mixed": "task=mixed is the same",
+    r"domains\.[^.\s]+\.relative(?==)": (
+        "leave it out; of_teacher=SHARE with required=null is a share alone"
+    ),
     r"fusion\.oracle(?==)": "bench_oracle says which groups are the fewest (docs/oracle.md)",
     r"fusion\.strategy=(?:best_fit|exact|(?:repack|grow)(?::\S*)?)": (
         "fusion.strategy=affinity, which moves domains, too, finds the fewest adapters more often"
@@ -33,14 +37,7 @@ SUCCESSORS = {
 
 
 def refuse_removed(*given: str) -> None:
-    """Refuse a setting, or a value of one, that an earlier version had.
-
-    Args:
-        given: Settings, such as ``fusion.strategy=joint``.
-
-    Raises:
-        SettingsError: It was removed; the message names its successor.
-    """
+    """Refuse settings, such as ``fusion.strategy=exact``, that an earlier version had."""
     text = " ".join(sorted(given))
     for pattern, successor in SUCCESSORS.items():
         if found := re.search(rf"(?:^|\s)[+~]*({pattern})(?:[\s=]|$)", text):

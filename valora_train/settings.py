@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
+from omegaconf import DictConfig, OmegaConf
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -22,24 +24,15 @@ from pydantic import (
 
 from valora_data.contract.files import expanded
 from valora_data.schema import Domain, Task
-from valora_data.sources.base import Source
+from valora_data.sources.base import Source, SourceFormat
 from valora_data.sources.registry import FORMATS
 from valora_data.sources.shelf import read_shelf
 from valora_train.errors import SettingsError, explain, without_passwords
 from valora_train.removed import refuse_removed
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from omegaconf import DictConfig
-
-    from valora_data.sources.base import SourceFormat
-
-LABELS = "labels"
-"""Value of `domains.*.teacher`: the labels are used instead of a teacher."""
+LABELS = "labels"  # value of `domains.*.teacher`: the labels are used instead of a teacher
 RANKS = (4, 8, 16, 32, 64, 128, 256)
-SHELF_SHARE = 0.97
-"""Share of its teacher's accuracy that a domain of a shelf must keep, unless it sets another."""
+SHELF_SHARE = 0.97  # share of its teacher's accuracy that a domain of a shelf must keep by default
 _SHELF_PROMPTS = {Task.DETECTION: "detect", Task.CLASSIFICATION: "classify"}
 
 
@@ -64,7 +57,7 @@ Names = Annotated[list[Text], AfterValidator(_distinct)]
 
 
 class Section:
-    """A part of the settings; checked where it is read, see `from_config`."""
+    """A part of the settings, which `from_config` checks."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -83,8 +76,8 @@ class SourceSettings(Section):
     fractions: dict[Split, Share] = field(default_factory=dict)  # of what is not split yet
     seed: Seed = 0  # for drawing and splitting
     max_faulty: Share = 0.05  # of the images, that may be skipped in whole or in part
-    # If two given splits share an image: refuse, or keep the copy in the later split (of train,
-    # unlabelled, val, test), or the other one.
+    # An image in two splits: refuse it, or keep the copy in the later one (of train, unlabelled,
+    # val, test), or the other copy.
     leaks: Literal["refuse", "keep_test", "keep_train"] = "refuse"
     unlabelled: str | None = None  # folder of images; null: the source's own, or a part of train
     document: str | None = None  # id, for files of several documents
@@ -127,7 +120,6 @@ class DomainSettings(Section):
     required: float | None = 0.8
     # Share of the teacher's accuracy to keep as well; null for `task.of_teacher`.
     of_teacher: ShareAboveZero | None = None
-    relative: bool = False  # `required` is such a share itself
     # Or `labels`, a path, a name on the hub, ``package.module:function``.
     teacher: HomePath = "train"
     taught_by: TeacherSettings | None = None  # null for those of the task
@@ -135,58 +127,44 @@ class DomainSettings(Section):
     source: SourceSettings = SourceSettings()
 
     @model_validator(mode="after")
-    def _one_contract(self) -> Self:
-        place, share = f"domains.{self.name}", self.of_teacher
-        asked = "relative=true" if self.relative else f"of_teacher={share}"
-        if self.relative and share is not None:
+    def _has_a_teacher(self) -> Self:
+        place = f"domains.{self.name}"
+        if self.teacher == LABELS and self.of_teacher is not None:
             raise SettingsError(
-                f"{place} asks for two shares of its teacher's accuracy, {self.required} by "
-                f"relative=true and of_teacher={share}: leave one of them out"
-            )
-        if self.relative and not 0 < (self.required or 0) <= 1:
-            raise SettingsError(
-                f"{place}.relative=true makes {place}.required a share of the teacher's accuracy, "
-                f"which must lie in (0, 1], got {self.required}"
-            )
-        if self.teacher == LABELS and (self.relative or share is not None):
-            raise SettingsError(
-                f"{place}.{asked} asks for a share of the teacher's accuracy, but the domain "
-                f"learns from labels: set {place}.required alone, or {place}.teacher=train"
+                f"{place}.of_teacher={self.of_teacher} asks for a share of the teacher's accuracy, "
+                f"but the domain learns from labels: set {place}.required alone, or "
+                f"{place}.teacher=train"
             )
         return self
 
+    @property
+    def task_type(self) -> Task:
+        """The domain's task type, which `resolved` has filled in."""
+        assert self.task is not None, "`Settings.chosen` fills it in"
+        return self.task
+
     def domain(self) -> Domain:
         """The domain, with its values checked."""
-        assert self.task is not None, "`Settings.chosen` fills it in"
         # Until the teacher's accuracy is known.
         required = self.of_teacher if self.required is None else self.required
-        return Domain(self.name, self.task, tuple(self.labels), self.prompt, required or 0.0)
+        return Domain(self.name, self.task_type, tuple(self.labels), self.prompt, required or 0.0)
 
     def resolved(self, task: TaskSettings) -> DomainSettings:
         """The domain with its task type and its contract completed by those of the task."""
-        required, of_teacher = self.required, self.of_teacher
-        if self.relative:
-            required, of_teacher = None, self.required
-        elif of_teacher is None and self.teacher != LABELS:
-            of_teacher = task.of_teacher
-        return replace(
-            self, task=self.task or task.type, required=required, of_teacher=of_teacher,
-            relative=False,
-        )  # fmt: skip
+        share = self.of_teacher
+        if share is None and self.teacher != LABELS:
+            share = task.of_teacher
+        return replace(self, task=self.task or task.type, of_teacher=share)
 
     def data(self) -> Source:
-        """What its data are read from; `resolved` has filled in the task."""
-        assert self.task is not None, "`Settings.chosen` fills it in"
+        """What its data are read from."""
         given = {key: value for key, value in asdict(self.source).items()
                  if key not in ("fractions", "max_faulty", "leaks")}  # fmt: skip
-        return Source(name=self.name, task=self.task, labels=tuple(self.labels), **given)
+        return Source(name=self.name, task=self.task_type, labels=tuple(self.labels), **given)
 
     @property
     def mirrors(self) -> bool:
-        """Whether a mirrored image has the mirrored answer.
-
-        By default where answers are boxes, a label or a count, and samples are no videos.
-        """
+        """Whether a mirrored image has the mirrored answer."""
         if self.mirror is not None or self.task is None:
             return bool(self.mirror)
         spec = self.task.spec
@@ -275,11 +253,7 @@ class LoraSettings(Section):
 
 @dataclass(frozen=True)
 class AugmentSettings(Section):
-    """Augmented views of the training images, besides mirroring (`train.flip`).
-
-    Crops, rotations and shifts apply to detection, classification and video only: where the answer
-    counts objects or is written, they could make it wrong. All frames of a video change alike.
-    """
+    """Augmented views of the training images, besides mirroring (`train.flip`)."""
 
     views: int = 0  # of each image, encoded once; every other one is mirrored where that is allowed
     color: float = 0.0  # largest relative change of brightness, contrast and saturation
@@ -464,11 +438,7 @@ class Settings(Section):
     paths: PathSettings = PathSettings()
 
     def chosen(self) -> list[DomainSettings]:
-        """The domains to fuse, in order.
-
-        Raises:
-            SettingsError: If `task.only` names an unknown domain, or there is no domain.
-        """
+        """The domains to fuse, in order, of which there must be one."""
         names = self.task.only or list(self.domains)
         if unknown := [name for name in names if name not in self.domains]:
             raise SettingsError(
@@ -524,13 +494,7 @@ def as_dict(settings: Any) -> dict[str, Any]:
 
 
 def from_config(config: DictConfig) -> Settings:
-    """Turn Hydra's configuration into settings.
-
-    Raises:
-        ValoraError: For an unknown key, a value that cannot be, or no domain.
-    """
-    from omegaconf import OmegaConf
-
+    """Turn Hydra's configuration into settings; a `ValoraError` names what cannot be."""
     values: Any = OmegaConf.to_container(config, resolve=True)
     if values.get("shelf"):
         values["domains"] = add_shelf(
@@ -556,20 +520,10 @@ def add_shelf(
     share: float = SHELF_SHARE,
     teacher: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Add the models of a shelf to the domains, as settings that have not been validated yet.
+    """Domains of the models in a folder, changed by the settings of domains and completed by them.
 
-    Args:
-        folder: Folder of the models (see `valora_data.sources.shelf`).
-        domains: Settings of domains by name, which take precedence over those of the shelf.
-        share: Share of its teacher's accuracy that each domain must keep.
-        teacher: Settings of `teacher`, of which those that say what a model's answers are taken
-            for hold for the shelf, too; its models are trained already.
-
-    Raises:
-        DataError: The folder holds no model that can be used.
+    Each must keep a share of its teacher's accuracy; `teacher` holds the settings of that name.
     """
-    from omegaconf import OmegaConf
-
     taken = {key: value for key, value in (teacher or {}).items()
              if key in ("min_confidence", "threshold")}  # fmt: skip
     found = {

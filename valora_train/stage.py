@@ -14,20 +14,18 @@ import os
 import platform
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from valora_data.hashing import hash_path
 from valora_train.errors import StageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 RECORD = "stage.json"
 PARTS = "parts"
@@ -35,24 +33,14 @@ PARTS = "parts"
 
 @dataclass(frozen=True)
 class Stage:
-    """A step of the pipeline whose output depends only on its settings and inputs.
+    """A step of the pipeline whose output depends only on its settings and inputs."""
 
-    Attributes:
-        name: Verb and object, e.g. ``teach-person``.
-        version: Raised whenever the code produces another output for the same settings.
-        settings: JSON values that the output depends on.
-        inputs: Content hashes of the inputs by name (see `digest`).
-        resumable: Whether an interrupted run continues in its unfinished folder.
-        shared: Whether stages that differ only in the object of their names have the same output,
-            so that it is made once.
-    """
-
-    name: str
-    version: int
-    settings: Mapping[str, Any]
-    inputs: Mapping[str, str]
-    resumable: bool = False
-    shared: bool = False
+    name: str  # verb and object, e.g. ``teach-person``
+    version: int  # raised whenever the code produces another output for the same settings
+    settings: Mapping[str, Any]  # JSON values that the output depends on
+    inputs: Mapping[str, str]  # content hashes of the inputs by name (see `digest`)
+    resumable: bool = False  # an interrupted run continues in its unfinished folder
+    shared: bool = False  # stages that differ only in the object of their names have one output
 
     @property
     def key(self) -> str:
@@ -80,18 +68,10 @@ class Stage:
     def run(
         self, work: Path, build: Callable[[Path], None], wait: bool = False
     ) -> tuple[Path, bool]:
-        """Build the output, unless the stage is up to date.
+        """Build the output, unless the stage is up to date; gives its folder, and whether it was.
 
-        Args:
-            work: Folder of all stages.
-            build: Writes the output into the folder that it is given.
-            wait: Whether to wait for another process that runs this stage, instead of raising.
-
-        Returns:
-            The output folder, and whether the stage was up to date.
-
-        Raises:
-            StageError: If another process runs this stage, or its output is damaged.
+        `build` writes the output into the folder that it is given. Another process that runs the
+        stage is waited for, or an error.
         """
         if self.is_done(work):
             return self.folder(work), True
@@ -150,10 +130,7 @@ class Stage:
 
 
 def was_killed(work: Path, key: str) -> bool:
-    """Whether a process that ran the stage of a key has ended without anybody running it now.
-
-    False also where the folder of all stages knows nothing of it.
-    """
+    """Whether a process that ran the stage of a key has ended without anybody running it now."""
     locks = list(work.glob(f"*-{key}.lock"))
     try:
         for lock in locks:  # a process that runs the stage holds its lock
@@ -165,15 +142,9 @@ def was_killed(work: Path, key: str) -> bool:
 
 
 def digest(path: Path, cache: Path | None = None) -> str:
-    """Content hash of an input file or folder.
+    """Content hash of an input file or folder; `cache` remembers those of single files.
 
-    Args:
-        path: The file or folder. The hash of a stage's output folder is in its name, that of a part
-            of the output in the stage's record.
-        cache: File that remembers the hashes of single files (see `valora_data.hashing`).
-
-    Raises:
-        StageError: If the part is missing from the record of its stage.
+    That of a stage's output folder is in its name, that of a part of it in the stage's record.
     """
     if (path / RECORD).is_file():
         return path.name
@@ -186,11 +157,7 @@ def digest(path: Path, cache: Path | None = None) -> str:
 
 
 def intact(path: Path) -> Path:
-    """Return a part of a stage's output, whose content is what the stage wrote.
-
-    Raises:
-        StageError: If the part is damaged; the message names the folder to delete.
-    """
+    """Return a part of a stage's output, whose content is what the stage wrote."""
     folder = path.parent
     if folder.suffix == ".partial" or not (folder / RECORD).is_file():
         return path

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -19,15 +20,10 @@ from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
-from omegaconf import open_dict
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
 
 from valora_train.errors import SettingsError, SweepError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hydra.types import HydraContext, TaskFunction
-    from omegaconf import DictConfig
 
 SWEEP = "_VALORA_SWEEP"
 """Environment variable that names the sweep; the processes of a launcher inherit it. (Names that
@@ -113,12 +109,7 @@ class RayLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run jobs, as many at once as the cluster has room for.
-
-        Raises:
-            SettingsError: Ray is not installed, or no machine of the cluster has what a job takes.
-            SweepError: The cluster cannot be joined.
-        """
+        """Run jobs, as many at once as the cluster has room for."""
         try:
             import ray
         except ImportError as error:

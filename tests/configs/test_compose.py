@@ -123,15 +123,14 @@ def test_only_answers_that_can_stand_it_are_mirrored(kind, more, mirrors):
 
 
 def test_mixed_holds_domains_of_several_tasks():
-    for how in (["task=mixed"], ["experiment=mixed"]):
-        found = settings(*how)
-        assert found.task.name == "mixed"
-        tasks = {domain.name: domain.task for domain in found.chosen()}
-        assert len(set(tasks.values())) == 6
-        assert found.domains["person"].taught_by.kind == "yolo"
-        assert found.domains["person"].taught_by.options["epochs"] == 18
-        assert found.domains["digits"].taught_by is None
-        assert found.teacher.kind == "small"
+    found = settings("task=mixed")
+    assert found.task.name == "mixed"
+    tasks = {domain.name: domain.task for domain in found.chosen()}
+    assert len(set(tasks.values())) == 6
+    assert found.domains["person"].taught_by.kind == "yolo"
+    assert found.domains["person"].taught_by.options["epochs"] == 18
+    assert found.domains["digits"].taught_by is None
+    assert found.teacher.kind == "small"
 
 
 @pytest.mark.parametrize("group", ["model", "heads", "train", "paths"])

@@ -22,19 +22,14 @@ from valora_train.metrics.measures import binary_calibration_error, bootstrap
 
 @dataclass(frozen=True)
 class Matches:
-    """The detections of a split, matched to the true boxes at IoU 0.5.
-
-    Attributes:
-        map: COCO's mean average precision over IoU 0.50:0.95, maximum 100 detections per image.
-        ap: The same of each class that has objects.
-    """
+    """The detections of a split, matched to the true boxes at IoU 0.5."""
 
     score: NDArray[np.float64]  # (n,), confidence of each detection
     hit: NDArray[np.bool_]  # (n,), whether it is matched to a true box
     image: NDArray[np.int64]  # (n,), index of its image
     truths: NDArray[np.int64]  # (images,), number of true boxes of each image
-    map: float
-    ap: Mapping[str, float] = field(default_factory=dict)
+    map: float  # COCO's mean average precision over IoU 0.50:0.95, up to 100 detections an image
+    ap: Mapping[str, float] = field(default_factory=dict)  # of each class that has objects
 
     def counts(self, threshold: float) -> NDArray[np.int64]:
         """(images, 3), the hits, detections from a confidence on, and true boxes of each image."""

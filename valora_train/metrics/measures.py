@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torchvision.ops import box_iou
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer
@@ -29,10 +31,7 @@ def bootstrap(
 ) -> tuple[float, float]:
     """95 % bootstrap interval of a figure that follows from sums over samples (percentile method).
 
-    Args:
-        each: (n,) or (n, k), what each sample adds to the sums.
-        statistic: Gives the figure of every resample from their (resamples, …) sums.
-        seed: Seed of the resamples.
+    Samples add (n,) or (n, k); `statistic` gives the figures of (resamples, …) sums.
     """
     n = len(each)
     drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=BOOTSTRAPS)
@@ -42,15 +41,10 @@ def bootstrap(
 
 @dataclass(frozen=True)
 class Scores:
-    """A metric that is the mean over samples.
+    """A metric that is the mean over samples."""
 
-    Attributes:
-        each: (n,) float64, the metric of each sample.
-        details: Further metrics by name.
-    """
-
-    each: NDArray[np.float64]
-    details: dict[str, float] = field(default_factory=dict)
+    each: NDArray[np.float64]  # (n,), the metric of each sample
+    details: dict[str, float] = field(default_factory=dict)  # further metrics by name
 
     @property
     def mean(self) -> float:
@@ -65,7 +59,6 @@ class Scores:
 
 def binary_calibration_error(confidence: Any, hit: Any) -> float:
     """Expected calibration error (Guo et al. 2017), 15 bins of equal width; 0 without answers."""
-    import torch
     from torchmetrics.functional.classification import binary_calibration_error as measured
 
     if not len(confidence):
@@ -104,9 +97,6 @@ def exact_counts(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores
 
 def box_accuracy(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
     """Share of first boxes that overlap a true one by IoU 0.5; also the mean IoU."""
-    import torch
-    from torchvision.ops import box_iou
-
     iou = np.zeros(len(truth))
     for place, (one, other) in enumerate(zip(predicted, truth, strict=True)):
         if one.boxes and other.boxes:

@@ -7,33 +7,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torchvision.ops import box_iou
 
 from valora_data.schema import Box
 from valora_train.metrics.measures import IOU
 
 BACKGROUND = "background"  # where detections match no object, and objects no detection
 OTHER = "other"  # answers that are none of a domain's labels
-MAX_CLASSES = 50
-"""Most classes whose matrix is stored and drawn, and whose metrics MLflow draws."""
+MAX_CLASSES = 50  # most classes whose matrix is stored and drawn, and whose metrics MLflow draws
 
 
 @dataclass(frozen=True)
 class ClassReport:
-    """How well each class of a domain is told from the others.
-
-    Attributes:
-        labels: The classes.
-        rest: Name of what is none of the classes: `BACKGROUND` or `OTHER`.
-        matrix: (classes + 1, classes + 1) int64, counts by truth (row) and prediction (column);
-            `rest` comes last.
-        ap: COCO's average precision of each class with objects (`evaluate.Matches`).
-    """
+    """How well each class of a domain is told from the others."""
 
     labels: tuple[str, ...]
-    rest: str
+    rest: str  # name of what is none of the classes: `BACKGROUND` or `OTHER`
+    # (classes + 1, classes + 1), counts by truth (row) and prediction (column); `rest` comes last.
     matrix: NDArray[np.int64]
-    ap: Mapping[str, float] = field(default_factory=dict)
+    ap: Mapping[str, float] = field(default_factory=dict)  # as `evaluate.Matches`
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Precision, recall, F1, support (number of truths) and AP of each class; 0 / 0 is 0."""
@@ -90,9 +84,6 @@ def detection_report(
     object of another class by IoU 0.5 is a confusion of the two; what remains is matched with the
     background. Detections below the threshold do not count.
     """
-    import torch
-    from torchvision.ops import box_iou
-
     rest = len(labels)
     matrix = np.zeros((rest + 1, rest + 1), np.int64)
     for boxes, objects in zip(found, truth, strict=True):

@@ -53,16 +53,9 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Measure how fast a model answers batches of 32 samples, or of fewer if it is slow.
 
-    Args:
-        answer: Answers samples, whose images are decoded.
-        samples: Samples of the domain, at least one; the first 32 are used.
-        device: Device of the model in torch's terms, e.g. ``cuda``.
-        alone: Whether this process runs the model alone. Processes that run it together must ask it
-            equally often, whatever their clocks say: one batch to warm up, and one more.
-
-    Returns:
-        `images_per_second`, the median over the batches of about two seconds, in which every frame
-        of a video counts, and a question without an image as one; and `machine`.
+    Processes that run a model together (`alone` is false) must ask it equally often, whatever their
+    clocks say: one batch to warm up, and one more. `images_per_second` is the median over the
+    batches of about two seconds; every frame counts, and a question without an image as one.
     """
 
     def seconds(batch: Sequence[Sample]) -> float:

@@ -6,24 +6,16 @@ The metadata at the top are those of Hugging Face's model cards, whose `model-in
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+from rich.filesize import decimal
 
 from valora_data.wording import plural
-from valora_train.reporting.texts import (
-    BESIDE_OTHERS,
-    PROMISES,
-    accuracy_text,
-    bytes_text,
-    domain_table,
-    markdown_table,
-)
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult
+from valora_train.reporting.texts import BESIDE_OTHERS, PROMISES, domain_table, markdown_table
 
 BARS = "pictures/accuracy-of-all-domains.png"
 """Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""
-MAX_CLASSES = 30
 HUB_TASKS = {
     "detection": "object-detection", "classification": "image-classification",
     "video": "video-classification", "vqa": "visual-question-answering",
@@ -55,7 +47,7 @@ of 32, from decoded images to answers.
 
 ![accuracy of all domains]({bars})
 
-{classes}## Pictures
+## Pictures
 Images of the test split. True boxes are white, right predictions green, wrong ones red; the true \
 answer stands in grey below a wrong one.
 
@@ -66,15 +58,21 @@ answer stands in grey below a wrong one.
 {decisions}
 
 ## Use
-Serve the bundle with `valora-serve`, or load {what}:
-
-```python
-{code}
-```
+Serve the bundle with `valora-serve`{peft}
 
 The heads in `heads/` read the last hidden states of the domain's prompt; where a domain has no \
 head, the model writes the answer. `bundle.json` lists the prompt, adapter and head of every \
 domain; where the adapter is null, the base model answers without LoRA.
+"""
+PEFT = """, or load an adapter with PEFT:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json
+model = PeftModel.from_pretrained(base, "{}")
+```
 """
 
 
@@ -84,15 +82,11 @@ def confusion_file(domain: str) -> str:
 
 
 def bundle_card(manifest: dict[str, Any]) -> str:
-    """The README of a bundle, in markdown with the metadata of a model card.
-
-    Args:
-        manifest: Content of `bundle.json`.
-    """
+    """The README of a bundle, in markdown with the metadata of a model card."""
     domains, adapters = manifest["domains"], manifest["adapters"]
     packing = [
         (f"`{facts['path']}`", facts["rank"],
-         bytes_text(facts["bytes"]) if "bytes" in facts else "–", ", ".join(facts["domains"]))
+         decimal(facts["bytes"]) if "bytes" in facts else "–", ", ".join(facts["domains"]))
         for facts in adapters.values()
     ]  # fmt: skip
     if unpacked := [name for name, facts in domains.items() if facts["adapter"] is None]:
@@ -107,14 +101,6 @@ def bundle_card(manifest: dict[str, Any]) -> str:
     ]
     if manifest.get("rejected"):
         decisions += ["", "Rejected attempts:", "", *manifest["rejected"]]
-    code = [
-        "from transformers import AutoModelForImageTextToText",
-        "",
-        "base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json",
-    ]
-    if paths := [facts["path"] for facts in adapters.values()]:
-        code.insert(0, "from peft import PeftModel")
-        code.append(f'model = PeftModel.from_pretrained(base, "{paths[0]}")')
     return CARD.format(
         name=manifest["name"],
         version=manifest["version"],
@@ -126,42 +112,14 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         packing="\n".join(markdown_table(("adapter", "rank", "size", "domains"), packing)),
         promises="\n".join(domain_table(domains, adapters, (*PROMISES, *BESIDE_OTHERS))),
         bars=BARS,
-        classes=_classes(domains),
         pictures="\n".join(pictures),
         decisions="\n".join(decisions),
-        what="an adapter with PEFT" if paths else "the base model, as no domain needs an adapter",
-        code="\n".join(code),
+        peft=PEFT.format(next(iter(adapters.values()))["path"]) if adapters else ".",
     )
-
-
-def _classes(domains: dict[str, Any]) -> str:
-    """The section about single classes, of the domains that have several."""
-    rows = []
-    for name, facts in domains.items():
-        figures = facts["accuracy"].get("per_class", {})
-        worst = sorted(figures.items(), key=lambda item: item[1]["f1"])[:MAX_CLASSES]
-        rows += [
-            (name, label, one["support"],
-             *(accuracy_text(one.get(key)) for key in ("precision", "recall", "f1", "ap")))
-            for label, one in worst if len(figures) > 1
-        ]  # fmt: skip
-    columns = ("domain", "class", "truths", "precision", "recall", "f1", "AP")
-    text = (
-        f"On the test split; of each domain the {MAX_CLASSES} classes with the lowest F1 at most."
-    )
-    lines = ["## Classes", text, "", *markdown_table(columns, rows), "", ""]
-    return "\n".join(lines) if rows else ""
 
 
 def with_metadata(card: str, manifest: dict[str, Any]) -> str:
-    """A bundle's README with the metadata of model hubs, evaluation results included.
-
-    Args:
-        card: The README.
-        manifest: Content of `bundle.json`.
-    """
-    from huggingface_hub import ModelCardData
-
+    """A bundle's README with the metadata of model hubs, evaluation results included."""
     domains = manifest["domains"]
     tasks = {HUB_TASKS.get(facts.get("task") or "", "other") for facts in domains.values()}
     data = (manifest.get("lineage") or {}).get("data") or {}
@@ -185,8 +143,6 @@ def with_metadata(card: str, manifest: dict[str, Any]) -> str:
 
 def _results(name: str, facts: dict[str, Any], data: dict[str, Any]) -> list[EvalResult]:
     """The accuracy of a domain on test, and its mAP if it was measured."""
-    from huggingface_hub import EvalResult
-
     accuracy, metric = facts.get("accuracy") or {}, facts.get("metric") or "accuracy"
     extra = {
         "required": facts.get("required"),

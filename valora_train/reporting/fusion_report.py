@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag
+from PIL.Image import Image
 
 from valora_data.schema import Split
 from valora_data.wording import plural
 from valora_train.errors import TrackingError, UnreachableError
-from valora_train.fusion.decision import Verdict
+from valora_train.fusion.decision import Attempt, HeadOnlyDecision, Verdict
 from valora_train.fusion.history import attempt_as_json
+from valora_train.fusion.packing import Outcome
+from valora_train.fusion.plan import FusionPlan
+from valora_train.fusion.state import FusionState
+from valora_train.fusion.trainer import Trainer
 from valora_train.reporting import pictures, texts, tracking
+from valora_train.reporting.progress import Display
 from valora_train.reporting.tracking import ATTEMPT, FUSION, HEAD_ONLY, NOTE, PARENT, storing
-from valora_train.settings import as_dict
+from valora_train.settings import Settings, as_dict
 from valora_train.stage import digest
+from valora_train.tasks.base import Evaluation
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from PIL.Image import Image
-
-    from valora_train.fusion.decision import Attempt, HeadOnlyDecision
-    from valora_train.fusion.packing import Outcome
-    from valora_train.fusion.plan import FusionPlan
-    from valora_train.fusion.state import FusionState
-    from valora_train.fusion.trainer import OnFigures, Trainer
-    from valora_train.reporting.progress import Display
-    from valora_train.settings import Settings
-    from valora_train.tasks.base import Evaluation
-
-    OnStep = Callable[[int, int, float], None]
+OnStep = Callable[[int, int, float], None]
+OnFigures = Callable[[int, Mapping[str, float]], None]
 
 SHEET_IMAGES = 12  # images on a contact sheet
 TIMED_STEPS = 10  # of the first attempt, after its first step
@@ -56,17 +52,10 @@ def _logged(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class FusionReport:
-    """Reports one fusion.
+    """Reports one fusion, of domains that must keep the accuracies `required`.
 
-    Args:
-        display: The terminal.
-        trainer: Holds the samples that the contact sheets show.
-        required: Accuracy that each domain must keep.
-        data_sets: Samples with distilled labels, then samples with true labels, by domain.
-
-    Attributes:
-        told: Returns all attempts that were decided (see `fusion.history.History.told`).
-        run_id: The fusion's run in MLflow, if it is logged.
+    The trainer holds the samples that are shown; `data_sets` are those with distilled labels, then
+    those with true labels, by domain.
     """
 
     def __init__(
@@ -76,14 +65,13 @@ class FusionReport:
         required: Mapping[str, float],
         data_sets: Mapping[str, tuple[Path, Path]],
     ) -> None:
-        self.display = display
-        self._trainer = trainer
-        self._required = required
-        self._folders = data_sets
+        self.display, self._trainer = display, trainer
+        self._required, self._folders = required, data_sets
         self._timed: tuple[int, float] | None = None
         self._key = ""
+        # All attempts that were decided (see `fusion.history.History.told`).
         self.told: Callable[[], Sequence[Mapping[str, Any]]] = list
-        self.run_id = ""
+        self.run_id = ""  # the fusion's run in MLflow, if it is logged
 
     @contextmanager
     def running(self, settings: Settings, key: str, state: FusionState) -> Iterator[None]:
@@ -132,14 +120,9 @@ class FusionReport:
     ) -> Iterator[tuple[OnStep, OnFigures]]:
         """Show a training in the terminal and in MLflow while it runs.
 
-        Args:
-            what: What is trained.
-            name: Part of the names of its figures in a run that has several trainings.
-            new: Number of new domains of an attempt, which says how long attempts take.
-
-        Yields:
-            What is called with step, number of steps, and loss; and before that with step and
-            further figures.
+        In a run that has several trainings, names of figures end with `name`; the number of `new`
+        domains of an attempt says how long attempts take. Yields what is called with step, number
+        of steps, and loss; and before that with step and further figures.
         """
         figures: dict[str, float] = {}
         with ExitStack() as stack:
@@ -170,11 +153,9 @@ class FusionReport:
     @_logged
     def log_baselines(self, baselines: Mapping[str, Mapping[str, float | None]]) -> None:
         """Log what is known before the first attempt: accuracies by metric and domain."""
-        for metric, found in baselines.items():
-            known = {
-                f"{metric}/{name}": value for name, value in found.items() if value is not None
-            }
-            mlflow.log_metrics(known)
+        known = {f"{metric}/{name}": value for metric, found in baselines.items()
+                 for name, value in found.items() if value is not None}  # fmt: skip
+        mlflow.log_metrics(known)
 
     @contextmanager
     def attempt(self, attempt: Attempt) -> Iterator[tuple[OnStep, OnFigures]]:
@@ -202,12 +183,9 @@ class FusionReport:
             return
         self._timed = (-TIMED_STEPS, now)  # no later step is so far from it
         rate, count = (now - began) / TIMED_STEPS, len(self._required)
-        one, each = texts.duration(steps * rate), texts.duration(steps // new * count * rate)
-        self.display.note(
-            "fuse",
-            f"{steps} steps × {rate:.3g} s = {one} for this attempt; one for each of "
-            f"{plural(count, 'domain')}: {each}",
-        )
+        one, each = (timedelta(seconds=round(rate * n)) for n in (steps, steps // new * count))
+        told = f"{steps} steps × {rate:.3g} s = {one} for this attempt; one for each of "
+        self.display.note("fuse", f"{told}{plural(count, 'domain')}: {each}")
 
     def attempted(self, outcome: Outcome) -> None:
         """Log and write the outcome of the attempt that is running."""
@@ -308,10 +286,7 @@ def _fusion_run(settings: Settings, key: str, note: str, earlier: str | None) ->
 def run_of(settings: Settings, fused: Path, result: Mapping[str, Any]) -> str:
     """The run of a finished fusion; if the store has lost it, the result is logged into a new one.
 
-    Args:
-        settings: All settings.
-        fused: Output folder of stage `fuse`.
-        result: Content of its `fusion.json`.
+    `fused` is the output folder of its stage, `result` the content of `fusion.json` there.
     """
     key = fused.name.rpartition("-")[2]
     tracking.connect(settings.paths, f"valora/{settings.task.name}")

@@ -107,14 +107,8 @@ def _text(answer: Answer) -> str:
 def accuracy_bars(
     domains: Mapping[str, Mapping[str, Any]], adapters: Mapping[str, Mapping[str, Any]]
 ) -> Figure:
-    """A fusion in one picture: domains by adapter with accuracy, bar and teacher on one scale.
-
-    Metrics that end at 1 share one axis; those with another range, such as CIDEr, have their own.
-
-    Args:
-        domains: What a fusion promises of each domain (`domains` of `fusion.json`).
-        adapters: Rank and bytes of each adapter, in the order of the picture.
-    """
+    """A fusion in one picture: domains by adapter with accuracy, bar and teacher on one scale."""
+    # Metrics that end at 1 share one axis; those with another range, such as CIDEr, have their own.
     groups: dict[float, list[str]] = {}
     for name in by_adapter(domains, adapters):
         groups.setdefault(task_spec(domains[name]["task"]).largest, []).append(name)
@@ -168,12 +162,7 @@ def _bars(axes: Any, row: int, facts: Mapping[str, Any]) -> None:
 
 
 def confusion_matrix(domain: str, confusion: Mapping[str, Any]) -> Figure:
-    """A confusion matrix: counts, coloured by their share of the true class.
-
-    Args:
-        domain: The domain.
-        confusion: `names` of the classes, and `counts` by truth (row) and prediction (column).
-    """
+    """A confusion matrix: `counts` by truth (row) and prediction, coloured by share of the row."""
     names, counts = confusion["names"], np.array(confusion["counts"])
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = 2.5 + 0.55 * min(len(names), 30)
@@ -239,29 +228,6 @@ def packing_timeline(decisions: Sequence[AttemptDecision], seconds: Sequence[flo
         start += took
     axes.set_yticks(range(len(adapters)), adapters)
     axes.legend(shown.values(), shown, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.tight_layout()
-    return figure
-
-
-def accuracy_curve(points: Sequence[Mapping[str, float]], title: str) -> Figure:
-    """Accuracy of each domain, and their mean, against the number of domains in an adapter.
-
-    Args:
-        points: Accuracy of the domains in each attempt on the adapter.
-        title: Title of the figure.
-    """
-    figure = _figure(6, 3)
-    axes = figure.add_subplot(
-        title=title, xlabel="domains in the adapter", ylabel="accuracy on validation"
-    )
-    for name in dict.fromkeys(name for point in points for name in point):
-        mine = [point for point in points if name in point]
-        axes.plot([len(one) for one in mine], [one[name] for one in mine], marker="o", label=name)
-    held = [len(point) for point in points]
-    axes.plot(held, [float(np.mean([*point.values()])) for point in points], "k--", label="mean")
-    axes.set_xticks(held)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    axes.grid(alpha=0.3)
     figure.tight_layout()
     return figure
 

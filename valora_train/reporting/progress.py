@@ -6,29 +6,18 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
+from multiprocessing.connection import Connection
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Any
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from multiprocessing.connection import Connection
-    from typing import Any
-
-    Step = Callable[..., None]
-    """Shows a step: its number, that of all steps, the loss, and further figures by name."""
+Step = Callable[..., None]
+"""Shows a step: its number, that of all steps, the loss, and further figures by name."""
 
 NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 RATES = {"lr", "head_lr"}
@@ -40,10 +29,8 @@ MOST_RELAYED = 1000  # characters of a line
 class Display:
     """Shows progress; where the output is not a terminal, only finished steps are written.
 
-    Args:
-        console: The console to write to; standard output by default.
-        job: Name of this job among several that run in parallel; such jobs have no live line.
-        messages: What `relay` yields in the process whose display shows what this one does.
+    Jobs that run in parallel have names instead of a live line; `messages` is what `relay` yields
+    in the process whose display shows what this one does.
     """
 
     def __init__(
@@ -57,20 +44,20 @@ class Display:
         self._messages = messages
         if not self.console.is_terminal:
             self.console.width = LOG_WIDTH
-        self._live = Progress(
-            TextColumn("[bold]{task.fields[stage]:>8}[/] {task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+        self._live = bars.Progress(
+            bars.TextColumn("[bold]{task.fields[stage]:>8}[/] {task.description}"),
+            bars.BarColumn(bar_width=24),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.fields[note]}"),
+            bars.TimeElapsedColumn(),
+            bars.TextColumn("left"),
+            bars.TimeRemainingColumn(),
             console=self.console,
             transient=True,
             disable=not self.console.is_terminal or job is not None,
         )
         self._keys = count()
-        self._tasks: dict[Any, TaskID] = {}
+        self._tasks: dict[Any, bars.TaskID] = {}
 
     @contextmanager
     def __call__(self) -> Iterator[Display]:

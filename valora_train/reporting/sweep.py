@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock
 from hydra.experimental.callback import Callback
-from omegaconf import OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from valora_train.errors import without_passwords
+from valora_train.settings import Settings
 from valora_train.stage import read_json, write_json
 from valora_train.sweeps import SWEEP
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from omegaconf import DictConfig
-
-    from valora_train.settings import Settings
-
-JOBS = "sweeps"
-"""Folder, beside those of the stages, of what the jobs of each sweep returned."""
-STUDY = "valora.study"
-"""Tag of the parent run: what is compared, and a hash of it."""
+JOBS = "sweeps"  # folder, beside those of the stages, of what the jobs of each sweep returned
+STUDY = "valora.study"  # tag of the parent run: what is compared, and a hash of it
 
 
 class WithoutPasswords(Callback):
-    """Hands the jobs of a sweep a store with a password in their environment.
-
-    Hydra writes its configuration to `multirun.yaml`.
-    """
+    """Hands the jobs of a sweep a store with a password in their environment, not in a file."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Move the store out of the configuration and the overrides of the jobs."""
+        """Move the store out of what Hydra writes to `multirun.yaml`."""
         store, others = OmegaConf.select(config, "paths.tracking"), []
         for override in config.hydra.overrides.task:
             key, _, value = override.lstrip("+").partition("=")
@@ -54,13 +44,8 @@ class WithoutPasswords(Callback):
 def figures_of(fused: Path) -> dict[str, Any]:
     """What a job returns: figures of its fusion, by validation, so that test stays unseen.
 
-    Args:
-        fused: Output of stage `fuse`.
-
-    Returns:
-        `worst_margin` (the least accuracy minus requirement of any domain), `accuracy` (the mean
-        of all domains), `adapters`, `attempts`, `met` (domains at their requirement), `minutes`,
-        and `run` (id of the MLflow run).
+    `worst_margin` is the least accuracy minus requirement of any domain, `accuracy` the mean of
+    all, `met` the number of those at their requirement, `run` the id of the MLflow run.
     """
     result = read_json(fused / "fusion.json")
     domains = result["domains"].values()
@@ -79,14 +64,7 @@ def figures_of(fused: Path) -> dict[str, Any]:
 def record_job(
     settings: Settings, number: int, overrides: Sequence[str], figures: Mapping[str, Any]
 ) -> None:
-    """Add a job to the table of its sweep, and put its run below the sweep's.
-
-    Args:
-        settings: Settings of the job.
-        number: Number of the job, from 0.
-        overrides: Its overrides.
-        figures: What `figures_of` found.
-    """
+    """Add a job to the table of its sweep, and put its run below the sweep's."""
     sweep = os.environ.get(SWEEP)
     if sweep is None or not figures:
         return

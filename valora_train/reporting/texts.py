@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from rich.console import Console
+from rich.filesize import decimal
 from rich.markdown import Markdown
 
+from valora_data.contract.bundle import Bundle
 from valora_data.wording import plural
 from valora_train.fusion.decision import Verdict
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+Told = Mapping[str, Any]  # an entry of `fusion.history.History.told`
+Facts = Mapping[str, Any]  # the entry of a domain, or of an adapter, in a bundle's manifest
 
-    from rich.console import Console
-
-    from valora_data.contract.bundle import Bundle
-
-    Told = Mapping[str, Any]
-    """An entry of `fusion.history.History.told`."""
-    Facts = Mapping[str, Any]
-    """The entry of a domain, or of an adapter, in a bundle's manifest."""
-
-NOTE_LENGTH = 8000
-"""Most characters of a description in MLflow."""
+NOTE_LENGTH = 8000  # most characters of a description in MLflow
 
 
 # --- words and figures ----------------------------------------------------------------------------
@@ -32,14 +26,6 @@ NOTE_LENGTH = 8000
 def joined(names: Sequence[str]) -> str:
     """Names in a sentence: ``a``, ``a and b`` or ``a, b and c``."""
     return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
-
-
-def duration(seconds: float) -> str:
-    """A duration: ``38 s``, ``12 min 05 s`` or ``3 h 20 min``."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def accuracy_text(accuracy: float | None) -> str:
@@ -56,17 +42,8 @@ def adapter_texts(name: str | None, facts: Facts) -> list[str]:
     """An adapter in words: its name, rank and size, as far as they are known."""
     words = [name or "none"]
     words += [f"rank {facts['rank']}"] if "rank" in facts else []
-    words += [bytes_text(facts["bytes"])] if "bytes" in facts else []
+    words += [decimal(facts["bytes"])] if "bytes" in facts else []
     return words
-
-
-def bytes_text(size: int) -> str:
-    """A number of bytes with two digits, e.g. ``640 kB`` or ``1.2 MB``."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            amount = size / factor
-            return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:.0f} {unit}"
-    return f"{size} B"
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
@@ -111,7 +88,7 @@ def rejected_lines(attempts: Sequence[Told]) -> list[str]:
 
 def tried(told: Told) -> str:
     """What was tried: which domains, in which adapter, beside which others."""
-    new, moved = told["new"], told["moved"]
+    new = told["new"]
     text = f"tried {joined(new)}{' together' if len(new) > 1 else ''} in {told['adapter']}"
     if told["held"]:
         text += f" beside {joined(told['held'])}"
@@ -119,11 +96,7 @@ def tried(told: Told) -> str:
         text += " with its dedicated adapter: nothing was trained"
     else:
         text += ", a new adapter" + (" of its own" if len(new) == 1 else "")
-    if moved:
-        several = len(moved) > 1
-        text += f"; {joined(moved)} would leave the adapter{'s' if several else ''} that held "
-        text += "them" if several else "it"
-    return text
+    return f"{text}; {joined(told['moved'])} would move there" if told["moved"] else text
 
 
 def outcome_of(told: Told) -> str:
@@ -217,13 +190,7 @@ BESIDE_OTHERS = (
 def domain_table(
     domains: Mapping[str, Facts], adapters: Mapping[str, Facts], columns: Sequence[str]
 ) -> list[str]:
-    """A markdown table with a line for each domain, without columns that say nothing of any.
-
-    Args:
-        domains: Entry of each domain in the manifest.
-        adapters: Entry of each adapter in the manifest.
-        columns: Some of `PROMISES` and `BESIDE_OTHERS`.
-    """
+    """A markdown table with a line for each domain, without columns that say nothing of any."""
     rows = [_cells(name, facts, adapters) for name, facts in domains.items()]
     kept = [column for column in columns if any(row[column] != "–" for row in rows)]
     lines = markdown_table(kept, ([row[column] for column in kept] for row in rows))
@@ -288,17 +255,9 @@ def by_adapter(domains: Mapping[str, Facts], adapters: Iterable[str]) -> dict[st
 
 
 def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
-    """The description of a fusion in markdown: the packing, and what it was chosen over.
-
-    Args:
-        result: Content of `fusion.json`.
-        run_id: Id of the fusion's run.
-    """
-    adapters, attempts, speed = (
-        result.get("adapters", {}),
-        result["attempts"],
-        result.get("speed", {}),
-    )
+    """The description of a fusion (`fusion.json`): the packing, and what it was chosen over."""
+    adapters, attempts = result.get("adapters", {}), result["attempts"]
+    speed = result.get("speed", {})
     domains = by_adapter(
         {name: facts | {"speed": speed.get(name)} for name, facts in result["domains"].items()},
         adapters,
@@ -329,14 +288,7 @@ def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
 
 
 def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | None) -> None:
-    """Print the accuracies that a bundle promises.
-
-    Args:
-        bundle: The bundle.
-        console: The console to print to.
-        seconds: Duration of the whole run, in seconds.
-        link: Address of the fusion's run in MLflow's pages; None if there is none.
-    """
+    """Print what a bundle promises, how long the whole run took, and a link to its fusion."""
     domains, adapters, manifest = bundle.domains, bundle.adapters, bundle.manifest
     lines = [f"**{bundle.name}, version {bundle.version}**", ""]
     lines += [*domain_table(domains, adapters, PROMISES), ""]

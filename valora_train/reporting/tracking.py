@@ -13,31 +13,25 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlflow
 from alembic.util import CommandError
 from filelock import FileLock
-from mlflow.entities import Metric
+from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 from sqlalchemy import create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from valora_train.errors import TrackingError, without_passwords
 from valora_train.reporting.pictures import confusion_matrix
+from valora_train.settings import PathSettings
 from valora_train.stage import was_killed
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from mlflow.entities import Run
-
-    from valora_train.settings import PathSettings
-
-    Curve = Callable[[int, Mapping[str, float]], None]
-    """Logs the figures of a step."""
+Curve = Callable[[int, Mapping[str, float]], None]  # logs the figures of a step
 
 FUSION, ATTEMPT, HEAD_ONLY = "valora.fusion", "valora.attempt", "valora.head_only"
 TEACHER = "valora.teacher"
@@ -45,9 +39,7 @@ TEACHER = "valora.teacher"
 PARENT, NOTE, TABLES = "mlflow.parentRunId", "mlflow.note.content", "mlflow.loggedArtifacts"
 KIND, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
 """Tag of experiments with runs and metrics instead of chat traces."""
-LOCAL_SERVER = "http://127.0.0.1:5000"
-"""Where `make ui` and `mlflow ui` listen."""
-CURVE_SECONDS, CURVE_ROWS = 2.0, 450  # that are gathered for a request
+LOCAL_SERVER = "http://127.0.0.1:5000"  # where `make ui` and `mlflow ui` listen
 SERVERS = ("http:", "https:", "databricks")
 REMEDIES = {
     r"disk is full|no space": "free some space",
@@ -71,6 +63,7 @@ def use_store(uri: str | None) -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)  # a new database logs each migration
     logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # `storing` says more of what fails
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # 8 s, not four minutes
+    os.environ.setdefault("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS", "2")  # a request for many steps
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # with passwords
     mlflow.set_tracking_uri(uri or mlflow.get_tracking_uri())
 
@@ -179,14 +172,10 @@ def open_run(
 ) -> Iterator[str]:
     """An MLflow run, nested in the active one; its status says how the `with` block ended.
 
-    Args:
-        name: Name of the run.
-        tags: Its tags.
-        earlier: Id of a run to continue.
-        system: Whether memory and processor use are logged.
+    The run `earlier` is continued; memory and processor use are logged if asked for (`system`).
     """
     run_id = ""
-    source = {"mlflow.source.name": "valora-train", "mlflow.source.type": "LOCAL"}
+    tags = {"mlflow.source.name": "valora-train", "mlflow.source.type": "LOCAL"} | tags
 
     def end(status: str) -> None:
         active = mlflow.active_run()
@@ -197,7 +186,7 @@ def open_run(
     try:
         with storing():
             run = mlflow.start_run(
-                earlier, run_name=name, nested=True, tags=source | tags, log_system_metrics=system
+                earlier, run_name=name, nested=True, tags=tags, log_system_metrics=system
             )
             run_id = run.info.run_id
         yield run_id
@@ -219,28 +208,16 @@ def active() -> str:
 def curve() -> Iterator[Curve]:
     """Log a training into the active run without slowing it down: MLflow's own thread sends."""
     run_id, client = active(), mlflow.MlflowClient()
-    rows: list[Metric] = []
     sent: list[Any] = []
-    due = time.monotonic() + CURVE_SECONDS
-
-    def send() -> None:
-        nonlocal due
-        sent.append(client.log_batch(run_id, metrics=rows.copy(), synchronous=False))
-        rows.clear()
-        due = time.monotonic() + CURVE_SECONDS
 
     def add(step: int, figures: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        rows.extend(Metric(key, value, now, step) for key, value in figures.items())
-        if len(rows) >= CURVE_ROWS or time.monotonic() >= due:
-            send()
+        rows = [Metric(key, value, now, step) for key, value in figures.items()]
+        sent.append(client.log_batch(run_id, metrics=rows, synchronous=False))
 
-    try:
-        yield add
-    finally:
-        if rows:
-            send()
+    yield add
     with storing():
+        mlflow.flush_async_logging()
         for operations in sent:
             operations.wait()
 
@@ -263,16 +240,10 @@ def teacher_run(
 
 def log_config(config: Mapping[str, Any]) -> None:
     """Log a configuration into the active run: as flat parameters, and as a file."""
-
-    def flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in values.items():
-            if isinstance(value, dict) and value:
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
+    from transformers.utils import flatten_dict
 
     with storing():
-        mlflow.log_params(dict(flat(config, "")))
+        mlflow.log_params(flatten_dict(dict(config)))
         mlflow.log_dict(dict(config), "config.yaml")
 
 
@@ -288,15 +259,16 @@ def log_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], file: str) 
 def log_classes(domain: str, facts: Mapping[str, Any]) -> None:
     """Log `ClassReport.as_json` into the active run: metrics, a table and a confusion matrix."""
     measured = ("precision", "recall", "f1", "ap")
-    rows: list[list[Any]] = []
-    values: dict[str, float] = {}
-    for label, one in facts["per_class"].items():
-        rows.append([label, one["support"]])
-        rows[-1] += [round(one[key], 4) if key in one else "" for key in measured]
-        name = re.sub(r"[^\w\-. :]", "_", label).strip(".") or "_"  # what MLflow allows
-        values |= {f"{key}/{domain}/{name}": one[key] for key in measured if key in one}
+    rows = [
+        [label, one["support"], *(round(one[key], 4) if key in one else "" for key in measured)]
+        for label, one in facts["per_class"].items()
+    ]
     log_table(("class", "support", *measured), rows, f"classes/{domain}.json")
     if "confusion" in facts:  # not too many classes to be drawn
+        values: dict[str, float] = {}
+        for label, one in facts["per_class"].items():
+            name = re.sub(r"[^\w\-. :]", "_", label).strip(".") or "_"  # what MLflow allows
+            values |= {f"{key}/{domain}/{name}": one[key] for key in measured if key in one}
         mlflow.log_metrics(values)
         matrix = confusion_matrix(domain, facts["confusion"])
         mlflow.log_figure(matrix, f"pictures/{domain}-confusion.png")

@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlflow
 
@@ -19,9 +21,7 @@ from valora_train.reporting import tracking
 from valora_train.reporting.tracking import LOCAL_SERVER
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from fastapi import FastAPI, Request
+    from fastapi import FastAPI
 
 CHOOSE = (
     "<script>localStorage.getItem('mlflow.workflowType_v1')||"
@@ -31,29 +31,15 @@ CHOOSE = (
 
 def create_app() -> FastAPI:
     """MLflow's server, whose start page chooses Model training (an ``mlflow.app``)."""
+    from mlflow.server import app as pages
     from mlflow.server.fastapi_app import app
 
-    return choosing_model_training(app)
-
-
-def choosing_model_training(app: FastAPI) -> FastAPI:
-    """Put the script that chooses Model training into the start page of an application."""
-    from fastapi.responses import HTMLResponse
-
-    @app.middleware("http")
-    async def changed(request: Request, proceed: Callable[..., Awaitable[Any]]) -> Any:
-        if request.url.path != "/" or request.method != "GET":
-            return await proceed(request)
-        # A browser may have a copy of the page from MLflow itself.
-        conditions = (b"if-none-match", b"if-modified-since")
-        headers = [pair for pair in request.scope["headers"] if pair[0] not in conditions]
-        request.scope["headers"] = headers
-        answer = await proceed(request)
-        page = b"".join([part async for part in answer.body_iterator]).decode()
-        page = page.replace("<head>", f"<head>{CHOOSE}", 1)
-        return HTMLResponse(page, answer.status_code, {"cache-control": "no-cache"})
-
-    return app
+    page = Path(pages.static_folder, "index.html").read_text(encoding="utf-8")
+    changed = page.replace("<head>", f"<head>{CHOOSE}", 1)
+    # Not cached: a browser may have a copy of the page from MLflow itself.
+    pages.view_functions["serve"] = lambda: (changed, {"Cache-Control": "no-store"})
+    served: FastAPI = app
+    return served
 
 
 def latest_fusions() -> list[tuple[str, str, str | None]]:

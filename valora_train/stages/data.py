@@ -10,45 +10,26 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.hashing import hash_files
 from valora_data.identity import code_hash, hub_commit
-from valora_data.prepare import TRUTH, prepare
+from valora_data.prepare import prepare
 from valora_data.schema import Split
 from valora_data.shards import open_shard
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import files_of, open_source
-from valora_train.settings import as_dict
+from valora_train.reporting.progress import Step
+from valora_train.settings import DomainSettings, as_dict
 from valora_train.stage import Stage, write_json
-
-if TYPE_CHECKING:
-    from valora_data.schema import Task
-    from valora_train.reporting.progress import Step
-    from valora_train.settings import DomainSettings
-
-__all__ = ["TRUTH", "build_data", "data_stage"]
 
 HASHES = "hashes"  # folder in the work folder that remembers the hashes of single files
 FAULTS = "faults.json"  # what was skipped, in the stage's folder
 
 
-def task_of(domain: DomainSettings) -> Task:
-    """The task type of a domain."""
-    assert domain.task is not None, "`Settings.chosen` fills it in"
-    return domain.task
-
-
 def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
-    """The stage that reads and splits a domain's data.
-
-    Hashes of files are remembered in `work`, the folder of all stages; without it all are read.
-
-    Raises:
-        DataError: If the data does not exist or cannot be read.
-    """
+    """The stage that reads and splits a domain's data; `work` remembers hashes of files."""
     source = domain.source
     inputs = {}
     if code := code_hash(type(source.format).__module__):
@@ -86,12 +67,7 @@ def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
 
 
 def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: None) -> None:
-    """Write the splits into the stage's folder.
-
-    Raises:
-        DataError: If a split would be empty or shares an image with another split, too many images
-            have faults, or all training samples have the same answer or none.
-    """
+    """Write the splits into the stage's folder."""
     source = domain.source
     total = sum(source.counts.values())
     fractions = {Split(split): share for split, share in source.fractions.items()}
@@ -114,7 +90,7 @@ def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: 
 
 def _check_answers(domain: DomainSettings, folder: Path) -> None:
     """Check that a head can learn from the labelled training samples."""
-    spec, labels = task_of(domain).spec, domain.labels
+    spec, labels = domain.task_type.spec, domain.labels
     answers = open_shard(folder / Split.TRAIN).answers()
     if spec.detects and domain.source.kind != "images" and not any(one.boxes for one in answers):
         raise DataError(

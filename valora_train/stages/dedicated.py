@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.checkpoint import Checkpoint
 from valora_data.contract.base_model import base_hash, processor_hash
+from valora_data.cpu import usable_cores
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
 from valora_train.fusion.facts import domain_facts, training_facts
@@ -27,7 +28,7 @@ from valora_train.fusion.packing import (
     stop_if_diverged,
 )
 from valora_train.fusion.state import SNAPSHOTS, read_snapshot, snapshot_file, write_snapshot
-from valora_train.processes import trial_processes, worker_processes
+from valora_train.processes import worker_processes
 from valora_train.reporting.progress import stopwatch
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT
@@ -124,7 +125,7 @@ def _train_missing(settings: Settings, domains: Sequence[DomainInputs], display:
     work = Path(settings.paths.work)
     left = [item for item in domains if not dedicated_stage(settings, item).is_done(work)]
     names = [item.settings.name for item in left]
-    count = min(trial_processes(settings.fusion.processes), len(left))
+    count = min(settings.fusion.processes or usable_cores(), len(left))
     if not left:
         return
     with display.work("alone", f"{len(left)} trainings") as on_step, stopwatch() as seconds:

@@ -10,27 +10,25 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from valora_data import shards
 from valora_data.errors import DataError
+from valora_data.prepare import TRUTH
 from valora_data.schema import Answer, Split
 from valora_data.wording import plural
+from valora_teachers.base import CHECKPOINT, LOOK_SAMPLES, Teacher, check_answers
+from valora_teachers.registry import KINDS, NAMES, load_teacher, make_teacher, teacher_facts
 from valora_train.metrics.evaluate import match
 from valora_train.metrics.measures import calibration_error
 from valora_train.metrics.speed import Pace
-from valora_train.settings import LABELS, as_dict
+from valora_train.reporting.progress import Step
+from valora_train.settings import LABELS, DomainSettings, TeacherSettings, as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
-from valora_train.stages.data import HASHES, TRUTH, task_of
+from valora_train.stages.data import HASHES
 from valora_train.tasks.registry import TASK_TYPES
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from valora_teachers.base import OnEpoch, Teacher
-    from valora_train.settings import DomainSettings, TeacherSettings
-
-    Answers = dict[Split, list[Answer]]
+Answers = dict[Split, list[Answer]]
 
 TRAIN = "train"  # value of `domains.*.teacher`: a teacher is trained first
 TAUGHT = "taught"
@@ -42,17 +40,13 @@ TESTED = "tested.json"
 def teach_stage(
     domain: DomainSettings, teacher: TeacherSettings, data: Path, work: Path | None = None
 ) -> Stage | None:
-    """The stage that trains or copies a domain's teacher; None if there is nothing to do.
-
-    Hashes of files are remembered in `work`, the folder of all stages; without it all are read.
-    """
-    from valora_teachers.registry import NAMES, teacher_facts
-
-    if domain.teacher == LABELS or (domain.teacher != TRAIN and _artefact(teacher) is None):
+    """The stage that trains or copies a domain's teacher; None if there is nothing to do."""
+    trained = domain.teacher == TRAIN
+    if domain.teacher == LABELS or (not trained and KINDS[teacher.kind].artefact is None):
         return None
     name, task = f"teach-{domain.name}", str(domain.task)
     settings: dict[str, Any] = {"labels": domain.labels, "kind": teacher.kind, "task": task}
-    if domain.teacher == TRAIN:
+    if trained:
         settings["options"] = {k: v for k, v in teacher.options.items() if k != NAMES}
         _, inputs = teacher_facts(teacher.kind, None, settings["options"])
         inputs |= {"train": digest(data / Split.TRAIN)}
@@ -68,17 +62,14 @@ def teach_stage(
 
 
 def build_teacher(
-    domain: DomainSettings, teacher: TeacherSettings, data: Path, folder: Path, on_epoch: OnEpoch
+    domain: DomainSettings, teacher: TeacherSettings, data: Path, folder: Path, on_epoch: Step
 ) -> None:
     """Write the teacher's file or folder into the stage's folder."""
     if domain.teacher != TRAIN:
         _load(domain.teacher, domain, teacher)  # raises unless it is a teacher of these labels
         copy = shutil.copytree if Path(domain.teacher).is_dir() else shutil.copyfile
-        copy(domain.teacher, folder / str(_artefact(teacher)))
+        copy(domain.teacher, folder / str(KINDS[teacher.kind].artefact))
         return
-    from valora_teachers.base import CHECKPOINT, LOOK_SAMPLES
-    from valora_teachers.registry import make_teacher
-
     for item in folder.iterdir():  # of an interrupted training only the checkpoint counts
         if item.is_dir():
             shutil.rmtree(item)
@@ -87,7 +78,7 @@ def build_teacher(
     samples = shards.read(intact(data / Split.TRAIN))
     val = shards.open_shard(data / Split.VAL)  # for the curve; the training depends on none of it
     looked_at = [val[number] for number in range(min(len(val), LOOK_SAMPLES))]
-    model = make_teacher(teacher.kind, task_of(domain), domain.labels, teacher.options)
+    model = make_teacher(teacher.kind, domain.task_type, domain.labels, teacher.options)
     report = model.train(samples, folder, on_epoch, looked_at)
     write_json(folder / REPORT, report)
 
@@ -106,8 +97,6 @@ def distill_stage(
     if domain.teacher == LABELS:
         settings["teacher"] = LABELS
     else:
-        from valora_teachers.registry import teacher_facts
-
         weights = domain.teacher if taught is None else None
         cache = _cache(domain, work)
         facts, hashes = teacher_facts(teacher.kind, weights, teacher.options, domain.prompt, cache)
@@ -116,7 +105,7 @@ def distill_stage(
         settings |= facts
         inputs |= hashes
         if taught is not None:
-            inputs["teacher"] = digest(taught / str(_artefact(teacher)))
+            inputs["teacher"] = digest(taught / str(KINDS[teacher.kind].artefact))
         if not teacher.labelled:
             splits.remove(Split.TRAIN)
         splits += [Split.VAL, Split.TEST]  # for the report
@@ -132,7 +121,7 @@ def build_distilled(
     data: Path,
     taught: Path | None,
     folder: Path,
-    on_batch: Callable[[int, int, float], None] = lambda *_: None,
+    on_batch: Step = lambda *_: None,
 ) -> None:
     """Write `taught` (the LMM's training samples) and `report.json` into the stage's folder."""
     if domain.teacher == LABELS:
@@ -143,9 +132,8 @@ def build_distilled(
         shards.write(kept, domain.labels, folder / TAUGHT)
         write_json(folder / REPORT, {"teacher": LABELS, "samples": len(kept)})
         return
-    from valora_teachers.base import check_answers
-
-    weights = domain.teacher if taught is None else intact(taught / str(_artefact(teacher)))
+    artefact = str(KINDS[teacher.kind].artefact)
+    weights = domain.teacher if taught is None else intact(taught / artefact)
     model, pace = _load(weights, domain, teacher), Pace()
 
     def answered(done: int, total: int) -> None:
@@ -160,11 +148,11 @@ def build_distilled(
         pace.start(samples)
         found[split] = model.answer(samples, answered)
         pace.on_batch(len(samples))  # some teachers report no batches
-        check_answers(f"the teacher of domain {domain.name}", task_of(domain), found[split])
+        check_answers(f"the teacher of domain {domain.name}", domain.task_type, found[split])
         known = data / (TRUTH if split is Split.UNLABELLED else split)
         if known.is_dir():
             truth[split] = shards.open_shard(intact(known)).answers()
-    keep = _keep_boxes if task_of(domain).spec.detects else _keep_answers
+    keep = _keep_boxes if domain.task_type.spec.detects else _keep_answers
     answers, report = keep(domain, teacher, found, truth)
     kept = [
         replace(sample, answer=answer)
@@ -185,10 +173,7 @@ def build_distilled(
 def _keep_boxes(
     domain: DomainSettings, teacher: TeacherSettings, found: Answers, truth: Answers
 ) -> tuple[list[Answer], dict[str, Any]]:
-    """Keep all images, with the boxes whose confidence reaches the threshold.
-
-    mAP and calibration error are those of all boxes that the teacher gives.
-    """
+    """Keep all images, with the boxes from the threshold on; mAP and ECE are of all boxes."""
     matches = {
         split: match([one.boxes for one in found[split]], [one.boxes for one in known],
                      domain.labels)
@@ -227,17 +212,14 @@ def _keep_answers(
     said = [one if one.boxes or one.choice or one.captions else None for one in answers]
     kept = [one if one and _confidence(one) >= least else None for one in said]
     if not any(kept):
-        asked = plural(len(answers), "unlabelled sample")
         raise DataError(
-            f"the teacher of domain {domain.name} is sure enough of none of {asked}: check its "
-            "labels, or lower teacher.threshold"
-            if any(said)
-            else f"the teacher of domain {domain.name} answers none of {asked}: check what it is "
-            "asked, or choose another one"
+            f"the teacher of domain {domain.name} answers none of "
+            f"{plural(len(answers), 'unlabelled sample')} at confidence {least:g}: check its "
+            "labels and what it is asked, or lower teacher.threshold"
         )
     accuracy = {}
     for split, known in truth.items():
-        scores = TASK_TYPES[task_of(domain)].measure(found[split], known)
+        scores = TASK_TYPES[domain.task_type].measure(found[split], known)
         accuracy[split] = {"accuracy": scores.mean, "ci95": scores.interval(), **scores.details}
         if (ece := calibration_error(found[split], known)) is not None:
             accuracy[split]["ece"] = ece
@@ -253,7 +235,7 @@ def _confidence(answer: Answer) -> float:
 
 def _shown(domain: DomainSettings, answer: Answer, sure: float) -> Any:
     """A teacher's answer as golden examples hold answers; None if there is none."""
-    if answer.boxes or task_of(domain).spec.detects:
+    if answer.boxes or domain.task_type.spec.detects:
         return [
             {"label": box.label, "box": list(box.xyxy), "confidence": box.confidence}
             for box in answer.boxes
@@ -266,39 +248,27 @@ def _shown(domain: DomainSettings, answer: Answer, sure: float) -> Any:
     return {"label": answer.choice} | ({"confidence": max(answer.soft)} if answer.soft else {})
 
 
-def _artefact(teacher: TeacherSettings) -> str | None:
-    """Name of the trained model's file or folder; None for models that are used where they are."""
-    from valora_teachers.registry import KINDS
-
-    return KINDS[teacher.kind].artefact
-
-
 def _cache(domain: DomainSettings, work: Path | None) -> Path | None:
     return None if work is None else work / HASHES / f"{domain.name}.teacher.json"
 
 
 def _load(weights: str | Path, domain: DomainSettings, teacher: TeacherSettings) -> Teacher:
-    from valora_teachers.registry import load_teacher
-
     return load_teacher(
-        teacher.kind, weights, domain.labels, teacher.options, task_of(domain), domain.prompt
+        teacher.kind, weights, domain.labels, teacher.options, domain.task_type, domain.prompt
     )
 
 
 def describe_distilled(distilled: Path) -> str:
     """What the teacher labelled, and how well it agrees with the truth, for the terminal."""
     report = read_json(intact(distilled / REPORT))
-    if "accuracy" not in report:
-        return f": {plural(report['samples'], 'labelled sample')}"
-    split = Split.UNLABELLED if Split.UNLABELLED in report["accuracy"] else Split.VAL
-    agreement = f"{report['accuracy'][split]['accuracy']:.3f} against the truth"
+    told = f": {plural(report['samples'], 'labelled sample')}"
     if "boxes" in report:
-        return (
-            f": {plural(report['boxes'], 'box|boxes')} from confidence "
-            f"{report['threshold']:.2f} on "
-            f"{plural(report['samples'], 'image')}, F1 {agreement}"
-        )
-    return f": {plural(report['samples'], 'answer')}, {agreement}"
+        boxes = plural(report["boxes"], "box|boxes")
+        told += f", {boxes} from confidence {report['threshold']:.2f}"
+    if accuracy := report.get("accuracy"):
+        reached = accuracy.get(Split.UNLABELLED) or accuracy[Split.VAL]
+        told += f", {reached['accuracy']:.3f} against the truth"
+    return told
 
 
 def teacher_accuracy(distilled: Path, split: Split) -> float | None:
@@ -308,11 +278,7 @@ def teacher_accuracy(distilled: Path, split: Split) -> float | None:
 
 
 def teacher_figures(distilled: Path) -> dict[str, Any]:
-    """What the teacher reaches on the test split, in the words of the manifest.
-
-    `teacher` is its accuracy, None where there is no teacher; `teacher_ci95`, `teacher_map`,
-    `teacher_ece` and so on are its interval and further metrics.
-    """
+    """What the teacher reaches on test, in the words of the manifest; `teacher` is its accuracy."""
     figures = read_json(intact(distilled / REPORT)).get("accuracy", {}).get(Split.TEST, {})
     return {"teacher": figures.pop("accuracy", None)} | {
         f"teacher_{key}": value
@@ -324,9 +290,7 @@ def teacher_figures(distilled: Path) -> dict[str, Any]:
 def answers_on_test(distilled: Path) -> list[Any]:
     """The teacher's answers on the test split, in its order, as golden examples hold answers.
 
-    Lists of boxes from the teacher's threshold on, ``{"label", "confidence"}`` or ``{"text"}``,
-    None where it gave no answer; nothing where there is no teacher, or the output of stage
-    `distill` is of an earlier version.
+    Nothing where there is no teacher, or the output of stage `distill` is of an earlier version.
     """
     file = distilled / TESTED
     return list(read_json(intact(file))) if file.exists() else []

@@ -6,15 +6,15 @@ The bundle is written to ``bundles/<task>``; the previous version is moved to
 
 from __future__ import annotations
 
-import gc
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+from accelerate.utils.memory import clear_device_cache
 
 from valora_data import shards
 from valora_data.contract.base_model import base_hash
@@ -29,17 +29,12 @@ from valora_train.reporting.fusion_report import run_of
 from valora_train.reporting.pictures import accuracy_bars, confusion_matrix
 from valora_train.reporting.texts import rejected_lines
 from valora_train.reporting.tracking import register_bundle
-from valora_train.settings import as_dict
+from valora_train.settings import Settings, as_dict
 from valora_train.stage import intact, read_json, versions, write_json
 from valora_train.stages.distill import answers_on_test
+from valora_train.stages.fuse import DomainInputs
 from valora_train.stages.gate import BundleModel
 from valora_train.stages.memorise import ENCODER
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from valora_train.settings import Settings
-    from valora_train.stages.fuse import DomainInputs
 
 EXAMPLES_PER_DOMAIN = 2
 FUSION_KEY = "fusion_stage"
@@ -49,15 +44,7 @@ ENCODER_NAME = "memory"  # of a bundle's encoder of memory tokens, which began t
 def export_bundle(
     settings: Settings, domains: Sequence[DomainInputs], fused: Path
 ) -> tuple[Bundle, bool]:
-    """Write, check, register and publish the bundle of a fusion.
-
-    Returns:
-        The bundle, and whether it was up to date.
-
-    Raises:
-        BundleError: If the bundle's folder holds something else than an older version of it.
-        GateError: If the reloaded bundle does not reproduce what was measured in training.
-    """
+    """Write, check, register and publish the bundle of a fusion; also whether it was up to date."""
     place = Path(settings.paths.bundles) / settings.task.name
     previous = _read_previous(place, settings.task.name)
     if previous is not None and previous.manifest["lineage"][FUSION_KEY] == fused.name:
@@ -70,9 +57,9 @@ def export_bundle(
     older = [int(version) for version in kept if version.isdecimal()]
     version = max([*older, previous.version if previous else 0]) + 1
     try:
-        _free_memory()
+        clear_device_cache(garbage_collection=True)  # another model is loaded next
         _write_bundle(partial, settings, domains, fused, result, version)
-        _free_memory()
+        clear_device_cache(garbage_collection=True)
         _run_gate(partial, domains, settings.model.device)
         bundle = read_bundle(partial)
         _register(bundle)
@@ -89,13 +76,6 @@ def export_bundle(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return Bundle(place, bundle.manifest), False
-
-
-def _free_memory() -> None:
-    """Give back the memory of models that are no longer used: another one is loaded next."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _read_previous(place: Path, name: str) -> Bundle | None:

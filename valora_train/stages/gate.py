@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
+from transformers.utils import logging
 
 from valora_data import shards
 from valora_data.contract.bundle import FILE_BYTES, GOLDEN, Bundle, check_base, read_bundle
@@ -23,28 +25,15 @@ from valora_data.wording import plural
 from valora_train.errors import GateError
 from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
+from valora_train.tasks.base import DomainTask, Prediction
 from valora_train.tasks.registry import load_head, make_task
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from valora_train.tasks.base import DomainTask, Prediction
 
 WEIGHTS = "adapter_model.safetensors"
 ACCURACY_TOLERANCE = 1e-3
 
 
 class BundleModel:
-    """A bundle loaded on its base model.
-
-    Args:
-        bundle: The bundle.
-        base: Id of the base model; the one that the bundle names by default.
-        device: Device in torch's terms, e.g. `cuda`.
-
-    Attributes:
-        tasks: Task of each domain.
-    """
+    """A bundle loaded on its base model, or on one of another name (`base`)."""
 
     def __init__(self, bundle: Bundle, base: str | None = None, device: str = "cpu") -> None:
         self._bundle = bundle
@@ -94,11 +83,7 @@ class BundleModel:
 
 
 def check_golden(model: BundleModel, bundle: Bundle) -> int:
-    """Replay the golden examples; gives their number.
-
-    Raises:
-        GateError: If an answer differs from the expected one.
-    """
+    """Replay the golden examples; gives their number."""
     examples = json.loads((bundle.folder / GOLDEN).read_text(encoding="utf-8"))
     for example in examples:
         images = []
@@ -120,11 +105,7 @@ def check_golden(model: BundleModel, bundle: Bundle) -> int:
 
 
 def check_accuracy(model: BundleModel, bundle: Bundle, data: Mapping[str, Path]) -> None:
-    """Measure the accuracy on the test split of outputs of stage `data`, by domain.
-
-    Raises:
-        GateError: If the accuracy of a domain is not the one that was measured in training.
-    """
+    """Measure the accuracy on the test split of outputs of stage `data`, by domain."""
     for name, folder in data.items():
         reached = model.accuracy(name, shards.read(folder / Split.TEST))
         promised = bundle.domains[name]["accuracy"]["test"]
@@ -146,8 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="data stage of a domain, whose test split is measured again",
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
-    from transformers.utils import logging
-
     logging.disable_progress_bar()  # of loading
     try:
         bundle = read_bundle(chosen.bundle)

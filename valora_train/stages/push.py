@@ -9,14 +9,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 
 from valora_data.contract.bundle import read_bundle, write_manifest
 from valora_train.errors import PushError
 from valora_train.reporting.cards import with_metadata
-
-if TYPE_CHECKING:
-    from valora_train.settings import Settings
+from valora_train.settings import Settings
 
 CARD = "README.md"
 
@@ -25,18 +26,8 @@ def push(settings: Settings) -> str:
     """Upload the bundle of a task, or the one that `push.bundle` names.
 
     The repository is made if there is none. What has not changed is not sent again, so an upload
-    that was interrupted is repeated by the same command.
-
-    Returns:
-        Address of the uploaded commit.
-
-    Raises:
-        BundleError: The bundle does not exist, or was changed since it was exported.
-        PushError: The hub refuses it or cannot be reached; the message says why.
+    that was interrupted is repeated by the same command. Gives the address of the commit.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
     asked = settings.push
     if not asked.repo:
         raise PushError("command=push needs a repository: set push.repo=owner/name")

@@ -8,17 +8,19 @@ costs nothing in a training step.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torchvision.ops import box_area, clip_boxes_to_image
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
+from torchvision.tv_tensors import BoundingBoxes
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from valora_data.schema import Answer, Sample
-    from valora_train.settings import AugmentSettings
+from valora_data.schema import Answer, Sample
+from valora_train.settings import AugmentSettings
 
 GREY = 114  # fills what a rotation or a shift leaves free, as Ultralytics does
 BLUR_KERNEL = 7  # pixels
@@ -37,9 +39,6 @@ class Augmenter:
 
     def __call__(self, sample: Sample, view: int) -> Sample:
         """An augmented view of a sample, by its number; the images keep their sizes."""
-        from torchvision.transforms.v2 import functional
-        from torchvision.tv_tensors import BoundingBoxes
-
         width, height = sample.image.size
         images = [functional.to_image(image.convert("RGB")) for image in sample.images]
         boxes = None
@@ -59,8 +58,6 @@ class Augmenter:
         return replace(sample, image=first, rest=tuple(rest), answer=answer)
 
     def _transforms(self, width: int, height: int) -> Iterator[Any]:
-        from torchvision.transforms import v2
-
         asked = self._settings
         if self._geometric and (asked.rotate or asked.shift):
             bilinear, shift = v2.InterpolationMode.BILINEAR, (asked.shift, asked.shift)
@@ -81,8 +78,6 @@ class Augmenter:
 
     def _with_boxes(self, answer: Answer, moved: torch.Tensor, width: int, height: int) -> Answer:
         """The answer with its boxes where they are now, without those that are hardly visible."""
-        from torchvision.ops import box_area, clip_boxes_to_image
-
         clipped = clip_boxes_to_image(moved.double(), (height, width))
         visible = box_area(clipped) / box_area(moved.double()).clamp_min(1e-9)
         kept = (visible >= self._settings.least_visible) & (box_area(clipped) > 0)

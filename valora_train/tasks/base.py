@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, get_type_hints
 
 import torch
+from PIL import ImageOps
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from valora_data.contract.head import Head
@@ -73,23 +75,14 @@ class DomainTask(ABC):
         video: Whether samples are videos and not images.
         first_head: (5, width + 1), weight and bias of a generic objectness and box head that the
             base model ships, if there is one.
-
-    Attributes:
-        spec: What is declared about the task type.
-        whole_prompt: Whether the tokens behind the last visual token are needed.
-        geometric: Whether crops, rotations and shifts of an image leave its answer right, its boxes
-            being moved along; otherwise augmentation changes colours and sharpness only.
-        remembers: Whether the head is a memory that stands before the prompt
-            (`valora_train.model.memory`), instead of reading hidden states.
-        options_type: A dataclass of the settings that only this task type has; they are given in
-            `heads.options`, below the name of the task type. None if it has none.
-        options: The domain's settings of that dataclass; None if the task type has none.
     """
 
-    spec: ClassVar[TaskSpec]
-    whole_prompt: ClassVar[bool] = True
+    spec: ClassVar[TaskSpec]  # what is declared about the task type
+    whole_prompt: ClassVar[bool] = True  # the tokens behind the last visual token are needed
+    # Answers stay right, boxes being moved along, where an image is cropped, turned or shifted.
     geometric: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False  # the head is a memory before the prompt (`model.memory`)
+    # Dataclass of the settings below `heads.options.NAME`, which `options` holds then.
     options_type: ClassVar[type | None] = None
 
     def __init__(
@@ -103,13 +96,7 @@ class DomainTask(ABC):
 
     @classmethod
     def read_options(cls, name: str, values: Mapping[str, Any]) -> Any:
-        """Read the settings of the task type `name`, as they are given in `heads.options`.
-
-        Raises:
-            SettingsError: A key is unknown, or a value is missing or of the wrong type.
-        """
-        from pydantic import TypeAdapter, ValidationError
-
+        """Read the settings of the task type `name`, as they are given in `heads.options`."""
         if cls.options_type is None:
             if values:
                 raise SettingsError(
@@ -128,11 +115,7 @@ class DomainTask(ABC):
     @classmethod
     @abstractmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-        """The standard metric of predicted answers, of the LMM or of a teacher.
-
-        Raises:
-            DataError: The truth of a sample is not known.
-        """
+        """The standard metric of predicted answers, of the LMM or of a teacher."""
 
     # --- learning -------------------------------------------------------------------------------
 
@@ -149,24 +132,15 @@ class DomainTask(ABC):
 
     def mirrored(self, sample: Sample) -> Sample:
         """The sample with its images mirrored left to right; the answer stays."""
-        from PIL import ImageOps
-
         first, *rest = (ImageOps.mirror(image) for image in sample.images)
         return replace(sample, image=first, rest=tuple(rest))
 
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> Any:
-        """What a head learns of samples: `Targets` or a tensor; None where answers are text.
-
-        Raises:
-            DataError: A sample has no answer that can be learnt.
-        """
+        """What a head learns of samples: `Targets` or a tensor; None where answers are text."""
         return None
 
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> nn.Module | None:
-        """A head with initial weights for a model; None where the model writes its answers.
-
-        `first` is one of the samples, encoded.
-        """
+        """A head with initial weights; None where the model writes. `first` is a sample."""
         return None
 
     @abstractmethod
@@ -182,11 +156,7 @@ class DomainTask(ABC):
         raise NotImplementedError
 
     def read_head(self, file: Path, width: int) -> nn.Module:
-        """Read a head, for a model whose hidden states have a width.
-
-        Raises:
-            BundleError: The file is damaged or holds a head that does not fit.
-        """
+        """Read a head, for a model whose hidden states have a width."""
         raise BundleError(f"domain {self.domain.name} of task {self.domain.task} has no head")
 
     # --- answering ------------------------------------------------------------------------------
@@ -241,17 +211,13 @@ class HeadTask(DomainTask):
 
     A subclass says how a head is made (`new_head`), what it learns (`targets`), and how its outputs
     become answers (`calibrate`, `predictions`, `golden`).
-
-    Attributes:
-        result: Form of the answer.
-        module: Class of the head, with `loss(raw, targets, settings)`, `stored(settings)` and
-            `of(head)`; a subclass may override the methods that call these, instead.
-        head_type: Class of the head in bundles.
     """
 
-    result: ClassVar[type[HeadResult]]
+    result: ClassVar[type[HeadResult]]  # form of the answer
+    # Class of the head, with `loss(raw, targets, settings)`, `stored(settings)` and `of(head)`; a
+    # subclass may override the methods that call these, instead.
     module: ClassVar[type[Any]]
-    head_type: ClassVar[type[Head]]
+    head_type: ClassVar[type[Head]]  # class of the head in bundles
 
     def head_outputs(self, head: Any, inputs: HeadInputs) -> Tensor:
         """(n, …) float32, what the head returns for n prompts."""

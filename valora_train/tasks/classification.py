@@ -34,23 +34,14 @@ TEMPERATURES = (0.05, 20.0)  # bounds of the calibrated temperature
 
 
 class LabelHeadModule(nn.Module):
-    """Computes the logits of a label set, for each pooling.
+    """Computes the logits of labels, in their order, for each of some `POOLINGS`.
 
-    Args:
-        width: Size of the hidden states.
-        labels: Label set in the order of the outputs.
-        kind: ``classification``, ``counting``, ``yes_no`` or ``action``.
-        poolings: Names of the poolings to train, from `POOLINGS`.
-
-    Attributes:
-        linears: A layer (labels, width) for each pooling, (labels, 16 · width) for ``grid``.
-        query: (width,), query vector of the pooling ``attention``.
-        chosen: (), index of the pooling in use.
-        temperature: (1,), divisor of the logits.
+    A pooling has a layer (labels, width), ``grid`` (labels, 16 · width), ``attention`` also a query
+    (width,). The kind is ``classification``, ``counting``, ``yes_no`` or ``action``.
     """
 
-    chosen: Tensor
-    temperature: Tensor
+    chosen: Tensor  # (), index of the pooling in use
+    temperature: Tensor  # (1,), divisor of the logits
 
     def __init__(
         self, width: int, labels: Sequence[str], kind: str, poolings: Sequence[str] = POOLINGS
@@ -99,11 +90,8 @@ class LabelHeadModule(nn.Module):
     def calibrate(self, logits: Tensor, truth: Tensor) -> None:
         """Choose the pooling, then fit the temperature (Guo et al. 2017), on the validation split.
 
-        The pooling with the best accuracy is chosen; ties go to the lowest loss.
-
-        Args:
-            logits: (n, poolings, labels) float32.
-            truth: (n,) int64, indices of the true labels; −1 for samples without one.
+        The pooling with the best accuracy is chosen, by (n, poolings, labels) logits and (n,) true
+        indices, −1 for samples without one; ties go to the lowest loss.
         """
         from scipy.optimize import minimize_scalar
 
@@ -125,9 +113,8 @@ class LabelHeadModule(nn.Module):
 
     def stored(self, settings: HeadSettings | None = None) -> LabelHead:
         """The head in the form that bundles hold, with the chosen pooling only."""
-        linear = self.linears[int(self.chosen)]
+        linear, pooling = self.linears[int(self.chosen)], Pooling(self.pooling)
         assert isinstance(linear, nn.Linear)
-        pooling = Pooling(self.pooling)
         return LabelHead(
             kind=self.kind, labels=self.labels, pooling=pooling,
             weight=linear.weight.detach(), bias=linear.bias.detach(),
@@ -137,7 +124,7 @@ class LabelHeadModule(nn.Module):
 
     @classmethod
     def of(cls, head: LabelHead) -> LabelHeadModule:
-        """Create the module of a head from a bundle, with the head's pooling only."""
+        """The module of a head from a bundle, with the head's pooling only."""
         width = head.weight.shape[1] // pooled_width(head.pooling, 1)
         module = cls(width, head.labels, head.kind, [head.pooling])
         module.linears[0].load_state_dict({"weight": head.weight, "bias": head.bias})
@@ -216,12 +203,10 @@ class ChoiceTask(HeadTask):
         """The task's metric, the calibration error of the confidences, metrics of each label."""
         found = super().evaluate(head, predictions, samples)
         answers, truth = [one.answer for one in predictions], [one.answer for one in samples]
-        ece = calibration_error(answers, truth)
-        classes = choice_report(
-            [one.choice for one in answers], [one.choice for one in truth], self.domain.labels
-        )
-        more = {} if ece is None else {"ece": ece}
-        return replace(found, details=found.details | more, classes=classes)
+        if (ece := calibration_error(answers, truth)) is not None:
+            found.details["ece"] = ece
+        said, true = [one.choice for one in answers], [one.choice for one in truth]
+        return replace(found, classes=choice_report(said, true, self.domain.labels))
 
     def golden(self, prediction: Prediction, threshold: float | None) -> dict[str, Any]:
         """The label and its confidence."""

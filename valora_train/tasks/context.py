@@ -8,7 +8,7 @@ tokens, its logits and its hidden states (self-study, as in Cartridges and Knowl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class ContextTask(LanguageTask):
     remembers = True
     options_type = ContextSettings
     _document: Document | None = None
-    _studied: Sequence[Encoded] = ()
+    studied: Sequence[Encoded] = ()  # the samples whose answers are learnt
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
@@ -68,27 +68,14 @@ class ContextTask(LanguageTask):
 
     # --- learning -------------------------------------------------------------------------------
 
-    def remembering(self, form: str, tokens: int) -> ContextTask:
-        """Return the same task with a memory of another form or size."""
-        options = self.settings.options.get("context", {}) | {"form": form, "tokens": tokens}
-        settings = replace(self.settings, options={"context": options})
-        made = ContextTask(self.domain, settings, self.lmm)
-        made._studied = self._studied
-        made._keep(self.document)
-        return made
-
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Remember the document that the samples ask about."""
-        document = samples[0].document
+        self._document = document = samples[0].document
         if document is None:
             raise DataError(
                 f"the samples of domain {self.domain.name} ask about no document: give it a source "
                 "of documents, such as documents, quality, texts or album"
             )
-        self._keep(document)
-
-    def _keep(self, document: Document) -> None:
-        self._document = document
         length, form = memory.document_tokens(self.lmm, document), self.options.form
         if form != ADAPTER and self.options.tokens > length:
             raise DataError(
@@ -105,7 +92,7 @@ class ContextTask(LanguageTask):
     @torch.no_grad()
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> SoftTargets:
         """Hidden states of the base model that has the document in its prompt."""
-        self._studied = encoded
+        self.studied = encoded
         self.lmm.adapters.activate(None)
         read = memory.read_document(self.lmm, self.document)
         found: list[Tensor] = []
@@ -117,11 +104,7 @@ class ContextTask(LanguageTask):
         return SoftTargets(found)
 
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> nn.Module | None:
-        """A memory that begins as a part of the document; none in the form `adapter`.
-
-        A prefix begins as what the questions that are learnt attend to, memory tokens as the
-        document's beginning.
-        """
+        """A memory that begins as a part of the document; none in the form `adapter`."""
         if self.options.form == ADAPTER:
             return None
         lmm.adapters.activate(None)
@@ -130,7 +113,7 @@ class ContextTask(LanguageTask):
             return self.read_head(file, lmm.width)
         if self.options.form == PREFIX:
             read = memory.read_document(lmm, self.document)
-            return memory.most_attended(lmm, read, self._studied or [first], self.options.tokens)
+            return memory.most_attended(lmm, read, self.studied or [first], self.options.tokens)
         return memory.new_memory_tokens(lmm, self.document, self.options.tokens)
 
     def loss(self, head: Any, states: HiddenStates, targets: Tensor, lmm: Lmm) -> Tensor:

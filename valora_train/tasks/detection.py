@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.ops import box_iou, generalized_box_iou_loss
 
 from valora_data.contract import boxes as box_code
 from valora_data.contract.box_head import DETECTION as KIND
@@ -35,28 +36,16 @@ FITS = 2  # of the Platt scaling, each on the boxes that the one before lets thr
 
 
 class BoxHeadModule(nn.Module):
-    """Predicts an objectness, a class and a box for every visual token.
+    """Predicts objectness, box and, of several classes, class for every visual token of a grid."""
 
-    Args:
-        width: Size of the hidden states.
-        labels: Label set in the order of class indices; a single class needs no class logits.
-        grid: Rows and columns of visual tokens of an image.
-
-    Attributes:
-        linear: (5 + classes, width), computes objectness, box (see `contract.boxes`) and class
-            logits.
-        calibration: (2,), Platt scaling of the confidence; see `calibrate`.
-        threshold: (), confidence from which a box counts, with the best F1 on validation.
-        vote_sigma: Where boxes vote for their place, see `contract.boxes.vote`; None: they do not.
-    """
-
-    calibration: Tensor
-    threshold: Tensor
+    calibration: Tensor  # (2,), Platt scaling of the confidence; see `calibrate`
+    threshold: Tensor  # (), confidence from which a box counts, with the best F1 on validation
 
     def __init__(self, width: int, labels: Sequence[str], grid: tuple[int, int]) -> None:
         super().__init__()
         self.labels, self.grid = tuple(labels), grid
-        self.vote_sigma: float | None = VOTE_SIGMA
+        self.vote_sigma: float | None = VOTE_SIGMA  # see `contract.boxes.vote`
+        # Objectness, box (see `contract.boxes`) and class logits.
         self.linear = nn.Linear(width, BoxHead.outputs(self.labels))
         nn.init.normal_(self.linear.weight, std=0.01)
         nn.init.zeros_(self.linear.bias)
@@ -71,20 +60,17 @@ class BoxHeadModule(nn.Module):
         return raw
 
     def loss(self, raw: Tensor, targets: DetectionTargets, weights: HeadSettings) -> Tensor:
-        """Compute the training loss of a batch, divided by its number of objects.
+        """The training loss of a batch, divided by its number of objects.
 
         The sum of the binary cross entropy of objectness, the generalised-IoU loss of boxes
         (Rezatofighi et al. 2019) and the cross entropy of classes. Objects are weighted by the
-        teacher's confidence. Objectness learns 1 where a box is assigned, or the IoU of the
-        predicted with that box (``HeadSettings.objectness``).
+        teacher's confidence.
         """
-        from torchvision.ops import box_iou, generalized_box_iou_loss
-
         positive, weight = targets.positive, targets.weight
         objects = weight[positive].sum().clamp_min(1.0)
         found = box_code.decode(raw[..., 1:5], self.grid)[positive]
         assigned, wanted = targets.boxes[positive], positive.float()
-        if weights.objectness == "iou":
+        if weights.objectness == "iou":  # instead of 1 where a box is assigned
             wanted[positive] = box_iou(found.detach(), assigned).diagonal()
         objectness = F.binary_cross_entropy_with_logits(
             raw[..., 0], wanted, torch.where(positive, weight, 1.0), reduction="sum"
@@ -117,7 +103,7 @@ class BoxHeadModule(nn.Module):
 
     @classmethod
     def of(cls, head: BoxHead) -> BoxHeadModule:
-        """Create the module of a head from a bundle."""
+        """The module of a head from a bundle."""
         module = cls(head.weight.shape[1], head.labels, head.grid)
         module.vote_sigma = head.vote_sigma
         module.linear.load_state_dict({"weight": head.weight, "bias": head.bias})
@@ -235,10 +221,7 @@ class DetectionTask(HeadTask):
         return raw
 
     def calibrate(self, head: BoxHeadModule, raw: Tensor, samples: Sequence[Sample]) -> None:
-        """Fit the Platt scaling of the confidence, then the threshold with the best F1.
-
-        What is fitted does not depend on how the head was calibrated before.
-        """
+        """Fit the Platt scaling of the confidence, then the threshold with the best F1."""
         head.calibration.copy_(torch.tensor([1.0, 0.0]))
         # The boxes from `MIN_SCORE` on are fitted; which ones these are depends on the fit before.
         for _ in range(FITS):

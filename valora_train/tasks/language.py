@@ -1,34 +1,46 @@
-"""Tasks whose answers the language model writes; image captioning, by CIDEr."""
+"""Tasks whose answers the language model writes: captions, questions, and boxes as text.
+
+Boxes are written in the two conventions of LMMs: on a grid of 0 to 1000, or in pixels of the
+resized image that the vision encoder sees.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from valora_data.contract.results import text_matches
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Sample
-from valora_data.tasks import CAPTION
-from valora_train.metrics.measures import Scores, cider
+from valora_data.schema import Answer, Box, Domain, Sample
+from valora_data.tasks import CAPTION, GROUNDING, VQA
+from valora_train.metrics.measures import Scores, box_accuracy, cider, vqa
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Encoded, Example, HiddenStates
 from valora_train.tasks.base import DomainTask, Prediction
+from valora_train.tasks.classification import ChoiceTask
 
 Size = tuple[int, int]  # width and height in pixels
+Convention = Literal["grid1000", "pixels"]
+
+GRID = 1000
+NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
+BOX = re.compile(
+    rf"(?:<ref>(?P<name>.*?)</ref>\s*)?<box>\s*\({NUMBER},{NUMBER}\)\s*,\s*\({NUMBER},{NUMBER}\)\s*"
+    r"</box>",
+    re.DOTALL,
+)
 
 
 class LanguageTask(DomainTask):
     """Writes answers. A subclass says how answers become text, and text answers."""
 
     def target_text(self, sample: Sample, seen: Size) -> str | None:
-        """The text to learn; None or nothing but white space if the sample has no answer.
-
-        `seen` are width and height of the first image as the model sees it, in pixels.
-        """
+        """The text to learn, if any; `seen` is the size of the first image as the model sees it."""
         return sample.answer.choice
 
     def parse(self, text: str, sample: Sample, seen: Size) -> Answer:
@@ -102,3 +114,85 @@ class CaptionTask(LanguageTask):
     def parse(self, text: str, sample: Sample, seen: Size) -> Answer:
         """The text as a caption."""
         return Answer(captions=(text,))
+
+
+class VqaTask(DomainTask):
+    """Answers questions about images; its subclass follows from the labels."""
+
+    spec = VQA
+
+    def __new__(cls, domain: Domain, *_: Any, **__: Any) -> VqaTask:
+        """Create the task of a domain, with a head where it has labels."""
+        return super().__new__(VqaChoiceTask if domain.labels else VqaTextTask)
+
+    @classmethod
+    def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+        """VQA score."""
+        return vqa(predicted, truth)
+
+
+class VqaChoiceTask(VqaTask, ChoiceTask):
+    """Answers questions with one of the domain's labels."""
+
+    def __init__(self, domain: Domain, *given: Any, **options: Any) -> None:
+        super().__init__(domain, *given, **options)
+        self.kind = "yes_no" if set(domain.labels) == {"yes", "no"} else "classification"
+
+
+class VqaTextTask(VqaTask, LanguageTask):
+    """Answers questions in words; it learns the commonest answer of the annotators."""
+
+
+def write_box(box: Box, size: Size, seen: Size, convention: Convention, step: int = 1) -> str:
+    """Write a box in the format of Qwen-VL: ``<ref>name</ref><box>(x0,y0),(x1,y1)</box>``.
+
+    `size` is that of the original image, `seen` that of the image that the vision encoder sees, for
+    `pixels`. Coordinates are rounded to multiples of `step`.
+    """
+    scales = (GRID,) * 4 if convention == "grid1000" else seen * 2
+    x0, y0, x1, y1 = (
+        round(min(max(edge / full, 0.0), 1.0) * scale / step) * step
+        for edge, full, scale in zip(box.xyxy, size * 2, scales, strict=True)
+    )
+    return f"<ref>{box.label}</ref><box>({x0},{y0}),({x1},{y1})</box>"
+
+
+def read_boxes(text: str, size: Size, seen: Size, convention: Convention) -> list[Box]:
+    """Read the boxes in a text, in pixels of the original image; empty ones are dropped."""
+    scales = (GRID,) * 4 if convention == "grid1000" else seen * 2
+    found = []
+    for match in BOX.finditer(text):
+        x0, y0, x1, y1 = (
+            min(max(float(number) / scale, 0.0), 1.0) * full
+            for number, scale, full in zip(match.groups()[1:], scales, size * 2, strict=True)
+        )
+        if x0 < x1 and y0 < y1:
+            found.append(Box(x0, y0, x1, y1, match["name"] or ""))
+    return found
+
+
+class GroundingTask(LanguageTask):
+    """Finds what a phrase refers to, in the model's convention for boxes."""
+
+    spec = GROUNDING
+
+    @classmethod
+    def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
+        """Share of first boxes that overlap a true one by IoU 0.5."""
+        return box_accuracy(predicted, truth)
+
+    def target_text(self, sample: Sample, seen: Size) -> str | None:
+        """The true boxes as text."""
+        size, lmm = sample.image.size, self.lmm
+        boxes = sample.answer.boxes
+        return "".join(
+            write_box(b, size, seen, lmm.coordinates, lmm.coordinate_step) for b in boxes
+        )
+
+    def parse(self, text: str, sample: Sample, seen: Size) -> Answer:
+        """The boxes in the text."""
+        return Answer(tuple(read_boxes(text, sample.image.size, seen, self.lmm.coordinates)))
+
+    def metadata(self, head: Any) -> dict[str, Any]:
+        """Length of answers and the convention for boxes."""
+        return super().metadata(head) | {"coordinates": self.lmm.coordinates}

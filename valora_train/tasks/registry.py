@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from valora_data.errors import DataError
 from valora_data.registry import Registry
+from valora_data.schema import Domain
 from valora_data.tasks import GROUP
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor, nn
-
-    from valora_data.schema import Domain
-    from valora_train.model.lmm import Lmm
-    from valora_train.settings import HeadSettings
-    from valora_train.tasks.base import DomainTask
+from valora_train.model.lmm import Lmm
+from valora_train.settings import HeadSettings
+from valora_train.tasks.base import DomainTask
 
 TASK_TYPES: Registry[type[DomainTask]] = Registry(
     GROUP,
@@ -25,9 +22,9 @@ TASK_TYPES: Registry[type[DomainTask]] = Registry(
         "classification": "valora_train.tasks.classification:ClassificationTask",
         "detection": "valora_train.tasks.detection:DetectionTask",
         "video": "valora_train.tasks.classification:VideoTask",
-        "vqa": "valora_train.tasks.vqa:VqaTask",
+        "vqa": "valora_train.tasks.language:VqaTask",
         "caption": "valora_train.tasks.language:CaptionTask",
-        "grounding": "valora_train.tasks.grounding:GroundingTask",
+        "grounding": "valora_train.tasks.language:GroundingTask",
         "counting": "valora_train.tasks.classification:CountingTask",
         "context": "valora_train.tasks.context:ContextTask",
     },
@@ -35,26 +32,8 @@ TASK_TYPES: Registry[type[DomainTask]] = Registry(
 )
 
 
-def check_options(settings: HeadSettings) -> None:
-    """Check the settings that task types declare themselves (`DomainTask.read_options`)."""
-    for name, values in settings.options.items():
-        TASK_TYPES[name].read_options(name, values)
-
-
-def make_task(
-    domain: Domain,
-    settings: HeadSettings,
-    lmm: Lmm,
-    *,
-    video: bool = False,
-    first_head: Tensor | None = None,
-) -> DomainTask:
-    """Build the task of a domain for a model; the arguments are those of `DomainTask`.
-
-    Raises:
-        DataError: The task type is unknown, or answers are boxes and the model's image processor
-            crops images.
-    """
+def make_task(domain: Domain, settings: HeadSettings, lmm: Lmm, **more: Any) -> DomainTask:
+    """Build the task of a domain for a model; the arguments are those of `DomainTask`."""
     task_type = TASK_TYPES[domain.task]
     if task_type.spec.answer == "boxes" and lmm.crops:
         raise DataError(
@@ -62,7 +41,7 @@ def make_task(
             f"the boxes of domain {domain.name}: save the processor with do_center_crop=false and "
             "a size of height and width"
         )
-    return task_type(domain, settings, lmm, video=video, first_head=first_head)
+    return task_type(domain, settings, lmm, **more)
 
 
 def load_head(task: DomainTask, file: Path | None, lmm: Lmm) -> nn.Module | None:

@@ -62,10 +62,14 @@ class Reader:
 
     def data(self, name: str, form: str = PREFIX, tokens: int = 1) -> DomainData:
         """A document's samples, with a task that remembers it in a form."""
-        known = self._data[name]
-        changed = copy.copy(known)
-        assert isinstance(known.task, ContextTask)
-        changed.task = known.task.remembering(form, tokens)
+        changed = copy.copy(self._data[name])
+        known = changed.task
+        assert isinstance(known, ContextTask)
+        options = known.settings.options.get("context", {}) | {"form": form, "tokens": tokens}
+        settings = replace(known.settings, options={"context": options})
+        changed.task = made = ContextTask(known.domain, settings, known.lmm)
+        made.studied = known.studied
+        made.prepare(self.test(name).samples)
         return changed
 
     def document(self, name: str) -> Document:

@@ -17,10 +17,6 @@ def test_one_for_each_core_and_none_without_work(asked, device, waiting, expecte
     assert processes.preparing_processes(asked, device, waiting) == expected
 
 
-def test_few_on_many_cores_with_the_cores_for_their_threads(monkeypatch):
+def test_few_on_many_cores(monkeypatch):
     monkeypatch.setattr(processes, "usable_cores", lambda: 64)
     assert processes.preparing_processes(0, "cpu", 37) == processes.MOST_PROCESSES == 4
-    assert processes.threads_beside(4) == 16
-    monkeypatch.setattr(processes, "usable_cores", lambda: 3)
-    assert processes.threads_beside(4) == 1
-    assert processes.threads_beside(2) == 1

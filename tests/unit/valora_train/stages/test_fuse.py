@@ -71,18 +71,17 @@ def taught(
 
 
 def test_a_relative_requirement_is_a_share_of_the_teachers_accuracy(tmp_path):
-    for how in ({"required": 0.8, "relative": True}, {"required": None, "of_teacher": 0.8}):
-        found = taught(tmp_path, 0.9, 0.7, **how).requirement(0.02)
-        assert found.required == pytest.approx(0.72)
-        assert found.promise == pytest.approx(0.56)  # on test, like is compared with like
-        assert found.text == "0.740 (required 0.720 = 0.8 × the teacher's 0.900 + margin 0.020)"
-    found = taught(tmp_path, 1.0, required=1.0, relative=True).requirement(0.02)
+    found = taught(tmp_path, 0.9, 0.7, required=None, of_teacher=0.8).requirement(0.02)
+    assert found.required == pytest.approx(0.72)
+    assert found.promise == pytest.approx(0.56)  # on test, like is compared with like
+    assert found.text == "0.740 (required 0.720 = 0.8 × the teacher's 0.900 + margin 0.020)"
+    found = taught(tmp_path, 1.0, required=None, of_teacher=1.0).requirement(0.02)
     assert found.bar == 1.0  # nothing more is possible
     assert taught(tmp_path, 0.9, required=0.8).requirement(0.0).text == "0.800 (required 0.800)"
 
 
 @pytest.mark.parametrize("accuracy", [0.0, float("nan"), None])
-@pytest.mark.parametrize("how", [{"required": 0.8, "relative": True}, {"of_teacher": 0.8}])
+@pytest.mark.parametrize("how", [{"required": None, "of_teacher": 0.8}, {"of_teacher": 0.8}])
 def test_nothing_can_be_relative_to_a_teacher_that_reaches_nothing(tmp_path, accuracy, how):
     item = taught(tmp_path, accuracy, **how)
     with pytest.raises(SettingsError, match=r"teacher of domain cats .* 0\.8 of it .*cats\.of_tea"):
@@ -94,9 +93,6 @@ def test_shares_of_the_task_are_asked_of_domains_with_a_teacher():
     assert DomainSettings("x").resolved(task).of_teacher == 0.9
     assert DomainSettings("x").resolved(task).task is Task.VIDEO
     assert DomainSettings("x", of_teacher=0.8).resolved(task).of_teacher == 0.8
-    relative = DomainSettings("x", required=0.7, relative=True).resolved(task)
-    assert (relative.required, relative.of_teacher, relative.relative) == (None, 0.7, False)
-    assert relative.resolved(task) == relative
     assert DomainSettings("x", teacher="labels").resolved(task).of_teacher is None
 
 

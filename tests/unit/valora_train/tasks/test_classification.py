@@ -120,27 +120,3 @@ def test_calibration_finds_the_temperature():
     head = random_head(["last"])
     head.calibrate(logits[:, None] * 2.5, truth)
     assert float(head.temperature) == pytest.approx(2.5, rel=0.1)
-
-
-def test_it_learns_from_what_only_attention_sees():
-    # One visual token of eight, at a changing place, says the label and bears a mark.
-    generator = torch.Generator().manual_seed(5)
-    label = torch.randint(3, (400,), generator=generator)
-    visual = torch.randn(400, 8, WIDTH, generator=generator)
-    place = torch.randint(8, (400,), generator=generator)
-    visual[:, :, 5] = -3.0
-    visual[torch.arange(400), place] = F.one_hot(label, WIDTH).float() * 4
-    visual[torch.arange(400), place, 5] = 6.0
-    real = torch.ones(400, 8, dtype=torch.bool)
-    # All in one place, so that `grid` sees no more than the mean.
-    read = HeadInputs(torch.randn(400, WIDTH), visual, real, torch.zeros(400, 8, dtype=torch.int64))
-    head = LabelHeadModule(WIDTH, LABELS, "classification")
-    optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
-    targets = ChoiceTargets(label, torch.zeros(400, 3))
-    for _ in range(150):
-        optimizer.zero_grad()
-        head.loss(head(read), targets, HeadSettings()).backward()
-        optimizer.step()
-    head.calibrate(head(read), label)
-    assert head.pooling == "attention"
-    assert (head(read)[:, int(head.chosen)].argmax(-1) == label).float().mean() > 0.95

@@ -114,17 +114,14 @@ def test_a_memory_is_written_and_read_as_a_head(lmm, tmp_path):
 
 
 def test_a_prefix_begins_as_what_the_learnt_questions_attend_to(lmm):
-    made = task(lmm, tokens=12)
+    made = task(lmm, tokens=7)
     encoded = lmm.encode([made.training_example(sample) for sample in samples()])
     made.targets(samples(), encoded)
     read = memory.read_document(lmm, DOCUMENT)
-    for one, count in ((made, 12), (made.remembering("prefix", 7), 7)):
-        head = one.new_head(lmm, encoded[0], 0)
-        assert torch.equal(head.keys, memory.most_attended(lmm, read, encoded, count).keys)
-    tokens = made.remembering("memory_tokens", 7).new_head(lmm, encoded[0], 0)
+    head = made.new_head(lmm, encoded[0], 0)
+    assert torch.equal(head.keys, memory.most_attended(lmm, read, encoded, 7).keys)
+    tokens = new_head(task(lmm, form="memory_tokens", tokens=7), lmm)
     assert torch.equal(tokens.embeddings, memory.new_memory_tokens(lmm, DOCUMENT, 7).embeddings)
-    with pytest.raises(DataError, match=r"lower context\.tokens"):
-        made.remembering("prefix", 500)
 
 
 def test_bad_documents_and_settings_are_refused_in_one_sentence(lmm):

@@ -54,23 +54,6 @@ def test_a_box_belongs_to_the_cell_of_its_centre_and_near_cells_inside():
     assert target(Box(11, 22, 19, 38, "dog"), Box(2, 4, 28, 56, "cat")).classes[5] == 1
 
 
-def test_targets_of_many_images_are_those_of_each():
-    random = np.random.default_rng(0)
-    images = []
-    for count in (2, 0, 4, 1, 3, 0, 2):
-        corners = random.uniform((0, 0), (30, 60), (count, 2))
-        sides = random.uniform(2, (10, 20), (count, 2))
-        images.append([
-            Box(*corner, *(corner + side), LABELS[n % 3], 0.5 + n / 10)
-            for n, (corner, side) in enumerate(zip(corners.tolist(), sides, strict=True))
-        ])  # fmt: skip
-    together = targets(*images)
-    for row, found in enumerate(images):
-        alone, here = target(*found), together[torch.tensor(row)]
-        for part in ("positive", "weight", "boxes", "classes"):
-            assert torch.equal(getattr(alone, part), getattr(here, part))
-
-
 def test_mirrored_targets_are_mirrored():
     box = Box(1, 22, 9, 38, "eel")
     task = DetectionTask(Domain("sea", Task.DETECTION, ("eel",), "?", 0.8), HeadSettings(), None)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from valora_data.schema import Box
-from valora_train.tasks.grounding import read_boxes, write_box
+from valora_train.tasks.language import read_boxes, write_box
 
 SIDES = st.integers(28, 2000)
 

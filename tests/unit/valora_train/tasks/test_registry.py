@@ -7,8 +7,7 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Task
 from valora_data.tasks import task_names, task_spec
 from valora_train.errors import SettingsError
-from valora_train.settings import HeadSettings
-from valora_train.tasks.registry import TASK_TYPES, check_options
+from valora_train.tasks.registry import TASK_TYPES
 
 NUMBER = """
 import numpy as np
@@ -46,6 +45,5 @@ def test_a_task_of_another_package(installed):
 def test_unknown_task_types_and_options_are_refused():
     with pytest.raises(DataError, match="unknown task type 'poetry': choose one of caption, class"):
         TASK_TYPES["poetry"]
-    check_options(HeadSettings())
     with pytest.raises(SettingsError, match="task type video has no options, got speed"):
-        check_options(HeadSettings(options={"video": {"speed": 2}}))
+        TASK_TYPES["video"].read_options("video", {"speed": 2})

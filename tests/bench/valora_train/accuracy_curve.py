@@ -1,25 +1,22 @@
 """Accuracy against the number of domains in one adapter (VaLoRA, Figure 5).
 
-``python -m valora_train.reporting.accuracy_curve STAGE`` reads the decisions of a fusion from the
-output folder of its `fuse` stage and prints a table; `--picture` also plots it. To pack all domains
-into one adapter, whatever it costs, fuse with ``fusion.margin=-10 fusion.head_only=false``, as
-`make curve TASK=x` does.
+``python -m tests.bench.valora_train.accuracy_curve STAGE`` reads the decisions of a fusion from the
+output folder of its `fuse` stage and prints a table; `--picture` also plots it. `make curve TASK=x`
+packs all domains into one adapter, whatever it costs, and does both.
 """
-
-from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
 from statistics import fmean
 
+from matplotlib.figure import Figure
+
 from valora_train.fusion.state import FUSION
-from valora_train.reporting.pictures import accuracy_curve
 from valora_train.reporting.texts import markdown_table
 from valora_train.stage import read_json
 
-PAPER_DOMAINS_PER_ADAPTER = 4
-"""Mean number of domains that the paper packs into an adapter."""
+PAPER_DOMAINS_PER_ADAPTER = 4  # on average
 
 
 def main() -> None:
@@ -50,7 +47,25 @@ def main() -> None:
     print(f"\n{each:.1f} domains per adapter here, {PAPER_DOMAINS_PER_ADAPTER} in the paper")
     if given.picture is not None:
         task = given.stage.name.removeprefix("fuse-").rpartition("-")[0]
-        accuracy_curve(points, task).savefig(given.picture)
+        draw(points, names, task).savefig(given.picture)
+
+
+def draw(points: list[dict[str, float]], names: list[str], title: str) -> Figure:
+    """Accuracy of each domain, and their mean, in each attempt on the adapter."""
+    figure = Figure(figsize=(6, 3), dpi=110)
+    axes = figure.add_subplot(
+        title=title, xlabel="domains in the adapter", ylabel="accuracy on validation"
+    )
+    for name in names:
+        mine = [point for point in points if name in point]
+        axes.plot([len(one) for one in mine], [one[name] for one in mine], marker="o", label=name)
+    held = [len(point) for point in points]
+    axes.plot(held, [fmean(point.values()) for point in points], "k--", label="mean")
+    axes.set_xticks(held)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    return figure
 
 
 if __name__ == "__main__":

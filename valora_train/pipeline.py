@@ -18,6 +18,7 @@ from rich.console import Console
 from valora_data.schema import Split
 from valora_data.shards import open_shard
 from valora_train.fusion.requirement import contract_of, few_samples
+from valora_train.fusion.state import FUSION
 from valora_train.model import distributed
 from valora_train.processes import preparing_processes, threads_beside, worker_processes
 from valora_train.reporting.progress import Display, relay, stopwatch
@@ -30,7 +31,7 @@ from valora_train.stages.dedicated import measure_dedicated
 from valora_train.stages.export import export_bundle
 from valora_train.stages.fuse import (
     DomainInputs,
-    build_fusion,
+    Fusion,
     check_result,
     fuse_stage,
     unchanged_parent,
@@ -203,7 +204,8 @@ class Pipeline:
         def build(folder: Path, _: object = None) -> None:
             # Until every process has read the state of an interrupted fusion.
             self.accelerator.wait_for_everyone()
-            build_fusion(settings, domains, stage, folder, self.display, self.accelerator)
+            if not (folder / FUSION).is_file():  # else killed after the last write
+                Fusion(settings, domains, stage, folder, self.display, self.accelerator).run()
 
         if not self.accelerator.is_main_process and not stage.folder(work).is_dir():
             with TemporaryDirectory() as folder:

@@ -66,6 +66,7 @@ class FusionPlan:
         packed: Mapping[str, tuple[str, ...]] | None = None,  # oldest first
         unpacked: Iterable[str] = (),  # domains that take no adapter
         alone: Mapping[str, float] | None = None,  # what flagged domains reached alone
+        reached: Mapping[str, float] | None = None,  # by domains that were placed
         used: int = 0,  # number of adapters that were ever named
     ) -> None:
         self._requirements = dict(requirements)
@@ -74,7 +75,7 @@ class FusionPlan:
         self._probes = probes or {}
         self._without = {name: probe.head_only for name, probe in self._probes.items()}
         self._held = dict(packed or {})
-        self._reached: dict[str, float] = {}  # in the last attempt that was kept, by domain
+        self._reached = dict(reached or {})  # in the last attempt that was kept, by domain
         self.alone = dict(alone or {})
         self._inherited = frozenset(self.alone)
         self.used = max(used, len(self._held))
@@ -191,7 +192,13 @@ class FusionPlan:
             verdict = Verdict.UNREACHABLE
             kept = attempt.new if self._gains(attempt.new[0], accuracy[attempt.new[0]]) else ()
         reason = self._reason(attempt, accuracy, verdict, below, kept)
-        decision = AttemptDecision(attempt, dict(accuracy), verdict, below, reason, kept)
+        names = attempt.domains
+        decision = AttemptDecision(
+            attempt, dict(accuracy), verdict, below, reason, kept,
+            {name: self._reached.get(name, self._without.get(name)) for name in names},
+            {name: self._floor(name) for name in names},
+            {n: ("" if n in self.alone else "its bar of ") + self._asked(n) for n in names},
+        )  # fmt: skip
         self._apply(decision)
         self.decisions.append(decision)
         return decision

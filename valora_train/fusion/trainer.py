@@ -16,16 +16,14 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from valora_data.cpu import usable_cores
 from valora_data.schema import Sample, Split
-from valora_train.fusion.batches import pieces, shares, side_by_side
 from valora_train.fusion.samples import evenly
-from valora_train.fusion.watch import Watch
 from valora_train.model import memory
 from valora_train.model.distributed import agree
 from valora_train.model.prompts import HeadInputs
 from valora_train.tasks.base import HeadTask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from valora_data.checkpoint import Checkpoint
     from valora_train.fusion.samples import DomainData
@@ -41,6 +39,8 @@ FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step o
 LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length
 PASS_FLOP = 1e12  # that a GPU could do while one more pass, forward and backward, is launched
 OVERSAMPLING = 8  # samples drawn for each one used, where samples are grouped by length
+UNEVEN = 1.1  # most samples of a part of whole domains, as a multiple of what equal parts have
+MIN_LOOK = 4  # samples of a domain, fewer of which say nothing about its accuracy
 
 
 @dataclass
@@ -62,15 +62,12 @@ class _Best:
     tensors: dict[str, Tensor] = field(default_factory=dict)  # snapshot after that step
 
 
-class Trainer:
-    """Trains and evaluates the adapters of one LMM.
+class DivergedError(Exception):
+    """Training made the loss or the weights infinite or NaN."""
 
-    Args:
-        lmm: The model.
-        data: Samples of every domain.
-        settings: Training settings.
-        accelerator: The processes that train together; None for this process alone.
-    """
+
+class Trainer:
+    """Trains and evaluates the adapters of one LMM, with other processes of the accelerator."""
 
     def __init__(
         self,
@@ -156,20 +153,13 @@ class Trainer:
     ) -> None:
         """Train an open adapter on domains that are new to it, several of them jointly.
 
-        A training that was killed continues from its checkpoint; what follows is what would have
-        followed, to the bit.
+        Each gets a new head by the seed. Domains that the adapter already holds (`held`) are
+        rehearsed, or their heads are frozen. A training that was killed continues from its
+        checkpoint; what follows is what would have followed, to the bit.
 
-        Args:
-            adapter: Name of the adapter.
-            new: The new domains; each gets a new head and an equal part of every batch.
-            held: Domains that the adapter already holds.
-            rehearse: Whether `held` is trained on, too; otherwise its heads are frozen.
-            seed: Seed of the new heads.
-            on_step: Called with step (from 1), number of steps, and loss; also for the steps before
-                the checkpoint.
-            on_figures: Called before, with step and, for people, learning rates and at some steps
-                the accuracy on a part of the validation split.
-            checkpoint: Where the main process writes checkpoints; None for none.
+        `on_step` is called with step (from 1), number of steps, and loss, also for the steps before
+        the checkpoint; before it `on_figures` with step and, for people, learning rates and at some
+        steps the accuracy on a part of the validation split.
         """
         settings, main = self._settings, self._accelerator.is_main_process
         rehearsed = list(held) if rehearse else []
@@ -191,8 +181,8 @@ class Trainer:
             head.requires_grad_(name in new or name in rehearsed)
         self._lmm.adapters.activate(adapter)
         steps = settings.steps_for(len(new), len(rehearsed))
-        slowness = max(self._slowness(name, opened.heads) for name in new)
-        watch = Watch(settings, steps, len(losses), [*held, *new], slowness)
+        domains = [*held, *new]
+        points, samples = self._looks(steps, domains, opened.heads)
         candidates = settings.candidates(steps)
         weights = [p for group in opened.optimizer.param_groups for p in group["params"]]
 
@@ -209,14 +199,12 @@ class Trainer:
             learn = partial(self._learn, opened.heads, batch, weights)
             losses.append(self._step(opened.optimizer, (step - 1) / steps, learn))
             ended = step == steps
-            looks = step in watch.points | candidates
-            if looks and all(weight.isfinite().all() for weight in weights):
-                if step in watch.points and agree(watch.due(step)):
-                    with watch.measuring():
-                        found = self._look(adapter, watch.domains, opened.heads, watch.samples)
+            if step in points | candidates and all(w.isfinite().all() for w in weights):
+                if step in points:
+                    found = self._look(adapter, domains, opened.heads, samples)
                     curve[str(step)] = {f"validation/{name}": v for name, v in found.items()}
                 if step in candidates:
-                    ended |= self._compare(best, adapter, watch.domains, step)
+                    ended |= self._compare(best, adapter, domains, step)
             if checkpoint is not None and main and not ended:
                 checkpoint.save(
                     training,
@@ -230,6 +218,7 @@ class Trainer:
                 break
         if best.step not in (0, len(losses)):
             self.restore(adapter, best.tensors)
+        _check_finite(self.snapshot(adapter).values())
 
     def train_head_only(
         self,
@@ -238,10 +227,9 @@ class Trainer:
         on_step: OnStep = lambda *_: None,
         on_figures: OnFigures = lambda *_: None,
     ) -> nn.Module | None:
-        """Train a new head, or the memory of a document, on the frozen base model.
+        """A new head, or memory of a document, that is trained on the frozen base model.
 
-        Returns:
-            The head; None where the model writes its answers.
+        None where the model writes its answers.
         """
         head = self._new_head(domain, seed)
         if head is None:
@@ -265,16 +253,16 @@ class Trainer:
 
         group = {"params": weights, "peak": settings.head_lr, "weight_decay": 0.0}
         optimizer, steps = torch.optim.AdamW([group]), settings.probe_steps
-        watch = Watch(settings, steps, 0, [domain], self._slowness(domain, {domain: head}))
+        points, samples = self._looks(steps, [domain], {domain: head})
         for step in range(1, steps + 1):
             loss = self._step(optimizer, (step - 1) / steps, learn, clips=data.task.remembers)
             figures = {"lr": settings.head_lr * self._lr_factor((step - 1) / steps)}
-            if step in watch.points and agree(watch.due(step)):
-                with watch.measuring():
-                    found = self._look(None, [domain], {domain: head}, watch.samples)
+            if step in points:
+                found = self._look(None, [domain], {domain: head}, samples)
                 figures[f"validation/{domain}"] = found[domain]
             on_figures(step, figures)
             on_step(step, steps, loss)
+        _check_finite(weights)
         return head
 
     def _step(
@@ -289,6 +277,8 @@ class Trainer:
             group["lr"] = group["peak"] * self._lr_factor(progress)
         optimizer.zero_grad(set_to_none=True)
         loss = learn()
+        if not math.isfinite(loss):
+            raise DivergedError
         if clips:
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             nn.utils.clip_grad_norm_(weights, self._settings.clip)
@@ -302,11 +292,24 @@ class Trainer:
             return (progress + 1e-3) / warmup
         return (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
 
-    def _slowness(self, domain: str, heads: Mapping[str, nn.Module]) -> int:
-        """Forward passes for each answer: a written one takes many, of one token each."""
-        task = self.task(domain)
-        written = domain not in heads or task.remembers
-        return max(1, task.settings.max_tokens // 8) if written else 1
+    def _looks(
+        self, steps: int, domains: Sequence[str], heads: Mapping[str, nn.Module]
+    ) -> tuple[set[int], int]:
+        """Steps after which validation is looked at, and how many samples of each domain.
+
+        They take about `train.validation_share` of the time: a step costs about three forward
+        passes of a batch, and a written answer one for each eight tokens.
+        """
+        settings, slowness = self._settings, 1
+        for name in domains:
+            task = self.task(name)
+            if name not in heads or task.remembers:
+                slowness = max(slowness, task.settings.max_tokens // 8)
+        looks, passes = settings.validations, 3 * settings.validation_share * steps
+        most = int(passes * settings.batch_size / (max(looks, 1) * len(domains) * slowness))
+        most = min(settings.validation_samples, most)
+        points = {round(steps * n / (looks + 1)) for n in range(1, looks + 1)} - {0, steps}
+        return points if most >= MIN_LOOK else set(), most
 
     def _look(
         self,
@@ -348,7 +351,7 @@ class Trainer:
         old = round(size * min(self._settings.rehearsal_share, most))
         start = int(torch.randint(max(len(rehearsed), 1), (), generator=generator))
         first = int(torch.randint(len(new), (), generator=generator)) if len(new) > 1 else 0
-        counts = shares(size - old, new, first) | shares(old, rehearsed, start)
+        counts = _shares(size - old, new, first) | _shares(old, rehearsed, start)
         return {
             name: self._rows(self._data[name].inputs, count, generator)
             for name, count in counts.items()
@@ -382,7 +385,7 @@ class Trainer:
             groups[-1][name] = batch[name]
             longest, count = length, count + len(batch[name])
         inside = [{name: group[name] for name in batch if name in group} for group in groups]
-        return [part for group in inside for part in pieces(group, most)]
+        return [part for group in inside for part in _pieces(group, most)]
 
     def _learn(
         self,
@@ -477,12 +480,8 @@ class Trainer:
     ) -> Evaluation:
         """Measure a domain's accuracy; on the validation split, its head is calibrated first.
 
-        Args:
-            adapter: The active adapter; None for the frozen base model.
-            domain: The domain.
-            split: `Split.VAL` or `Split.TEST`.
-            head: Instead of the adapter's own.
-            most: Samples at most, evenly taken from the split.
+        Without an adapter, that is the frozen base model's. `head` stands for the adapter's own;
+        at most `most` samples are evenly taken from the split.
         """
         self._lmm.adapters.activate(adapter)
         if head is None and adapter in self._open:
@@ -591,3 +590,41 @@ class Trainer:
         for domain, head in self._open[adapter].heads.items():
             named |= {f"{domain}/{key}": weight for key, weight in head.named_parameters()}
         return named
+
+
+def _check_finite(tensors: Iterable[Tensor]) -> None:
+    if not all(one.isfinite().all() for one in tensors if one.is_floating_point()):
+        raise DivergedError
+
+
+def _shares(size: int, names: Sequence[str], first: int) -> dict[str, int]:
+    """Equal shares of a number of samples; those from `first` on get what is left over."""
+    each, more = divmod(size, max(len(names), 1))
+    turned = [*names[first:], *names[:first]]
+    return {name: each + (offset < more) for offset, name in enumerate(turned)}
+
+
+def side_by_side(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Cut a batch into at most some parts of equal size: of whole domains, where that works out."""
+    size = sum(map(len, batch.values()))
+    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for name, rows in sorted(batch.items(), key=lambda item: -len(item[1])):
+        smallest = sizes.index(min(sizes))
+        parts[smallest][name] = rows
+        sizes[smallest] += len(rows)
+    if max(sizes) <= UNEVEN * size / count:
+        return [part for part in parts if part]
+    return _pieces(batch, math.ceil(size / count))
+
+
+def _pieces(batch: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
+    """Cut a batch into pieces of at most `most` samples."""
+    rows = [(name, row) for name, some in batch.items() for row in some]
+    pieces = []
+    for start in range(0, len(rows), most):
+        piece: dict[str, list[Tensor]] = {}
+        for name, row in rows[start : start + most]:
+            piece.setdefault(name, []).append(row)
+        pieces.append({name: torch.stack(some) for name, some in piece.items()})
+    return pieces

@@ -15,7 +15,6 @@ from valora_data.schema import Split
 from valora_data.wording import plural
 from valora_train.errors import TrackingError, UnreachableError
 from valora_train.fusion.decision import Verdict
-from valora_train.fusion.history import attempt_as_json
 from valora_train.reporting import pictures, texts, tracking
 from valora_train.reporting.tracking import ATTEMPT, FUSION, HEAD_ONLY, NOTE, PARENT, storing
 from valora_train.settings import as_dict
@@ -65,7 +64,7 @@ class FusionReport:
         data_sets: Samples with distilled labels, then samples with true labels, by domain.
 
     Attributes:
-        told: Returns all attempts that were decided (see `fusion.history.History.told`).
+        told: Returns all attempts that were decided (see `attempts_as_json`).
         run_id: The fusion's run in MLflow, if it is logged.
     """
 
@@ -183,7 +182,7 @@ class FusionReport:
             ATTEMPT: str(attempt.number),
             "valora.domain": ", ".join(attempt.new),
             "valora.adapter": attempt.adapter,
-            NOTE: f"**Running**: {texts.tried(attempt_as_json(attempt))}.",
+            NOTE: f"**Running**: {texts.tried(attempt.as_json())}.",
         }
         uses = [(name, "training") for name in attempt.new]
         uses += [(name, "rehearsal") for name in attempt.held if attempt.rehearse]

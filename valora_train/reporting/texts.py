@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from valora_data.contract.bundle import Bundle
 
     Told = Mapping[str, Any]
-    """An entry of `fusion.history.History.told`."""
+    """An entry of `fusion.decision.attempts_as_json`."""
     Facts = Mapping[str, Any]
     """The entry of a domain, or of an adapter, in a bundle's manifest."""
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from valora_data.schema import Split
 from valora_data.shards import open_shard
-from valora_train.fusion.requirement import contract_of, few_samples
+from valora_train.fusion.requirement import few_samples
 from valora_train.fusion.state import FUSION
 from valora_train.model import distributed
 from valora_train.processes import preparing_processes, threads_beside, worker_processes
@@ -154,11 +154,8 @@ class Pipeline:
 
     def _warn_of_few(self, domain: DomainSettings, read: Path) -> None:
         fusion = self.settings.fusion
-        contract = contract_of(domain)
-        if fusion.of_dedicated is not None:
-            contract = replace(contract, required=None, of_teacher=fusion.of_dedicated)
         val, test = (len(open_shard(read / split)) for split in (Split.VAL, Split.TEST))
-        for told in few_samples(domain.name, val, test, contract, fusion.margin):
+        for told in few_samples(domain, val, test, fusion.of_dedicated, fusion.margin):
             self.display.note("data", told)
 
     def _teach(

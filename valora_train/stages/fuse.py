@@ -27,7 +27,7 @@ from valora_train.fusion.parent import Parent, find_parent, load_parent
 from valora_train.fusion.requirement import (
     CONTRACT,
     Requirement,
-    contract_of,
+    contract_requirement,
     dedicated_requirement,
     weak_teacher,
 )
@@ -74,16 +74,15 @@ class DomainInputs:
         """What the domain must reach; `margin` is asked for on top on the validation split."""
         if self.dedicated is not None:
             return dedicated_requirement(*self.dedicated, margin)
-        return contract_of(self.settings).requirement(
-            self.settings.name, margin, self.teacher(Split.VAL), self.teacher(Split.TEST)
-        )
+        teacher = self.teacher(Split.VAL), self.teacher(Split.TEST)
+        return contract_requirement(self.settings, margin, *teacher)
 
     @property
     def contract(self) -> dict[str, float | None]:
         """The contract in the bundle."""
         if self.dedicated is not None:
             return {"required": None, "of_teacher": None, "of_dedicated": self.dedicated[2]}
-        return contract_of(self.settings).as_json()
+        return {"required": self.settings.required, "of_teacher": self.settings.of_teacher}
 
     def teacher(self, split: Split) -> float | None:
         """The teacher's accuracy on a split; None where there is no teacher or no truth."""
@@ -190,7 +189,7 @@ class Fusion:
             self.earlier.take_head_only(self.state)
         with display.work("fuse", "loading the base model"):
             self.lmm = Lmm(settings.model, settings.train.lora)
-        data = LazyDomains(self.inputs, self._load)
+        data = LazyDomains(self._load)
         self.trainer = Trainer(self.lmm, data, settings.train, accelerator)
         self.report = FusionReport(
             display, self.trainer,
@@ -229,9 +228,7 @@ class Fusion:
             packing = Packing(plan, self.trainer, state, seed, self.parent, dedicated)
 
             def told() -> list[dict[str, Any]]:
-                return attempts_as_json(
-                    plan.decisions, plan.packing, plan.head_only, packing.taken
-                )
+                return attempts_as_json(plan.decisions, plan.packing, plan.head_only, packing.taken)
 
             report.told = told
             for decision in plan.head_only.values():

@@ -105,7 +105,7 @@ def measure(
     done = {(one.method, one.size) for one in found}
     lmm = Lmm(settings.model, settings.train.lora)
     inputs = {item.settings.name: item for item in domains}
-    data = LazyDomains(inputs, lambda name: inputs[name].load(settings, lmm))
+    data = LazyDomains(lambda name: inputs[name].load(settings, lmm))
     Reader(settings, lmm, data, lambda *_: None).check(max(size for _, size in asked))
     for name, size in asked:
         if (name, size) in done:

@@ -6,12 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image
-
 from valora_data.contract.contexts import tail_tokens
 from valora_data.contract.grid_pooling import places_of
 from valora_data.errors import BundleError, DataError
-from valora_data.models.base import IMAGE, PIXELS, VIDEO
+from valora_data.models.base import IMAGE, VIDEO
 from valora_train.model.prompts import Encoded
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ class Encoder:
     def __init__(self, model: BaseModel, batch_size: int, *, keep_features: bool) -> None:
         self._model, self._batch_size, self._keep = model, batch_size, keep_features
         self._place = model.device if keep_features else torch.device("cpu")
-        self._prompts: dict[tuple[str, int], Tensor] = {}
         self._answers: dict[str, Tensor] = {}
 
     def __call__(self, examples: Sequence[Example], whole: bool = True) -> list[Encoded]:
@@ -53,10 +50,7 @@ class Encoder:
             return [self._tail(example) for example in examples]
         found: list[Encoded] = []
         for batch in _batches(examples, self._batch_size):
-            if self._model.fixed_grid is None:
-                part = [self._processed(example) for example in batch]
-            else:
-                part = self._on_fixed_grid(batch, self._model.fixed_grid)
+            part = [self._processed(example) for example in batch]
             if not whole:
                 part = [_cut(item) for item in part]
             found += self._with_features(part) if self._keep else part
@@ -69,46 +63,6 @@ class Encoder:
         none = torch.zeros(0, dtype=torch.int64)
         item = Encoded(ids, torch.zeros_like(ids, dtype=torch.bool), len(ids), (0, 0), (0, 0), none)
         return self._with_answer(item, example)
-
-    def _on_fixed_grid(self, batch: Sequence[Example], grid: tuple[int, int]) -> list[Encoded]:
-        """Encode examples of a model whose images all have the same number of visual tokens.
-
-        Images are processed together, and the token ids of a question are made once.
-        """
-        model = self._model
-        images = [image for example in batch for image in example.images]
-        pixels = model.processor.image_processor(images, return_tensors="pt")[PIXELS[IMAGE]]
-        parts = pixels.to(self._place, model.dtype).split([len(one.images) for one in batch])
-        found = []
-        for example, part in zip(batch, parts, strict=True):
-            ids = self._prompt(example.question, len(part), grid)
-            item = Encoded(
-                ids,
-                ids == model.image_token,
-                len(ids),
-                (part.shape[-1], part.shape[-2]),
-                grid,
-                places_of(*grid, len(part)),
-                {PIXELS[IMAGE]: part},
-            )
-            found.append(self._with_answer(item, example))
-        return found
-
-    def _prompt(self, question: str, images: int, grid: tuple[int, int]) -> Tensor:
-        """The token ids of a question and images, up to the answer: (length,) int64."""
-        if (question, images) not in self._prompts:
-            text = self._render(question, IMAGE, images)
-            blank = [Image.new("RGB", (8, 8))] * images
-            row = self._model.process(text, blank)["input_ids"][0]
-            found = int((row == self._model.image_token).sum())
-            expected = images * grid[0] * grid[1]
-            if found != expected:
-                raise BundleError(
-                    f"expected {expected} visual tokens for {images} images, got {found}: check "
-                    "the processor of the base model"
-                )
-            self._prompts[question, images] = row
-        return self._prompts[question, images]
 
     def _render(self, question: str, kind: str, count: int, answer: str | None = None) -> str:
         parts = [{"type": "text", "text": question}, *[{"type": kind}] * count]
@@ -138,19 +92,22 @@ class Encoder:
                 f"base model {model.base} does not say how its visual tokens lie in an image: "
                 "register its architecture, with the grid, in valora.architectures"
             )
-        found = model.positions(inputs)
+        places = torch.cat([places_of(rows, columns, times) for times, rows, columns in grids])
+        if len(places) != visual.sum():
+            raise BundleError(
+                f"expected {len(places)} visual tokens for {len(parts)} images, got "
+                f"{int(visual.sum())}: check the processor of the base model"
+            )
+        pixels = {
+            name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors
+        }
+        pixels = {
+            name: part.to(self._place, model.dtype if part.is_floating_point() else part.dtype)
+            for name, part in pixels.items()
+        }
+        positions = (model.positions(inputs) or (None,))[0]
         item = Encoded(
-            ids,
-            visual,
-            len(ids),
-            parts[0].size,
-            grids[0][1:],
-            torch.cat([places_of(rows, columns, times) for times, rows, columns in grids]),
-            {
-                name: torch.cat([part.tensors[name] for part in parts]).to(self._place)
-                for name in parts[0].tensors
-            },
-            positions=None if found is None else found[0],
+            ids, visual, len(ids), parts[0].size, grids[0][1:], places, pixels, positions=positions
         )
         return self._with_answer(item, example)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from valora_data.contract.contexts import tail_tokens
 from valora_data.contract.grid_pooling import places_of
 from valora_data.errors import BundleError, DataError

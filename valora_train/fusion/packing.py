@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from valora_train.fusion.parent import Parent
     from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.state import FusionState
-    from valora_train.fusion.trainer import OnFigures, Trainer
+    from valora_train.fusion.trainer import OnStep, Trainer
     from valora_train.settings import FusionSettings
     from valora_train.tasks.base import Evaluation
 
@@ -139,12 +139,7 @@ class Packing:
             # Domains may have left the adapter since.
             self.trainer.restore(adapter, of_domains(snapshot, self.plan.packing[adapter]))
 
-    def run(
-        self,
-        attempt: Attempt,
-        on_step: Callable[[int, int, float], None],
-        on_figures: OnFigures = lambda *_: None,
-    ) -> Outcome:
+    def run(self, attempt: Attempt, on_step: OnStep = lambda *_: None) -> Outcome:
         """Train and judge what `FusionPlan.next` returned, then commit it or roll it back."""
         start = time.monotonic()
         trainer, adapter = self.trainer, attempt.adapter
@@ -164,7 +159,7 @@ class Packing:
             if alone is None:
                 trainer.train(
                     adapter, attempt.new, held=attempt.held, rehearse=attempt.rehearse, seed=seed,
-                    on_step=on_step, on_figures=on_figures, checkpoint=self.state.checkpoint,
+                    on_step=on_step, checkpoint=self.state.checkpoint,
                 )  # fmt: skip
             for name in attempt.domains:
                 evaluations[name] = trainer.evaluate(adapter, name, Split.VAL)

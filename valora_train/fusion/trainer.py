@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from valora_train.settings import TrainSettings
     from valora_train.tasks.base import DomainTask, Evaluation
 
-    OnStep = Callable[[int, int, float], None]
-    OnFigures = Callable[[int, Mapping[str, float]], None]
+    OnStep = Callable[[int, int, float, Mapping[str, float]], None]
 
 FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step of a head alone
 LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length
@@ -147,8 +146,7 @@ class Trainer:
         held: Sequence[str],
         rehearse: bool,
         seed: int,
-        on_step: OnStep,
-        on_figures: OnFigures = lambda *_: None,
+        on_step: OnStep = lambda *_: None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """Train an open adapter on domains that are new to it, several of them jointly.
@@ -157,9 +155,9 @@ class Trainer:
         rehearsed, or their heads are frozen. A training that was killed continues from its
         checkpoint; what follows is what would have followed, to the bit.
 
-        `on_step` is called with step (from 1), number of steps, and loss, also for the steps before
-        the checkpoint; before it `on_figures` with step and, for people, learning rates and at some
-        steps the accuracy on a part of the validation split.
+        `on_step` is called with step (from 1), number of steps, loss and, for people, learning
+        rates and at some steps the accuracy on a part of the validation split; also for the steps
+        before the checkpoint.
         """
         settings, main = self._settings, self._accelerator.is_main_process
         rehearsed = list(held) if rehearse else []
@@ -189,8 +187,7 @@ class Trainer:
         def tell(step: int, loss: float) -> None:
             factor = self._lr_factor((step - 1) / steps)
             rates = {"lr": settings.lr * factor, "head_lr": settings.head_lr * factor}
-            on_figures(step, rates | curve.get(str(step), {}))
-            on_step(step, steps, loss)
+            on_step(step, steps, loss, rates | curve.get(str(step), {}))
 
         for step, loss in enumerate(losses, 1):
             tell(step, loss)
@@ -221,11 +218,7 @@ class Trainer:
         _check_finite(self.snapshot(adapter).values())
 
     def train_head_only(
-        self,
-        domain: str,
-        seed: int,
-        on_step: OnStep = lambda *_: None,
-        on_figures: OnFigures = lambda *_: None,
+        self, domain: str, seed: int, on_step: OnStep = lambda *_: None
     ) -> nn.Module | None:
         """A new head, or memory of a document, that is trained on the frozen base model.
 
@@ -260,8 +253,7 @@ class Trainer:
             if step in points:
                 found = self._look(None, [domain], {domain: head}, samples)
                 figures[f"validation/{domain}"] = found[domain]
-            on_figures(step, figures)
-            on_step(step, steps, loss)
+            on_step(step, steps, loss, figures)
         _check_finite(weights)
         return head
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import re
-import sys
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import peft
 import torch
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,28 +21,6 @@ if TYPE_CHECKING:
     from valora_data.contract.base_model import BaseModel
     from valora_data.models.base import Architecture
     from valora_train.settings import LoraSettings
-
-
-def _peft() -> Any:
-    """PEFT, without the libraries for quantised models if the model is not quantised.
-
-    Where bitsandbytes is installed, PEFT imports it, and torch's compiler with it, which takes
-    seconds; a quantised base model was loaded with it before any adapter is added.
-    """
-    unused = "bitsandbytes" not in sys.modules
-    if unused:
-        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
-    try:
-        import peft
-        from peft.import_utils import is_bnb_4bit_available, is_bnb_available
-
-        for is_available in (is_bnb_available, is_bnb_4bit_available):
-            is_available.cache_clear()
-            is_available()
-    finally:
-        if unused:
-            del sys.modules["bitsandbytes"]
-    return peft
 
 
 @contextmanager
@@ -69,7 +49,7 @@ class Adapters:
 
         Of another rank, it has the scaling of the settings.
         """
-        peft, lora = _peft(), self._lora
+        lora = self._lora
         rank = rank or lora.rank
         times = rank / lora.rank
         alpha = lora.alpha * (math.sqrt(times) if lora.rslora else times)
@@ -90,7 +70,6 @@ class Adapters:
 
     def load(self, name: str, folder: Path, decode_only: bool = False) -> None:
         """Load an adapter from a PEFT folder."""
-        peft = _peft()
         with _quietly():
             if self.peft is None:
                 self.peft = peft.PeftModel.from_pretrained(self._model.model, folder, name)
@@ -112,11 +91,9 @@ class Adapters:
         return output if self._acts is None else output * self._acts.to(output.dtype)
 
     def act_from(self, starts: Sequence[int], length: int) -> None:
-        """Say on which tokens of the next batch an adapter acts that acts at decoding only.
+        """Say from which token of each row on an adapter acts that acts at decoding only.
 
-        In each row from `starts` on, the last token of the prompt. Other adapters act on all
-        tokens, and so does this one after `act_everywhere` or `activate`; it holds until then,
-        because gradient checkpointing computes a batch twice.
+        It holds until `act_everywhere` or `activate`: gradient checkpointing computes a batch twice.
         """
         self._acts = None
         if self._active in self._decode_only:
@@ -140,9 +117,6 @@ class Adapters:
 
     def save(self, name: str, folder: Path, base: str) -> None:
         """Write an adapter in PEFT's format; plain PEFT loads it onto the base model."""
-        from peft.utils import get_peft_model_state_dict
-        from safetensors.torch import save_file
-
         folder.mkdir(parents=True, exist_ok=True)
         weights = get_peft_model_state_dict(self.peft, adapter_name=name)
         save_file(

@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     from valora_train.fusion.packing import Outcome
     from valora_train.fusion.plan import FusionPlan
     from valora_train.fusion.state import FusionState
-    from valora_train.fusion.trainer import OnFigures, Trainer
+    from valora_train.fusion.trainer import OnStep, Trainer
     from valora_train.reporting.progress import Display
     from valora_train.settings import Settings
     from valora_train.tasks.base import Evaluation
-
-    OnStep = Callable[[int, int, float], None]
 
 SHEET_IMAGES = 12  # images on a contact sheet
 TIMED_STEPS = 10  # of the first attempt, after its first step
@@ -126,9 +124,7 @@ class FusionReport:
             yield
 
     @contextmanager
-    def training(
-        self, what: str, name: str = "", new: int = 0
-    ) -> Iterator[tuple[OnStep, OnFigures]]:
+    def training(self, what: str, name: str = "", new: int = 0) -> Iterator[OnStep]:
         """Show a training in the terminal and in MLflow while it runs.
 
         Args:
@@ -137,23 +133,23 @@ class FusionReport:
             new: Number of new domains of an attempt, which says how long attempts take.
 
         Yields:
-            What is called with step, number of steps, and loss; and before that with step and
-            further figures.
+            What is called with step, number of steps, loss, and further figures.
         """
         figures: dict[str, float] = {}
         with ExitStack() as stack:
             log = stack.enter_context(tracking.curve()) if self.run_id else None
             show = stack.enter_context(self.display.work("fuse", what))
 
-            def on_step(step: int, steps: int, loss: float) -> None:
+            def on_step(step: int, steps: int, loss: float, found: Mapping[str, float]) -> None:
+                figures.update(found)
                 if log is not None:
-                    found = {"loss": loss} | figures
-                    log(step, {f"{key}{name}": value for key, value in found.items()})
+                    values = {"loss": loss} | figures
+                    log(step, {f"{key}{name}": value for key, value in values.items()})
                 show(step, steps, loss, figures)
                 if new:
                     self._time_step(new, step, steps)
 
-            yield on_step, lambda _, found: figures.update(found)
+            yield on_step
 
     @_logged
     def placed_without_adapter(self, decision: HeadOnlyDecision, pictures: Path) -> None:
@@ -176,7 +172,7 @@ class FusionReport:
             mlflow.log_metrics(known)
 
     @contextmanager
-    def attempt(self, attempt: Attempt) -> Iterator[tuple[OnStep, OnFigures]]:
+    def attempt(self, attempt: Attempt) -> Iterator[OnStep]:
         """Report an attempt while it runs, in a nested run that replaces an interrupted one."""
         tags = {
             ATTEMPT: str(attempt.number),

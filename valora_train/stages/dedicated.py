@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +22,6 @@ from valora_data.checkpoint import Checkpoint
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
-from valora_train.fusion.facts import domain_facts, training_facts
 from valora_train.fusion.packing import DedicatedAdapter
 from valora_train.fusion.samples import LazyDomains, make_deterministic
 from valora_train.fusion.state import (
@@ -38,13 +37,13 @@ from valora_train.processes import trial_processes, worker_processes
 from valora_train.reporting.progress import stopwatch
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT
+from valora_train.stages.fuse import DomainInputs, domain_facts, training_facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from valora_train.reporting.progress import Display
     from valora_train.settings import Settings
-    from valora_train.stages.fuse import DomainInputs
 
 ADAPTER = "adapter-1"
 REACHED = "reached.json"
@@ -70,11 +69,12 @@ def measure_dedicated(
     _train_missing(settings, domains, display)
     found, without = [], []
     for item in domains:
-        folder = dedicated_stage(settings, item).folder(work)
+        stage = dedicated_stage(settings, item)
+        folder = stage.folder(work)
         reached = read_json(intact(folder / REACHED))
         if reached["val"] and reached["test"]:
             kept = (reached["val"], reached["test"], share)
-            adapter = DedicatedAdapter(_key(settings, item), partial(read_snapshot, folder, FILE))
+            adapter = DedicatedAdapter(_key(stage), partial(read_snapshot, folder, FILE))
             found.append(replace(item, dedicated=kept, adapter=adapter))
         else:
             without.append(item.settings.name)
@@ -95,20 +95,6 @@ def measure_dedicated(
 
 def dedicated_stage(settings: Settings, item: DomainInputs) -> Stage:
     """The stage that trains a domain alone."""
-    training, domain = _facts(settings, item)
-    values = {"training": training, "seed": settings.train.seed, "domain": domain}
-    return Stage(f"alone-{item.settings.name}", 1, values, {}, resumable=True)
-
-
-def _key(settings: Settings, item: DomainInputs) -> str:
-    """Names the training in the attempts of a fusion, as in earlier versions."""
-    training, domain = _facts(settings, item)
-    facts = [2, training, [domain], "joint", {}, settings.train.seed]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _facts(settings: Settings, item: DomainInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the training depends on, without and in the domain."""
     training, base = training_facts(settings), settings.model.id
     for key in ELSEWHERE:
         training["model"].pop(key, None)
@@ -118,7 +104,16 @@ def _facts(settings: Settings, item: DomainInputs) -> tuple[dict[str, Any], dict
     training |= {"base": base_hash(base), "processor": processor_hash(base)}
     parts = {TAUGHT: item.distilled, str(Split.VAL): item.data, str(Split.TEST): item.data}
     samples = {part: digest(folder / part) for part, folder in parts.items()}
-    return training, domain_facts(item.settings) | samples
+    domain = domain_facts(item.settings) | samples
+    values = {"training": training, "seed": settings.train.seed, "domain": domain}
+    return Stage(f"alone-{item.settings.name}", 1, values, {}, resumable=True)
+
+
+def _key(stage: Stage) -> str:
+    """Names the training in the attempts of a fusion, as in earlier versions."""
+    of = stage.settings
+    facts = [2, of["training"], [of["domain"]], "joint", {}, of["seed"]]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _train_missing(settings: Settings, domains: Sequence[DomainInputs], display: Display) -> None:
@@ -167,9 +162,8 @@ class Worker:
         reached: dict[str, float | None] = {"val": None, "test": None}
         with suppress(DivergedError):
             trainer.train(
-                ADAPTER, (name,), held=(), rehearse=False, seed=train.seed,
-                on_step=lambda *_: None, checkpoint=checkpoint,
-            )  # fmt: skip
+                ADAPTER, (name,), held=(), rehearse=False, seed=train.seed, checkpoint=checkpoint
+            )
             for split in (Split.VAL, Split.TEST):  # on validation, the head is calibrated
                 accuracy = trainer.evaluate(ADAPTER, name, split).accuracy
                 reached[str(split)] = None if math.isnan(accuracy) else accuracy

@@ -21,7 +21,6 @@ from valora_data.schema import Split
 from valora_train.errors import SettingsError
 from valora_train.fusion.decision import attempts_as_json
 from valora_train.fusion.earlier import Earlier
-from valora_train.fusion.facts import domain_facts, training_facts
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
 from valora_train.fusion.requirement import (
@@ -58,6 +57,15 @@ if TYPE_CHECKING:
     from valora_train.tasks.base import Evaluation
 
 
+# Settings that came later: runs that leave them alone keep the hashes of their stages.
+LATER: dict[tuple[str, str], Any] = {
+    ("model", "quantize"): None, ("model", "precision"): "float32", ("heads", "options"): {},
+    ("heads", "objectness"): "presence", ("train", "steps_per_new"): None,
+}  # fmt: skip
+# Nothing that is trained depends on these.
+SHOWN = ("checkpoint_seconds", "validations", "validation_samples", "validation_share")
+
+
 @dataclass(frozen=True)
 class DomainInputs:
     """A domain with the outputs of the stages before."""
@@ -92,6 +100,32 @@ class DomainInputs:
         """Its samples, encoded."""
         required = self.requirement().promise
         return load_domain(settings, self.settings, required, lmm, self.distilled, self.data)
+
+
+def training_facts(settings: Settings) -> dict[str, Any]:
+    """The settings that the training of an adapter depends on, as JSON values."""
+    facts = {"model": settings.model, "heads": settings.heads, "train": settings.train}
+    values: dict[str, Any] = {key: as_dict(value) for key, value in facts.items()}
+    if start := settings.heads.options.get("context", {}).get("start"):
+        values["heads"]["options"]["context"]["start"] = digest(Path(start))
+    for (group, key), default in LATER.items():
+        if values[group][key] == default:
+            del values[group][key]
+    if not settings.train.augment.views:
+        del values["train"]["augment"]
+    if settings.train.best_of == 1:
+        del values["train"]["best_of"], values["train"]["patience"]
+    for key in SHOWN:
+        del values["train"][key]
+    return values
+
+
+def domain_facts(domain: DomainSettings) -> dict[str, Any]:
+    """The settings of a domain that the training of an adapter depends on, as JSON values."""
+    return {
+        "name": domain.name, "task": str(domain.task), "prompt": domain.prompt,
+        "labels": domain.labels, "mirror": domain.mirrors, "video": domain.video,
+    }  # fmt: skip
 
 
 def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
@@ -238,8 +272,8 @@ class Fusion:
                 report.log_progress(plan, state)
             self._stop_if_unreachable(plan)
             while (attempt := plan.next()) is not None:
-                with report.attempt(attempt) as shown:
-                    outcome = packing.run(attempt, *shown)
+                with report.attempt(attempt) as on_step:
+                    outcome = packing.run(attempt, on_step)
                     report.attempted(outcome)
                 # Tracked first, then on disk: an attempt that is interrupted in between is
                 # repeated, and its MLflow run replaced.
@@ -275,9 +309,9 @@ class Fusion:
         folder, trainer, asked = self.folder / HEAD_ONLY, self.trainer, self.requirements[name]
         folder.mkdir(exist_ok=True)
         training = self.report.training(f"without LoRA: {name}", f"/without LoRA/{name}")
-        with training as shown, stopwatch() as seconds:
+        with training as on_step, stopwatch() as seconds:
             try:
-                head = trainer.train_head_only(name, self.settings.train.seed, *shown)
+                head = trainer.train_head_only(name, self.settings.train.seed, on_step)
             except DivergedError as error:
                 raise SettingsError(
                     f"training the head of domain {name} alone diverged: its weights became "

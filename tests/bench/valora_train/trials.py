@@ -110,7 +110,6 @@ class Bench(Worker):
         self.trainer.open(adapter, trial.seed)
         self.trainer.train(
             adapter, names, held=(), rehearse=False, seed=trial.seed,
-            on_step=lambda *_: None,
         )  # fmt: skip
 
     def measure(self, adapter: str | None, domain: str, head: Any = None) -> dict[str, Any]:
@@ -216,7 +215,6 @@ def ewc(bench: Bench, trial: Trial) -> dict[str, Any]:
         hook = opened.optimizer.register_step_pre_hook(lambda *_, pull=pull: pull())
         trainer.train(
             ADAPTER, (name,), held=held, rehearse=False, seed=trial.seed,
-            on_step=lambda *_: None,
         )  # fmt: skip
         hook.remove()
         bench.measure(ADAPTER, name)  # a head that is not trained later keeps its calibration
@@ -254,7 +252,7 @@ def fusion(bench: Bench, trial: Trial) -> dict[str, Any]:
         plan = make_plan(settings, asked, accuracy, trial.seed, None)
         packing = Packing(plan, bench.trainer, state, trial.seed, None, dedicated)
         while (attempt := plan.next()) is not None:
-            packing.record(packing.run(attempt, lambda *_: None))
+            packing.record(packing.run(attempt))
         for adapter, names in plan.packing.items():
             packing.load(adapter)
             accuracy |= {name: bench.measure(adapter, name) for name in names}

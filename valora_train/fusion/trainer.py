@@ -53,9 +53,9 @@ class _OpenAdapter:
 
 @dataclass
 class _Best:
-    """The best step of an attempt so far."""
+    """The best step of an attempt so far, of those that were compared."""
 
-    step: int = 0  # 0 before the first that is compared
+    step: int = 0
     reached: float = -math.inf  # mean of the domains on validation, in shares of the largest value
     worse: int = 0  # steps compared since, none of which was better
     tensors: dict[str, Tensor] = field(default_factory=dict)  # snapshot after that step
@@ -365,18 +365,18 @@ class Trainer:
             name: max(self._data[name].inputs[row].length for row in rows.tolist())
             for name, rows in batch.items()
         }
-        groups: list[dict[str, Tensor]] = []
-        begun: Any = None
-        shortest = longest = count = 0
+        groups: list[list[str]] = []
         for name in sorted(batch, key=lambda one: (self.task(one).remembers, lengths[one], one)):
-            length, padding = lengths[name], count * (lengths[name] - longest)
-            alike = length <= LENGTH_RATIO * shortest or padding <= self._pass_tokens
-            if not groups or not alike or self.task(name).remembers is not begun:
-                groups.append({})
-                shortest, count, begun = length, 0, self.task(name).remembers
-            groups[-1][name] = batch[name]
-            longest, count = length, count + len(batch[name])
-        inside = [{name: group[name] for name in batch if name in group} for group in groups]
+            group = groups[-1] if groups else [name]  # the shortest samples first
+            padding = (lengths[name] - lengths[group[-1]]) * sum(len(batch[one]) for one in group)
+            alike = (
+                lengths[name] <= LENGTH_RATIO * lengths[group[0]] or padding <= self._pass_tokens
+            )
+            if groups and alike and self.task(name).remembers is self.task(group[0]).remembers:
+                group.append(name)
+            else:
+                groups.append([name])
+        inside = [{name: batch[name] for name in batch if name in group} for group in groups]
         return [part for group in inside for part in _pieces(group, most)]
 
     def _learn(
@@ -524,11 +524,8 @@ class Trainer:
     # --- snapshots ----------------------------------------------------------------------------
 
     def snapshot(self, adapter: str) -> dict[str, Tensor]:
-        """Copy everything that later training depends on: weights, heads, optimiser, random state.
-
-        accelerate's `save_state` writes all that it prepared to a folder; these are tensors of one
-        adapter on the CPU, by the names that fusions have on disk.
-        """
+        """Copy all that later training depends on, by the names that fusions have on disk."""
+        # accelerate's `save_state` would write a folder of all adapters.
         opened = self._open[adapter]
         state = {f"lora/{key}": p for key, p in self._lmm.adapters.parameters(adapter).items()}
         for domain, head in opened.heads.items():

@@ -9,9 +9,7 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import peft
 import torch
-from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:
@@ -49,6 +47,8 @@ class Adapters:
 
         Of another rank, it has the scaling of the settings.
         """
+        import peft  # which takes seconds
+
         lora = self._lora
         rank = rank or lora.rank
         times = rank / lora.rank
@@ -70,6 +70,8 @@ class Adapters:
 
     def load(self, name: str, folder: Path, decode_only: bool = False) -> None:
         """Load an adapter from a PEFT folder."""
+        import peft
+
         with _quietly():
             if self.peft is None:
                 self.peft = peft.PeftModel.from_pretrained(self._model.model, folder, name)
@@ -93,7 +95,7 @@ class Adapters:
     def act_from(self, starts: Sequence[int], length: int) -> None:
         """Say from which token of each row on an adapter acts that acts at decoding only.
 
-        It holds until `act_everywhere` or `activate`: gradient checkpointing computes a batch twice.
+        It holds until `act_everywhere` or `activate`, as checkpointing computes a batch twice.
         """
         self._acts = None
         if self._active in self._decode_only:
@@ -117,6 +119,8 @@ class Adapters:
 
     def save(self, name: str, folder: Path, base: str) -> None:
         """Write an adapter in PEFT's format; plain PEFT loads it onto the base model."""
+        from peft.utils import get_peft_model_state_dict
+
         folder.mkdir(parents=True, exist_ok=True)
         weights = get_peft_model_state_dict(self.peft, adapter_name=name)
         save_file(

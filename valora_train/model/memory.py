@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from valora_data.contract.contexts import MEMORY_TOKENS, PREFIX, Memory, around_memory, head_text
-from valora_data.contract.recall import head_inputs, read_head, run_tails, write_on
+from valora_data.contract.recall import read_head, run_tails, write_on
 from valora_train.model.prompts import HiddenStates
 
 if TYPE_CHECKING:
@@ -80,17 +80,8 @@ def stored(module: AnyMemory, base: str, dtype: torch.dtype) -> Memory:
 # ------------------------------------------------------------------ reading documents
 
 
-def document_tokens(lmm: Lmm, document: Document) -> int:
-    """Return the number of tokens of a document's head, visual ones included."""
-    return int(head_inputs(lmm, document.text, document.images)["input_ids"].shape[1])
-
-
 def read_document(lmm: Lmm, document: Document) -> Prefix:
-    """Return what the active model keeps of a whole document: the memory of the full prompt.
-
-    Raises:
-        DataError: The document does not fit into the model's context.
-    """
+    """Return what the active model keeps of a whole document: the memory of the full prompt."""
     with lmm.precision():
         keys, values, position = read_head(lmm, document.text, document.images)
     return Prefix(keys.float(), values.float(), position)
@@ -119,12 +110,7 @@ def most_attended(lmm: Lmm, read: Prefix, questions: Sequence[Encoded], tokens: 
 
 @torch.no_grad()
 def attention_mass(lmm: Lmm, read: Prefix, questions: Sequence[Encoded]) -> Tensor:
-    """Sum up the attention of questions to each token of a document.
-
-    Returns:
-        [layers, kv_heads, tokens] float32, sums over the tokens of all questions and over the heads
-        that share keys.
-    """
+    """Sum up the attention of questions to each token of a document: [layers, kv_heads, tokens]."""
     language: Any = lmm.language_model
     some = questions[:: -(-len(questions) // ATTENDING)]
     mass = torch.zeros(read.keys.shape[:3], device=lmm.device)

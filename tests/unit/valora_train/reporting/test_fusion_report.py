@@ -11,12 +11,11 @@ from mlflow import MlflowClient
 from PIL import Image
 from rich.console import Console
 
-from tests.unit.valora_train.fusion.test_history import DECISIONS, PACKING, REQUIREMENTS, START
+from tests.unit.valora_train.fusion.test_decision import DECISIONS, PACKING, START
 from tests.unit.valora_train.reporting.test_texts import DOMAINS, result
 from tests.unit.valora_train.reporting.test_tracking import paths, status  # noqa: F401
 from valora_train.errors import UnreachableError
-from valora_train.fusion.decision import HeadOnlyDecision
-from valora_train.fusion.history import History
+from valora_train.fusion.decision import HeadOnlyDecision, attempts_as_json
 from valora_train.fusion.state import FusionState
 from valora_train.reporting.fusion_report import FusionReport, run_of
 from valora_train.reporting.progress import Display
@@ -55,7 +54,7 @@ def nested(parent: str) -> dict[str, mlflow.entities.Run]:
 
 
 def told(decisions):
-    return lambda: History(REQUIREMENTS, START).told(decisions, PACKING)
+    return lambda: attempts_as_json(decisions, PACKING)
 
 
 def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report, tmp_path):

@@ -347,15 +347,6 @@ def test_side_by_side_it_learns_what_it_learns_at_once(random_llava):
     assert all(map(torch.equal, found[1][1], found[2][1]))
 
 
-@pytest.mark.parametrize("threads", [1, 5])
-@pytest.mark.parametrize("count", [0, 1, 65, 700])
-def test_batches_of_the_frozen_base_hold_every_sample_once(random_llava, threads, count):
-    trainer, _ = make(random_llava, threads=threads)
-    batches = trainer._frozen_batches(range(count))
-    assert [one for batch in batches for one in batch] == list(range(count))
-    assert all(0 < len(batch) <= 64 for batch in batches)
-
-
 @pytest.mark.parametrize(
     ("sizes", "count", "parts"),
     [

@@ -35,7 +35,7 @@ def test_later_settings_change_the_hash_only_where_they_are_used(group, key, val
     plain = fuse_stage(Settings(), [])
     assert key not in plain.settings[group]
     asked = fuse_stage(replace(Settings(), **{group: value}), [])
-    assert asked.settings[group][key] == as_dict(getattr(value, key))
+    assert asked.settings[group][key] == as_dict(value)[key]
     assert asked.folder(Path()) != plain.folder(Path())
 
 

@@ -87,10 +87,6 @@ def contract_requirement(
     """What a domain must reach by its contract: the larger of both figures on each split.
 
     `validation` and `test` are its teacher's accuracies, None if they are unknown.
-
-    Raises:
-        SettingsError: If a share is asked of a teacher that reaches nothing, or whose accuracy is
-            unknown.
     """
     assert domain.task is not None, "`Settings.chosen` fills it in"
     least, of_teacher = domain.required or 0.0, domain.of_teacher
@@ -140,9 +136,6 @@ def few_samples(
     """What to tell of splits that are too small to decide on, or to promise on.
 
     `share` is that of what the domain's own adapter reaches, where its contract does not count.
-
-    Raises:
-        SettingsError: If there is one validation sample, which can decide nothing.
     """
     if validation < 2:
         raise SettingsError(

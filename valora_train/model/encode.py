@@ -42,10 +42,6 @@ class Encoder:
         """Encode examples, whose images may have any size.
 
         Heads on visual tokens do without the tokens behind the last of them (`whole`).
-
-        Raises:
-            DataError: A video has no frames.
-            BundleError: The base model's images cannot be laid out on a grid.
         """
         if examples and not any(example.images or example.video for example in examples):
             return [self._tail(example) for example in examples]
@@ -151,11 +147,9 @@ class Encoder:
 
 
 def visual_features(model: BaseModel, batch: Sequence[Encoded]) -> tuple[Tensor, list[Tensor]]:
-    """Return the visual features of a batch: those that were kept, or encoded now.
+    """Return the visual features of a batch, (visual tokens, width), kept or encoded now.
 
-    Returns:
-        (visual tokens, width) in the order of the batch; and for each of the first layers to
-        whose outputs features are added, the same shape.
+    And the same for each of the first layers to whose outputs features are added.
     """
     if batch[0].features is not None:
         kept = zip(*((item.features, *item.deep) for item in batch), strict=True)

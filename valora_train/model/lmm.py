@@ -49,14 +49,7 @@ def training_type(settings: ModelSettings) -> torch.dtype:
 
 
 class Lmm(BaseModel):
-    """A frozen base model that gives hidden states and writes answers, with LoRA adapters.
-
-    While adapters change neither vision tower nor projector, images may be encoded once and their
-    features kept.
-
-    Raises:
-        BundleError: If there is no such model, or it takes no images.
-    """
+    """A frozen base model that gives hidden states and writes answers, with LoRA adapters."""
 
     def __init__(self, settings: ModelSettings, lora: LoraSettings) -> None:
         options: dict[str, Any] = {}
@@ -86,6 +79,7 @@ class Lmm(BaseModel):
         self.coordinate_step = settings.coordinate_step  # their numbers are multiples of this
         self.batch_size = settings.batch_size
         self.adapters = Adapters(self, lora)
+        # Else adapters change the features of images, which cannot be kept.
         frozen_vision = not (lora.vision_tower or lora.projector)
         self._encoder = Encoder(
             self, settings.batch_size, keep_features=settings.keep_features and frozen_vision

@@ -96,11 +96,9 @@ def new_memory_tokens(lmm: Lmm, document: Document, tokens: int) -> MemoryTokens
 
 
 def most_attended(lmm: Lmm, read: Prefix, questions: Sequence[Encoded], tokens: int) -> Prefix:
-    """Return the keys and values of a document that questions attend to most.
+    """Return the keys and values of a document that questions attend to most, as H2O and SnapKV do.
 
-    What nobody looks at need not stand in a prefix, and what is looked at need not be learnt again
-    (H2O and SnapKV shorten caches in the same way). Every head keeps tokens of its own, in the
-    document's order and at their positions.
+    Every head keeps tokens of its own, in the document's order and at their positions.
     """
     kept = attention_mass(lmm, read, questions).topk(tokens, -1).indices.sort(-1).values[..., None]
     kept = kept.expand(-1, -1, -1, read.keys.shape[-1])

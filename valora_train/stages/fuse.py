@@ -171,11 +171,7 @@ def _asked(settings: Settings, domains: Sequence[DomainInputs]) -> dict[str, Req
 
 
 def check_result(settings: Settings, domains: Sequence[DomainInputs], folder: Path) -> None:
-    """Refuse a finished fusion in which a domain misses its requirement, if that is asked for.
-
-    Raises:
-        UnreachableError: If a domain is flagged and `fusion.unreachable` is `fail`.
-    """
+    """Refuse a finished fusion in which a domain misses its requirement, if that is asked for."""
     if settings.fusion.unreachable == "fail":
         result = read_json(intact(folder / FUSION))
         flagged = result["unreachable"]
@@ -238,12 +234,7 @@ class Fusion:
             return self.inputs[name].load(self.settings, self.lmm)
 
     def run(self) -> None:
-        """Measure, pack, measure on the test split, and write the result.
-
-        Raises:
-            UnreachableError: If a domain misses its requirement even alone and `fusion.unreachable`
-                is `fail`.
-        """
+        """Measure, pack, measure on the test split, and write the result."""
         report, state = self.report, self.state
         running = report.running(self.settings, self.key, state)
         with running if self.accelerator.is_main_process else nullcontext():

@@ -311,12 +311,12 @@ class Trainer:
         most: int | None = None,
     ) -> dict[str, float]:
         """Accuracy on at most `most` samples of validation; calibration gets copies of heads."""
+        found = {}
         with torch.random.fork_rng(devices=[]):
-            found = [copy.deepcopy(heads.get(name)) for name in domains]
-            return {
-                name: self.evaluate(adapter, name, Split.VAL, head, most).accuracy
-                for name, head in zip(domains, found, strict=True)
-            }
+            for name in domains:
+                head = copy.deepcopy(heads.get(name))
+                found[name] = self.evaluate(adapter, name, Split.VAL, head, most).accuracy
+        return found
 
     def _compare(self, best: _Best, adapter: str, domains: Sequence[str], step: int) -> bool:
         """Remember the best step so far; return whether no better one is awaited."""
@@ -549,15 +549,12 @@ class Trainer:
         ranks = (len(value) for key, value in state.items() if key.endswith("lora_A"))
         self.open(adapter, 0, next(ranks, None))
         opened, device = self._open[adapter], self._lmm.device
-        heads: dict[str, dict[str, Tensor]] = {}
-        for name, value in state.items():
-            if name.startswith("head/"):
-                _, domain, key = name.split("/", 2)
-                heads.setdefault(domain, {})[key] = value
-        for domain, values in heads.items():
+        heads = {key: value for key, value in state.items() if key.startswith("head/")}
+        for domain in dict.fromkeys(key.split("/")[1] for key in heads):
             with torch.enable_grad():
                 self._add_head(adapter, domain, seed=0)
-            opened.heads[domain].load_state_dict(values)
+            mine, prefix = opened.heads[domain], f"head/{domain}/"
+            mine.load_state_dict({key: heads[prefix + key] for key in mine.state_dict()})
         for key, weight in self._lmm.adapters.parameters(adapter).items():
             weight.copy_(state[f"lora/{key}"])
         for key, weight in self._named(adapter).items():

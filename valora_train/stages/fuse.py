@@ -362,9 +362,9 @@ class Fusion:
                 continue
             packing.load(adapter)
             for name in names:
+                reason = reasons.get(name, "as in the parent fusion")
                 with self.display.work("fuse", f"measuring {name} on test"):
-                    test = self._measure(adapter, name, packing.evaluated.get(name))
-                self.domains[name]["reason"] = reasons.get(name, "as in the parent fusion")
+                    test = self._measure(adapter, name, reason, packing.evaluated.get(name))
                 sheet = self.report.test_measured(name, test)
                 sheet.save(folder / "pictures" / f"{name}.png")
             self.lmm.adapters.save(adapter, folder / "adapters" / adapter, self.settings.model.id)
@@ -381,22 +381,19 @@ class Fusion:
             _copy(found / f"{name}.safetensors", self.folder / file)
         path = None if file is None else self.folder / file
         self._measure_speed(None, name, load_head(self.trainer.task(name), path, self.lmm))
-        facts["accuracy"] |= teacher_figures(self.inputs[name].distilled)
-        facts |= self._asked_of(name, facts["accuracy"])
-        self.domains[name] = facts | {"reason": decision.reason}
+        self._publish(name, facts | {"reason": decision.reason})
 
     def _carry_over(self, name: str) -> None:
         """Copy the head, the picture and the figures of a domain of the parent fusion."""
         assert self.parent is not None
-        facts, theirs = dict(self.parent.result["domains"][name]), self.parent.folder
+        facts, theirs = self.parent.result["domains"][name], self.parent.folder
         for file in filter(None, (f"pictures/{name}.png", _head_file(facts))):
             _copy(theirs / file, self.folder / file)
-        facts["accuracy"] = facts["accuracy"] | teacher_figures(self.inputs[name].distilled)
-        self.domains[name] = facts | self._asked_of(name, facts["accuracy"])
+        self._publish(name, facts)
         if (speed := self.parent.result.get("speed", {}).get(name)) is not None:
             self.speed[name] = speed
 
-    def _measure(self, adapter: str, name: str, val: Evaluation | None) -> Evaluation:
+    def _measure(self, adapter: str, name: str, reason: str, val: Evaluation | None) -> Evaluation:
         """Measure a domain of a loaded adapter on the test split, and write its head.
 
         Its head was calibrated by its evaluation on validation, which is repeated where it is None.
@@ -409,7 +406,7 @@ class Fusion:
         if (file := _head_file(facts)) is not None:
             (self.folder / file).parent.mkdir(exist_ok=True)
             self.trainer.task(name).write_head(head, self.folder / file)
-        self.domains[name] = facts
+        self._publish(name, facts | {"reason": reason})
         self._measure_speed(adapter, name, head)
         return test
 
@@ -442,12 +439,10 @@ class Fusion:
             **({} if test.classes is None else test.classes.as_json()),
             "head_only": head_only["test"],
             "head_only_val": head_only["val"],
-            **teacher_figures(item.distilled),
         }
         return {
             "task": str(task.domain.task),
             "metric": task.domain.metric,
-            **self._asked_of(name, accuracy),
             "accuracy": accuracy,
             "adapter": adapter,
             "head": None if head is None or task.remembers else f"heads/{name}.safetensors",
@@ -457,14 +452,17 @@ class Fusion:
             **task.metadata(head),
         }
 
-    def _asked_of(self, name: str, accuracy: Mapping[str, Any]) -> dict[str, Any]:
-        """What is asked of a domain on test, where that comes from, and whether it is kept."""
-        requirement = self.requirements[name]
-        return {
+    def _publish(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Report a domain: its figures beside its teacher's, and what is asked of it now."""
+        item, requirement = self.inputs[name], self.requirements[name]
+        accuracy = facts["accuracy"] | teacher_figures(item.distilled)
+        self.domains[name] = {
+            **facts,
             "required": requirement.promise,
             "bar": requirement.bar,
-            CONTRACT: self.inputs[name].contract,
+            CONTRACT: item.contract,
             "status": "met" if requirement.kept_by(accuracy) else "missed",
+            "accuracy": accuracy,
         }
 
     def _result(self, plan: FusionPlan, attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

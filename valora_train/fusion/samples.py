@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -35,17 +35,11 @@ TAUGHT = "taught"
 """Name of the samples that a teacher labelled, beside those of the splits."""
 
 
-@dataclass(frozen=True)
-class LabelledSplit:
+class LabelledSplit(NamedTuple):
     """A split that accuracy is measured on: encoded samples, and the same with true answers."""
 
     inputs: list[Encoded]
     samples: list[Sample]
-
-    def every(self, most: int) -> LabelledSplit:
-        """At most `most` samples of the split, evenly taken and always the same ones."""
-        rows = evenly(len(self.samples), most)
-        return LabelledSplit([self.inputs[at] for at in rows], [self.samples[at] for at in rows])
 
 
 class DomainData:

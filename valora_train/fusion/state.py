@@ -98,10 +98,7 @@ def snapshot_file(adapter: str, number: int) -> str:
 
 
 def attempt_facts(attempt: Attempt, dedicated: str | None = None) -> dict[str, Any]:
-    """What identifies the training of an attempt among those of the same data, as JSON.
-
-    `dedicated` is the key of the dedicated adapter that it takes instead of training, if it does.
-    """
+    """What identifies the training of an attempt, or the dedicated adapter that it takes."""
     return {
         "new": list(attempt.new), "adapter": attempt.adapter, "held": list(attempt.held),
         "rehearse": attempt.rehearse, "dedicated": dedicated,

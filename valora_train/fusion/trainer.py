@@ -472,20 +472,22 @@ class Trainer:
     ) -> Evaluation:
         """Measure a domain's accuracy; on the validation split, its head is calibrated first.
 
-        Without an adapter, that is the frozen base model's. `head` stands for the adapter's own;
-        at most `most` samples are evenly taken from the split.
+        `head` stands for the adapter's own; at most `most` samples are evenly taken.
         """
         self._lmm.adapters.activate(adapter)
         if head is None and adapter in self._open:
             head = self._open[adapter].heads.get(domain)
         data = self._data[domain]
-        part = data.splits[split] if most is None else data.splits[split].every(most)
+        inputs, samples = data.splits[split]
+        if most is not None:
+            rows = evenly(len(samples), most)
+            inputs, samples = [inputs[row] for row in rows], [samples[row] for row in rows]
         with torch.no_grad():
-            raw = self._outputs(data.task, head, part.inputs)
+            raw = self._outputs(data.task, head, inputs)
             if split is Split.VAL:
-                data.task.calibrate(head, raw, part.samples)
-            predictions = data.task.predictions(head, raw, part.samples)
-        return data.task.evaluate(head, predictions, part.samples)
+                data.task.calibrate(head, raw, samples)
+            predictions = data.task.predictions(head, raw, samples)
+        return data.task.evaluate(head, predictions, samples)
 
     def _outputs(self, task: DomainTask, head: nn.Module | None, inputs: Sequence[Encoded]) -> Any:
         """Raw outputs for encoded samples, computed by all processes together where possible."""

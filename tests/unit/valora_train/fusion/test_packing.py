@@ -137,25 +137,6 @@ def test_a_fusion_is_resumed_after_any_attempt(tmp_path, cut):
     assert state.told == list(ACCURACY.values())
 
 
-def test_an_unreachable_domain_shares_its_adapter(tmp_path):
-    # a keeps what it reached alone, less the margin, beside b; c would cost it more.
-    accuracy = {
-        1: {"a": 0.3}, 2: {"a": 0.281, "b": 0.9}, 3: {"a": 0.27, "b": 0.9, "c": 0.9}, 4: {"c": 0.9}
-    }  # fmt: skip
-    plan, trainer, state, packing = start(tmp_path, accuracy, margin=0.02)
-    unreachable, committed, rolled_back = (
-        Verdict.UNREACHABLE, Verdict.COMMITTED, Verdict.ROLLED_BACK
-    )  # fmt: skip
-    assert play(plan, packing) == [unreachable, committed, rolled_back, committed]
-    assert plan.packing == {"adapter-1": ("a", "b"), "adapter-2": ("c",)}
-    assert (plan.unreachable, plan.alone) == ({"a": 0.281}, {"a": 0.3})
-    assert plan.decisions[2].reason == (
-        "a 0.270 < 0.280 (reached 0.300 alone − margin 0.020), 0.010 below: c not in adapter-1"
-    )
-    assert trainer.in_adapter == {"adapter-1": ["a", "b"], "adapter-2": ["c"]}
-    assert set(state.snapshots) == {"adapter-1", "adapter-2"}
-
-
 @pytest.mark.parametrize("reached", [0.1, 0.2])
 def test_what_lora_does_not_improve_is_left_without_an_adapter(tmp_path, reached):
     accuracy = {1: {"a": reached}, 2: {"b": 0.9}, 3: {"b": 0.8, "c": 0.7}}
@@ -192,14 +173,6 @@ def test_what_keeps_its_requirement_without_lora_is_not_attempted(tmp_path, stra
         assert "b" not in attempt.domains
         plan.tell(dict.fromkeys(attempt.domains, 0.9))
     assert sorted(name for held in plan.packing.values() for name in held) == ["a", "c"]
-
-
-def test_every_domain_may_do_without_an_adapter(tmp_path):
-    alone = {name: {"val": 0.9, "test": 0.9} for name in REQUIRED}
-    requirements = {n: Requirement(r) for n, r in REQUIRED.items()}
-    plan = make_plan(FusionSettings(), requirements, alone, 0, None)
-    assert plan.next() is None
-    assert (plan.packing, list(plan.head_only)) == ({}, list(REQUIRED))
 
 
 class Scripted(Strategy):

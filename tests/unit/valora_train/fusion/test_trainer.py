@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.support.colour_trainer import COLOURS, make, same, train
 from tests.support.helpers import coloured_squares
@@ -46,18 +45,6 @@ def test_rollback_is_bit_for_bit(random_llava, rehearse, vision):
         plain = key.replace(".base_layer", "")
         if plain in base:
             assert torch.equal(value, base[plain]), key
-
-
-def test_a_snapshot_survives_the_disk_and_another_process(random_llava, tmp_path):
-    trainer, _ = make(random_llava)
-    trainer.open("adapter-1", seed=3)
-    train(trainer, "apple")
-    save_file(trainer.snapshot("adapter-1"), tmp_path / "a.safetensors")
-    losses = train(trainer, "sky", held=["apple"], rehearse=True)
-    other, _ = make(random_llava)
-    other.restore("adapter-1", load_file(tmp_path / "a.safetensors"))
-    assert train(other, "sky", held=["apple"], rehearse=True) == losses
-    assert same(other.snapshot("adapter-1"), trainer.snapshot("adapter-1"))
 
 
 WATCHED = {"validations": 2, "validation_samples": 6, "validation_share": 1e3}

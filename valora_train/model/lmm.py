@@ -60,13 +60,9 @@ class Lmm(BaseModel):
         if settings.attention != "auto":
             options["attn_implementation"] = settings.attention
         model, processor = load_model(
-            settings.id,
-            getattr(torch, settings.dtype),
-            quantize=settings.quantize,
-            device=settings.device,
-            plain=True,
-            **options,
-        )
+            settings.id, getattr(torch, settings.dtype), quantize=settings.quantize,
+            device=settings.device, plain=True, **options,
+        )  # fmt: skip
         super().__init__(settings.id, model, processor)
         # Several processes then run it together.
         self.sharded = settings.shard and PartialState().num_processes > 1

@@ -431,58 +431,44 @@ class Fusion:
         """What the bundle says of a domain."""
         item, task = self.inputs[name], self.trainer.task(name)
         accuracy = {
-            "val": val.accuracy,
-            "val_ci95": list(val.interval),
-            "test": test.accuracy,
-            "test_ci95": list(test.interval),
+            "val": val.accuracy, "val_ci95": list(val.interval),
+            "test": test.accuracy, "test_ci95": list(test.interval),
             **{f"test_{key}": value for key, value in test.details.items()},
             **({} if test.classes is None else test.classes.as_json()),
-            "head_only": head_only["test"],
-            "head_only_val": head_only["val"],
-        }
+            "head_only": head_only["test"], "head_only_val": head_only["val"],
+        }  # fmt: skip
         return {
-            "task": str(task.domain.task),
-            "metric": task.domain.metric,
-            "accuracy": accuracy,
-            "adapter": adapter,
-            "head": None if head is None or task.remembers else f"heads/{name}.safetensors",
-            "labels": item.settings.labels,
-            "prompt": item.settings.prompt,
+            "task": str(task.domain.task), "metric": task.domain.metric, "accuracy": accuracy,
+            "adapter": adapter, "labels": item.settings.labels, "prompt": item.settings.prompt,
             "media": "video" if task.video else "images",
+            "head": None if head is None or task.remembers else f"heads/{name}.safetensors",
             **task.metadata(head),
-        }
+        }  # fmt: skip
 
     def _publish(self, name: str, facts: Mapping[str, Any]) -> None:
         """Report a domain: its figures beside its teacher's, and what is asked of it now."""
         item, requirement = self.inputs[name], self.requirements[name]
         accuracy = facts["accuracy"] | teacher_figures(item.distilled)
         self.domains[name] = {
-            **facts,
-            "required": requirement.promise,
-            "bar": requirement.bar,
-            CONTRACT: item.contract,
+            **facts, "accuracy": accuracy, CONTRACT: item.contract,
+            "required": requirement.promise, "bar": requirement.bar,
             "status": "met" if requirement.kept_by(accuracy) else "missed",
-            "accuracy": accuracy,
-        }
+        }  # fmt: skip
 
     def _result(self, plan: FusionPlan, attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The content of `fusion.json`: what was decided, reached and promised."""
         parent, state, adapters = self.parent, self.state, self.folder / "adapters"
         return {
             "strategy": self.settings.fusion.strategy,
-            "packing": plan.packing,
+            "packing": plan.packing, "alone": plan.alone, "used": plan.used,
             "adapters": {name: adapter_facts(adapters / name) for name in plan.packing},
-            "alone": plan.alone,
-            "used": plan.used,
             "parent": parent and {"version": parent.version, "fusion_stage": parent.folder.name},
             "head_only": [*(parent.unpacked if parent else ()), *plan.head_only],
             "unreachable": (parent.flagged if parent else {}) | plan.unreachable,
             "domains": {name: self.domains[name] for name in self.inputs if name in self.domains},
-            "speed": self.speed,
-            "attempts": attempts,
-            "seconds": state.seconds,
+            "speed": self.speed, "attempts": attempts, "seconds": state.seconds,
             "mlflow_run_id": state.mlflow_run_id,
-        }
+        }  # fmt: skip
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -79,9 +79,10 @@ def find_parent(bundle: Path, work: Path) -> Path:
 
 
 def load_parent(
-    folder: Path, version: int, stage: Stage, requirements: Mapping[str, Requirement]
+    bundle: Path, work: Path, stage: Stage, requirements: Mapping[str, Requirement]
 ) -> Parent:
     """Find the domains of an earlier fusion that a new stage with these requirements can keep."""
+    folder = find_parent(bundle, work)
     record, result = read_json(folder / RECORD), read_json(folder / FUSION)
     theirs, ours = record["settings"], stage.settings
     lora = asdict(LoraSettings()) | theirs["train"]["lora"]
@@ -110,7 +111,7 @@ def load_parent(
         for name, accuracy in result["unreachable"].items()
         if name in unchanged and not requirements[name].met_by(accuracy)
     }
-    return Parent(folder, version, kept, unpacked, flagged, result)
+    return Parent(folder, read_bundle(bundle).version, kept, unpacked, flagged, result)
 
 
 def training_inputs(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:

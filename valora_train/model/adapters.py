@@ -6,14 +6,13 @@ import copy
 import math
 import re
 import warnings
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from valora_data.contract.base_model import BaseModel
@@ -21,13 +20,9 @@ if TYPE_CHECKING:
     from valora_train.settings import LoraSettings
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Hide warnings of PEFT that say nothing to a user."""
-    with warnings.catch_warnings():
-        for message in (".*is_gradient_checkpointing", ".*was active which is now deleted"):
-            warnings.filterwarnings("ignore", message=message)
-        yield
+# Of PEFT, which say nothing to a user.
+for message in (".*is_gradient_checkpointing", ".*was active which is now deleted"):
+    warnings.filterwarnings("ignore", message=message)
 
 
 class Adapters:
@@ -59,7 +54,7 @@ class Adapters:
             use_rslora=lora.rslora,
             target_modules=target_pattern(lora, self._model.architecture),
         )
-        with torch.random.fork_rng(), _quietly():
+        with torch.random.fork_rng():
             torch.manual_seed(seed)
             if self.peft is None:
                 self.peft = peft.get_peft_model(self._model.model, config, adapter_name=name)
@@ -72,11 +67,10 @@ class Adapters:
         """Load an adapter from a PEFT folder."""
         import peft
 
-        with _quietly():
-            if self.peft is None:
-                self.peft = peft.PeftModel.from_pretrained(self._model.model, folder, name)
-            else:
-                self.peft.load_adapter(folder, name)
+        if self.peft is None:
+            self.peft = peft.PeftModel.from_pretrained(self._model.model, folder, name)
+        else:
+            self.peft.load_adapter(folder, name)
         self.adopt(name, decode_only)
 
     def adopt(self, name: str, decode_only: bool) -> None:
@@ -135,8 +129,7 @@ class Adapters:
 
     def remove(self, name: str) -> None:
         """Delete an adapter, which may be the active one."""
-        with _quietly():
-            self.peft.delete_adapter(name)
+        self.peft.delete_adapter(name)
 
     def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
         """Return an adapter's weights by module path, e.g. ``…0.self_attn.q_proj.lora_A``."""

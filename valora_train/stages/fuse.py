@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.base_model import base_hash, processor_hash
-from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
 from valora_train.fusion.decision import attempts_as_json
@@ -160,9 +159,8 @@ def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage)
     """The fusion to extend, or None."""
     if settings.fusion.parent is None:
         return None
-    bundle = Path(settings.fusion.parent)
-    folder = find_parent(bundle, Path(settings.paths.work))
-    return load_parent(folder, read_bundle(bundle).version, stage, _asked(settings, domains))
+    bundle, work = Path(settings.fusion.parent), Path(settings.paths.work)
+    return load_parent(bundle, work, stage, _asked(settings, domains))
 
 
 def _asked(settings: Settings, domains: Sequence[DomainInputs]) -> dict[str, Requirement]:

@@ -12,6 +12,7 @@ import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,19 +242,20 @@ class Fusion:
                     self._measure_alone(name)
             self._report_baselines()
 
-            plan = self._new_plan()
+            seed, known = self.settings.train.seed, state.head_only
+            new_plan = partial(
+                make_plan, self.settings.fusion, self.requirements, known, seed, self.parent
+            )
+            plan = new_plan()
             dedicated: dict[str, DedicatedAdapter] = {}
             if self.accelerator.num_processes == 1:  # they are on the leader's disk only
                 dedicated = {n: item.adapter for n, item in self.inputs.items() if item.adapter}
                 if not state.told:
-                    self.earlier.take_attempts(self._new_plan, state, dedicated)
-            seed = self.settings.train.seed
+                    self.earlier.take_attempts(new_plan, state, dedicated)
             packing = Packing(plan, self.trainer, state, seed, self.parent, dedicated)
-
-            def told() -> list[dict[str, Any]]:
-                return attempts_as_json(plan.decisions, plan.packing, plan.head_only, packing.taken)
-
-            report.told = told
+            report.told = lambda: attempts_as_json(
+                plan.decisions, plan.packing, plan.head_only, packing.taken
+            )
             for decision in plan.head_only.values():
                 report.placed_without_adapter(decision, self.folder / HEAD_ONLY)
             if resumed := packing.resume():
@@ -271,15 +273,9 @@ class Fusion:
                 self._stop_if_unreachable(plan)
 
             self._measure_packing(plan, packing)
-            result = self._result(plan, told())
+            result = self._result(plan, report.told())
             report.finish(result)
             write_json(self.folder / FUSION, result)
-
-    def _new_plan(self) -> FusionPlan:
-        """The plan before the first attempt."""
-        settings, known = self.settings, self.state.head_only
-        seed = settings.train.seed
-        return make_plan(settings.fusion, self.requirements, known, seed, self.parent)
 
     def _stop_if_unreachable(self, plan: FusionPlan) -> None:
         """End the fusion at the first domain that is out of reach, if that is asked for.

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from valora_data.contract.contexts import MEMORY_TOKENS, PREFIX, Memory, around_memory, head_text
-from valora_data.contract.recall import read_head, run_tails, write_on
+from valora_data.contract.recall import head_inputs, read_head, run_tails, write_on
 from valora_train.model.prompts import HiddenStates
 
 if TYPE_CHECKING:
@@ -78,6 +78,11 @@ def stored(module: AnyMemory, base: str, dtype: torch.dtype) -> Memory:
 
 
 # ------------------------------------------------------------------ reading documents
+
+
+def document_tokens(lmm: Lmm, document: Document) -> int:
+    """Return the number of tokens of a document's head, visual ones included."""
+    return int(head_inputs(lmm, document.text, document.images)["input_ids"].shape[1])
 
 
 def read_document(lmm: Lmm, document: Document) -> Prefix:

@@ -84,8 +84,7 @@ class Reader:
     def check(self, tokens: int) -> None:
         """Check that every document has at least as many tokens as a memory is asked to have."""
         for name in self.names:
-            found = self.document(name)
-            length = head_inputs(self.lmm, found.text, found.images)["input_ids"].shape[1]
+            length = memory.document_tokens(self.lmm, self.document(name))
             if tokens > length:
                 raise DataError(
                     f"the document of domain {name} has {plural(length, 'token')}, fewer than the "

@@ -101,7 +101,7 @@ def test_reasons_say_what_was_missed_and_by_how_much():
         "b 0.790 < 0.820 (required 0.800 + margin 0.020), 0.030 below: left out, a and c → "
         "adapter-1"
     )
-    assert plan.tell({"a": 0.9, "b": 0.83, "c": 0.83}).reason == (
+    assert plan.tell({"a": 0.9, "b": 0.83, "c": 0.84}).reason == (
         "every domain keeps what it must, most narrowly b (0.830 ≥ 0.820 (required 0.800 + margin "
         "0.020)): b → adapter-1"
     )

@@ -36,12 +36,17 @@ class Attempt:
         return (*self.held, *self.new)
 
     @property
-    def name(self) -> str:
-        """Name for people: ``03 vegetation → adapter-1``, ``04 a + b + 3 more → adapter-1``."""
-        named, more = list(self.new), []
+    def label(self) -> str:
+        """The new domains for people: ``bicycle + person``, ``bicycle + person + 3 more``."""
+        named = list(self.new)
         if len(named) > MOST_NAMED:
-            named, more = named[: MOST_NAMED - 1], [f"{len(named) - MOST_NAMED + 1} more"]
-        return f"{self.number:02d} {' + '.join(named + more)} → {self.adapter}"
+            named[MOST_NAMED - 1 :] = [f"{len(named) - MOST_NAMED + 1} more"]
+        return " + ".join(named)
+
+    @property
+    def name(self) -> str:
+        """Name for people, e.g. ``03 vegetation → adapter-1``."""
+        return f"{self.number:02d} {self.label} → {self.adapter}"
 
     def as_json(self) -> dict[str, Any]:
         """Its parts."""

@@ -20,7 +20,8 @@ from valora_data.cpu import usable_cores
 from valora_data.schema import Split
 from valora_data.shards import open_shard
 from valora_train.errors import StageError
-from valora_train.fusion.requirement import contract_of, few_samples
+from valora_train.fusion.requirement import few_samples
+from valora_train.fusion.state import FUSION
 from valora_train.model import distributed
 from valora_train.processes import preparing_processes, worker_processes
 from valora_train.reporting.progress import Display, Step, relay, stopwatch
@@ -32,7 +33,10 @@ from valora_train.stage import Stage
 from valora_train.stages import data, distill, fuse, memorise
 from valora_train.stages.dedicated import measure_dedicated
 from valora_train.stages.export import export_bundle
-from valora_train.stages.fuse import DomainInputs
+from valora_train.stages.fuse import (
+    DomainInputs,
+    Fusion,
+)
 
 
 def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, Any]:
@@ -129,11 +133,9 @@ class Pipeline:
         return DomainInputs(domain, read, distilled)
 
     def _warn_of_few(self, domain: DomainSettings, read: Path) -> None:
-        fusion, contract = self.settings.fusion, contract_of(domain)
-        if fusion.of_dedicated is not None:
-            contract = replace(contract, required=None, of_teacher=fusion.of_dedicated)
+        fusion = self.settings.fusion
         val, test = (len(open_shard(read / split)) for split in (Split.VAL, Split.TEST))
-        for told in few_samples(domain.name, val, test, contract, fusion.margin):
+        for told in few_samples(domain, val, test, fusion.of_dedicated, fusion.margin):
             self.display.note("data", told)
 
     def _teach(
@@ -174,7 +176,8 @@ class Pipeline:
         def build(folder: Path, _: object = None) -> None:
             # Until every process has read the state of an interrupted fusion.
             self.accelerator.wait_for_everyone()
-            fuse.build_fusion(settings, domains, stage, folder, self.display, self.accelerator)
+            if not (folder / FUSION).is_file():  # else killed after the last write
+                Fusion(settings, domains, stage, folder, self.display, self.accelerator).run()
 
         if not self.accelerator.is_main_process and not stage.folder(work).is_dir():
             with TemporaryDirectory() as folder:

@@ -314,7 +314,7 @@ class TrainSettings(Section):
     checkpoint_seconds: Weight = 30.0  # between checkpoints within an attempt; 0: at every step
     validations: Whole = 4  # looks at the validation split within an attempt, for MLflow
     validation_samples: Whole = 48  # of each domain in such a look, at most
-    validation_share: Share = 0.05  # of an attempt's time for all of them, at most
+    validation_share: Share = 0.05  # of the time of an attempt for all of them, about
     lora: LoraSettings = LoraSettings()
     augment: AugmentSettings = AugmentSettings()
 

@@ -51,7 +51,7 @@ def train(trainer, domain, held=(), rehearse=False, seed=5):
     losses = []
     trainer.train(
         "adapter-1", [domain], held=held, rehearse=rehearse, seed=seed,
-        on_step=lambda step, steps, loss: losses.append(loss),
+        on_step=lambda step, steps, loss, figures: losses.append(loss),
     )  # fmt: skip
     return losses
 

@@ -47,7 +47,7 @@ def learn(base: str, shard: bool, folder: Path, device: str = "cpu") -> None:
     for name in data:
         trainer.train(
             "adapter-1", [name], held=held, rehearse=True, seed=5,
-            on_step=lambda step, steps, loss: losses.append(loss),
+            on_step=lambda step, steps, loss, figures: losses.append(loss),
         )  # fmt: skip
         held.append(name)
         reached[name] = trainer.evaluate("adapter-1", name, Split.VAL)

@@ -1,9 +1,12 @@
-"""What a fusion tries, and what becomes of each attempt."""
+"""What a fusion tries, what becomes of each attempt, and both as JSON."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 MOST_NAMED = 3  # domains that the name of an attempt lists
 
@@ -35,15 +38,22 @@ class Attempt:
     @property
     def label(self) -> str:
         """The new domains for people: ``bicycle + person``, ``bicycle + person + 3 more``."""
-        if len(self.new) <= MOST_NAMED:
-            return " + ".join(self.new)
-        named = self.new[: MOST_NAMED - 1]
-        return " + ".join([*named, f"{len(self.new) - len(named)} more"])
+        named = list(self.new)
+        if len(named) > MOST_NAMED:
+            named[MOST_NAMED - 1 :] = [f"{len(named) - MOST_NAMED + 1} more"]
+        return " + ".join(named)
 
     @property
     def name(self) -> str:
         """Name for people, e.g. ``03 vegetation → adapter-1``."""
         return f"{self.number:02d} {self.label} → {self.adapter}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Its parts."""
+        return {
+            "number": self.number, "name": self.name, "new": list(self.new),
+            "adapter": self.adapter, "held": list(self.held), "moved": list(self.moved),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +75,55 @@ class AttemptDecision:
     """
 
     attempt: Attempt
-    accuracy: dict[str, float]  # of all its domains on validation; NaN if training diverged
+    accuracy: Mapping[str, float]  # of all its domains on validation; NaN if training diverged
     verdict: Verdict
     below: tuple[str, ...]  # domains that missed what they must keep
     reason: str  # one sentence for people
-    kept: tuple[str, ...] = ()  # domains that the trained adapter holds; empty if it is discarded
+    kept: tuple[str, ...]  # domains that the trained adapter holds; empty if it is discarded
+    before: Mapping[str, float | None]  # accuracy of its domains until then
+    floor: Mapping[str, float]  # accuracy that they must keep
+    asked: Mapping[str, str]  # the same in words
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """New domains that a committed adapter does not hold: they missed their bar."""
         return tuple(name for name in self.attempt.new if self.kept and name not in self.kept)
+
+
+def attempts_as_json(
+    decisions: Sequence[AttemptDecision],
+    packing: Mapping[str, Sequence[str]],
+    head_only: Collection[str] = (),
+    dedicated: Collection[int] = (),
+) -> list[dict[str, Any]]:
+    """The attempts of `fusion.json`, of which every text about attempts is made.
+
+    `went` says what became of the new domains until now. `dedicated` are the numbers of the
+    attempts that took a dedicated adapter.
+    """
+    holders = {name: adapter for adapter, held in packing.items() for name in held}
+    placed: dict[str, int] = {}  # number of the attempt that placed a domain last
+    for one in decisions:
+        placed |= {n: one.attempt.number for n in one.kept if n in one.attempt.new}
+
+    def went(name: str, decision: AttemptDecision) -> str:
+        if (holder := holders.get(name)) is None:
+            return "takes no adapter" if name in head_only else "waits for its next attempt"
+        number, last = decision.attempt.number, placed.get(name, 0)
+        if last <= number:
+            return f"{'is' if last == number else 'stays'} in {holder}"
+        verb = "moved on" if name in decision.kept else "went"
+        return f"{verb} to {holder} with attempt {last:02d}"
+
+    return [
+        {
+            **one.attempt.as_json(),
+            # JSON knows no NaN, the accuracy of a training that diverged.
+            "accuracy": {k: None if math.isnan(v) else v for k, v in one.accuracy.items()},
+            "verdict": str(one.verdict), "below": list(one.below), "kept": list(one.kept),
+            "reason": one.reason, "dedicated": one.attempt.number in dedicated,
+            "before": dict(one.before), "floor": dict(one.floor), "asked": dict(one.asked),
+            "went": {name: went(name, one) for name in one.attempt.new},
+        }
+        for one in decisions
+    ]  # fmt: skip

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from valora_train.fusion.packing import dedicated_of
 from valora_train.fusion.parent import training_inputs
-from valora_train.fusion.reported import HEAD_ONLY
-from valora_train.fusion.state import SNAPSHOTS, STATE, attempt_facts, snapshot_file
+from valora_train.fusion.state import HEAD_ONLY, SNAPSHOTS, STATE, attempt_facts, snapshot_file
 from valora_train.stage import read_json, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
     from valora_train.fusion.packing import DedicatedAdapter
@@ -29,10 +29,7 @@ MADE_OF = "made_of.json"
 
 
 class Earlier:
-    """The unfinished and finished fusions beside a new one that trained with the same settings.
-
-    The folder of the new one gets a file that says what it is made of.
-    """
+    """The fusions beside a new one that trained with the same settings."""
 
     def __init__(self, stage: Stage, work: Path, folder: Path) -> None:
         domains = training_inputs(stage.settings, stage.inputs)
@@ -82,66 +79,56 @@ class Earlier:
         new_plan: Callable[[], FusionPlan],
         state: FusionState,
         dedicated: Mapping[str, DedicatedAdapter] | None = None,
-    ) -> int:
-        """Take over, and count, the attempts that the new fusion would repeat.
+    ) -> None:
+        """Take over the attempts that the new fusion, in which nothing was attempted, would repeat.
 
-        Args:
-            new_plan: Makes the plan of the new fusion before its first attempt.
-            state: State of the new fusion, in which nothing was attempted.
-            dedicated: The dedicated adapters that the new fusion takes (see `Packing`).
+        `new_plan` makes its plan before the first attempt; `dedicated` as in `Packing`.
         """
-        best: tuple[int, dict[str, str], Path] = (0, {}, state.folder)
+        count, files, source, saved = 0, dict[str, str](), state.folder, dict[str, Any]()
         for folder in self._folders:
-            saved = _read(folder / STATE)
-            known, place = saved.get("snapshots", {}), folder / SNAPSHOTS
-            for count in range(self._usable(folder, saved), best[0], -1):
-                snapshots = _replay(new_plan(), saved, count, dedicated or {})
+            found, place = _read(folder / STATE), folder / SNAPSHOTS
+            known, same = found.get("snapshots", {}), self._same_domains(folder, "trained")
+            for made, needed in enumerate(_replay(new_plan(), found, same, dedicated or {}), 1):
                 # Only the latest snapshots are kept.
-                if snapshots is not None and all(
+                if made > count and all(
                     known.get(adapter) == file and (place / file).is_file()
-                    for adapter, file in snapshots.items()
+                    for adapter, file in needed.items()
                 ):
-                    best = (count, snapshots, folder)
-                    break
-        count, snapshots, folder = best
-        saved = _read(folder / STATE) if count else {}
+                    count, files, source, saved = made, needed, place, found
         try:
-            for file in snapshots.values():
-                shutil.copyfile(folder / SNAPSHOTS / file, state.folder / SNAPSHOTS / file)
+            for file in files.values():
+                shutil.copyfile(source / file, state.folder / SNAPSHOTS / file)
         except FileNotFoundError:  # another process goes on with that fusion
-            return 0
+            return
         if count:
-            state.snapshots.update(snapshots)
-            state.told = saved["told"][:count]
-            state.seconds = saved["seconds"][:count]
-            state.attempts = saved["attempts"][:count]
+            state.snapshots.update(files)
+            for name in ("told", "seconds", "attempts"):
+                setattr(state, name, saved[name][:count])
             state.save()
-        return count
-
-    def _usable(self, folder: Path, saved: dict[str, Any]) -> int:
-        """Number of attempts before the first one with a domain that is missing or changed."""
-        attempts, told = saved.get("attempts", []), saved.get("told", [])
-        if len(attempts) != len(told):  # written by an earlier version
-            return 0
-        same = self._same_domains(folder, "trained")
-        changed = (number for number, reached in enumerate(told) if not set(reached) <= same)
-        return next(changed, len(told))
 
 
 def _replay(
-    plan: FusionPlan, saved: dict[str, Any], count: int, dedicated: Mapping[str, DedicatedAdapter]
-) -> dict[str, str] | None:
-    """The snapshots that a plan needs after `count` attempts; None if it would make others."""
-    snapshots = {}
-    for facts, reached in zip(saved["attempts"][:count], saved["told"], strict=False):
-        if (attempt := plan.next()) is None:
-            return None
+    plan: FusionPlan,
+    saved: Mapping[str, Any],
+    same: AbstractSet[str],
+    dedicated: Mapping[str, DedicatedAdapter],
+) -> Iterator[dict[str, str]]:
+    """The snapshots that a plan needs after each attempt of an earlier fusion that it would make.
+
+    It ends at the first with a domain that is not one of the `same`.
+    """
+    snapshots: dict[str, str] = {}
+    # An earlier version kept no facts of attempts.
+    for facts, reached in zip(saved.get("attempts", ()), saved.get("told", ()), strict=False):
+        if not same >= reached.keys() or (attempt := plan.next()) is None:
+            return
         alone = dedicated_of(attempt, dedicated)
         if attempt_facts(attempt, alone.key if alone else None) != {"dedicated": None, **facts}:
-            return None
+            return
         if plan.tell(reached).kept:
             snapshots[attempt.adapter] = snapshot_file(attempt.adapter, attempt.number)
-    return {adapter: file for adapter, file in snapshots.items() if adapter in plan.packing}
+        snapshots = {name: file for name, file in snapshots.items() if name in plan.packing}
+        yield snapshots
 
 
 def _read(file: Path) -> dict[str, Any]:

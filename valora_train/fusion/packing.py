@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from valora_data.schema import Split
 from valora_train.errors import UnreachableError
@@ -18,6 +18,7 @@ from valora_train.fusion.plan import FusionPlan, order_domains
 from valora_train.fusion.state import attempt_facts, of_domains
 from valora_train.fusion.strategies.base import Probe
 from valora_train.fusion.strategies.registry import make_strategy
+from valora_train.fusion.trainer import DivergedError
 from valora_train.model.distributed import agree
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from valora_train.fusion.parent import Parent
     from valora_train.fusion.requirement import Requirement
     from valora_train.fusion.state import FusionState
-    from valora_train.fusion.trainer import OnFigures, Trainer
+    from valora_train.fusion.trainer import OnStep, Trainer
     from valora_train.settings import FusionSettings
     from valora_train.tasks.base import Evaluation
 
@@ -65,21 +66,16 @@ def make_plan(
     seed: int,
     parent: Parent | None,
 ) -> FusionPlan:
-    """The plan of a fusion, which may extend another one, before its first attempt.
-
-    `requirements` are in the order of the configuration, `head_only` as in `FusionState`.
-    """
+    """The plan of a fusion, which may extend another one, before its first attempt."""
     probes = {
         name: Probe(requirement.required, head_only[name]["val"])
         for name, requirement in requirements.items()
     }
     order = order_domains(list(requirements), settings.order, seed, probes)
-    asked, strategy = {name: requirements[name] for name in order}, make_strategy(settings.strategy)
-    extended: dict[str, Any] = {}
-    if parent is not None:
-        extended = {"packed": parent.kept, "unpacked": parent.unpacked}
-        extended |= {"alone": parent.alone, "used": parent.used}
-    return FusionPlan(asked, strategy, probes=probes, head_only=settings.head_only, **extended)
+    return FusionPlan(
+        {name: requirements[name] for name in order}, make_strategy(settings.strategy),
+        probes=probes, head_only=settings.head_only, **(parent.placed if parent else {}),
+    )  # fmt: skip
 
 
 def check_reachable(
@@ -88,11 +84,7 @@ def check_reachable(
     met: Sequence[str],
     waiting: Sequence[str] = (),
 ) -> None:
-    """Refuse a fusion, finished or not, in which a domain misses its requirement even alone.
-
-    Raises:
-        UnreachableError: It names what such domains reach, and those that are `met` or `waiting`.
-    """
+    """Refuse a fusion, finished or not, in which a domain misses its requirement even alone."""
     if not unreachable:
         return
     misses = ", ".join(
@@ -106,28 +98,6 @@ def check_reachable(
         "longer (train.steps, train.lora.rank), or run again with fusion.unreachable=keep to "
         f"{kept}{rest}: what is trained is kept"
     )
-
-
-class DivergedError(Exception):
-    """Training made the loss or the weights infinite or NaN."""
-
-
-def stop_if_diverged(on_step: Callable[[int, int, float], None]) -> Callable[..., None]:
-    """A callback for training that ends it once the loss is no finite number."""
-
-    def watch(step: int, steps: int, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise DivergedError
-        on_step(step, steps, loss)
-
-    return watch
-
-
-def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise if a weight became infinite or NaN in the last step."""
-    for tensor in tensors.values():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise DivergedError
 
 
 @dataclass
@@ -160,23 +130,16 @@ class Packing:
 
     def load(self, adapter: str) -> None:
         """Make an adapter resident, from its own snapshot or from the fusion that is extended."""
-        if adapter in self.trainer.adapters:
-            return
-        if adapter in self.state.snapshots:
-            snapshot = self.state.read_snapshot(adapter)
-        elif self.parent is not None:
-            snapshot = self.parent.snapshot(adapter)
-        else:
-            return
-        # Domains may have left the adapter since.
-        self.trainer.restore(adapter, of_domains(snapshot, self.plan.packing[adapter]))
+        if adapter not in self.trainer.adapters:
+            if adapter in self.state.snapshots:
+                snapshot = self.state.read_snapshot(adapter)
+            else:
+                assert self.parent is not None, "else an attempt has trained it"
+                snapshot = self.parent.snapshot(adapter)
+            # Domains may have left the adapter since.
+            self.trainer.restore(adapter, of_domains(snapshot, self.plan.packing[adapter]))
 
-    def run(
-        self,
-        attempt: Attempt,
-        on_step: Callable[[int, int, float], None],
-        on_figures: OnFigures = lambda *_: None,
-    ) -> Outcome:
+    def run(self, attempt: Attempt, on_step: OnStep = lambda *_: None) -> Outcome:
         """Train and judge what `FusionPlan.next` returned, then commit it or roll it back."""
         start = time.monotonic()
         trainer, adapter = self.trainer, attempt.adapter
@@ -196,10 +159,8 @@ class Packing:
             if alone is None:
                 trainer.train(
                     adapter, attempt.new, held=attempt.held, rehearse=attempt.rehearse, seed=seed,
-                    on_step=stop_if_diverged(on_step), on_figures=on_figures,
-                    checkpoint=self.state.checkpoint,
+                    on_step=on_step, checkpoint=self.state.checkpoint,
                 )  # fmt: skip
-            check_finite(trainer.snapshot(adapter))
             for name in attempt.domains:
                 evaluations[name] = trainer.evaluate(adapter, name, Split.VAL)
             reached = {name: evaluation.accuracy for name, evaluation in evaluations.items()}

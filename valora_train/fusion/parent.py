@@ -39,24 +39,21 @@ class Parent:
     result: dict[str, Any]  # content of its `fusion.json`
 
     @property
-    def used(self) -> int:
-        """Number of adapters that were ever named."""
-        return int(self.result["used"])
-
-    @property
-    def alone(self) -> dict[str, float]:
-        """What the flagged domains reached in an adapter of their own."""
-        # Before domains could share the adapter of a flagged one, it kept what it reached alone.
-        return self.flagged | {
-            name: value
-            for name, value in self.result.get("alone", {}).items()
-            if name in self.flagged
-        }
-
-    @property
     def domains(self) -> tuple[str, ...]:
         """The unchanged domains."""
         return (*(name for names in self.kept.values() for name in names), *self.unpacked)
+
+    @property
+    def placed(self) -> dict[str, Any]:
+        """What it leaves to the plan of a fusion that extends it."""
+        result, known = self.result, self.result["domains"]
+        # Before domains could share the adapter of a flagged one, it kept what it reached alone.
+        alone = {name: result.get("alone", {}).get(name, at) for name, at in self.flagged.items()}
+        return {
+            "packed": self.kept, "unpacked": self.unpacked, "alone": alone,
+            "reached": {name: float(known[name]["accuracy"]["val"]) for name in self.domains},
+            "used": int(result["used"]),
+        }  # fmt: skip
 
     @property
     def head_only(self) -> dict[str, dict[str, float]]:
@@ -82,26 +79,20 @@ def find_parent(bundle: Path, work: Path) -> Path:
 
 
 def load_parent(
-    folder: Path, version: int, stage: Stage, requirements: Mapping[str, Requirement]
+    bundle: Path, work: Path, stage: Stage, requirements: Mapping[str, Requirement]
 ) -> Parent:
-    """Find the domains of an earlier fusion that a new stage with these requirements can keep.
-
-    Raises:
-        SettingsError: If the earlier fusion used another model or other LoRA or head settings.
-    """
+    """Find the domains of an earlier fusion that a new stage with these requirements can keep."""
+    folder = find_parent(bundle, work)
     record, result = read_json(folder / RECORD), read_json(folder / FUSION)
     theirs, ours = record["settings"], stage.settings
     lora = asdict(LoraSettings()) | theirs["train"]["lora"]
-    for name, same in (
-        ("model", theirs["model"] == ours["model"]),
-        ("heads", theirs["heads"] == ours["heads"]),
-        ("train.lora", lora == ours["train"]["lora"]),
-    ):
-        if not same:
-            raise SettingsError(
-                f"the bundle of fusion.parent was made with other settings of {name}: use the same "
-                "ones, or set fusion.parent=null to fuse all domains"
-            )
+    same = {name: theirs[name] == ours[name] for name in ("model", "heads")}
+    same["train.lora"] = lora == ours["train"]["lora"]
+    if others := [name for name in same if not same[name]]:
+        raise SettingsError(
+            f"the bundle of fusion.parent was made with other settings of {', '.join(others)}: use "
+            "the same ones, or set fusion.parent=null to fuse all domains"
+        )
     then, now = training_inputs(theirs, record["inputs"]), training_inputs(ours, stage.inputs)
 
     def stays(name: str) -> bool:
@@ -120,19 +111,15 @@ def load_parent(
         for name, accuracy in result["unreachable"].items()
         if name in unchanged and not requirements[name].met_by(accuracy)
     }
-    return Parent(folder, version, kept, unpacked, flagged, result)
+    return Parent(folder, read_bundle(bundle).version, kept, unpacked, flagged, result)
 
 
 def training_inputs(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:
     """What the training of each domain depends on; its requirement does not matter."""
-    return {
-        facts["name"]: (
-            {key: value for key, value in facts.items() if key not in ("required", CONTRACT)},
-            {
-                key: value
-                for key, value in inputs.items()
-                if key.startswith(f"{facts['name']}/") and not key.endswith("/teacher")
-            },
-        )
-        for facts in settings["domains"]
-    }
+    found = {}
+    for facts in settings["domains"]:
+        name = facts["name"]
+        data = [k for k in inputs if k.startswith(f"{name}/") and k != f"{name}/teacher"]
+        others = {key: facts[key] for key in facts if key not in ("required", CONTRACT)}
+        found[name] = (others, {key: inputs[key] for key in data})
+    return found

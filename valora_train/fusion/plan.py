@@ -66,6 +66,7 @@ class FusionPlan:
         packed: Mapping[str, tuple[str, ...]] | None = None,  # oldest first
         unpacked: Iterable[str] = (),  # domains that take no adapter
         alone: Mapping[str, float] | None = None,  # what flagged domains reached alone
+        reached: Mapping[str, float] | None = None,  # by domains that were placed
         used: int = 0,  # number of adapters that were ever named
     ) -> None:
         self._requirements = dict(requirements)
@@ -74,7 +75,7 @@ class FusionPlan:
         self._probes = probes or {}
         self._without = {name: probe.head_only for name, probe in self._probes.items()}
         self._held = dict(packed or {})
-        self._reached: dict[str, float] = {}  # in the last attempt that was kept, by domain
+        self._reached = dict(reached or {})  # in the last attempt that was kept, by domain
         self.alone = dict(alone or {})
         self._inherited = frozenset(self.alone)
         self.used = max(used, len(self._held))
@@ -126,11 +127,7 @@ class FusionPlan:
     # --- the next attempt -------------------------------------------------------------------------
 
     def next(self) -> Attempt | None:
-        """What to train and evaluate next, until `tell` is called; None when all is packed.
-
-        Raises:
-            StrategyError: If the strategy proposes what cannot be tried.
-        """
+        """What to train and evaluate next, until `tell` is called; None when all is packed."""
         if self._attempt is None and not self._finished:
             idle = not self.waiting and len(self._held) < 2  # nothing to place, nothing to move
             proposal = None if idle else self._strategy.propose(self._view())
@@ -170,14 +167,9 @@ class FusionPlan:
     # --- its verdict ------------------------------------------------------------------------------
 
     def tell(self, accuracy: Mapping[str, float]) -> AttemptDecision:
-        """Judge the attempt that `next` returned, by the accuracy of its domains on validation.
-
-        Raises:
-            ValueError: If there is no attempt to judge, or the accuracies are of other domains.
-        """
+        """Judge the attempt that `next` returned, by the accuracy of its domains on validation."""
         attempt = self.next()
-        if attempt is None:
-            raise ValueError("expected an attempt to judge, got a finished plan")
+        assert attempt is not None, "a finished plan has nothing to judge"
         if set(accuracy) != set(attempt.domains):
             raise ValueError(f"expected accuracies of {attempt.domains}, got {sorted(accuracy)}")
         below = tuple(n for n in attempt.domains if not accuracy[n] >= self._floor(n))
@@ -188,19 +180,21 @@ class FusionPlan:
         elif attempt.held or attempt.moved or len(attempt.new) > 1:
             verdict = Verdict.ROLLED_BACK
         else:
-            verdict = Verdict.UNREACHABLE
-            kept = attempt.new if self._gains(attempt.new[0], accuracy[attempt.new[0]]) else ()
+            verdict, (name,) = Verdict.UNREACHABLE, attempt.new
+            gains = not accuracy[name] <= self._without.get(name, math.nan)
+            if not math.isnan(accuracy[name]) and (gains or not self._may_do_without):
+                kept = attempt.new
         reason = self._reason(attempt, accuracy, verdict, below, kept)
-        decision = AttemptDecision(attempt, dict(accuracy), verdict, below, reason, kept)
+        names = attempt.domains
+        decision = AttemptDecision(
+            attempt, dict(accuracy), verdict, below, reason, kept,
+            {name: self._reached.get(name, self._without.get(name)) for name in names},
+            {name: self._floor(name) for name in names},
+            {n: ("" if n in self.alone else "its bar of ") + self._asked(n) for n in names},
+        )  # fmt: skip
         self._apply(decision)
         self.decisions.append(decision)
         return decision
-
-    def _gains(self, domain: str, reached: float) -> bool:
-        """Whether an adapter of its own is worth keeping for a domain that misses its bar."""
-        if math.isnan(reached):  # training diverged: there is nothing to keep
-            return False
-        return not self._may_do_without or not reached <= self._without.get(domain, math.nan)
 
     def _apply(self, decision: AttemptDecision) -> None:
         self._attempt = None
@@ -253,10 +247,7 @@ class FusionPlan:
             fitting = _and([name for name in attempt.new if name in kept])
             return f"{misses}: left out, {fitting} → {adapter}"
         if verdict is Verdict.ROLLED_BACK:
-            waits = [name for name in attempt.new if name not in attempt.moved]
-            homes = [f"{name} stays in {self._holder(name)}" for name in attempt.moved]
-            homes += [f"{_and(waits)} wait{'s' * (len(waits) == 1)}"] * bool(waits)
-            return f"{misses}: {new} not in {adapter}, {', '.join(homes)}"
+            return f"{misses}: {new} not in {adapter}"
         if kept:
             return f"{misses}, even alone: flagged, {new} → {adapter}"
         without = self._without.get(attempt.new[0], math.nan)

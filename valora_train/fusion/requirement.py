@@ -1,4 +1,4 @@
-"""What a domain must reach: its contract, its requirement, and the bar that validation sets."""
+"""What a domain must reach: its requirement, and the bar that validation sets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 ROUNDING = 1e-9  # sums of decimal fractions may be off: 0.80 + 0.02 is a little more than 0.82
 CONTRACT = "contract"  # key of a domain's contract, in bundles and in the settings of stages
 ENOUGH = 50  # samples of a split from which one of them weighs less than the usual margin
-REMEDY = "source.counts, source.fractions, or a larger split"
 NORMAL_95 = 1.959963984540054  # two-sided 95 % quantile
+REMEDY = "source.counts, source.fractions, or a larger split"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,66 +81,44 @@ class Requirement:
         return f"{self.bar:.3f} ({required} {sign} margin {abs(used):.3f}{cut})"
 
 
-@dataclass(frozen=True, slots=True)
-class Contract:
-    """What an application asks of a domain, before its teacher's accuracy is known."""
+def contract_requirement(
+    domain: DomainSettings, margin: float, validation: float | None, test: float | None
+) -> Requirement:
+    """What a domain must reach by its contract: the larger of both figures on each split.
 
-    required: float | None  # accuracy to keep in any case; None where only the teacher counts
-    of_teacher: float | None = None  # share of its teacher's accuracy to keep as well, in (0, 1]
-    largest: float = 1.0  # value of the metric
-
-    def requirement(
-        self, name: str, margin: float, validation: float | None, test: float | None
-    ) -> Requirement:
-        """What domain `name` must reach: the larger of both figures on each split.
-
-        `validation` and `test` are the teacher's accuracies, None if they are unknown.
-
-        Raises:
-            SettingsError: If a share is asked of a teacher that reaches nothing, or whose accuracy
-                is unknown.
-        """
-        least = self.required or 0.0
-        if self.of_teacher is None:
-            return Requirement(least, margin, self.largest)
-        remedy = (
-            f"set domains.{name}.of_teacher=null with an accuracy of its own in "
-            f"domains.{name}.required"
-        )
-        if validation is None:
-            raise SettingsError(
-                f"the accuracy of the teacher of domain {name} on validation is unknown, so that "
-                f"{self.of_teacher:g} of it says nothing: label validation images, or {remedy}"
-            )
-        if not validation > 0.0:
-            raise SettingsError(
-                f"the teacher of domain {name} reaches {validation:.3f} on validation, so that "
-                f"{self.of_teacher:g} of it asks for nothing: check the teacher, or {remedy}"
-            )
-        share = self.of_teacher * validation
-        required = max(least, share)
-        promised = required if test is None else max(least, self.of_teacher * test)
-        asked = f"{share:.3f} = {self.of_teacher:g} × the teacher's {validation:.3f}"
-        if self.required is None:
-            return Requirement(required, margin, validation, asked, promised=promised)
-        floor = Requirement(self.required, margin, self.largest)
-        if share <= self.required:
-            origin = f"{self.required:.3f}, above {asked}"
-            return replace(floor, origin=origin, promised=promised)
-        # A bar above what the teacher itself reaches would make no sense, so that its accuracy
-        # limits the margin; what `required` alone asks for stays asked for.
-        origin = f"{asked}, above {self.required:.3f}"
-        return Requirement(required, margin, validation, origin, floor.bar, promised)
-
-    def as_json(self) -> dict[str, float | None]:
-        """The contract in a bundle."""
-        return {"required": self.required, "of_teacher": self.of_teacher}
-
-
-def contract_of(domain: DomainSettings) -> Contract:
-    """The contract of a domain, as `Settings.chosen` completes it."""
+    `validation` and `test` are its teacher's accuracies, None if they are unknown.
+    """
     assert domain.task is not None, "`Settings.chosen` fills it in"
-    return Contract(domain.required, domain.of_teacher, domain.task.spec.largest)
+    least, of_teacher = domain.required or 0.0, domain.of_teacher
+    plain = Requirement(least, margin, domain.task.spec.largest)
+    if of_teacher is None:
+        return plain
+    name = domain.name
+    remedy = (
+        f"set domains.{name}.of_teacher=null with an accuracy of its own in domains.{name}.required"
+    )
+    if validation is None:
+        raise SettingsError(
+            f"the accuracy of the teacher of domain {name} on validation is unknown, so that "
+            f"{of_teacher:g} of it says nothing: label validation images, or {remedy}"
+        )
+    if not validation > 0.0:
+        raise SettingsError(
+            f"the teacher of domain {name} reaches {validation:.3f} on validation, so that "
+            f"{of_teacher:g} of it asks for nothing: check the teacher, or {remedy}"
+        )
+    share = of_teacher * validation
+    promised = max(least, share if test is None else of_teacher * test)
+    asked = f"{share:.3f} = {of_teacher:g} × the teacher's {validation:.3f}"
+    if domain.required is None:
+        return Requirement(share, margin, validation, asked, promised=promised)
+    if share <= least:
+        return replace(plain, origin=f"{least:.3f}, above {asked}", promised=promised)
+    # A bar above what the teacher itself reaches would make no sense, so that its accuracy
+    # limits the margin; what `required` alone asks for stays asked for.
+    return Requirement(
+        share, margin, validation, f"{asked}, above {least:.3f}", plain.bar, promised
+    )
 
 
 def dedicated_requirement(
@@ -153,27 +131,25 @@ def dedicated_requirement(
 
 
 def few_samples(
-    domain: str, validation: int, test: int, contract: Contract, margin: float
+    domain: DomainSettings, validation: int, test: int, share: float | None, margin: float
 ) -> list[str]:
     """What to tell of splits that are too small to decide on, or to promise on.
 
-    Raises:
-        SettingsError: If there is one validation sample, which can decide nothing.
+    `share` is that of what the domain's own adapter reaches, where its contract does not count.
     """
     if validation < 2:
         raise SettingsError(
-            f"domain {domain} has {validation} validation sample, which can decide nothing: give "
-            f"it more ({REMEDY})"
+            f"domain {domain.name} has {validation} validation sample, which can decide nothing: "
+            f"give it more ({REMEDY})"
         )
-    told = []
-    for split, count in (("validation", validation), ("test", test)):
+    assert domain.task is not None, "`Settings.chosen` fills it in"
+    asked, told = share or domain.required or domain.of_teacher or 1.0, []
+    for split, count, does in (("validation", validation, "decide"), ("test", test, "confirm")):
         if count >= ENOUGH:
             continue
-        text = f"{domain}: {plural(count, f'{split} sample')} can "
-        text += "decide" if split == "validation" else "confirm"
-        text += " little of what is asked for"
-        if contract.largest == 1.0:  # CIDEr is no share of the samples
-            asked = contract.required or contract.of_teacher or 1.0
+        text = f"{domain.name}: {plural(count, f'{split} sample')} can {does} little of what is "
+        text += "asked for"
+        if domain.task.spec.largest == 1.0:  # CIDEr is no share of the samples
             low, high = wilson_interval(asked, count)
             text += f": at {asked:.3f} the 95 % interval is {low:.2f} to {high:.2f}, "
             text += f"{high - low:.2f} wide"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -19,7 +19,7 @@ from valora_train.tasks.augment import Augmenter
 from valora_train.tasks.registry import make_task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -35,30 +35,18 @@ TAUGHT = "taught"
 """Name of the samples that a teacher labelled, beside those of the splits."""
 
 
-@dataclass(frozen=True)
-class LabelledSplit:
+class LabelledSplit(NamedTuple):
     """A split that accuracy is measured on: encoded samples, and the same with true answers."""
 
     inputs: list[Encoded]
     samples: list[Sample]
 
-    def every(self, most: int) -> LabelledSplit:
-        """At most `most` samples of the split, evenly taken and always the same ones."""
-        rows = evenly(len(self.samples), most)
-        return LabelledSplit([self.inputs[at] for at in rows], [self.samples[at] for at in rows])
-
 
 class DomainData:
     """A domain's samples, encoded for training and evaluation.
 
-    Args:
-        task: Task of the domain: prompts, targets, loss and metric.
-        taught: Samples that the teacher labelled, for training (`inputs`).
-        labelled: Splits with true answers, for evaluation (`splits`).
-        lmm: Encodes every sample once.
-        mirror: Whether mirrored images are trained on too.
-        augment: Augmented views of the training samples; None for no views.
-        seed: Seed of the views.
+    Training samples are those that the teacher labelled (`taught`), mirrored ones, and augmented
+    views (`inputs`); those with true answers are evaluated (`splits`).
     """
 
     def __init__(
@@ -139,13 +127,11 @@ def load_domain(
 class LazyDomains(dict[str, DomainData]):
     """Domains whose samples are loaded when they are first looked up."""
 
-    def __init__(self, names: Iterable[str], load: Callable[[str], DomainData]) -> None:
+    def __init__(self, load: Callable[[str], DomainData]) -> None:
         super().__init__()
-        self._names, self._load = frozenset(names), load
+        self._load = load
 
     def __missing__(self, name: str) -> DomainData:
-        if name not in self._names:
-            raise KeyError(name)
         self[name] = self._load(name)
         return self[name]
 

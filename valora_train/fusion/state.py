@@ -11,6 +11,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from valora_data.checkpoint import Checkpoint
 from valora_train.errors import StageError
 from valora_train.stage import read_json, write_json
@@ -27,17 +29,15 @@ FUSION = "fusion.json"
 STATE = "state.json"
 SNAPSHOTS = "snapshots"
 CHECKPOINT = "checkpoint"
+HEAD_ONLY = "head_only"  # folder of what domains reach without LoRA: figures, heads and pictures
 SAVED = ("head_only", "told", "seconds", "attempts", "snapshots", "mlflow_run_id")
 
 
 class FusionState:
     """Progress of a fusion, read from its folder if it was started before.
 
-    `save` writes `state.json`; snapshots are written at once. `head_only` are accuracies without
-    LoRA that an earlier fusion measured, for a new fusion.
-
-    Raises:
-        StageError: If `state.json` is damaged.
+    `save` writes `state.json`; snapshots are written at once. A new fusion begins with accuracies
+    without LoRA that an earlier one measured (`head_only`).
     """
 
     def __init__(
@@ -70,10 +70,7 @@ class FusionState:
         write_json(self.folder / STATE, {name: getattr(self, name) for name in SAVED})
 
     def write_snapshot(self, adapter: str, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write what `Trainer.snapshot` returns after an attempt; 0 is an earlier fusion.
-
-        The previous snapshot of the adapter stays until it is discarded.
-        """
+        """Write what `Trainer.snapshot` returns; the adapter's last one stays until discarded."""
         self.snapshots[adapter] = snapshot_file(adapter, number)
         write_snapshot(self.folder, self.snapshots[adapter], tensors)
 
@@ -96,15 +93,12 @@ def of_domains(state: Mapping[str, Tensor], domains: Iterable[str]) -> dict[str,
 
 
 def snapshot_file(adapter: str, number: int) -> str:
-    """Name of the file of an adapter's snapshot after an attempt."""
+    """Name of the file of an adapter's snapshot after an attempt; 0 is an earlier fusion."""
     return f"{adapter}-{number:02d}.safetensors"
 
 
 def attempt_facts(attempt: Attempt, dedicated: str | None = None) -> dict[str, Any]:
-    """What identifies the training of an attempt among those of the same data, as JSON.
-
-    `dedicated` is the key of the dedicated adapter that it takes instead of training, if it does.
-    """
+    """What identifies the training of an attempt, or the dedicated adapter that it takes."""
     return {
         "new": list(attempt.new), "adapter": attempt.adapter, "held": list(attempt.held),
         "rehearse": attempt.rehearse, "dedicated": dedicated,
@@ -124,13 +118,7 @@ def write_snapshot(folder: Path, file: str, tensors: Mapping[str, Tensor]) -> No
 
 
 def read_snapshot(folder: Path, file: str) -> dict[str, Tensor]:
-    """Read a snapshot of an adapter, with its tensors in the order in which they were written.
-
-    Raises:
-        StageError: If the file is damaged.
-    """
-    from safetensors import SafetensorError, safe_open
-
+    """Read a snapshot of an adapter, with its tensors in the order in which they were written."""
     try:
         with safe_open(folder / SNAPSHOTS / file, "pt") as opened:
             facts = opened.metadata() or {}

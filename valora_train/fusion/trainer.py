@@ -16,16 +16,14 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from valora_data.cpu import usable_cores
 from valora_data.schema import Sample, Split
-from valora_train.fusion.batches import pieces, shares, side_by_side
 from valora_train.fusion.samples import evenly
-from valora_train.fusion.watch import Watch
 from valora_train.model import memory
 from valora_train.model.distributed import agree
 from valora_train.model.prompts import HeadInputs
 from valora_train.tasks.base import HeadTask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from valora_data.checkpoint import Checkpoint
     from valora_train.fusion.samples import DomainData
@@ -34,13 +32,14 @@ if TYPE_CHECKING:
     from valora_train.settings import TrainSettings
     from valora_train.tasks.base import DomainTask, Evaluation
 
-    OnStep = Callable[[int, int, float], None]
-    OnFigures = Callable[[int, Mapping[str, float]], None]
+    OnStep = Callable[[int, int, float, Mapping[str, float]], None]
 
 FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step of a head alone
 LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length
 PASS_FLOP = 1e12  # that a GPU could do while one more pass, forward and backward, is launched
 OVERSAMPLING = 8  # samples drawn for each one used, where samples are grouped by length
+UNEVEN = 1.1  # most samples of a part of whole domains, as a multiple of what equal parts have
+MIN_LOOK = 4  # samples of a domain, fewer of which say nothing about its accuracy
 
 
 @dataclass
@@ -54,23 +53,20 @@ class _OpenAdapter:
 
 @dataclass
 class _Best:
-    """The best step of an attempt so far."""
+    """The best step of an attempt so far, of those that were compared."""
 
-    step: int = 0  # 0 before the first that is compared
+    step: int = 0
     reached: float = -math.inf  # mean of the domains on validation, in shares of the largest value
     worse: int = 0  # steps compared since, none of which was better
     tensors: dict[str, Tensor] = field(default_factory=dict)  # snapshot after that step
 
 
-class Trainer:
-    """Trains and evaluates the adapters of one LMM.
+class DivergedError(Exception):
+    """Training made the loss or the weights infinite or NaN."""
 
-    Args:
-        lmm: The model.
-        data: Samples of every domain.
-        settings: Training settings.
-        accelerator: The processes that train together; None for this process alone.
-    """
+
+class Trainer:
+    """Trains and evaluates the adapters of one LMM, with other processes of the accelerator."""
 
     def __init__(
         self,
@@ -150,26 +146,18 @@ class Trainer:
         held: Sequence[str],
         rehearse: bool,
         seed: int,
-        on_step: OnStep,
-        on_figures: OnFigures = lambda *_: None,
+        on_step: OnStep = lambda *_: None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """Train an open adapter on domains that are new to it, several of them jointly.
 
-        A training that was killed continues from its checkpoint; what follows is what would have
-        followed, to the bit.
+        Each gets a new head by the seed. Domains that the adapter already holds (`held`) are
+        rehearsed, or their heads are frozen. A training that was killed continues from its
+        checkpoint; what follows is what would have followed, to the bit.
 
-        Args:
-            adapter: Name of the adapter.
-            new: The new domains; each gets a new head and an equal part of every batch.
-            held: Domains that the adapter already holds.
-            rehearse: Whether `held` is trained on, too; otherwise its heads are frozen.
-            seed: Seed of the new heads.
-            on_step: Called with step (from 1), number of steps, and loss; also for the steps before
-                the checkpoint.
-            on_figures: Called before, with step and, for people, learning rates and at some steps
-                the accuracy on a part of the validation split.
-            checkpoint: Where the main process writes checkpoints; None for none.
+        `on_step` is called with step (from 1), number of steps, loss and, for people, learning
+        rates and at some steps the accuracy on a part of the validation split; also for the steps
+        before the checkpoint.
         """
         settings, main = self._settings, self._accelerator.is_main_process
         rehearsed = list(held) if rehearse else []
@@ -191,16 +179,15 @@ class Trainer:
             head.requires_grad_(name in new or name in rehearsed)
         self._lmm.adapters.activate(adapter)
         steps = settings.steps_for(len(new), len(rehearsed))
-        slowness = max(self._slowness(name, opened.heads) for name in new)
-        watch = Watch(settings, steps, len(losses), [*held, *new], slowness)
+        domains = [*held, *new]
+        points, samples = self._looks(steps, domains, opened.heads)
         candidates = settings.candidates(steps)
         weights = [p for group in opened.optimizer.param_groups for p in group["params"]]
 
         def tell(step: int, loss: float) -> None:
             factor = self._lr_factor((step - 1) / steps)
             rates = {"lr": settings.lr * factor, "head_lr": settings.head_lr * factor}
-            on_figures(step, rates | curve.get(str(step), {}))
-            on_step(step, steps, loss)
+            on_step(step, steps, loss, rates | curve.get(str(step), {}))
 
         for step, loss in enumerate(losses, 1):
             tell(step, loss)
@@ -209,14 +196,12 @@ class Trainer:
             learn = partial(self._learn, opened.heads, batch, weights)
             losses.append(self._step(opened.optimizer, (step - 1) / steps, learn))
             ended = step == steps
-            looks = step in watch.points | candidates
-            if looks and all(weight.isfinite().all() for weight in weights):
-                if step in watch.points and agree(watch.due(step)):
-                    with watch.measuring():
-                        found = self._look(adapter, watch.domains, opened.heads, watch.samples)
+            if step in points | candidates and all(w.isfinite().all() for w in weights):
+                if step in points:
+                    found = self._look(adapter, domains, opened.heads, samples)
                     curve[str(step)] = {f"validation/{name}": v for name, v in found.items()}
                 if step in candidates:
-                    ended |= self._compare(best, adapter, watch.domains, step)
+                    ended |= self._compare(best, adapter, domains, step)
             if checkpoint is not None and main and not ended:
                 checkpoint.save(
                     training,
@@ -230,18 +215,14 @@ class Trainer:
                 break
         if best.step not in (0, len(losses)):
             self.restore(adapter, best.tensors)
+        _check_finite(self.snapshot(adapter).values())
 
     def train_head_only(
-        self,
-        domain: str,
-        seed: int,
-        on_step: OnStep = lambda *_: None,
-        on_figures: OnFigures = lambda *_: None,
+        self, domain: str, seed: int, on_step: OnStep = lambda *_: None
     ) -> nn.Module | None:
-        """Train a new head, or the memory of a document, on the frozen base model.
+        """A new head, or memory of a document, that is trained on the frozen base model.
 
-        Returns:
-            The head; None where the model writes its answers.
+        None where the model writes its answers.
         """
         head = self._new_head(domain, seed)
         if head is None:
@@ -265,16 +246,15 @@ class Trainer:
 
         group = {"params": weights, "peak": settings.head_lr, "weight_decay": 0.0}
         optimizer, steps = torch.optim.AdamW([group]), settings.probe_steps
-        watch = Watch(settings, steps, 0, [domain], self._slowness(domain, {domain: head}))
+        points, samples = self._looks(steps, [domain], {domain: head})
         for step in range(1, steps + 1):
             loss = self._step(optimizer, (step - 1) / steps, learn, clips=data.task.remembers)
             figures = {"lr": settings.head_lr * self._lr_factor((step - 1) / steps)}
-            if step in watch.points and agree(watch.due(step)):
-                with watch.measuring():
-                    found = self._look(None, [domain], {domain: head}, watch.samples)
+            if step in points:
+                found = self._look(None, [domain], {domain: head}, samples)
                 figures[f"validation/{domain}"] = found[domain]
-            on_figures(step, figures)
-            on_step(step, steps, loss)
+            on_step(step, steps, loss, figures)
+        _check_finite(weights)
         return head
 
     def _step(
@@ -289,6 +269,8 @@ class Trainer:
             group["lr"] = group["peak"] * self._lr_factor(progress)
         optimizer.zero_grad(set_to_none=True)
         loss = learn()
+        if not math.isfinite(loss):
+            raise DivergedError
         if clips:
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             nn.utils.clip_grad_norm_(weights, self._settings.clip)
@@ -302,11 +284,24 @@ class Trainer:
             return (progress + 1e-3) / warmup
         return (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
 
-    def _slowness(self, domain: str, heads: Mapping[str, nn.Module]) -> int:
-        """Forward passes for each answer: a written one takes many, of one token each."""
-        task = self.task(domain)
-        written = domain not in heads or task.remembers
-        return max(1, task.settings.max_tokens // 8) if written else 1
+    def _looks(
+        self, steps: int, domains: Sequence[str], heads: Mapping[str, nn.Module]
+    ) -> tuple[set[int], int]:
+        """Steps after which validation is looked at, and how many samples of each domain.
+
+        They take about `train.validation_share` of the time: a step costs about three forward
+        passes of a batch, and a written answer one for each eight tokens.
+        """
+        settings, slowness = self._settings, 1
+        for name in domains:
+            task = self.task(name)
+            if name not in heads or task.remembers:
+                slowness = max(slowness, task.settings.max_tokens // 8)
+        looks, passes = settings.validations, 3 * settings.validation_share * steps
+        most = int(passes * settings.batch_size / (max(looks, 1) * len(domains) * slowness))
+        most = min(settings.validation_samples, most)
+        points = {round(steps * n / (looks + 1)) for n in range(1, looks + 1)} - {0, steps}
+        return points if most >= MIN_LOOK else set(), most
 
     def _look(
         self,
@@ -316,12 +311,12 @@ class Trainer:
         most: int | None = None,
     ) -> dict[str, float]:
         """Accuracy on at most `most` samples of validation; calibration gets copies of heads."""
+        found = {}
         with torch.random.fork_rng(devices=[]):
-            found = [copy.deepcopy(heads.get(name)) for name in domains]
-            return {
-                name: self.evaluate(adapter, name, Split.VAL, head, most).accuracy
-                for name, head in zip(domains, found, strict=True)
-            }
+            for name in domains:
+                head = copy.deepcopy(heads.get(name))
+                found[name] = self.evaluate(adapter, name, Split.VAL, head, most).accuracy
+        return found
 
     def _compare(self, best: _Best, adapter: str, domains: Sequence[str], step: int) -> bool:
         """Remember the best step so far; return whether no better one is awaited."""
@@ -348,7 +343,7 @@ class Trainer:
         old = round(size * min(self._settings.rehearsal_share, most))
         start = int(torch.randint(max(len(rehearsed), 1), (), generator=generator))
         first = int(torch.randint(len(new), (), generator=generator)) if len(new) > 1 else 0
-        counts = shares(size - old, new, first) | shares(old, rehearsed, start)
+        counts = _shares(size - old, new, first) | _shares(old, rehearsed, start)
         return {
             name: self._rows(self._data[name].inputs, count, generator)
             for name, count in counts.items()
@@ -370,19 +365,19 @@ class Trainer:
             name: max(self._data[name].inputs[row].length for row in rows.tolist())
             for name, rows in batch.items()
         }
-        groups: list[dict[str, Tensor]] = []
-        begun: Any = None
-        shortest = longest = count = 0
+        groups: list[list[str]] = []
         for name in sorted(batch, key=lambda one: (self.task(one).remembers, lengths[one], one)):
-            length, padding = lengths[name], count * (lengths[name] - longest)
-            alike = length <= LENGTH_RATIO * shortest or padding <= self._pass_tokens
-            if not groups or not alike or self.task(name).remembers is not begun:
-                groups.append({})
-                shortest, count, begun = length, 0, self.task(name).remembers
-            groups[-1][name] = batch[name]
-            longest, count = length, count + len(batch[name])
-        inside = [{name: group[name] for name in batch if name in group} for group in groups]
-        return [part for group in inside for part in pieces(group, most)]
+            group = groups[-1] if groups else [name]  # the shortest samples first
+            padding = (lengths[name] - lengths[group[-1]]) * sum(len(batch[one]) for one in group)
+            alike = (
+                lengths[name] <= LENGTH_RATIO * lengths[group[0]] or padding <= self._pass_tokens
+            )
+            if groups and alike and self.task(name).remembers is self.task(group[0]).remembers:
+                group.append(name)
+            else:
+                groups.append([name])
+        inside = [{name: batch[name] for name in batch if name in group} for group in groups]
+        return [part for group in inside for part in _pieces(group, most)]
 
     def _learn(
         self,
@@ -477,24 +472,22 @@ class Trainer:
     ) -> Evaluation:
         """Measure a domain's accuracy; on the validation split, its head is calibrated first.
 
-        Args:
-            adapter: The active adapter; None for the frozen base model.
-            domain: The domain.
-            split: `Split.VAL` or `Split.TEST`.
-            head: Instead of the adapter's own.
-            most: Samples at most, evenly taken from the split.
+        `head` stands for the adapter's own; at most `most` samples are evenly taken.
         """
         self._lmm.adapters.activate(adapter)
         if head is None and adapter in self._open:
             head = self._open[adapter].heads.get(domain)
         data = self._data[domain]
-        part = data.splits[split] if most is None else data.splits[split].every(most)
+        inputs, samples = data.splits[split]
+        if most is not None:
+            rows = evenly(len(samples), most)
+            inputs, samples = [inputs[row] for row in rows], [samples[row] for row in rows]
         with torch.no_grad():
-            raw = self._outputs(data.task, head, part.inputs)
+            raw = self._outputs(data.task, head, inputs)
             if split is Split.VAL:
-                data.task.calibrate(head, raw, part.samples)
-            predictions = data.task.predictions(head, raw, part.samples)
-        return data.task.evaluate(head, predictions, part.samples)
+                data.task.calibrate(head, raw, samples)
+            predictions = data.task.predictions(head, raw, samples)
+        return data.task.evaluate(head, predictions, samples)
 
     def _outputs(self, task: DomainTask, head: nn.Module | None, inputs: Sequence[Encoded]) -> Any:
         """Raw outputs for encoded samples, computed by all processes together where possible."""
@@ -533,11 +526,8 @@ class Trainer:
     # --- snapshots ----------------------------------------------------------------------------
 
     def snapshot(self, adapter: str) -> dict[str, Tensor]:
-        """Copy everything that later training depends on: weights, heads, optimiser, random state.
-
-        accelerate's `save_state` writes all that it prepared to a folder; these are tensors of one
-        adapter on the CPU, by the names that fusions have on disk.
-        """
+        """Copy all that later training depends on, by the names that fusions have on disk."""
+        # accelerate's `save_state` would write a folder of all adapters.
         opened = self._open[adapter]
         state = {f"lora/{key}": p for key, p in self._lmm.adapters.parameters(adapter).items()}
         for domain, head in opened.heads.items():
@@ -561,15 +551,12 @@ class Trainer:
         ranks = (len(value) for key, value in state.items() if key.endswith("lora_A"))
         self.open(adapter, 0, next(ranks, None))
         opened, device = self._open[adapter], self._lmm.device
-        heads: dict[str, dict[str, Tensor]] = {}
-        for name, value in state.items():
-            if name.startswith("head/"):
-                _, domain, key = name.split("/", 2)
-                heads.setdefault(domain, {})[key] = value
-        for domain, values in heads.items():
+        heads = {key: value for key, value in state.items() if key.startswith("head/")}
+        for domain in dict.fromkeys(key.split("/")[1] for key in heads):
             with torch.enable_grad():
                 self._add_head(adapter, domain, seed=0)
-            opened.heads[domain].load_state_dict(values)
+            mine, prefix = opened.heads[domain], f"head/{domain}/"
+            mine.load_state_dict({key: heads[prefix + key] for key in mine.state_dict()})
         for key, weight in self._lmm.adapters.parameters(adapter).items():
             weight.copy_(state[f"lora/{key}"])
         for key, weight in self._named(adapter).items():
@@ -591,3 +578,41 @@ class Trainer:
         for domain, head in self._open[adapter].heads.items():
             named |= {f"{domain}/{key}": weight for key, weight in head.named_parameters()}
         return named
+
+
+def _check_finite(tensors: Iterable[Tensor]) -> None:
+    if not all(one.isfinite().all() for one in tensors if one.is_floating_point()):
+        raise DivergedError
+
+
+def _shares(size: int, names: Sequence[str], first: int) -> dict[str, int]:
+    """Equal shares of a number of samples; those from `first` on get what is left over."""
+    each, more = divmod(size, max(len(names), 1))
+    turned = [*names[first:], *names[:first]]
+    return {name: each + (offset < more) for offset, name in enumerate(turned)}
+
+
+def side_by_side(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Cut a batch into at most some parts of equal size: of whole domains, where that works out."""
+    size = sum(map(len, batch.values()))
+    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for name, rows in sorted(batch.items(), key=lambda item: -len(item[1])):
+        smallest = sizes.index(min(sizes))
+        parts[smallest][name] = rows
+        sizes[smallest] += len(rows)
+    if max(sizes) <= UNEVEN * size / count:
+        return [part for part in parts if part]
+    return _pieces(batch, math.ceil(size / count))
+
+
+def _pieces(batch: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
+    """Cut a batch into pieces of at most `most` samples."""
+    rows = [(name, row) for name, some in batch.items() for row in some]
+    pieces = []
+    for start in range(0, len(rows), most):
+        piece: dict[str, list[Tensor]] = {}
+        for name, row in rows[start : start + most]:
+            piece.setdefault(name, []).append(row)
+        pieces.append({name: torch.stack(some) for name, some in piece.items()})
+    return pieces

@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import re
-import sys
 import warnings
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from valora_data.contract.base_model import BaseModel
@@ -21,35 +20,9 @@ if TYPE_CHECKING:
     from valora_train.settings import LoraSettings
 
 
-def _peft() -> Any:
-    """PEFT, without the libraries for quantised models if the model is not quantised.
-
-    Where bitsandbytes is installed, PEFT imports it, and torch's compiler with it, which takes
-    seconds; a quantised base model was loaded with it before any adapter is added.
-    """
-    unused = "bitsandbytes" not in sys.modules
-    if unused:
-        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
-    try:
-        import peft
-        from peft.import_utils import is_bnb_4bit_available, is_bnb_available
-
-        for is_available in (is_bnb_available, is_bnb_4bit_available):
-            is_available.cache_clear()
-            is_available()
-    finally:
-        if unused:
-            del sys.modules["bitsandbytes"]
-    return peft
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Hide warnings of PEFT that say nothing to a user."""
-    with warnings.catch_warnings():
-        for message in (".*is_gradient_checkpointing", ".*was active which is now deleted"):
-            warnings.filterwarnings("ignore", message=message)
-        yield
+# Of PEFT, which say nothing to a user.
+for message in (".*is_gradient_checkpointing", ".*was active which is now deleted"):
+    warnings.filterwarnings("ignore", message=message)
 
 
 class Adapters:
@@ -69,7 +42,9 @@ class Adapters:
 
         Of another rank, it has the scaling of the settings.
         """
-        peft, lora = _peft(), self._lora
+        import peft  # which takes seconds
+
+        lora = self._lora
         rank = rank or lora.rank
         times = rank / lora.rank
         alpha = lora.alpha * (math.sqrt(times) if lora.rslora else times)
@@ -79,7 +54,7 @@ class Adapters:
             use_rslora=lora.rslora,
             target_modules=target_pattern(lora, self._model.architecture),
         )
-        with torch.random.fork_rng(), _quietly():
+        with torch.random.fork_rng():
             torch.manual_seed(seed)
             if self.peft is None:
                 self.peft = peft.get_peft_model(self._model.model, config, adapter_name=name)
@@ -90,12 +65,12 @@ class Adapters:
 
     def load(self, name: str, folder: Path, decode_only: bool = False) -> None:
         """Load an adapter from a PEFT folder."""
-        peft = _peft()
-        with _quietly():
-            if self.peft is None:
-                self.peft = peft.PeftModel.from_pretrained(self._model.model, folder, name)
-            else:
-                self.peft.load_adapter(folder, name)
+        import peft
+
+        if self.peft is None:
+            self.peft = peft.PeftModel.from_pretrained(self._model.model, folder, name)
+        else:
+            self.peft.load_adapter(folder, name)
         self.adopt(name, decode_only)
 
     def adopt(self, name: str, decode_only: bool) -> None:
@@ -112,11 +87,9 @@ class Adapters:
         return output if self._acts is None else output * self._acts.to(output.dtype)
 
     def act_from(self, starts: Sequence[int], length: int) -> None:
-        """Say on which tokens of the next batch an adapter acts that acts at decoding only.
+        """Say from which token of each row on an adapter acts that acts at decoding only.
 
-        In each row from `starts` on, the last token of the prompt. Other adapters act on all
-        tokens, and so does this one after `act_everywhere` or `activate`; it holds until then,
-        because gradient checkpointing computes a batch twice.
+        It holds until `act_everywhere` or `activate`, as checkpointing computes a batch twice.
         """
         self._acts = None
         if self._active in self._decode_only:
@@ -141,7 +114,6 @@ class Adapters:
     def save(self, name: str, folder: Path, base: str) -> None:
         """Write an adapter in PEFT's format; plain PEFT loads it onto the base model."""
         from peft.utils import get_peft_model_state_dict
-        from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
         weights = get_peft_model_state_dict(self.peft, adapter_name=name)
@@ -157,8 +129,7 @@ class Adapters:
 
     def remove(self, name: str) -> None:
         """Delete an adapter, which may be the active one."""
-        with _quietly():
-            self.peft.delete_adapter(name)
+        self.peft.delete_adapter(name)
 
     def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
         """Return an adapter's weights by module path, e.g. ``…0.self_attn.q_proj.lora_A``."""

@@ -18,11 +18,7 @@ from accelerate.utils import broadcast_object_list
 
 
 def start(device: str) -> Accelerator:
-    """Meet the other processes, if there are any.
-
-    Args:
-        device: What they train on, such as ``cuda`` or ``cpu``.
-    """
+    """Meet the other processes, if there are any, which train on ``cuda`` or ``cpu``."""
     # The main process may train small models for hours while the others wait.
     waiting = InitProcessGroupKwargs(timeout=timedelta(days=7))
     return Accelerator(cpu=device == "cpu", kwargs_handlers=[waiting])

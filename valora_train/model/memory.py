@@ -86,11 +86,7 @@ def document_tokens(lmm: Lmm, document: Document) -> int:
 
 
 def read_document(lmm: Lmm, document: Document) -> Prefix:
-    """Return what the active model keeps of a whole document: the memory of the full prompt.
-
-    Raises:
-        DataError: The document does not fit into the model's context.
-    """
+    """Return what the active model keeps of a whole document: the memory of the full prompt."""
     with lmm.precision():
         keys, values, position = read_head(lmm, document.text, document.images)
     return Prefix(keys.float(), values.float(), position)
@@ -105,11 +101,9 @@ def new_memory_tokens(lmm: Lmm, document: Document, tokens: int) -> MemoryTokens
 
 
 def most_attended(lmm: Lmm, read: Prefix, questions: Sequence[Encoded], tokens: int) -> Prefix:
-    """Return the keys and values of a document that questions attend to most.
+    """Return the keys and values of a document that questions attend to most, as H2O and SnapKV do.
 
-    What nobody looks at need not stand in a prefix, and what is looked at need not be learnt again
-    (H2O and SnapKV shorten caches in the same way). Every head keeps tokens of its own, in the
-    document's order and at their positions.
+    Every head keeps tokens of its own, in the document's order and at their positions.
     """
     kept = attention_mass(lmm, read, questions).topk(tokens, -1).indices.sort(-1).values[..., None]
     kept = kept.expand(-1, -1, -1, read.keys.shape[-1])
@@ -119,12 +113,7 @@ def most_attended(lmm: Lmm, read: Prefix, questions: Sequence[Encoded], tokens: 
 
 @torch.no_grad()
 def attention_mass(lmm: Lmm, read: Prefix, questions: Sequence[Encoded]) -> Tensor:
-    """Sum up the attention of questions to each token of a document.
-
-    Returns:
-        [layers, kv_heads, tokens] float32, sums over the tokens of all questions and over the heads
-        that share keys.
-    """
+    """Sum up the attention of questions to each token of a document: [layers, kv_heads, tokens]."""
     language: Any = lmm.language_model
     some = questions[:: -(-len(questions) // ATTENDING)]
     mass = torch.zeros(read.keys.shape[:3], device=lmm.device)

@@ -22,20 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One question about images, with the answer to learn.
+    """One question about images, with the answer to learn."""
 
-    Attributes:
-        question: Text of the turn; it precedes the images.
-        images: Images, or frames of a video, in order; none for a question about a context, of
-            which only the tail is encoded (see `valora_data.contract.contexts`).
-        video: Whether the images are the frames of one video.
-        answer: Returns the text to learn, given the size of the first image as the encoder sees
-            it; None if a head answers.
-    """
-
-    question: str
-    images: tuple[Image, ...]
-    video: bool = False
+    question: str  # text of the turn; it precedes the images
+    images: tuple[Image, ...]  # or frames of a video, in order; none where it is about a context
+    video: bool = False  # whether the images are the frames of one video
+    # The text to learn, given the size of the first image as the encoder sees it; None for heads.
     answer: Callable[[Size], str] | None = None
 
 
@@ -137,14 +129,11 @@ class HiddenStates:
         ]  # fmt: skip
 
     def head_inputs(self) -> HeadInputs:
-        """Return the hidden states that heads read.
-
-        How many visual tokens a row has is known on the CPU, so that a GPU is not waited for.
-        """
+        """Return the hidden states that heads read."""
         device, width = self.hidden.device, self.hidden.shape[2]
         at = torch.tensor([prompt - 1 for prompt in self.prompts], device=device)
         last = self.hidden[torch.arange(len(at), device=device), at]
-        counts = [len(one) for one in self.places]
+        counts = [len(one) for one in self.places]  # on the CPU: a GPU is not waited for
         most = max(counts)
         # The first in a stable order of places without and with a visual token.
         order = (~self.visual).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
@@ -156,12 +145,7 @@ class HiddenStates:
         return HeadInputs(last, visual, real, places)
 
     def answer_pairs(self) -> tuple[Tensor, Tensor]:
-        """Return the answer tokens of all rows with the hidden states that predict them.
-
-        Returns:
-            (tokens, width), the hidden state before each answer token, and (tokens,) int64, the
-            answer tokens.
-        """
+        """Return the hidden state before each answer token, (tokens, width), and the tokens."""
         places = torch.arange(self.hidden.shape[1], device=self.hidden.device)
         start = torch.tensor(self.prompts, device=places.device)[:, None]
         end = torch.tensor(self.lengths, device=places.device)[:, None]

@@ -19,20 +19,16 @@ from valora_data.schema import Split
 from valora_data.wording import plural
 from valora_train.errors import TrackingError, UnreachableError
 from valora_train.fusion.decision import Attempt, HeadOnlyDecision, Verdict
-from valora_train.fusion.history import attempt_as_json
 from valora_train.fusion.packing import Outcome
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.state import FusionState
-from valora_train.fusion.trainer import Trainer
+from valora_train.fusion.trainer import OnStep, Trainer
 from valora_train.reporting import pictures, texts, tracking
 from valora_train.reporting.progress import Display
 from valora_train.reporting.tracking import ATTEMPT, FUSION, HEAD_ONLY, NOTE, PARENT, storing
 from valora_train.settings import Settings, as_dict
 from valora_train.stage import digest
 from valora_train.tasks.base import Evaluation
-
-OnStep = Callable[[int, int, float], None]
-OnFigures = Callable[[int, Mapping[str, float]], None]
 
 SHEET_IMAGES = 12  # images on a contact sheet
 TIMED_STEPS = 10  # of the first attempt, after its first step
@@ -55,7 +51,8 @@ class FusionReport:
     """Reports one fusion, of domains that must keep the accuracies `required`.
 
     The trainer holds the samples that are shown; `data_sets` are those with distilled labels, then
-    those with true labels, by domain.
+    those with true labels, by domain. `told` returns all decided attempts (`attempts_as_json`),
+    `run_id` is the fusion's run in MLflow, if it is logged.
     """
 
     def __init__(
@@ -115,29 +112,28 @@ class FusionReport:
             yield
 
     @contextmanager
-    def training(
-        self, what: str, name: str = "", new: int = 0
-    ) -> Iterator[tuple[OnStep, OnFigures]]:
+    def training(self, what: str, name: str = "", new: int = 0) -> Iterator[OnStep]:
         """Show a training in the terminal and in MLflow while it runs.
 
         In a run that has several trainings, names of figures end with `name`; the number of `new`
         domains of an attempt says how long attempts take. Yields what is called with step, number
-        of steps, and loss; and before that with step and further figures.
+        of steps, loss, and further figures.
         """
         figures: dict[str, float] = {}
         with ExitStack() as stack:
             log = stack.enter_context(tracking.curve()) if self.run_id else None
             show = stack.enter_context(self.display.work("fuse", what))
 
-            def on_step(step: int, steps: int, loss: float) -> None:
+            def on_step(step: int, steps: int, loss: float, found: Mapping[str, float]) -> None:
+                figures.update(found)
                 if log is not None:
-                    found = {"loss": loss} | figures
-                    log(step, {f"{key}{name}": value for key, value in found.items()})
+                    values = {"loss": loss} | figures
+                    log(step, {f"{key}{name}": value for key, value in values.items()})
                 show(step, steps, loss, figures)
                 if new:
                     self._time_step(new, step, steps)
 
-            yield on_step, lambda _, found: figures.update(found)
+            yield on_step
 
     @_logged
     def placed_without_adapter(self, decision: HeadOnlyDecision, pictures: Path) -> None:
@@ -158,13 +154,13 @@ class FusionReport:
         mlflow.log_metrics(known)
 
     @contextmanager
-    def attempt(self, attempt: Attempt) -> Iterator[tuple[OnStep, OnFigures]]:
+    def attempt(self, attempt: Attempt) -> Iterator[OnStep]:
         """Report an attempt while it runs, in a nested run that replaces an interrupted one."""
         tags = {
             ATTEMPT: str(attempt.number),
             "valora.domain": ", ".join(attempt.new),
             "valora.adapter": attempt.adapter,
-            NOTE: f"**Running**: {texts.tried(attempt_as_json(attempt))}.",
+            NOTE: f"**Running**: {texts.tried(attempt.as_json())}.",
         }
         uses = [(name, "training") for name in attempt.new]
         uses += [(name, "rehearsal") for name in attempt.held if attempt.rehearse]

@@ -14,7 +14,7 @@ from valora_data.contract.bundle import Bundle
 from valora_data.wording import plural
 from valora_train.fusion.decision import Verdict
 
-Told = Mapping[str, Any]  # an entry of `fusion.history.History.told`
+Told = Mapping[str, Any]  # an entry of `fusion.decision.attempts_as_json`
 Facts = Mapping[str, Any]  # the entry of a domain, or of an adapter, in a bundle's manifest
 
 NOTE_LENGTH = 8000  # most characters of a description in MLflow

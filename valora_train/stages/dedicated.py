@@ -10,39 +10,44 @@ import hashlib
 import json
 import math
 from concurrent.futures import as_completed
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from valora_data.checkpoint import Checkpoint
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.cpu import usable_cores
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
-from valora_train.fusion.facts import domain_facts, training_facts
-from valora_train.fusion.packing import (
-    DedicatedAdapter,
-    DivergedError,
-    check_finite,
-    stop_if_diverged,
+from valora_train.fusion.packing import DedicatedAdapter
+from valora_train.fusion.samples import LazyDomains, make_deterministic
+from valora_train.fusion.state import (
+    CHECKPOINT,
+    SNAPSHOTS,
+    read_snapshot,
+    snapshot_file,
+    write_snapshot,
 )
-from valora_train.fusion.state import SNAPSHOTS, read_snapshot, snapshot_file, write_snapshot
+from valora_train.fusion.trainer import DivergedError, Trainer
+from valora_train.model.lmm import Lmm
 from valora_train.processes import worker_processes
 from valora_train.reporting.progress import stopwatch
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT
+from valora_train.stages.fuse import DomainInputs, domain_facts, training_facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from valora_train.reporting.progress import Display
     from valora_train.settings import Settings
-    from valora_train.stages.fuse import DomainInputs
 
 ADAPTER = "adapter-1"
 REACHED = "reached.json"
-CHECKPOINT = "checkpoint"
 FILE = snapshot_file(ADAPTER, 1)
 THREADS = 1
 """CPU threads of a training: it depends on them, and must not depend on how many run."""
@@ -55,14 +60,9 @@ ELSEWHERE = (
 def measure_dedicated(
     settings: Settings, domains: Sequence[DomainInputs], display: Display
 ) -> list[DomainInputs]:
-    """Train every domain in an adapter of its own, side by side, which its requirement follows.
+    """Train every domain in an adapter of its own, which its requirement follows.
 
-    Returns:
-        The domains, with what they reach in an adapter of their own (`fusion.of_dedicated`). One
-        that reaches nothing there keeps its contract, if `fusion.unreachable` is `keep`.
-
-    Raises:
-        SettingsError: If such a training diverges, or reaches nothing.
+    One that reaches nothing there keeps its contract, if `fusion.unreachable` is `keep`.
     """
     share, work = settings.fusion.of_dedicated, Path(settings.paths.work)
     if share is None:
@@ -70,15 +70,16 @@ def measure_dedicated(
     _train_missing(settings, domains, display)
     found, without = [], []
     for item in domains:
-        folder = dedicated_stage(settings, item).folder(work)
+        stage = dedicated_stage(settings, item)
+        folder = stage.folder(work)
         reached = read_json(intact(folder / REACHED))
-        if not reached["val"] or not reached["test"]:
+        if reached["val"] and reached["test"]:
+            kept = (reached["val"], reached["test"], share)
+            adapter = DedicatedAdapter(_key(stage), partial(read_snapshot, folder, FILE))
+            found.append(replace(item, dedicated=kept, adapter=adapter))
+        else:
             without.append(item.settings.name)
             found.append(item)
-            continue
-        kept = (reached["val"], reached["test"], share)
-        adapter = DedicatedAdapter(_key(settings, item), partial(read_snapshot, folder, FILE))
-        found.append(replace(item, dedicated=kept, adapter=adapter))
     if without:
         told = (
             f"in adapters of their own nothing is reached by {', '.join(without)}, so that a share "
@@ -95,20 +96,6 @@ def measure_dedicated(
 
 def dedicated_stage(settings: Settings, item: DomainInputs) -> Stage:
     """The stage that trains a domain alone."""
-    training, domain = _facts(settings, item)
-    values = {"training": training, "seed": settings.train.seed, "domain": domain}
-    return Stage(f"alone-{item.settings.name}", 1, values, {}, resumable=True)
-
-
-def _key(settings: Settings, item: DomainInputs) -> str:
-    """Names the training in the attempts of a fusion, as in earlier versions."""
-    training, domain = _facts(settings, item)
-    facts = [2, training, [domain], "joint", {}, settings.train.seed]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _facts(settings: Settings, item: DomainInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the training depends on, without and in the domain."""
     training, base = training_facts(settings), settings.model.id
     for key in ELSEWHERE:
         training["model"].pop(key, None)
@@ -118,28 +105,34 @@ def _facts(settings: Settings, item: DomainInputs) -> tuple[dict[str, Any], dict
     training |= {"base": base_hash(base), "processor": processor_hash(base)}
     parts = {TAUGHT: item.distilled, str(Split.VAL): item.data, str(Split.TEST): item.data}
     samples = {part: digest(folder / part) for part, folder in parts.items()}
-    return training, domain_facts(item.settings) | samples
+    domain = domain_facts(item.settings) | samples
+    values = {"training": training, "seed": settings.train.seed, "domain": domain}
+    return Stage(f"alone-{item.settings.name}", 1, values, {}, resumable=True)
+
+
+def _key(stage: Stage) -> str:
+    """Names the training in the attempts of a fusion, as in earlier versions."""
+    of = stage.settings
+    facts = [2, of["training"], [of["domain"]], "joint", {}, of["seed"]]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _train_missing(settings: Settings, domains: Sequence[DomainInputs], display: Display) -> None:
     work = Path(settings.paths.work)
     left = [item for item in domains if not dedicated_stage(settings, item).is_done(work)]
     names = [item.settings.name for item in left]
-    count = min(settings.fusion.processes or usable_cores(), len(left))
     if not left:
         return
-    with display.work("alone", f"{len(left)} trainings") as on_step, stopwatch() as seconds:
-        if count == 1:
-            worker = Worker(settings, left)
-            for done, name in enumerate(names, start=1):
-                worker.run(name)
-                on_step(done, len(names), math.nan)
-        else:
-            with worker_processes(count, "fusion.processes", _begin, settings, left) as executor:
-                jobs = [executor.submit(_run, name) for name in names]
-                for done, job in enumerate(as_completed(jobs), start=1):
-                    job.result()
-                    on_step(done, len(names), math.nan)
+    count = min(settings.fusion.processes or usable_cores(), len(left))
+    with (
+        display.work("alone", f"{len(left)} trainings") as on_step,
+        stopwatch() as seconds,
+        worker_processes(count, "fusion.processes", _begin, settings, left) as executor,
+    ):
+        jobs = [executor.submit(_run, name) for name in names]
+        for done, job in enumerate(as_completed(jobs), start=1):
+            job.result()
+            on_step(done, len(names), math.nan)
     display.done("alone", ", ".join(names), seconds())
 
 
@@ -147,17 +140,12 @@ class Worker:
     """Trains domains one after the other, on a base model that is loaded once."""
 
     def __init__(self, settings: Settings, domains: Sequence[DomainInputs]) -> None:
-        # These import torch.
-        from valora_train.fusion.samples import LazyDomains, make_deterministic
-        from valora_train.fusion.trainer import Trainer
-        from valora_train.model.lmm import Lmm
-
         make_deterministic(THREADS)
         self.settings = settings
         self.inputs = {item.settings.name: item for item in domains}
         self.lmm = Lmm(settings.model, settings.train.lora)
         train = replace(settings.train, threads=THREADS)
-        data = LazyDomains(self.inputs, lambda name: self.inputs[name].load(settings, self.lmm))
+        data = LazyDomains(lambda name: self.inputs[name].load(settings, self.lmm))
         self.trainer = Trainer(self.lmm, data, train)
 
     def run(self, name: str) -> None:
@@ -166,8 +154,6 @@ class Worker:
         stage.run(Path(self.settings.paths.work), partial(self._build, name), wait=True)
 
     def _build(self, name: str, folder: Path) -> None:
-        import torch
-
         trainer, train = self.trainer, self.settings.train
         for adapter in trainer.adapters:
             trainer.close(adapter)
@@ -175,15 +161,10 @@ class Worker:
         trainer.open(ADAPTER, train.seed)
         checkpoint = Checkpoint(folder / CHECKPOINT, train.checkpoint_seconds)
         reached: dict[str, float | None] = {"val": None, "test": None}
-        try:
+        with suppress(DivergedError):
             trainer.train(
-                ADAPTER, (name,), held=(), rehearse=False, seed=train.seed,
-                on_step=stop_if_diverged(lambda *_: None), checkpoint=checkpoint,
-            )  # fmt: skip
-            check_finite(trainer.snapshot(ADAPTER))
-        except DivergedError:
-            pass
-        else:
+                ADAPTER, (name,), held=(), rehearse=False, seed=train.seed, checkpoint=checkpoint
+            )
             for split in (Split.VAL, Split.TEST):  # on validation, the head is calibrated
                 accuracy = trainer.evaluate(ADAPTER, name, split).accuracy
                 reached[str(split)] = None if math.isnan(accuracy) else accuracy
@@ -194,7 +175,7 @@ class Worker:
 
 
 _worker: Worker | None = None
-"""The worker of this process, if it is one of several."""
+"""The worker of a process that trains."""
 
 
 def _begin(settings: Settings, domains: Sequence[DomainInputs]) -> None:

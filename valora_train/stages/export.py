@@ -22,7 +22,6 @@ from valora_data.contract.bundle import GOLDEN, MANIFEST, Bundle, read_bundle, w
 from valora_data.errors import BundleError
 from valora_data.schema import Split
 from valora_train.errors import GateError
-from valora_train.fusion.reported import adapter_facts
 from valora_train.fusion.state import FUSION
 from valora_train.reporting.cards import BARS, bundle_card, confusion_file
 from valora_train.reporting.fusion_report import run_of
@@ -32,7 +31,7 @@ from valora_train.reporting.tracking import register_bundle
 from valora_train.settings import Settings, as_dict
 from valora_train.stage import intact, read_json, versions, write_json
 from valora_train.stages.distill import answers_on_test
-from valora_train.stages.fuse import DomainInputs
+from valora_train.stages.fuse import DomainInputs, adapter_facts
 from valora_train.stages.gate import BundleModel
 from valora_train.stages.memorise import ENCODER
 

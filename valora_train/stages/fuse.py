@@ -9,30 +9,31 @@ same of every domain without LoRA in `head_only/`.
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.base_model import base_hash, processor_hash
-from valora_data.contract.bundle import read_bundle
 from valora_data.schema import Split
+from valora_train.errors import SettingsError
+from valora_train.fusion.decision import attempts_as_json
 from valora_train.fusion.earlier import Earlier
-from valora_train.fusion.facts import domain_facts, training_facts
-from valora_train.fusion.history import History
 from valora_train.fusion.packing import Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
-from valora_train.fusion.reported import HEAD_ONLY, Asked, Reported, adapter_facts
 from valora_train.fusion.requirement import (
     CONTRACT,
     Requirement,
-    contract_of,
+    contract_requirement,
     dedicated_requirement,
     weak_teacher,
 )
 from valora_train.fusion.samples import LazyDomains, load_domain, make_deterministic
-from valora_train.fusion.state import FUSION, FusionState
-from valora_train.fusion.trainer import Trainer
+from valora_train.fusion.state import FUSION, HEAD_ONLY, FusionState, of_domains
+from valora_train.fusion.trainer import DivergedError, Trainer
+from valora_train.metrics.speed import measure_speed
 from valora_train.model.distributed import agree
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
@@ -40,17 +41,29 @@ from valora_train.reporting.progress import stopwatch
 from valora_train.settings import as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy, teacher_figures, teacher_speed
+from valora_train.tasks.registry import load_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from accelerate import Accelerator
 
+    from valora_train.fusion.decision import HeadOnlyDecision
     from valora_train.fusion.packing import DedicatedAdapter
     from valora_train.fusion.plan import FusionPlan
     from valora_train.fusion.samples import DomainData
     from valora_train.reporting.progress import Display
     from valora_train.settings import DomainSettings, Settings
+    from valora_train.tasks.base import Evaluation
+
+
+# Settings that came later: runs that leave them alone keep the hashes of their stages.
+LATER: dict[tuple[str, str], Any] = {
+    ("model", "quantize"): None, ("model", "precision"): "float32", ("heads", "options"): {},
+    ("heads", "objectness"): "presence", ("train", "steps_per_new"): None,
+}  # fmt: skip
+# Nothing that is trained depends on these.
+SHOWN = ("checkpoint_seconds", "validations", "validation_samples", "validation_share")
 
 
 @dataclass(frozen=True)
@@ -69,16 +82,15 @@ class DomainInputs:
         """What the domain must reach; `margin` is asked for on top on the validation split."""
         if self.dedicated is not None:
             return dedicated_requirement(*self.dedicated, margin)
-        return contract_of(self.settings).requirement(
-            self.settings.name, margin, self.teacher(Split.VAL), self.teacher(Split.TEST)
-        )
+        teacher = self.teacher(Split.VAL), self.teacher(Split.TEST)
+        return contract_requirement(self.settings, margin, *teacher)
 
     @property
     def contract(self) -> dict[str, float | None]:
         """The contract in the bundle."""
         if self.dedicated is not None:
             return {"required": None, "of_teacher": None, "of_dedicated": self.dedicated[2]}
-        return contract_of(self.settings).as_json()
+        return {"required": self.settings.required, "of_teacher": self.settings.of_teacher}
 
     def teacher(self, split: Split) -> float | None:
         """The teacher's accuracy on a split; None where there is no teacher or no truth."""
@@ -88,6 +100,32 @@ class DomainInputs:
         """Its samples, encoded."""
         required = self.requirement().promise
         return load_domain(settings, self.settings, required, lmm, self.distilled, self.data)
+
+
+def training_facts(settings: Settings) -> dict[str, Any]:
+    """The settings that the training of an adapter depends on, as JSON values."""
+    facts = {"model": settings.model, "heads": settings.heads, "train": settings.train}
+    values: dict[str, Any] = {key: as_dict(value) for key, value in facts.items()}
+    if start := settings.heads.options.get("context", {}).get("start"):
+        values["heads"]["options"]["context"]["start"] = digest(Path(start))
+    for (group, key), default in LATER.items():
+        if values[group][key] == default:
+            del values[group][key]
+    if not settings.train.augment.views:
+        del values["train"]["augment"]
+    if settings.train.best_of == 1:
+        del values["train"]["best_of"], values["train"]["patience"]
+    for key in SHOWN:
+        del values["train"][key]
+    return values
+
+
+def domain_facts(domain: DomainSettings) -> dict[str, Any]:
+    """The settings of a domain that the training of an adapter depends on, as JSON values."""
+    return {
+        "name": domain.name, "task": str(domain.task), "prompt": domain.prompt,
+        "labels": domain.labels, "mirror": domain.mirrors, "video": domain.video,
+    }  # fmt: skip
 
 
 def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
@@ -122,9 +160,8 @@ def parent_of(settings: Settings, domains: Sequence[DomainInputs], stage: Stage)
     """The fusion to extend, or None."""
     if settings.fusion.parent is None:
         return None
-    bundle = Path(settings.fusion.parent)
-    folder = find_parent(bundle, Path(settings.paths.work))
-    return load_parent(folder, read_bundle(bundle).version, stage, _asked(settings, domains))
+    bundle, work = Path(settings.fusion.parent), Path(settings.paths.work)
+    return load_parent(bundle, work, stage, _asked(settings, domains))
 
 
 def _asked(settings: Settings, domains: Sequence[DomainInputs]) -> dict[str, Requirement]:
@@ -133,11 +170,7 @@ def _asked(settings: Settings, domains: Sequence[DomainInputs]) -> dict[str, Req
 
 
 def check_result(settings: Settings, domains: Sequence[DomainInputs], folder: Path) -> None:
-    """Refuse a finished fusion in which a domain misses its requirement, if that is asked for.
-
-    Raises:
-        UnreachableError: If a domain is flagged and `fusion.unreachable` is `fail`.
-    """
+    """Refuse a finished fusion in which a domain misses its requirement, if that is asked for."""
     if settings.fusion.unreachable == "fail":
         result = read_json(intact(folder / FUSION))
         flagged = result["unreachable"]
@@ -156,29 +189,12 @@ def unchanged_parent(
     return parent.folder if before == asked and set(parent.domains) == set(asked) else None
 
 
-def build_fusion(
-    settings: Settings,
-    domains: Sequence[DomainInputs],
-    stage: Stage,
-    folder: Path,
-    display: Display,
-    accelerator: Accelerator,
-) -> None:
-    """Fill the stage's folder, resuming from what is in it.
+class Fusion:
+    """The fusion from top to bottom: fills the stage's folder, resuming from what is in it.
 
     Where several processes train together, each fills a folder of its own; only the leader's
     becomes the output.
-
-    Raises:
-        UnreachableError: If a domain misses its requirement even alone and `fusion.unreachable` is
-            `fail`.
     """
-    if not (folder / FUSION).is_file():  # else killed after the last write
-        _Fusion(settings, domains, stage, folder, display, accelerator).run()
-
-
-class _Fusion:
-    """The fusion from top to bottom; the arguments are those of `build_fusion`."""
 
     def __init__(
         self,
@@ -191,6 +207,7 @@ class _Fusion:
     ) -> None:
         make_deterministic(settings.train.threads)
         self.settings, self.display, self.accelerator = settings, display, accelerator
+        self.folder, self.key = folder, stage.key
         self.inputs = {item.settings.name: item for item in domains}
         self.requirements = _asked(settings, domains)
         self.parent = parent_of(settings, domains, stage)
@@ -201,22 +218,15 @@ class _Fusion:
             self.earlier.take_head_only(self.state)
         with display.work("fuse", "loading the base model"):
             self.lmm = Lmm(settings.model, settings.train.lora)
-        data = LazyDomains(self.inputs, self._load)
+        data = LazyDomains(self._load)
         self.trainer = Trainer(self.lmm, data, settings.train, accelerator)
-        asked = {
-            name: Asked(
-                item.settings, self.requirements[name], item.contract,
-                teacher_figures(item.distilled),
-            )
-            for name, item in self.inputs.items()
-        }  # fmt: skip
-        self.reported = Reported(asked, self.trainer, self.lmm, self.state)
-        self.key = stage.key
         self.report = FusionReport(
             display, self.trainer,
             {name: requirement.required for name, requirement in self.requirements.items()},
             {name: (item.distilled, item.data) for name, item in self.inputs.items()},
         )  # fmt: skip
+        self.domains: dict[str, dict[str, Any]] = {}  # what the bundle says of each
+        self.speed: dict[str, dict[str, Any]] = {}  # images a second of each
 
     def _load(self, name: str) -> DomainData:
         with self.display.work("fuse", f"encoding images of {name}"):
@@ -232,31 +242,29 @@ class _Fusion:
                     self._measure_alone(name)
             self._report_baselines()
 
-            plan = self._new_plan()
+            seed, known = self.settings.train.seed, state.head_only
+            new_plan = partial(
+                make_plan, self.settings.fusion, self.requirements, known, seed, self.parent
+            )
+            plan = new_plan()
             dedicated: dict[str, DedicatedAdapter] = {}
             if self.accelerator.num_processes == 1:  # they are on the leader's disk only
                 dedicated = {n: item.adapter for n, item in self.inputs.items() if item.adapter}
                 if not state.told:
-                    self.earlier.take_attempts(self._new_plan, state, dedicated)
-            packing = Packing(
-                plan, self.trainer, state, self.settings.train.seed, self.parent,
-                dedicated,
-            )  # fmt: skip
-            history = self._history()
-
-            def told() -> list[dict[str, Any]]:
-                return history.told(plan.decisions, plan.packing, plan.head_only, packing.taken)
-
-            report.told = told
+                    self.earlier.take_attempts(new_plan, state, dedicated)
+            packing = Packing(plan, self.trainer, state, seed, self.parent, dedicated)
+            report.told = lambda: attempts_as_json(
+                plan.decisions, plan.packing, plan.head_only, packing.taken
+            )
             for decision in plan.head_only.values():
-                report.placed_without_adapter(decision, state.folder / HEAD_ONLY)
+                report.placed_without_adapter(decision, self.folder / HEAD_ONLY)
             if resumed := packing.resume():
                 self.display.note("fuse", f"continuing after attempt {resumed}")
                 report.log_progress(plan, state)
             self._stop_if_unreachable(plan)
             while (attempt := plan.next()) is not None:
-                with report.attempt(attempt) as shown:
-                    outcome = packing.run(attempt, *shown)
+                with report.attempt(attempt) as on_step:
+                    outcome = packing.run(attempt, on_step)
                     report.attempted(outcome)
                 # Tracked first, then on disk: an attempt that is interrupted in between is
                 # repeated, and its MLflow run replaced.
@@ -265,29 +273,48 @@ class _Fusion:
                 self._stop_if_unreachable(plan)
 
             self._measure_packing(plan, packing)
-            result = self._result(plan, told())
+            result = self._result(plan, report.told())
             report.finish(result)
-            write_json(state.folder / FUSION, result)
+            write_json(self.folder / FUSION, result)
 
-    def _new_plan(self) -> FusionPlan:
-        """The plan before the first attempt."""
-        settings = self.settings
-        return make_plan(
-            settings.fusion, self.requirements, self.state.head_only, settings.train.seed,
-            self.parent,
-        )  # fmt: skip
+    def _stop_if_unreachable(self, plan: FusionPlan) -> None:
+        """End the fusion at the first domain that is out of reach, if that is asked for.
+
+        The attempts so far stay on disk: the same fusion continues with `fusion.unreachable=keep`.
+        """
+        if self.settings.fusion.unreachable == "fail":
+            flagged = (self.parent.flagged if self.parent else {}) | plan.unreachable
+            met = [name for name in self.requirements if name not in {*flagged, *plan.waiting}]
+            check_reachable(flagged, self.requirements, met, plan.waiting)
+
+    # --- before the first attempt -----------------------------------------------------------------
 
     def _measure_alone(self, name: str) -> None:
-        """Measure a domain without LoRA."""
-        what, requirement = f"without LoRA: {name}", self.requirements[name]
-        with self.report.training(what, f"/without LoRA/{name}") as shown, stopwatch() as seconds:
-            reached, test = self.reported.measure_alone(name, self.settings.train.seed, *shown)
+        """Measure a domain without LoRA; its head, figures and picture go to `HEAD_ONLY`."""
+        folder, trainer, asked = self.folder / HEAD_ONLY, self.trainer, self.requirements[name]
+        folder.mkdir(exist_ok=True)
+        training = self.report.training(f"without LoRA: {name}", f"/without LoRA/{name}")
+        with training as on_step, stopwatch() as seconds:
+            try:
+                head = trainer.train_head_only(name, self.settings.train.seed, on_step)
+            except DivergedError as error:
+                raise SettingsError(
+                    f"training the head of domain {name} alone diverged: its weights became "
+                    "infinite or NaN; lower train.head_lr"
+                ) from error
+            val = trainer.evaluate(None, name, Split.VAL, head)
+            test = trainer.evaluate(None, name, Split.TEST, head)
+            reached = {"val": val.accuracy, "test": test.accuracy}
+            if head is not None:
+                trainer.task(name).write_head(head, folder / f"{name}.safetensors")
+            facts = self._facts(name, None, head, val, test, reached)
+            write_json(folder / f"{name}.json", facts)
             sheet = self.report.contact_sheet(name, test, Split.TEST)
-            sheet.save(self.state.folder / HEAD_ONLY / f"{name}.png")
+            sheet.save(folder / f"{name}.png")
             self.state.head_only[name] = agree(reached)
             self.state.save()
-        sign = "≥" if requirement.met_by(reached["val"]) else "<"
-        line = f"{name}: without LoRA {reached['val']:.3f} {sign} {requirement.text}"
+        sign = "≥" if asked.met_by(val.accuracy) else "<"
+        line = f"{name}: without LoRA {val.accuracy:.3f} {sign} {asked.text}"
         self.display.done("fuse", line, seconds())
 
     def _report_baselines(self) -> None:
@@ -304,69 +331,154 @@ class _Fusion:
         }
         self.report.log_baselines({"head_only": alone, **teachers})
 
-    def _history(self) -> History:
-        """Tells what attempts change, beginning with what is known before the first one."""
-        start = {name: reached["val"] for name, reached in self.state.head_only.items()}
-        if self.parent is None:
-            return History(self.requirements, start)
-        known = self.parent.result["domains"]
-        start |= {name: known[name]["accuracy"]["val"] for name in self.parent.domains}
-        return History(self.requirements, start, self.parent.alone)
-
-    def _stop_if_unreachable(self, plan: FusionPlan) -> None:
-        """End the fusion at the first domain that is out of reach, if that is asked for.
-
-        The attempts so far stay on disk: the same fusion continues with `fusion.unreachable=keep`.
-        """
-        if self.settings.fusion.unreachable == "fail":
-            flagged = (self.parent.flagged if self.parent else {}) | plan.unreachable
-            met = [name for name in self.requirements if name not in {*flagged, *plan.waiting}]
-            check_reachable(flagged, self.requirements, met, plan.waiting)
+    # --- the result: no decision has seen the test split ------------------------------------------
 
     def _measure_packing(self, plan: FusionPlan, packing: Packing) -> None:
         """Write adapters, heads, pictures and figures, which are measured on the test split."""
-        folder, reported, parent = self.state.folder, self.reported, self.parent
+        folder, parent = self.folder, self.parent
+        (folder / "pictures").mkdir(exist_ok=True)
         for decision in plan.head_only.values():
-            reported.place_without_adapter(decision)
+            self._place_without_adapter(decision)
             if not decision.met:  # the others were reported before the first attempt
                 self.report.placed_without_adapter(decision, folder / HEAD_ONLY)
-        if parent is not None:
-            for name in parent.unpacked:
-                reported.carry_over_domain(name, parent)
+        for name in parent.unpacked if parent else ():
+            self._carry_over(name)
         reasons = {name: decision.reason for decision in plan.decisions for name in decision.kept}
         for adapter, names in plan.packing.items():
             if parent is not None and adapter not in self.state.snapshots:
-                reported.carry_over(adapter, names, parent)
+                # No attempt has trained it.
+                mine = folder / "adapters" / adapter
+                shutil.copytree(parent.folder / "adapters" / adapter, mine, dirs_exist_ok=True)
+                self.state.write_snapshot(adapter, 0, of_domains(parent.snapshot(adapter), names))
+                self.state.save()
+                for name in names:
+                    self._carry_over(name)
                 continue
             packing.load(adapter)
             for name in names:
                 reason = reasons.get(name, "as in the parent fusion")
                 with self.display.work("fuse", f"measuring {name} on test"):
-                    test = reported.measure(adapter, name, reason, packing.evaluated.get(name))
+                    test = self._measure(adapter, name, reason, packing.evaluated.get(name))
                 sheet = self.report.test_measured(name, test)
-                (folder / "pictures").mkdir(exist_ok=True)
                 sheet.save(folder / "pictures" / f"{name}.png")
             self.lmm.adapters.save(adapter, folder / "adapters" / adapter, self.settings.model.id)
-        for name, item in self.inputs.items():
-            if name in reported.speed:
-                reported.speed[name]["teacher"] = teacher_speed(item.distilled) or None
+        for name in self.inputs.keys() & self.speed.keys():
+            self.speed[name]["teacher"] = teacher_speed(self.inputs[name].distilled) or None
+
+    def _place_without_adapter(self, decision: HeadOnlyDecision) -> None:
+        """Report what a domain reaches without LoRA, as `_measure_alone` found it."""
+        name, found = decision.domain, self.folder / HEAD_ONLY
+        facts = read_json(found / f"{name}.json")
+        facts.pop("speed", None)  # of an earlier version
+        _copy(found / f"{name}.png", self.folder / f"pictures/{name}.png")
+        if (file := _head_file(facts)) is not None:
+            _copy(found / f"{name}.safetensors", self.folder / file)
+        path = None if file is None else self.folder / file
+        self._measure_speed(None, name, load_head(self.trainer.task(name), path, self.lmm))
+        self._publish(name, facts | {"reason": decision.reason})
+
+    def _carry_over(self, name: str) -> None:
+        """Copy the head, the picture and the figures of a domain of the parent fusion."""
+        assert self.parent is not None
+        facts, theirs = self.parent.result["domains"][name], self.parent.folder
+        for file in filter(None, (f"pictures/{name}.png", _head_file(facts))):
+            _copy(theirs / file, self.folder / file)
+        self._publish(name, facts)
+        if (speed := self.parent.result.get("speed", {}).get(name)) is not None:
+            self.speed[name] = speed
+
+    def _measure(self, adapter: str, name: str, reason: str, val: Evaluation | None) -> Evaluation:
+        """Measure a domain of a loaded adapter on the test split, and write its head.
+
+        Its head was calibrated by its evaluation on validation, which is repeated where it is None.
+        """
+        if val is None:
+            val = self.trainer.evaluate(adapter, name, Split.VAL)
+        test = self.trainer.evaluate(adapter, name, Split.TEST)
+        head: Any = self.trainer.heads(adapter).get(name)
+        facts = self._facts(name, adapter, head, val, test, self.state.head_only[name])
+        if (file := _head_file(facts)) is not None:
+            (self.folder / file).parent.mkdir(exist_ok=True)
+            self.trainer.task(name).write_head(head, self.folder / file)
+        self._publish(name, facts | {"reason": reason})
+        self._measure_speed(adapter, name, head)
+        return test
+
+    def _measure_speed(self, adapter: str | None, name: str, head: Any) -> None:
+        """Measure how fast base model, adapter and head answer; on every process of a team."""
+        task, samples = self.trainer.task(name), self.trainer.samples(name, Split.TEST)
+        self.lmm.adapters.activate(adapter)
+        self.speed[name] = measure_speed(
+            lambda some: task.answer(head, self.lmm, some), samples, str(self.lmm.device),
+            alone=not self.lmm.sharded,
+        )  # fmt: skip
+
+    def _facts(
+        self,
+        name: str,
+        adapter: str | None,
+        head: Any,
+        val: Evaluation,
+        test: Evaluation,
+        head_only: Mapping[str, float],
+    ) -> dict[str, Any]:
+        """What the bundle says of a domain."""
+        item, task = self.inputs[name], self.trainer.task(name)
+        accuracy = {
+            "val": val.accuracy, "val_ci95": list(val.interval),
+            "test": test.accuracy, "test_ci95": list(test.interval),
+            **{f"test_{key}": value for key, value in test.details.items()},
+            **({} if test.classes is None else test.classes.as_json()),
+            "head_only": head_only["test"], "head_only_val": head_only["val"],
+        }  # fmt: skip
+        return {
+            "task": str(task.domain.task), "metric": task.domain.metric, "accuracy": accuracy,
+            "adapter": adapter, "labels": item.settings.labels, "prompt": item.settings.prompt,
+            "media": "video" if task.video else "images",
+            "head": None if head is None or task.remembers else f"heads/{name}.safetensors",
+            **task.metadata(head),
+        }  # fmt: skip
+
+    def _publish(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Report a domain: its figures beside its teacher's, and what is asked of it now."""
+        item, requirement = self.inputs[name], self.requirements[name]
+        accuracy = facts["accuracy"] | teacher_figures(item.distilled)
+        self.domains[name] = {
+            **facts, "accuracy": accuracy, CONTRACT: item.contract,
+            "required": requirement.promise, "bar": requirement.bar,
+            "status": "met" if requirement.kept_by(accuracy) else "missed",
+        }  # fmt: skip
 
     def _result(self, plan: FusionPlan, attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The content of `fusion.json`: what was decided, reached and promised."""
-        parent, state, reported = self.parent, self.state, self.reported
-        adapters = state.folder / "adapters"
+        parent, state, adapters = self.parent, self.state, self.folder / "adapters"
         return {
             "strategy": self.settings.fusion.strategy,
-            "packing": plan.packing,
+            "packing": plan.packing, "alone": plan.alone, "used": plan.used,
             "adapters": {name: adapter_facts(adapters / name) for name in plan.packing},
-            "alone": plan.alone,
-            "used": plan.used,
             "parent": parent and {"version": parent.version, "fusion_stage": parent.folder.name},
             "head_only": [*(parent.unpacked if parent else ()), *plan.head_only],
             "unreachable": (parent.flagged if parent else {}) | plan.unreachable,
-            "domains": {n: reported.domains[n] for n in self.inputs if n in reported.domains},
-            "speed": reported.speed,
-            "attempts": attempts,
-            "seconds": state.seconds,
+            "domains": {name: self.domains[name] for name in self.inputs if name in self.domains},
+            "speed": self.speed, "attempts": attempts, "seconds": state.seconds,
             "mlflow_run_id": state.mlflow_run_id,
-        }
+        }  # fmt: skip
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def _head_file(facts: Mapping[str, Any]) -> str | None:
+    """File of a domain's head, or of its memory, relative to the fusion; None if it has none."""
+    file = facts["head"] or facts.get("context", {}).get("file")
+    return None if file is None else str(file)
+
+
+def adapter_facts(folder: Path) -> dict[str, Any]:
+    """Rank and bytes of an adapter in PEFT's format."""
+    config = read_json(folder / "adapter_config.json")
+    ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return {"rank": max(ranks), "bytes": size}

@@ -53,21 +53,16 @@ QUESTIONS = 32  # about a document in one step, for the same reason
 def memorise_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     """The stage that trains an encoder."""
     context = settings.context
-    inputs = {
-        "base": base_hash(settings.model.id),
-        "processor": processor_hash(settings.model.id),
-    }
+    base = settings.model.id
+    inputs = {"base": base_hash(base), "processor": processor_hash(base)}
     for item in domains:
         inputs[f"{item.settings.name}/taught"] = digest(item.distilled / TAUGHT)
     values: dict[str, Any] = {
-        "tokens": context.tokens,
-        "steps": context.encoder_steps,
-        "model": as_dict(settings.model),
+        "tokens": context.tokens, "steps": context.encoder_steps, "lr": settings.train.lr,
+        "seed": settings.train.seed, "model": as_dict(settings.model),
         "lora": as_dict(settings.train.lora),
-        "lr": settings.train.lr,
-        "seed": settings.train.seed,
         "prompts": {item.settings.name: item.settings.prompt for item in domains},
-    }
+    }  # fmt: skip
     return Stage(f"memorise-{settings.task.name}", 1, values, inputs)
 
 
@@ -124,11 +119,7 @@ class ContextEncoder(nn.Module):
         return [weight for name in self.adapters for weight in found(name).values()]
 
     def encode(self, document: Document) -> Tensor:
-        """Compress a document to memory tokens, [tokens, width]; gradients reach the encoder.
-
-        Raises:
-            DataError: The document has images, or does not fit into the model's context.
-        """
+        """Compress a document to memory tokens, [tokens, width]; gradients reach the encoder."""
         if document.images:
             raise DataError(
                 "an encoder of memory tokens reads texts only, not albums: set context.form=prefix"

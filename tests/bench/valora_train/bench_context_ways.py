@@ -24,7 +24,6 @@ from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.errors import ValoraError
 from valora_data.schema import Split, Task
 from valora_train.errors import SettingsError
-from valora_train.fusion.facts import domain_facts, training_facts
 from valora_train.fusion.samples import LazyDomains, make_deterministic
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.progress import Display
@@ -32,7 +31,7 @@ from valora_train.reporting.texts import markdown_table
 from valora_train.settings import Settings
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT
-from valora_train.stages.fuse import DomainInputs
+from valora_train.stages.fuse import DomainInputs, domain_facts, training_facts
 
 RESULTS, TABLE = "ways.json", "ways.md"
 
@@ -105,7 +104,7 @@ def measure(
     done = {(one.method, one.size) for one in found}
     lmm = Lmm(settings.model, settings.train.lora)
     inputs = {item.settings.name: item for item in domains}
-    data = LazyDomains(inputs, lambda name: inputs[name].load(settings, lmm))
+    data = LazyDomains(lambda name: inputs[name].load(settings, lmm))
     Reader(settings, lmm, data, lambda *_: None).check(max(size for _, size in asked))
     for name, size in asked:
         if (name, size) in done:

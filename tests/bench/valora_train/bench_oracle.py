@@ -29,7 +29,7 @@ from tests.bench.valora_train.oracle_table import (
     share_requirements,
 )
 from valora_train.cli import config_folder
-from valora_train.fusion.requirement import Requirement, contract_of
+from valora_train.fusion.requirement import Requirement, contract_requirement
 from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
 from valora_train.reporting.texts import markdown_table
 from valora_train.settings import Settings, from_config
@@ -43,8 +43,8 @@ def asked_of(settings: Settings, table: OracleTable) -> dict[int, dict[str, Requ
     if (share := fusion.of_dedicated) is not None:
         return {one: share_requirements(table, share, one, fusion.margin) for one in table.seeds}
     contracts = {
-        one.name: contract_of(one).requirement(
-            one.name, fusion.margin, *table.teacher.get(one.name, (None, None))
+        one.name: contract_requirement(
+            one, fusion.margin, *table.teacher.get(one.name, (None, None))
         )
         for one in settings.chosen()
     }

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from valora_train.model.memory import AnyMemory
     from valora_train.settings import Settings
 
-    OnStep = Callable[[int, int, float], None]
+    OnStep = Callable[..., None]
 
 NAME = "context"
 """Name of the adapters that are trained here."""

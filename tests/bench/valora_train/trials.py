@@ -27,16 +27,10 @@ from rich.console import Console
 from valora_data.schema import Split
 from valora_train.checks import check, check_with_libraries
 from valora_train.cli import config_folder
-from valora_train.fusion.packing import (
-    DedicatedAdapter,
-    DivergedError,
-    Packing,
-    check_finite,
-    make_plan,
-    stop_if_diverged,
-)
+from valora_train.fusion.packing import DedicatedAdapter, Packing, make_plan
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import SNAPSHOTS, FusionState, read_snapshot, write_snapshot
+from valora_train.fusion.trainer import DivergedError
 from valora_train.pipeline import Pipeline
 from valora_train.processes import worker_processes
 from valora_train.reporting.progress import Display
@@ -116,9 +110,7 @@ class Bench(Worker):
         self.trainer.open(adapter, trial.seed)
         self.trainer.train(
             adapter, names, held=(), rehearse=False, seed=trial.seed,
-            on_step=stop_if_diverged(lambda *_: None),
         )  # fmt: skip
-        check_finite(self.trainer.snapshot(adapter))
 
     def measure(self, adapter: str | None, domain: str, head: Any = None) -> dict[str, Any]:
         """Accuracy on validation, by which the head is calibrated, then on test."""
@@ -223,10 +215,8 @@ def ewc(bench: Bench, trial: Trial) -> dict[str, Any]:
         hook = opened.optimizer.register_step_pre_hook(lambda *_, pull=pull: pull())
         trainer.train(
             ADAPTER, (name,), held=held, rehearse=False, seed=trial.seed,
-            on_step=stop_if_diverged(lambda *_: None),
         )  # fmt: skip
         hook.remove()
-        check_finite(trainer.snapshot(ADAPTER))
         bench.measure(ADAPTER, name)  # a head that is not trained later keeps its calibration
         for _ in range(FISHER_BATCHES):
             opened.optimizer.zero_grad()
@@ -262,7 +252,7 @@ def fusion(bench: Bench, trial: Trial) -> dict[str, Any]:
         plan = make_plan(settings, asked, accuracy, trial.seed, None)
         packing = Packing(plan, bench.trainer, state, trial.seed, None, dedicated)
         while (attempt := plan.next()) is not None:
-            packing.record(packing.run(attempt, lambda *_: None))
+            packing.record(packing.run(attempt))
         for adapter, names in plan.packing.items():
             packing.load(adapter)
             accuracy |= {name: bench.measure(adapter, name) for name in names}

@@ -136,7 +136,7 @@ class _Chances:
                 low, high = self._floors[at] - FARTHEST, self._floors[at] + FARTHEST
                 points.append((at, group))
                 values.append(min(max(value, low), high))
-        known = _features(self.count, points)
+        known = _features(self.count, tuple(points))
         self._known = known * self._deviations
         covariance = self._known @ self._known.T + NOISE**2 * np.eye(len(points))
         self._factor = np.linalg.cholesky(covariance)
@@ -164,8 +164,9 @@ class _Chances:
 
     def _expected(self, groups: Masks) -> Array:
         """The chances by the model: a product over the domains of each group."""
-        places = [[at for at in range(self.count) if mask >> at & 1] for mask in groups.tolist()]
-        features = _features_of(self.count, tuple(map(tuple, places)))
+        ats = range(self.count)
+        places = [tuple(at for at in ats if mask >> at & 1) for mask in groups.tolist()]
+        features = _features(self.count, tuple((at, group) for group in places for at in group))
         mean, scaled = features @ self._means, features * self._deviations
         variance = (scaled**2).sum(axis=1)
         if len(self._known):
@@ -175,11 +176,8 @@ class _Chances:
         deviation = np.sqrt(np.maximum(variance, 0.0) + NOISE**2)
         z = (mean - self._floors[list(chain.from_iterable(places))]) / deviation
         each = -np.logaddexp(0.0, -1.702 * z)  # the normal distribution's, within 0.01
-        sums = np.zeros(len(groups))
-        filled = np.array([bool(group) for group in places])
-        starts = np.concatenate([[0], np.cumsum([len(group) for group in places])[:-1]]).astype(int)
-        sums[filled] = np.add.reduceat(each, starts[filled])
-        return sums
+        row = np.repeat(np.arange(len(groups)), [len(group) for group in places])
+        return np.bincount(row, each, len(groups))
 
 
 def _solve(factor: Array, right: Array) -> Array:
@@ -187,11 +185,7 @@ def _solve(factor: Array, right: Array) -> Array:
 
 
 @lru_cache(maxsize=4)
-def _features_of(count: int, groups: tuple[tuple[int, ...], ...]) -> Array:
-    return _features(count, [(at, group) for group in groups for at in group])
-
-
-def _features(count: int, rows: Sequence[tuple[int, Sequence[int]]]) -> Array:
+def _features(count: int, rows: tuple[tuple[int, tuple[int, ...]], ...]) -> Array:
     """One row for each domain in its group: alone, shared, own, others', and pairs' parts."""
     alone, beside = np.zeros((len(rows), count)), np.zeros((len(rows), count))
     line, places = np.arange(len(rows)), np.array([at for at, _ in rows], dtype=int)

@@ -6,15 +6,15 @@ from valora_data.registry import Registry
 from valora_train.errors import SettingsError
 from valora_train.fusion.strategies.base import Strategy
 
-_GREEDY = "valora_train.fusion.strategies.greedy"
+_BASE = "valora_train.fusion.strategies.base"
 STRATEGIES: Registry[type[Strategy]] = Registry(
     "valora.strategies",
     "fusion strategy",
     {
-        "paper": f"{_GREEDY}:NextFit",
-        "first_fit": f"{_GREEDY}:FirstFit",
-        "rehearsal": f"{_GREEDY}:Rehearsal",
-        "joint": f"{_GREEDY}:Joint",
+        "paper": f"{_BASE}:NextFit",
+        "first_fit": f"{_BASE}:FirstFit",
+        "rehearsal": f"{_BASE}:Rehearsal",
+        "joint": f"{_BASE}:Joint",
         "affinity": "valora_train.fusion.strategies.affinity:Affinity",
     },
     SettingsError,

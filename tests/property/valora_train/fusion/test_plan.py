@@ -12,8 +12,7 @@ from valora_train.errors import SettingsError, StrategyError
 from valora_train.fusion.decision import Verdict
 from valora_train.fusion.plan import FusionPlan, order_domains
 from valora_train.fusion.requirement import Requirement
-from valora_train.fusion.strategies.base import Probe, Strategy
-from valora_train.fusion.strategies.greedy import FirstFit, NextFit
+from valora_train.fusion.strategies.base import FirstFit, NextFit, Probe, Strategy
 from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
 
 PLAYED = sorted(STRATEGIES)

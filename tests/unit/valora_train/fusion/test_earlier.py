@@ -8,9 +8,8 @@ import torch
 from tests.unit.valora_train.fusion.test_packing import CountingTrainer, play
 from valora_train.fusion.earlier import Earlier
 from valora_train.fusion.packing import DedicatedAdapter, Packing, make_plan
-from valora_train.fusion.reported import HEAD_ONLY
 from valora_train.fusion.requirement import Requirement
-from valora_train.fusion.state import FusionState
+from valora_train.fusion.state import HEAD_ONLY, FusionState
 from valora_train.settings import FusionSettings
 from valora_train.stage import Stage
 

@@ -14,6 +14,7 @@ from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.state import SNAPSHOTS, FusionState
 from valora_train.fusion.strategies.base import Proposal, Strategy
+from valora_train.fusion.trainer import DivergedError
 from valora_train.settings import FusionSettings
 
 REQUIRED = {"a": 0.5, "b": 0.5, "c": 0.5}
@@ -43,12 +44,10 @@ class CountingTrainer:
     def heads(self, adapter):
         return dict.fromkeys(self.in_adapter[adapter])
 
-    def train(self, adapter, new, *, held, rehearse, seed, on_step, on_figures, checkpoint):
+    def train(self, adapter, new, *, held, rehearse, seed, on_step, checkpoint):
         self.weights[adapter] += 1
         self.in_adapter[adapter] += list(new)
         self.trained.append((adapter, ", ".join(new), seed))
-        on_figures(1, {"lr": 0.25})
-        on_step(1, 1, 0.5)
 
     def evaluate(self, adapter, domain, split):
         return SimpleNamespace(accuracy=self.accuracy[len(self.trained)][domain])
@@ -82,7 +81,7 @@ def start(folder, accuracy=ACCURACY, **fusion):
 def play(plan, packing, stop_after=None):
     verdicts = []
     while (attempt := plan.next()) is not None and len(verdicts) != stop_after:
-        outcome = packing.run(attempt, lambda *_: None)
+        outcome = packing.run(attempt)
         packing.record(outcome)
         verdicts.append(outcome.decision.verdict)
     return verdicts
@@ -128,7 +127,7 @@ def test_a_fusion_is_resumed_after_any_attempt(tmp_path, cut):
     plan, trainer, _, packing = start(tmp_path)
     play(plan, packing, stop_after=cut)
     if attempt := plan.next():  # killed before the decision is recorded: the attempt is repeated
-        packing.run(attempt, lambda *_: None)
+        packing.run(attempt)
     later = {number - cut: accuracy for number, accuracy in ACCURACY.items()}
     plan, trainer, state, packing = start(tmp_path, later)
     assert packing.resume() == cut
@@ -136,26 +135,6 @@ def test_a_fusion_is_resumed_after_any_attempt(tmp_path, cut):
     assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b", "c")}
     assert trainer.weights == {"adapter-1": 1, "adapter-2": 2}
     assert state.told == list(ACCURACY.values())
-
-
-def test_an_unreachable_domain_shares_its_adapter(tmp_path):
-    # a keeps what it reached alone, less the margin, beside b; c would cost it more.
-    accuracy = {
-        1: {"a": 0.3}, 2: {"a": 0.281, "b": 0.9}, 3: {"a": 0.27, "b": 0.9, "c": 0.9}, 4: {"c": 0.9}
-    }  # fmt: skip
-    plan, trainer, state, packing = start(tmp_path, accuracy, margin=0.02)
-    unreachable, committed, rolled_back = (
-        Verdict.UNREACHABLE, Verdict.COMMITTED, Verdict.ROLLED_BACK
-    )  # fmt: skip
-    assert play(plan, packing) == [unreachable, committed, rolled_back, committed]
-    assert plan.packing == {"adapter-1": ("a", "b"), "adapter-2": ("c",)}
-    assert (plan.unreachable, plan.alone) == ({"a": 0.281}, {"a": 0.3})
-    assert plan.decisions[2].reason == (
-        "a 0.270 < 0.280 (reached 0.300 alone − margin 0.020), 0.010 below: c not in adapter-1, c "
-        "waits"
-    )
-    assert trainer.in_adapter == {"adapter-1": ["a", "b"], "adapter-2": ["c"]}
-    assert set(state.snapshots) == {"adapter-1", "adapter-2"}
 
 
 @pytest.mark.parametrize("reached", [0.1, 0.2])
@@ -194,14 +173,6 @@ def test_what_keeps_its_requirement_without_lora_is_not_attempted(tmp_path, stra
         assert "b" not in attempt.domains
         plan.tell(dict.fromkeys(attempt.domains, 0.9))
     assert sorted(name for held in plan.packing.values() for name in held) == ["a", "c"]
-
-
-def test_every_domain_may_do_without_an_adapter(tmp_path):
-    alone = {name: {"val": 0.9, "test": 0.9} for name in REQUIRED}
-    requirements = {n: Requirement(r) for n, r in REQUIRED.items()}
-    plan = make_plan(FusionSettings(), requirements, alone, 0, None)
-    assert plan.next() is None
-    assert (plan.packing, list(plan.head_only)) == ({}, list(REQUIRED))
 
 
 class Scripted(Strategy):
@@ -247,7 +218,7 @@ def start_scripted(folder, monkeypatch, script, accuracy):
 def test_heads_of_domains_that_are_left_out_or_move_are_dropped(tmp_path, monkeypatch, cut):
     plan, trainer, state, packing = start_scripted(tmp_path, monkeypatch, JOINT, JOINT_ACCURACY)
     for number in range(1, cut + 1):
-        packing.record(packing.run(plan.next(), lambda *_: None))
+        packing.record(packing.run(plan.next()))
         assert trainer.in_adapter == JOINT_HEADS[number - 1]
         assert set(state.snapshots) == set(plan.packing)
     # Another process goes on from the disk and comes to the same end.
@@ -263,25 +234,19 @@ def test_heads_of_domains_that_are_left_out_or_move_are_dropped(tmp_path, monkey
 
 
 class DivergingTrainer(CountingTrainer):
-    """From attempt 2 on, the loss or the last weights are infinite or NaN."""
+    """Training diverges from attempt 2 on."""
 
-    def __init__(self, accuracy, by_loss):
-        super().__init__(accuracy)
-        self.by_loss = by_loss
-
-    def train(self, adapter, new, *, on_step, **options):
-        super().train(adapter, new, on_step=on_step, **options)
+    def train(self, adapter, new, **options):
+        super().train(adapter, new, **options)
         if len(self.trained) > 1:
             self.weights[adapter] = float("nan")
-            if self.by_loss:
-                on_step(2, 9, float("inf"))
+            raise DivergedError
 
 
-@pytest.mark.parametrize("by_loss", [True, False])
 @pytest.mark.parametrize("head_only", [True, False])
-def test_training_that_diverges_is_a_decision(tmp_path, by_loss, head_only):
+def test_training_that_diverges_is_a_decision(tmp_path, head_only):
     plan, _, state, _ = start(tmp_path, head_only=head_only)
-    trainer = DivergingTrainer({1: {"a": 0.9}}, by_loss)
+    trainer = DivergingTrainer({1: {"a": 0.9}})
     packing = Packing(plan, trainer, state, 3, None)
     verdicts = play(plan, packing)
     unreachable, rolled_back = Verdict.UNREACHABLE, Verdict.ROLLED_BACK
@@ -307,10 +272,3 @@ def test_a_domain_out_of_reach_is_refused_with_a_way_on():
     assert (
         "fusion.unreachable=keep to export the domains that met (a) after trying the others (c)"
     ) in said
-
-
-def test_loss_and_figures_of_every_step_are_told(tmp_path):
-    plan, _, _, packing = start(tmp_path)
-    told = []
-    packing.run(plan.next(), lambda *step: told.append(step), lambda *step: told.append(step))
-    assert told == [(1, {"lr": 0.25}), (1, 1, 0.5)]

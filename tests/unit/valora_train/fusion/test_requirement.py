@@ -1,11 +1,25 @@
-"""The bar of a requirement: where it lies, and what people are told of it."""
+"""What a domain must reach, and what is said of few samples and of weak teachers."""
 
 import math
 import random
 
 import pytest
+from scipy.stats import binomtest
 
-from valora_train.fusion.requirement import Contract, Requirement
+from valora_data.schema import Task
+from valora_train.errors import SettingsError
+from valora_train.fusion.requirement import (
+    Requirement,
+    contract_requirement,
+    few_samples,
+    weak_teacher,
+    wilson_interval,
+)
+from valora_train.settings import DomainSettings
+
+
+def domain(required, of_teacher=None, task=Task.DETECTION):
+    return DomainSettings("d", task=task, labels=["d"], required=required, of_teacher=of_teacher)
 
 
 @pytest.mark.parametrize(
@@ -45,15 +59,8 @@ def test_sums_of_decimal_fractions_are_no_trap():
 @pytest.mark.parametrize(
     ("requirement", "text"),
     [
-        (Requirement(0.8, 0.02), "0.820 (required 0.800 + margin 0.020)"),
-        (Requirement(0.8), "0.800 (required 0.800)"),
-        (Requirement(0.99, 0.02), "0.995 (required 0.990 + margin 0.005, cut from 0.020)"),
         (Requirement(1.0, 0.02), "1.000 (required 1.000 + margin 0.000, cut from 0.020)"),
         (Requirement(0.8, -10.0), "-9.200 (required 0.800 − margin 10.000)"),
-        (
-            Requirement(0.777, 0.02, origin="0.777 = 0.85 × the teacher's 0.914"),
-            "0.797 (required 0.777 = 0.85 × the teacher's 0.914 + margin 0.020)",
-        ),
         (
             Requirement(0.9, 0.0, origin="0.900, above 0.800 = 0.8 × the teacher's 1.000"),
             "0.900 (required 0.900, above 0.800 = 0.8 × the teacher's 1.000)",
@@ -84,22 +91,22 @@ def test_people_are_told_where_the_bar_comes_from(requirement, text):
     ],
 )  # fmt: skip
 def test_the_larger_of_both_figures_counts(required, of_teacher, teacher, bar, text):
-    found = Contract(required, of_teacher).requirement("d", 0.02, teacher, 0.5)
+    found = contract_requirement(domain(required, of_teacher), 0.02, teacher, 0.5)
     assert found.required == max(required or 0.0, of_teacher * teacher)
     assert found.promise == max(required or 0.0, of_teacher * 0.5)
     assert (found.bar, found.text) == (pytest.approx(bar), text)
 
 
-@pytest.mark.parametrize("largest", [1.0, 10.0])
+@pytest.mark.parametrize("task", [Task.DETECTION, Task.CAPTION])
 @pytest.mark.parametrize("margin", [0.0, 0.02, 0.3])
-def test_a_contract_that_asks_for_more_never_lowers_the_bar(largest, margin):
-    draw = random.Random(0).uniform
+def test_a_contract_that_asks_for_more_never_lowers_the_bar(task, margin):
+    draw, largest = random.Random(0).uniform, task.spec.largest
     for _ in range(300):
         required, share, more = draw(0.01, largest), draw(0.01, 1), draw(0.01, 1)
         teacher = draw(0.01, largest)
 
         def asked(*contract, of=teacher):
-            return Contract(*contract, largest).requirement("d", margin, of, None)
+            return contract_requirement(domain(*contract, task), margin, of, None)
 
         both = asked(required, share)
         alone, relative = asked(required, None), asked(None, share)
@@ -117,3 +124,55 @@ def test_a_promise_is_kept_on_both_splits(val, test, kept):
     requirement = Requirement(0.9, 0.02, promised=0.8)
     assert requirement.kept_by({"val": val, "test": test}) is kept
     assert not Requirement(0.9).kept_by({"val": 0.9, "test": test})
+
+
+@pytest.mark.parametrize(("hits", "count"), [(0, 7), (7, 7), (1, 2), (24, 30), (400, 999)])
+def test_the_interval_is_wilsons(hits, count):
+    expected = binomtest(hits, count).proportion_ci(0.95, method="wilson")
+    assert wilson_interval(hits / count, count) == pytest.approx(tuple(expected), abs=1e-12)
+
+
+def test_fewer_than_fifty_samples_are_named_with_their_interval():
+    assert few_samples(domain(0.8), 50, 50, None, 0.02) == []
+    low, high = binomtest(24, 30).proportion_ci(0.95, method="wilson")
+    validation, test = few_samples(domain(0.8), 30, 30, None, 0.02)
+    assert f"at 0.800 the 95 % interval is {low:.2f} to {high:.2f}, {high - low:.2f}" in validation
+    assert "one sample weighs 0.033 (margin 0.02)" in validation
+    assert test.startswith("d: 30 test samples can confirm little of what is asked for: at 0.800")
+    (said,) = few_samples(domain(0.8), 49, 50, 0.9, 0.0)
+    assert "at 0.900 the 95 %" in said
+    # CIDEr is no share of the samples.
+    (said,) = few_samples(domain(3.0, task=Task.CAPTION), 50, 1, None, 0.02)
+    assert said.startswith("d: 1 test sample can confirm little of what is asked for; give it")
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_one_sample_decides_nothing(count):
+    with pytest.raises(SettingsError, match=f"domain d has {count} validation sample, which can"):
+        few_samples(domain(0.8), count, 50, None, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("alone", "teacher", "said"),
+    [
+        (0.7, 0.9, None),
+        (0.9, 0.9, None),  # as good as the head alone
+        (0.7, None, None),
+        (float("nan"), 0.9, None),
+        (0.85, 0.80, "0.800 on validation, less than the 0.850 without LoRA, so that what is "
+                     "asked for is met without LoRA: check the teacher"),
+        (0.75, 0.70, "0.700 on validation, less than the 0.750 without LoRA, so that it has "
+                     "nothing to teach: check the teacher"),
+        (0.70, 0.81, "d: 0.820 (required 0.800 + margin 0.020) is asked for, more than the 0.810"),
+    ],
+)  # fmt: skip
+def test_weak_teachers_are_named(alone, teacher, said):
+    found = weak_teacher("d", Requirement(0.8, 0.02), alone, teacher)
+    assert found is None if said is None else said in found
+
+
+def test_a_share_of_a_teacher_is_never_more_than_it_reaches():
+    requirement = contract_requirement(domain(0.5, 0.99), 0.02, 0.8, 0.8)
+    assert weak_teacher("d", requirement, 0.7, 0.8) is None
+    said = weak_teacher("d", requirement, 0.81, 0.8)
+    assert "is met without LoRA" in said

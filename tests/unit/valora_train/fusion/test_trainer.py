@@ -1,19 +1,18 @@
 """Training: rollback bit for bit, nothing else moved, same seed same weights, it learns."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.support.colour_trainer import COLOURS, make, same, train
 from tests.support.helpers import coloured_squares
 from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Domain, Split, Task
-from valora_train.fusion.batches import side_by_side
 from valora_train.fusion.samples import DomainData
-from valora_train.fusion.watch import Watch
+from valora_train.fusion.trainer import DivergedError, side_by_side
 from valora_train.model.lmm import Lmm
 from valora_train.settings import (
     AugmentSettings,
@@ -48,18 +47,6 @@ def test_rollback_is_bit_for_bit(random_llava, rehearse, vision):
             assert torch.equal(value, base[plain]), key
 
 
-def test_a_snapshot_survives_the_disk_and_another_process(random_llava, tmp_path):
-    trainer, _ = make(random_llava)
-    trainer.open("adapter-1", seed=3)
-    train(trainer, "apple")
-    save_file(trainer.snapshot("adapter-1"), tmp_path / "a.safetensors")
-    losses = train(trainer, "sky", held=["apple"], rehearse=True)
-    other, _ = make(random_llava)
-    other.restore("adapter-1", load_file(tmp_path / "a.safetensors"))
-    assert train(other, "sky", held=["apple"], rehearse=True) == losses
-    assert same(other.snapshot("adapter-1"), trainer.snapshot("adapter-1"))
-
-
 WATCHED = {"validations": 2, "validation_samples": 6, "validation_share": 1e3}
 
 
@@ -83,21 +70,19 @@ def test_a_training_that_was_killed_continues_to_the_bit(random_llava, tmp_path,
         trainer, _ = make(random_llava, clip=1e-3, **WATCHED, **more)
         trainer.open("adapter-1", seed=3)
         if held:  # its head comes first, though its name does not
-            trainer.train(
-                "adapter-1", ["sky"], held=[], rehearse=False, seed=5, on_step=lambda *_: None
-            )
+            trainer.train("adapter-1", ["sky"], held=[], rehearse=False, seed=5)
             trainer.evaluate("adapter-1", "sky", Split.VAL)
         steps, figures = [], {}
 
-        def on_step(*step):
-            steps.append(step)
-            if step[0] == kill_after:
+        def on_step(step, of, loss, found):
+            steps.append((step, of, loss))
+            figures[step] = found
+            if step == kill_after:
                 raise Killed
 
         trainer.train(
             "adapter-1", ["apple"], held=["sky"] if held else [], rehearse=held, seed=6,
-            on_step=on_step, on_figures=figures.__setitem__,
-            checkpoint=Checkpoint(tmp_path / file, every=0.0),
+            on_step=on_step, checkpoint=Checkpoint(tmp_path / file, every=0.0),
         )  # fmt: skip
         return steps, figures, trainer
 
@@ -144,7 +129,7 @@ def test_seeds_decide_and_adapters_do_not_touch_each_other(random_llava):
     head = "head/apple/linear.weight"
     assert not torch.equal(states[0][head], states[2][head])
     trainer.open("adapter-2", seed=9)
-    trainer.train("adapter-2", ["sky"], held=[], rehearse=False, seed=1, on_step=lambda *_: None)
+    trainer.train("adapter-2", ["sky"], held=[], rehearse=False, seed=1)
     now = trainer.snapshot("adapter-1")
     assert all(torch.equal(now[k], v) for k, v in states[2].items() if k != "random/torch")
     trainer.close("adapter-2")
@@ -238,14 +223,18 @@ def test_curves_change_nothing_that_is_trained(random_llava):
     def run(**more):
         trainer, _ = make(random_llava, **more)
         head_figures, figures = {}, {}
-        head = trainer.train_head_only("apple", 2, lambda *_: None, head_figures.__setitem__)
+        head = trainer.train_head_only(
+            "apple", 2, lambda step, *rest: head_figures.update({step: rest[-1]})
+        )
         trainer.open("adapter-1", seed=3)
         losses = train(trainer, "apple")
         trainer.evaluate("adapter-1", "apple", Split.VAL)
-        trainer.train(
-            "adapter-1", ["sky"], held=["apple"], rehearse=True, seed=5,
-            on_step=lambda *step: losses.append(step), on_figures=figures.__setitem__,
-        )  # fmt: skip
+
+        def on_step(step, steps, loss, found):
+            losses.append(loss)
+            figures[step] = found
+
+        trainer.train("adapter-1", ["sky"], held=["apple"], rehearse=True, seed=5, on_step=on_step)
         state = trainer.snapshot("adapter-1")
         reached = trainer.evaluate("adapter-1", "sky", Split.VAL)
         return losses, state, head.state_dict(), reached.accuracy, figures, head_figures
@@ -267,24 +256,29 @@ def test_curves_change_nothing_that_is_trained(random_llava):
     assert max(rates) <= 4e-3
 
 
-def test_looks_at_validation_end_where_they_cost_too_much(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("valora_train.fusion.watch.time.monotonic", lambda: now[0])
-    settings = TrainSettings(validations=9, validation_samples=20, batch_size=16)
-    watch = Watch(settings, 100, 0, ["a", "b"], 1)
-    assert watch.points == set(range(10, 100, 10))
-    assert watch.samples == 13  # 5 % of 100 steps of 3 passes for 16 samples, for 18 looks
-    looked = []
-    for step in range(1, 100):
-        now[0] += 1.0
-        if step in watch.points and watch.due(step):
-            looked.append(step)
-            with watch.measuring():
-                now[0] += 2.0
-    assert looked == [10, 20]  # 5 s of 100 s are enough for two of them
-    slow = Watch(settings, 100, 0, ["a"], 16)
-    assert slow.points == set()  # fewer than four samples
-    assert Watch(TrainSettings(validations=0), 100, 0, ["a"], 1).points == set()
+def test_looks_at_validation_take_a_share_of_the_time(random_llava):
+    asked = {"validations": 9, "validation_samples": 20, "batch_size": 16}
+    trainer, _ = make(random_llava, **asked)
+    # 5 % of 100 steps of 3 passes for 16 samples, for 18 looks.
+    heads = dict.fromkeys(COLOURS)
+    assert trainer._looks(100, list(COLOURS), heads) == (set(range(10, 100, 10)), 13)
+    assert trainer._looks(100, list(COLOURS), {})[0] == set()  # answers that are written
+    trainer._settings = replace(trainer._settings, validations=0)
+    assert trainer._looks(100, ["sky"], heads)[0] == set()
+
+
+@pytest.mark.parametrize("loss", [math.inf, 0.5])
+def test_training_that_diverges_ends(random_llava, monkeypatch, loss):
+    def learn(heads, batch, weights):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, math.nan)
+        return loss
+
+    trainer, _ = make(random_llava)
+    trainer.open("adapter-1", seed=3)
+    monkeypatch.setattr(trainer, "_learn", learn)
+    with pytest.raises(DivergedError):
+        train(trainer, "apple")
 
 
 @pytest.mark.parametrize(
@@ -338,15 +332,6 @@ def test_side_by_side_it_learns_what_it_learns_at_once(random_llava):
         torch.testing.assert_close(gradients, found[0][1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(raw, reached[0], rtol=1e-4, atol=1e-5)
     assert all(map(torch.equal, found[1][1], found[2][1]))
-
-
-@pytest.mark.parametrize("threads", [1, 5])
-@pytest.mark.parametrize("count", [0, 1, 65, 700])
-def test_batches_of_the_frozen_base_hold_every_sample_once(random_llava, threads, count):
-    trainer, _ = make(random_llava, threads=threads)
-    batches = trainer._frozen_batches(range(count))
-    assert [one for batch in batches for one in batch] == list(range(count))
-    assert all(0 < len(batch) <= 64 for batch in batches)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ from mlflow import MlflowClient
 from PIL import Image
 from rich.console import Console
 
-from tests.unit.valora_train.fusion.test_history import DECISIONS, PACKING, REQUIREMENTS, START
+from tests.unit.valora_train.fusion.test_decision import DECISIONS, PACKING, START
 from tests.unit.valora_train.reporting.test_texts import DOMAINS, result
 from tests.unit.valora_train.reporting.test_tracking import paths, status  # noqa: F401
 from valora_train.errors import UnreachableError
-from valora_train.fusion.decision import HeadOnlyDecision
-from valora_train.fusion.history import History
+from valora_train.fusion.decision import HeadOnlyDecision, attempts_as_json
 from valora_train.fusion.state import FusionState
 from valora_train.reporting.fusion_report import FusionReport, run_of
 from valora_train.reporting.progress import Display
@@ -55,7 +54,7 @@ def nested(parent: str) -> dict[str, mlflow.entities.Run]:
 
 
 def told(decisions):
-    return lambda: History(REQUIREMENTS, START).told(decisions, PACKING)
+    return lambda: attempts_as_json(decisions, PACKING)
 
 
 def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report, tmp_path):
@@ -63,9 +62,8 @@ def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report
     with running:
         for count, decision in enumerate(DECISIONS, 1):
             shown.told = told(DECISIONS[:count])
-            with shown.attempt(decision.attempt) as (on_step, on_figures):
-                on_figures(1, {"lr": 0.1})
-                on_step(1, 2, 0.5)
+            with shown.attempt(decision.attempt) as on_step:
+                on_step(1, 2, 0.5, {"lr": 0.1})
                 shown.attempted(outcome(decision))
             plan = SimpleNamespace(decisions=DECISIONS[:count])
             shown.log_progress(plan, SimpleNamespace(seconds=[1.0] * count))
@@ -173,8 +171,8 @@ def test_a_run_that_the_store_lost_is_logged_anew(report, tmp_path, lost):
 def test_without_a_run_nothing_is_logged(report, tmp_path):
     shown, _ = report()
     shown.told = told(DECISIONS[:1])
-    with shown.attempt(DECISIONS[0].attempt) as (on_step, _):
-        on_step(1, 2, 0.5)
+    with shown.attempt(DECISIONS[0].attempt) as on_step:
+        on_step(1, 2, 0.5, {})
         shown.attempted(outcome(DECISIONS[0]))
     shown.log_baselines({"teacher": {"person": 0.9}})
     shown.finish(result())

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.unit.valora_train.fusion.test_history import (
+from tests.unit.valora_train.fusion.test_decision import (
     ALONE,
     BACK,
     COMMITTED,
     DECISIONS,
     PACKING,
     REQUIREMENTS,
-    START,
+    TOLD,
     decision,
 )  # fmt: skip
 from valora_data.contract.bundle import Bundle
-from valora_train.fusion.history import History
+from valora_train.fusion.decision import attempts_as_json
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.base import Probe
@@ -28,7 +28,6 @@ from valora_train.reporting import texts
 from valora_train.reporting.cards import bundle_card
 from valora_train.reporting.texts import BESIDE_OTHERS, PROMISES, attempt_page, outcome_of, went
 
-TOLD = History(REQUIREMENTS, START).told(DECISIONS, PACKING)
 HERE, THERE = "small CPU, 2 cores", "large GPU"
 DOMAINS = {
     "bicycle": {
@@ -118,7 +117,7 @@ def test_the_first_lines_say_all_that_was_decided():
          "0.020).",
          "plate stays in adapter-3."],
     ]  # fmt: skip
-    dedicated = History(REQUIREMENTS, START).told(DECISIONS, PACKING, dedicated={5})[4]
+    dedicated = attempts_as_json(DECISIONS, PACKING, dedicated={5})[4]
     assert first_lines(attempt_page(dedicated))[0] == (
         "**Unreachable**: tried plate in adapter-3 with its dedicated adapter: nothing was trained."
     )
@@ -145,7 +144,7 @@ def test_the_tables_have_every_domain_of_the_attempts():
 def only(**facts):
     facts = {"number": 2, "new": ["bicycle"], "adapter": "adapter-1", "held": ["person"],
              "verdict": BACK, "below": ["person"]} | facts  # fmt: skip
-    (one,) = History(REQUIREMENTS, START).told([decision(**facts)], {"adapter-1": ("person",)})
+    (one,) = attempts_as_json([decision(**facts)], {"adapter-1": ("person",)})
     return one
 
 
@@ -153,9 +152,7 @@ def test_small_gaps_are_not_shown_as_nothing_and_a_divergence_says_so():
     assert "0.00004 below" in outcome_of(only(accuracy={"person": 0.91996, "bicycle": 0.9}))
     same = only(accuracy={"person": 0.5001, "bicycle": 0.9})
     assert outcome_of(same).startswith("person stayed at 0.500, 0.420 below")
-    bad = only(
-        number=1, new=["person"], held=[], accuracy={"person": math.nan}, verdict=ALONE, kept=[]
-    )
+    bad = only(number=1, new=["person"], held=[], accuracy={"person": math.nan}, verdict=ALONE)
     assert outcome_of(bad) == "a reason"
     assert "| **person** | new | 0.500 | – | – | 0.920 | – |" in attempt_page(bad)
 
@@ -171,8 +168,7 @@ def test_texts_hold_for_whatever_a_strategy_does(strategy, seed):
         name: Probe(one.required, rng.uniform(0.2, 0.85)) for name, one in requirements.items()
     }
     plan = FusionPlan(requirements, make_strategy(strategy), probes=probes)
-    start = {name: probe.head_only for name, probe in probes.items()}
-    held = dict(start)
+    held = {name: probe.head_only for name, probe in probes.items()}
     befores, afters = [], []
     while (attempt := plan.next()) is not None:
         before = {name: held[name] for name in attempt.domains}
@@ -181,7 +177,7 @@ def test_texts_hold_for_whatever_a_strategy_does(strategy, seed):
         held |= {name: reached[name] for name in done.kept}
         befores.append(before)
         afters.append((reached, done))
-    told = History(requirements, start).told(plan.decisions, plan.packing, plan.head_only)
+    told = attempts_as_json(plan.decisions, plan.packing, plan.head_only)
     assert len(told) == len(befores)
     for one, before, (reached, done) in zip(told, befores, afters, strict=True):
         assert one["before"] == before

@@ -33,7 +33,7 @@ def test_a_domain_that_reaches_nothing_alone_keeps_its_contract(tmp_path, monkey
         (tmp_path / name).mkdir()
         write_json(tmp_path / name / dedicated.REACHED, {"val": val, "test": test})
     monkeypatch.setattr(dedicated, "_train_missing", lambda *_: None)
-    monkeypatch.setattr(dedicated, "_key", lambda _, item: item.settings.name)
+    monkeypatch.setattr(dedicated, "_key", lambda _: "key")
     monkeypatch.setattr(
         dedicated, "dedicated_stage",
         lambda _, item: SimpleNamespace(folder=lambda _: tmp_path / item.settings.name),

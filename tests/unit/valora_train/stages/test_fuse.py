@@ -16,35 +16,26 @@ from valora_train.settings import (
     Settings,
     TaskSettings,
     TrainSettings,
+    as_dict,
 )
 from valora_train.stage import write_json
 from valora_train.stages.distill import REPORT
 from valora_train.stages.fuse import DomainInputs, check_result, fuse_stage
 
 
-def test_options_of_task_types_change_the_hash_only_where_there_are_any():
+@pytest.mark.parametrize(
+    ("group", "key", "value"),
+    [
+        ("heads", "options", HeadSettings(options={"number": {"bias": 1.0}})),
+        ("train", "augment", TrainSettings(augment=AugmentSettings(views=2, color=0.2))),
+        ("model", "quantize", ModelSettings(quantize="nf4")),
+    ],
+)
+def test_later_settings_change_the_hash_only_where_they_are_used(group, key, value):
     plain = fuse_stage(Settings(), [])
-    assert "options" not in plain.settings["heads"]
-    heads = HeadSettings(options={"number": {"bias": 1.0}})
-    asked = fuse_stage(replace(Settings(), heads=heads), [])
-    assert asked.settings["heads"]["options"] == {"number": {"bias": 1.0}}
-    assert asked.folder(Path()) != plain.folder(Path())
-
-
-def test_augmentation_changes_the_hash_only_where_there_are_views():
-    plain = fuse_stage(Settings(), [])
-    assert "augment" not in plain.settings["train"]
-    train = TrainSettings(augment=AugmentSettings(views=2, color=0.2))
-    asked = fuse_stage(replace(Settings(), train=train), [])
-    assert asked.settings["train"]["augment"]["color"] == 0.2
-    assert asked.folder(Path()) != plain.folder(Path())
-
-
-def test_rounded_weights_change_the_hash_only_where_there_are_any():
-    plain = fuse_stage(Settings(), [])
-    assert "quantize" not in plain.settings["model"]
-    asked = fuse_stage(replace(Settings(), model=ModelSettings(quantize="nf4")), [])
-    assert asked.settings["model"]["quantize"] == "nf4"
+    assert key not in plain.settings[group]
+    asked = fuse_stage(replace(Settings(), **{group: value}), [])
+    assert asked.settings[group][key] == as_dict(value)[key]
     assert asked.folder(Path()) != plain.folder(Path())
 
 

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
 
-from valora_train.fusion.packing import dedicated_of
+from valora_train.fusion.packing import DedicatedAdapter, dedicated_of
 from valora_train.fusion.parent import training_inputs
-from valora_train.fusion.state import HEAD_ONLY, SNAPSHOTS, STATE, attempt_facts, snapshot_file
-from valora_train.stage import read_json, write_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from collections.abc import Set as AbstractSet
-    from pathlib import Path
-
-    from valora_train.fusion.packing import DedicatedAdapter
-    from valora_train.fusion.plan import FusionPlan
-    from valora_train.fusion.state import FusionState
-    from valora_train.stage import Stage
+from valora_train.fusion.plan import FusionPlan
+from valora_train.fusion.state import (
+    HEAD_ONLY,
+    SNAPSHOTS,
+    STATE,
+    FusionState,
+    attempt_facts,
+    snapshot_file,
+)
+from valora_train.stage import Stage, read_json, write_json
 
 MADE_OF = "made_of.json"
 

@@ -9,30 +9,24 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from valora_data.schema import Split
 from valora_train.errors import UnreachableError
+from valora_train.fusion.decision import Attempt, AttemptDecision
+from valora_train.fusion.parent import Parent
 from valora_train.fusion.plan import FusionPlan, order_domains
-from valora_train.fusion.state import attempt_facts, of_domains
+from valora_train.fusion.requirement import Requirement
+from valora_train.fusion.state import FusionState, attempt_facts, of_domains
 from valora_train.fusion.strategies.base import Probe
 from valora_train.fusion.strategies.registry import make_strategy
-from valora_train.fusion.trainer import DivergedError
+from valora_train.fusion.trainer import DivergedError, OnStep, Trainer
 from valora_train.model.distributed import agree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from torch import Tensor
-
-    from valora_train.fusion.decision import Attempt, AttemptDecision
-    from valora_train.fusion.parent import Parent
-    from valora_train.fusion.requirement import Requirement
-    from valora_train.fusion.state import FusionState
-    from valora_train.fusion.trainer import OnStep, Trainer
-    from valora_train.settings import FusionSettings
-    from valora_train.tasks.base import Evaluation
+from valora_train.settings import FusionSettings
+from valora_train.tasks.base import Evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +191,7 @@ class Packing:
         """Write a decision to disk; without this, the attempt is repeated after a restart."""
         attempt = outcome.decision.attempt
         alone = dedicated_of(attempt, self.dedicated or {})
-        self.state.told.append(outcome.decision.accuracy)
+        self.state.told.append(dict(outcome.decision.accuracy))
         self.state.seconds.append(outcome.seconds)
         self.state.attempts.append(attempt_facts(attempt, alone.key if alone else None))
         self.state.save()

@@ -7,24 +7,19 @@ adapter's weights stay as they are and every domain has a head of its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from valora_data.contract.bundle import read_bundle
 from valora_train.errors import SettingsError
-from valora_train.fusion.requirement import CONTRACT
+from valora_train.fusion.requirement import CONTRACT, Requirement
 from valora_train.fusion.state import FUSION, STATE, of_domains, read_snapshot
 from valora_train.settings import LoraSettings
-from valora_train.stage import RECORD, read_json
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from valora_train.fusion.requirement import Requirement
-    from valora_train.stage import Stage
+from valora_train.stage import RECORD, Stage, read_json
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,12 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
 from valora_train.errors import SettingsError, StrategyError
 from valora_train.fusion.decision import Attempt, AttemptDecision, HeadOnlyDecision, Verdict
-from valora_train.fusion.requirement import ROUNDING
-from valora_train.fusion.strategies.base import View
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from valora_train.fusion.requirement import Requirement
-    from valora_train.fusion.strategies.base import Probes, Proposal, Strategy
+from valora_train.fusion.requirement import ROUNDING, Requirement
+from valora_train.fusion.strategies.base import Probes, Proposal, Strategy, View
 
 MOST_ATTEMPTS = 100  # for each domain; a strategy that does not end is stopped
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from valora_data.wording import plural
 from valora_train.errors import SettingsError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from valora_train.settings import DomainSettings
+from valora_train.settings import DomainSettings
 
 ROUNDING = 1e-9  # sums of decimal fractions may be off: 0.80 + 0.02 is a little more than 0.82
 CONTRACT = "contract"  # key of a domain's contract, in bundles and in the settings of stages

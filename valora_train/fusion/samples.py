@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from valora_data import shards
 from valora_data.contract.base_model import base_folder
 from valora_data.cpu import usable_cores
-from valora_data.schema import Split
+from valora_data.schema import Sample, Split
+from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Encoded
+from valora_train.settings import AugmentSettings, DomainSettings, Settings
 from valora_train.stage import intact
 from valora_train.tasks.augment import Augmenter
+from valora_train.tasks.base import DomainTask
 from valora_train.tasks.registry import make_task
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from valora_data.schema import Sample
-    from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded
-    from valora_train.settings import AugmentSettings, DomainSettings, Settings
-    from valora_train.tasks.base import DomainTask
 
 logger = logging.getLogger(__name__)
 DECODED = 64  # original images that are decoded at a time

@@ -9,21 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from valora_data.checkpoint import Checkpoint
 from valora_train.errors import StageError
+from valora_train.fusion.decision import Attempt
 from valora_train.stage import read_json, write_json
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from valora_train.fusion.decision import Attempt
 
 FUSION = "fusion.json"
 STATE = "state.json"

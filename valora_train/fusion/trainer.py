@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from valora_data.checkpoint import Checkpoint
 from valora_data.cpu import usable_cores
 from valora_data.schema import Sample, Split
-from valora_train.fusion.samples import evenly
+from valora_train.fusion.samples import DomainData, evenly
 from valora_train.model import memory
 from valora_train.model.distributed import agree
-from valora_train.model.prompts import HeadInputs
-from valora_train.tasks.base import HeadTask
+from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Encoded, HeadInputs
+from valora_train.settings import TrainSettings
+from valora_train.tasks.base import DomainTask, Evaluation, HeadTask
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from valora_data.checkpoint import Checkpoint
-    from valora_train.fusion.samples import DomainData
-    from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded
-    from valora_train.settings import TrainSettings
-    from valora_train.tasks.base import DomainTask, Evaluation
-
-    OnStep = Callable[[int, int, float, Mapping[str, float]], None]
+OnStep = Callable[[int, int, float, Mapping[str, float]], None]
 
 FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step of a head alone
 LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length

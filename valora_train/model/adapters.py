@@ -6,19 +6,16 @@ import copy
 import math
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from valora_data.contract.base_model import BaseModel
-    from valora_data.models.base import Architecture
-    from valora_train.settings import LoraSettings
-
+from valora_data.contract.base_model import BaseModel
+from valora_data.models.base import Architecture
+from valora_train.settings import LoraSettings
 
 # Of PEFT, which say nothing to a user.
 for message in (".*is_gradient_checkpointing", ".*was active which is now deleted"):

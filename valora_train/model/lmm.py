@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from PIL import Image
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
@@ -22,15 +24,8 @@ from valora_data.cpu import cpu_multiplies_bfloat16
 from valora_data.errors import BundleError, DataError
 from valora_data.models.base import IMAGE, PIXELS, VIDEO
 from valora_train.model.adapters import Adapters
-from valora_train.model.prompts import Encoded, HiddenStates
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-
-    from valora_train.model.prompts import Example
-    from valora_train.settings import LoraSettings, ModelSettings
+from valora_train.model.prompts import Encoded, Example, HiddenStates
+from valora_train.settings import LoraSettings, ModelSettings
 
 
 class _Float32Attention(TorchFunctionMode):

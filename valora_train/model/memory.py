@@ -8,8 +8,9 @@ what the base model with the active adapter makes of questions behind their memo
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from valora_data.contract.contexts import MEMORY_TOKENS, PREFIX, Memory, around_memory, head_text
 from valora_data.contract.recall import head_inputs, read_head, run_tails, write_on
-from valora_train.model.prompts import HiddenStates
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
-
-    from valora_data.schema import Document
-    from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Encoded
-
+from valora_data.schema import Document
+from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Encoded, HiddenStates
 
 READ_AT_ONCE = 16_384  # tokens of documents that are kept at once, for the questions of a batch
 ATTENDING = 512  # most questions whose attention is computed, evenly taken from all

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from PIL.Image import Image
-
-    Size = tuple[int, int]
-    """Width and height in pixels."""
+Size = tuple[int, int]
+"""Width and height in pixels."""
 
 
 @dataclass(frozen=True, slots=True)

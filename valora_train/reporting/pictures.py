@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
+from PIL.Image import Image
 
 from valora_data.drawing import add_caption, arrange, draw_boxes, show_photograph, widen
+from valora_data.schema import Answer, Box, Domain, Sample
 from valora_data.tasks import task_spec
+from valora_train.fusion.decision import AttemptDecision
 from valora_train.reporting.texts import adapter_texts, by_adapter, share_text
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from matplotlib.figure import Figure
-    from PIL.Image import Image
-
-    from valora_data.schema import Answer, Box, Domain, Sample
-    from valora_train.fusion.decision import AttemptDecision
 
 TILE = 256  # pixels, the side of a square photograph
 CAPTION_ROWS, COLUMNS = 5, 4

@@ -12,16 +12,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import mlflow
+from fastapi import FastAPI
 
 from valora_train.errors import TrackingError
 from valora_train.reporting import tracking
 from valora_train.reporting.tracking import LOCAL_SERVER
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 CHOOSE = (
     "<script>localStorage.getItem('mlflow.workflowType_v1')||"

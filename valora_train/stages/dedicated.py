@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from concurrent.futures import as_completed
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,16 +35,11 @@ from valora_train.fusion.state import (
 from valora_train.fusion.trainer import DivergedError, Trainer
 from valora_train.model.lmm import Lmm
 from valora_train.processes import worker_processes
-from valora_train.reporting.progress import stopwatch
+from valora_train.reporting.progress import Display, stopwatch
+from valora_train.settings import Settings
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT
 from valora_train.stages.fuse import DomainInputs, domain_facts, training_facts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_train.reporting.progress import Display
-    from valora_train.settings import Settings
 
 ADAPTER = "adapter-1"
 REACHED = "reached.json"

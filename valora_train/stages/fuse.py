@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from accelerate import Accelerator
 
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
-from valora_train.fusion.decision import attempts_as_json
+from valora_train.fusion.decision import HeadOnlyDecision, attempts_as_json
 from valora_train.fusion.earlier import Earlier
-from valora_train.fusion.packing import Packing, check_reachable, make_plan
+from valora_train.fusion.packing import DedicatedAdapter, Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
+from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import (
     CONTRACT,
     Requirement,
@@ -30,32 +34,19 @@ from valora_train.fusion.requirement import (
     dedicated_requirement,
     weak_teacher,
 )
-from valora_train.fusion.samples import LazyDomains, load_domain, make_deterministic
+from valora_train.fusion.samples import DomainData, LazyDomains, load_domain, make_deterministic
 from valora_train.fusion.state import FUSION, HEAD_ONLY, FusionState, of_domains
 from valora_train.fusion.trainer import DivergedError, Trainer
 from valora_train.metrics.speed import measure_speed
 from valora_train.model.distributed import agree
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
-from valora_train.reporting.progress import stopwatch
-from valora_train.settings import as_dict
+from valora_train.reporting.progress import Display, stopwatch
+from valora_train.settings import DomainSettings, Settings, as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import TAUGHT, teacher_accuracy, teacher_figures, teacher_speed
+from valora_train.tasks.base import Evaluation
 from valora_train.tasks.registry import load_head
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from accelerate import Accelerator
-
-    from valora_train.fusion.decision import HeadOnlyDecision
-    from valora_train.fusion.packing import DedicatedAdapter
-    from valora_train.fusion.plan import FusionPlan
-    from valora_train.fusion.samples import DomainData
-    from valora_train.reporting.progress import Display
-    from valora_train.settings import DomainSettings, Settings
-    from valora_train.tasks.base import Evaluation
-
 
 # Settings that came later: runs that leave them alone keep the hashes of their stages.
 LATER: dict[tuple[str, str], Any] = {

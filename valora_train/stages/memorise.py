@@ -10,8 +10,10 @@ queries) and `memories/NAME.safetensors`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +24,18 @@ from valora_data.contract import contexts
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.contract.contexts import MEMORY_TOKENS, around_memory
 from valora_data.errors import DataError
+from valora_data.schema import Document
 from valora_data.wording import plural
 from valora_train.fusion.samples import make_deterministic
 from valora_train.model import memory
 from valora_train.model.lmm import Lmm
-from valora_train.model.prompts import Example
-from valora_train.settings import as_dict
+from valora_train.model.prompts import Encoded, Example
+from valora_train.reporting.progress import Step
+from valora_train.settings import Settings, as_dict
 from valora_train.stage import Stage, digest, intact
 from valora_train.stages.distill import TAUGHT
+from valora_train.stages.fuse import DomainInputs
 from valora_train.tasks.registry import make_task
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from valora_data.schema import Document
-    from valora_train.model.prompts import Encoded
-    from valora_train.reporting.progress import Step
-    from valora_train.settings import Settings
-    from valora_train.stages.fuse import DomainInputs
 
 ENCODER = "encoder"
 MEMORIES = "memories"

@@ -9,24 +9,19 @@ measured, so that an attempt says something about groups that were never tried.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from valora_train.fusion.strategies.base import Proposal, Strategy
+from valora_train.fusion.strategies.base import Proposal, Strategy, View
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence, Set
-
-    from numpy.typing import NDArray
-
-    from valora_train.fusion.strategies.base import View
-
-    Array = NDArray[np.floating[Any]]
-    Masks = NDArray[np.int64]
-    """Groups of domains as bit masks."""
+Array = NDArray[np.floating[Any]]
+Masks = NDArray[np.int64]
+"""Groups of domains as bit masks."""
 
 MOST_EXACT = 10  # domains; more are tried jointly first, then groups are merged one by one
 ADAPTER = 4.0  # an adapter less is worth a packing that is e⁻⁴ times as likely, and the attempts
@@ -177,7 +172,7 @@ class _Chances:
         z = (mean - self._floors[list(chain.from_iterable(places))]) / deviation
         each = -np.logaddexp(0.0, -1.702 * z)  # the normal distribution's, within 0.01
         row = np.repeat(np.arange(len(groups)), [len(group) for group in places])
-        return np.bincount(row, each, len(groups))
+        return np.bincount(row, each, len(groups)).astype(np.float64)
 
 
 def _solve(factor: Array, right: Array) -> Array:

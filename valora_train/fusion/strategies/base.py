@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_train.fusion.decision import AttemptDecision
-    from valora_train.fusion.requirement import Requirement
+from valora_train.fusion.decision import AttemptDecision
+from valora_train.fusion.requirement import Requirement
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,19 +177,19 @@ def _of_hydra(error: BaseException, text: str) -> str:
 
 def _end(error: BaseException) -> NoReturn:
     """End the process with one sentence on an error; a fault of the code is raised again."""
-    status, told = 1, sentence(error)
+    status, message = 1, sentence(error)
     if isinstance(error, KeyboardInterrupt):
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 child.terminate()
         status = 128 + (error.args[0] if error.args else signal.SIGINT)
-        told = "interrupted: run the same command again to continue"
-    elif told is None:
+        message = "interrupted: run the same command again to continue"
+    elif message is None:
         raise error
     else:
-        told = f"error: {told}"
+        message = f"error: {message}"
     if os.environ.get("RANK", "0") == "0":  # only the main process prints
-        print(without_passwords(told), file=sys.stderr)
+        print(without_passwords(message), file=sys.stderr)
     sys.exit(status)
 
 

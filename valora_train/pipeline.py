@@ -30,7 +30,7 @@ from valora_train.reporting.texts import print_summary
 from valora_train.reporting.tracking import find_run, teacher_run, try_store
 from valora_train.settings import DomainSettings, Settings, as_dict
 from valora_train.stage import Stage
-from valora_train.stages import data, distill, fuse, memorise
+from valora_train.stages import data, distill, encoder_training, fuse
 from valora_train.stages.dedicated import measure_dedicated
 from valora_train.stages.export import export_bundle
 from valora_train.stages.fuse import (
@@ -53,7 +53,7 @@ def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, An
         domains = pipeline.prepare()
         if not fuses:
             return {}
-        settings = pipeline.memorise(domains)
+        settings = pipeline.train_encoder(domains)
         domains = measure_dedicated(settings, domains, display)
         fused = pipeline.fuse(settings, domains)
         fuse.check_result(settings, domains, fused)
@@ -120,14 +120,14 @@ class Pipeline:
         read = self._run(data.data_stage(domain, work), partial(data.build_data, domain))
         self._warn_of_few(domain, read)
         stage = distill.teach_stage(domain, teacher, read, work)
-        taught = None
+        pseudo_labelled = None
         if stage is not None:
-            taught = self._run(stage, partial(self._teach, domain, stage.key, read))
+            pseudo_labelled = self._run(stage, partial(self._teach, domain, stage.key, read))
         if self.settings.command == "teach":
             return DomainInputs(domain, read, read)
         distilled = self._run(
-            distill.distill_stage(domain, teacher, read, taught, work),
-            partial(distill.build_distilled, domain, teacher, read, taught),
+            distill.distill_stage(domain, teacher, read, pseudo_labelled, work),
+            partial(distill.build_distilled, domain, teacher, read, pseudo_labelled),
             distill.describe_distilled,
         )
         return DomainInputs(domain, read, distilled)
@@ -135,8 +135,8 @@ class Pipeline:
     def _warn_of_few(self, domain: DomainSettings, read: Path) -> None:
         fusion = self.settings.fusion
         val, test = (len(open_shard(read / split)) for split in (Split.VAL, Split.TEST))
-        for told in few_samples(domain, val, test, fusion.of_dedicated, fusion.margin):
-            self.display.note("data", told)
+        for message in few_samples(domain, val, test, fusion.of_dedicated, fusion.margin):
+            self.display.note("data", message)
 
     def _teach(
         self, domain: DomainSettings, stage: str, read: Path, folder: Path, step: Step
@@ -154,23 +154,23 @@ class Pipeline:
         with teacher_run(paths, domain.name, stage, as_dict(teacher)) as log:
             distill.build_teacher(domain, teacher, read, folder, on_epoch)
 
-    def memorise(self, domains: list[DomainInputs]) -> Settings:
+    def train_encoder(self, domains: list[DomainInputs]) -> Settings:
         """Train an encoder of memory tokens, if asked for; the settings of a fusion with it."""
         settings = self.settings
         if not settings.context.encoder_steps:
             return settings
-        stage = memorise.memorise_stage(settings, domains)
-        folder = self._run(stage, partial(memorise.build_memories, settings, domains))
-        options = dict(settings.heads.options)
-        options["context"] = options.get("context", {}) | {"start": str(folder / memorise.MEMORIES)}
+        stage = encoder_training.encoder_stage(settings, domains)
+        folder = self._run(stage, partial(encoder_training.build_encoder, settings, domains))
+        options, start = dict(settings.heads.options), str(folder / encoder_training.MEMORIES)
+        options["context"] = options.get("context", {}) | {"start": start}
         return replace(settings, heads=replace(settings.heads, options=options))
 
     def fuse(self, settings: Settings, domains: list[DomainInputs]) -> Path:
         """Pack the domains into adapters; returns the output folder."""
         work, stage = self.work, fuse.fuse_stage(settings, domains)
         if (unchanged := fuse.unchanged_parent(settings, domains, stage)) is not None:
-            told = f"{settings.fusion.parent} already holds exactly these domains"
-            self.display.done("fuse", told)
+            message = f"{settings.fusion.parent} already holds exactly these domains"
+            self.display.done("fuse", message)
             return unchanged
 
         def build(folder: Path, _: object = None) -> None:

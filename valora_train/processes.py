@@ -19,13 +19,13 @@ from tqdm import tqdm
 from valora_data.cpu import usable_cores
 from valora_train.errors import StageError
 
-MOST_PROCESSES = 4  # that prepare domains by default: each holds its data
+MAX_PROCESSES = 4  # that prepare domains by default: each holds its data
 
 
 def preparing_processes(asked: int, device: str, waiting: int) -> int:
     """Processes that prepare domains side by side (the setting `processes`; 0 for the default)."""
     if not asked:  # beside a GPU, a teacher may take much of its memory
-        asked = 1 if device != "cpu" else min(usable_cores(), MOST_PROCESSES)
+        asked = 1 if device != "cpu" else min(usable_cores(), MAX_PROCESSES)
     return max(1, min(asked, waiting))
 
 

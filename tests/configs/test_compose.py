@@ -241,7 +241,7 @@ def test_the_curve_commits_every_attempt():
     for task in ("caption", "classification", "detection"):
         found = settings(f"task={task}", *overrides)
         asked = dedicated_requirement(0.9, 0.9, found.fusion.of_dedicated, found.fusion.margin)
-        assert 0 < asked.bar < 1e-5
+        assert 0 < asked.target < 1e-5
         assert not found.fusion.head_only
 
 

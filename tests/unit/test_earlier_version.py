@@ -64,7 +64,11 @@ def test_the_state_file_of_a_server(here: Path) -> None:
 
 def test_a_fusion_continues_from_its_state_and_its_run(here: Path) -> None:
     state = FusionState(here / "fusion", {})
-    assert [list(told) for told in state.told] == [["apple"], ["apple", "sky"], ["sky"]]
+    assert [list(accuracies) for accuracies in state.accuracies] == [
+        ["apple"],
+        ["apple", "sky"],
+        ["sky"],
+    ]
     for adapter in ("adapter-1", "adapter-2"):
         assert state.read_snapshot(adapter)
     assert state.mlflow_run_id

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-MOST_NAMED = 3  # domains that the name of an attempt lists
+MAX_NAMED = 3  # domains that the name of an attempt lists
 
 
 class Verdict(StrEnum):
@@ -39,8 +39,8 @@ class Attempt:
     def label(self) -> str:
         """The new domains for people: ``bicycle + person``, ``bicycle + person + 3 more``."""
         named = list(self.new)
-        if len(named) > MOST_NAMED:
-            named[MOST_NAMED - 1 :] = [f"{len(named) - MOST_NAMED + 1} more"]
+        if len(named) > MAX_NAMED:
+            named[MAX_NAMED - 1 :] = [f"{len(named) - MAX_NAMED + 1} more"]
         return " + ".join(named)
 
     @property
@@ -62,7 +62,7 @@ class HeadOnlyDecision:
 
     domain: str
     accuracy: float  # on the validation split, without LoRA
-    met: bool  # whether that keeps the bar; otherwise an adapter of its own reaches no more
+    met: bool  # whether that keeps the target; otherwise an adapter of its own reaches no more
     reason: str  # one sentence for people
 
 
@@ -70,8 +70,8 @@ class HeadOnlyDecision:
 class AttemptDecision:
     """The verdict on an attempt.
 
-    An attempt with several new domains is committed if one of them keeps its bar and no held domain
-    misses it; the others are left out.
+    An attempt with several new domains is committed if one of them keeps its target and no held
+    domain misses it; the others are left out.
     """
 
     attempt: Attempt
@@ -86,7 +86,7 @@ class AttemptDecision:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """New domains that a committed adapter does not hold: they missed their bar."""
+        """New domains that a committed adapter does not hold: they missed their target."""
         return tuple(name for name in self.attempt.new if self.kept and name not in self.kept)
 
 
@@ -106,7 +106,7 @@ def attempts_as_json(
     for one in decisions:
         placed |= {n: one.attempt.number for n in one.kept if n in one.attempt.new}
 
-    def went(name: str, decision: AttemptDecision) -> str:
+    def consequences(name: str, decision: AttemptDecision) -> str:
         if (holder := holders.get(name)) is None:
             return "takes no adapter" if name in head_only else "waits for its next attempt"
         number, last = decision.attempt.number, placed.get(name, 0)
@@ -123,7 +123,7 @@ def attempts_as_json(
             "verdict": str(one.verdict), "below": list(one.below), "kept": list(one.kept),
             "reason": one.reason, "dedicated": one.attempt.number in dedicated,
             "before": dict(one.before), "floor": dict(one.floor), "asked": dict(one.asked),
-            "went": {name: went(name, one) for name in one.attempt.new},
+            "went": {name: consequences(name, one) for name in one.attempt.new},
         }
         for one in decisions
     ]  # fmt: skip

@@ -113,7 +113,7 @@ class Packing:
 
     def resume(self) -> int:
         """Replay the decisions on disk, load the adapters that they left, and count them."""
-        decisions = [self.plan.tell(accuracy) for accuracy in self.state.told]
+        decisions = [self.plan.tell(accuracy) for accuracy in self.state.accuracies]
         # An earlier version kept no facts of attempts.
         for decision, facts in zip(decisions, self.state.attempts, strict=False):
             if facts.get("dedicated"):
@@ -191,7 +191,7 @@ class Packing:
         """Write a decision to disk; without this, the attempt is repeated after a restart."""
         attempt = outcome.decision.attempt
         alone = dedicated_of(attempt, self.dedicated or {})
-        self.state.told.append(dict(outcome.decision.accuracy))
+        self.state.accuracies.append(dict(outcome.decision.accuracy))
         self.state.seconds.append(outcome.seconds)
         self.state.attempts.append(attempt_facts(attempt, alone.key if alone else None))
         self.state.save()

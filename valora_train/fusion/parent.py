@@ -30,7 +30,7 @@ class Parent:
     version: int  # of its bundle
     kept: dict[str, tuple[str, ...]]  # adapters with their unchanged domains, oldest first
     unpacked: tuple[str, ...]  # unchanged domains that take no adapter
-    flagged: dict[str, float]  # accuracy on validation of unchanged ones that miss their bar
+    flagged: dict[str, float]  # accuracy on validation of unchanged ones that miss their target
     result: dict[str, Any]  # content of its `fusion.json`
 
     @property
@@ -95,7 +95,9 @@ def load_parent(
             return False
         facts, requirement = result["domains"][name], requirements[name]
         met = requirement.met_by(float(facts["accuracy"]["val"]))
-        return met or requirement.promise == facts["required"]  # with the same it always stays
+        return (
+            met or requirement.required_on_test == facts["required"]
+        )  # with the same it always stays
 
     kept = {adapter: tuple(filter(stays, held)) for adapter, held in result["packing"].items()}
     kept = {adapter: held for adapter, held in kept.items() if held}

@@ -18,7 +18,7 @@ from valora_train.fusion.decision import Attempt, AttemptDecision, HeadOnlyDecis
 from valora_train.fusion.requirement import ROUNDING, Requirement
 from valora_train.fusion.strategies.base import Probes, Proposal, Strategy, View
 
-MOST_ATTEMPTS = 100  # for each domain; a strategy that does not end is stopped
+MAX_ATTEMPTS = 100  # for each domain; a strategy that does not end is stopped
 
 
 def order_domains(names: Sequence[str], order: str, seed: int, probes: Probes) -> list[str]:
@@ -40,8 +40,8 @@ class FusionPlan:
 
     - **committed** if every domain that the adapter held keeps what it must, and at least one new
       domain does; new domains that do not are left out and wait;
-    - **rolled back** if a held domain would lose too much, or no new one keeps its bar;
-    - **unreachable** if a domain misses its bar even alone in a new adapter. It is flagged and
+    - **rolled back** if a held domain would lose too much, or no new one keeps its target;
+    - **unreachable** if a domain misses its target even alone in a new adapter. It is flagged and
       keeps that adapter, or takes none if it reaches as much without LoRA. Other domains may join
       the adapter, and the flagged one may move to another, as long as it keeps what it reached
       alone, less the margin.
@@ -140,7 +140,7 @@ class FusionPlan:
             raise self._error(
                 f"wants to try {adapter!r} for {', '.join(new)}, which is no open adapter ({known})"
             )
-        most, wrong = MOST_ATTEMPTS * len(self._requirements), ""
+        most, wrong = MAX_ATTEMPTS * len(self._requirements), ""
         if not new or len(set(new)) < len(new) or not {*self.waiting, *moved}.issuperset(new):
             waiting = ", ".join(self.waiting) or "none"
             wrong = f": domains must wait ({waiting}) or be held by another adapter"
@@ -184,7 +184,7 @@ class FusionPlan:
             attempt, dict(accuracy), verdict, below, reason, kept,
             {name: self._reached.get(name, self._without.get(name)) for name in names},
             {name: self._floor(name) for name in names},
-            {n: ("" if n in self.alone else "its bar of ") + self._asked(n) for n in names},
+            {n: ("" if n in self.alone else "its target of ") + self._asked(n) for n in names},
         )  # fmt: skip
         self._apply(decision)
         self.decisions.append(decision)

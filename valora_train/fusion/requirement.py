@@ -1,4 +1,4 @@
-"""What a domain must reach: its requirement, and the bar that validation sets."""
+"""What a domain must reach: its requirement, and the target that validation sets."""
 
 from __future__ import annotations
 
@@ -26,56 +26,56 @@ class Requirement:
     margin: float = 0.0  # asked for on top when a decision is made on the validation split
     largest: float = 1.0  # that can be asked for: the metric's, or the accuracy that is shared
     origin: str = ""  # the requirement in words, e.g. ``0.777 = 0.85 × the teacher's 0.914``
-    least: float = -math.inf  # value of the bar
-    promised: float | None = None  # on test, where the teacher reaches another accuracy
+    least: float = -math.inf  # value of the target
+    on_test: float | None = None  # on test, where the teacher reaches another accuracy
 
     @property
-    def bar(self) -> float:
+    def target(self) -> float:
         """Accuracy on the validation split from which the requirement counts as kept.
 
         At most half of what lies between the requirement and `largest` is asked for on top, so that
-        the bar can be reached and is still stricter than the requirement.
+        the target can be reached and is still stricter than the requirement.
         """
-        bar = min(self.required + self.margin, (self.required + self.largest) / 2)
-        return max(bar, self.least)
+        target = min(self.required + self.margin, (self.required + self.largest) / 2)
+        return max(target, self.least)
 
     def met_by(self, accuracy: float) -> bool:
-        """Whether an accuracy on the validation split reaches the bar; NaN does not."""
-        return accuracy >= self.bar - ROUNDING
+        """Whether an accuracy on the validation split reaches the target; NaN does not."""
+        return accuracy >= self.target - ROUNDING
 
     def kept_from(self, alone: float | None, without: float | None = None) -> float:
         """Accuracy on the validation split from which a domain keeps what it must in an adapter.
 
-        That is the bar. A domain that misses it even alone keeps what it reached there (`alone`),
-        less the margin, so that it may share an adapter although it is flagged; and what it reaches
+        The target. A domain that misses it even alone keeps what it reached there (`alone`), less
+        the margin, so that it may share an adapter although it is flagged; and what it reaches
         without LoRA (`without`), if it may take no adapter.
         """
         if alone is None:
-            return self.bar - ROUNDING
+            return self.target - ROUNDING
         least = alone - self.margin
         return (least if without is None else max(least, without)) - ROUNDING
 
     def kept_by(self, facts: Mapping[str, Any]) -> bool:
         """Whether a domain keeps it, by its accuracies on validation (`val`) and test (`test`)."""
-        beyond: float = min(facts["val"] - self.required, facts["test"] - self.promise)
+        beyond: float = min(facts["val"] - self.required, facts["test"] - self.required_on_test)
         return beyond >= -ROUNDING
 
     @property
-    def promise(self) -> float:
+    def required_on_test(self) -> float:
         """Accuracy on the test split that the bundle promises."""
-        return self.required if self.promised is None else self.promised
+        return self.required if self.on_test is None else self.on_test
 
     @property
     def text(self) -> str:
-        """The bar and where it comes from: ``0.820 (required 0.800 + margin 0.020)``."""
+        """The target and where it comes from: ``0.820 (required 0.800 + margin 0.020)``."""
         origin = self.origin or format(self.required, ".3f")
         required = f"required {origin}{',' if ',' in origin else ''}"
-        used = self.bar - self.required
+        used = self.target - self.required
         if max(abs(used), abs(self.margin)) < ROUNDING:
-            return f"{self.bar:.3f} ({required.removesuffix(',')})"
+            return f"{self.target:.3f} ({required.removesuffix(',')})"
         sign = "+" if used >= 0 else "−"
         cut = "" if self.margin <= used + ROUNDING else f", cut from {self.margin:.3f}"
-        return f"{self.bar:.3f} ({required} {sign} margin {abs(used):.3f}{cut})"
+        return f"{self.target:.3f} ({required} {sign} margin {abs(used):.3f}{cut})"
 
 
 def contract_requirement(
@@ -105,16 +105,16 @@ def contract_requirement(
             f"{of_teacher:g} of it asks for nothing: check the teacher, or {remedy}"
         )
     share = of_teacher * validation
-    promised = max(least, share if test is None else of_teacher * test)
+    on_test = max(least, share if test is None else of_teacher * test)
     asked = f"{share:.3f} = {of_teacher:g} × the teacher's {validation:.3f}"
     if domain.required is None:
-        return Requirement(share, margin, validation, asked, promised=promised)
+        return Requirement(share, margin, validation, asked, on_test=on_test)
     if share <= least:
-        return replace(plain, origin=f"{least:.3f}, above {asked}", promised=promised)
-    # A bar above what the teacher itself reaches would make no sense, so that its accuracy
+        return replace(plain, origin=f"{least:.3f}, above {asked}", on_test=on_test)
+    # A target above what the teacher itself reaches would make no sense, so that its accuracy
     # limits the margin; what `required` alone asks for stays asked for.
     return Requirement(
-        share, margin, validation, f"{asked}, above {least:.3f}", plain.bar, promised
+        share, margin, validation, f"{asked}, above {least:.3f}", plain.target, on_test
     )
 
 
@@ -122,9 +122,9 @@ def dedicated_requirement(
     validation: float, test: float | None, share: float, margin: float
 ) -> Requirement:
     """What a domain must reach that must keep a share of what its own adapter reaches."""
-    required, promised = share * validation, None if test is None else share * test
+    required, on_test = share * validation, None if test is None else share * test
     origin = f"{required:.3f} = {share:g} × the dedicated adapter's {validation:.3f}"
-    return Requirement(required, margin, validation, origin, promised=promised)
+    return Requirement(required, margin, validation, origin, on_test=on_test)
 
 
 def few_samples(
@@ -140,7 +140,7 @@ def few_samples(
             f"give it more ({REMEDY})"
         )
     assert domain.task is not None, "`Settings.chosen` fills it in"
-    asked, told = share or domain.required or domain.of_teacher or 1.0, []
+    asked, message = share or domain.required or domain.of_teacher or 1.0, []
     for split, count, does in (("validation", validation, "decide"), ("test", test, "confirm")):
         if count >= ENOUGH:
             continue
@@ -152,8 +152,8 @@ def few_samples(
             text += f"{high - low:.2f} wide"
             if split == "validation":
                 text += f", and one sample weighs {1 / count:.3f} (margin {margin:g})"
-        told.append(f"{text}; give it at least {ENOUGH}, better 300 ({REMEDY})")
-    return told
+        message.append(f"{text}; give it at least {ENOUGH}, better 300 ({REMEDY})")
+    return message
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
@@ -178,7 +178,7 @@ def weak_teacher(
             f"without LoRA, so that {so}: check the teacher (its data and options), or learn from "
             f"labels (domains.{domain}.teacher=labels)"
         )
-    if requirement.bar > teacher:
+    if requirement.target > teacher:
         return (
             f"{domain}: {requirement.text} is asked for, more than the {teacher:.3f} that its "
             "teacher reaches on validation: expect it to be out of reach, or improve the teacher"

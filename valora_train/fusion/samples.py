@@ -26,7 +26,7 @@ from valora_train.tasks.registry import make_task
 
 logger = logging.getLogger(__name__)
 DECODED = 64  # original images that are decoded at a time
-TAUGHT = "taught"
+PSEUDO_LABELLED = "taught"
 """Name of the samples that a teacher labelled, beside those of the splits."""
 
 
@@ -47,7 +47,7 @@ class DomainData:
     def __init__(
         self,
         task: DomainTask,
-        taught: Sequence[Sample],
+        pseudo_labelled: Sequence[Sample],
         labelled: Mapping[Split, list[Sample]],
         lmm: Lmm,
         mirror: bool,
@@ -55,17 +55,19 @@ class DomainData:
         seed: int = 0,
     ) -> None:
         self.task = task
-        task.prepare(taught)
-        mirrored = [task.mirrored(sample) for sample in taught] if mirror else []
-        samples = [*taught, *mirrored]
+        task.prepare(pseudo_labelled)
+        mirrored = [task.mirrored(sample) for sample in pseudo_labelled] if mirror else []
+        samples = [*pseudo_labelled, *mirrored]
         self.inputs = lmm.encode(
             [task.training_example(sample) for sample in samples], task.whole_prompt
         )
         if augment is not None and augment.views:
             augmenter = Augmenter(augment, task.geometric, seed)
-            views = _views_that_fit(augment, samples[: len(taught)], self.inputs, task.domain.name)
+            views = _views_that_fit(
+                augment, samples[: len(pseudo_labelled)], self.inputs, task.domain.name
+            )
             for view in range(views):
-                originals = mirrored if mirrored and view % 2 else taught
+                originals = mirrored if mirrored and view % 2 else pseudo_labelled
                 for start in range(0, len(originals), DECODED):
                     part = [augmenter(one, view) for one in originals[start : start + DECODED]]
                     examples = [task.training_example(sample) for sample in part]
@@ -83,12 +85,15 @@ class DomainData:
 
 
 def _views_that_fit(
-    augment: AugmentSettings, taught: Sequence[Sample], inputs: Sequence[Encoded], name: str
+    augment: AugmentSettings,
+    pseudo_labelled: Sequence[Sample],
+    inputs: Sequence[Encoded],
+    name: str,
 ) -> int:
     """Number of augmented views that stay within the memory for them."""
     sizes = [
         sum(image.width * image.height * 3 for image in sample.images) + item.bytes
-        for sample, item in zip(taught, inputs, strict=False)
+        for sample, item in zip(pseudo_labelled, inputs, strict=False)
     ]
     room = int(augment.memory_gb * 1e9 // max(sum(sizes), 1))
     if room < augment.views:
@@ -106,7 +111,12 @@ def evenly(count: int, most: int) -> list[int]:
 
 
 def load_domain(
-    settings: Settings, domain: DomainSettings, required: float, lmm: Lmm, taught: Path, data: Path
+    settings: Settings,
+    domain: DomainSettings,
+    required: float,
+    lmm: Lmm,
+    pseudo_labelled: Path,
+    data: Path,
 ) -> DomainData:
     """Read and encode the samples of a domain: outputs of the stages `distill` and `data`."""
     task = make_task(
@@ -115,7 +125,7 @@ def load_domain(
     )  # fmt: skip
     splits = {split: shards.read(intact(data / split)) for split in (Split.VAL, Split.TEST)}
     mirror, train = settings.train.flip and domain.mirrors, settings.train
-    samples = shards.read(intact(taught / TAUGHT))
+    samples = shards.read(intact(pseudo_labelled / PSEUDO_LABELLED))
     return DomainData(task, samples, splits, lmm, mirror, train.augment, train.seed)
 
 

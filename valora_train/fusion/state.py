@@ -26,7 +26,10 @@ STATE = "state.json"
 SNAPSHOTS = "snapshots"
 CHECKPOINT = "checkpoint"
 HEAD_ONLY = "head_only"  # folder of what domains reach without LoRA: figures, heads and pictures
-SAVED = ("head_only", "told", "seconds", "attempts", "snapshots", "mlflow_run_id")
+SAVED = {  # attributes, and what files call them since the first version
+    "head_only": "head_only", "accuracies": "told", "seconds": "seconds", "attempts": "attempts",
+    "snapshots": "snapshots", "mlflow_run_id": "mlflow_run_id",
+}  # fmt: skip
 
 
 class FusionState:
@@ -46,7 +49,7 @@ class FusionState:
         self.checkpoint = Checkpoint(folder / CHECKPOINT, checkpoint_seconds)
         (folder / SNAPSHOTS).mkdir(exist_ok=True)
         self.head_only: dict[str, dict[str, float]] = dict(head_only)  # keys `val` and `test`
-        self.told: list[dict[str, float]] = []  # accuracies on validation of every decided attempt
+        self.accuracies: list[dict[str, float]] = []  # on validation, of every decided attempt
         self.seconds: list[float] = []  # duration of each
         self.attempts: list[dict[str, Any]] = []  # what identifies each, see `attempt_facts`
         self.snapshots: dict[str, str] = {}  # file of the latest committed one, by adapter
@@ -54,7 +57,7 @@ class FusionState:
         if (folder / STATE).is_file():
             try:
                 saved = dict(read_json(folder / STATE))
-                vars(self).update({key: saved[key] for key in SAVED if key in saved})
+                vars(self).update({ours: saved[key] for ours, key in SAVED.items() if key in saved})
             except (ValueError, TypeError) as error:
                 raise _damaged(folder, f"{STATE} cannot be read") from error
         for name in self.snapshots.values():
@@ -63,7 +66,7 @@ class FusionState:
 
     def save(self) -> None:
         """Write `state.json`."""
-        write_json(self.folder / STATE, {name: getattr(self, name) for name in SAVED})
+        write_json(self.folder / STATE, {key: getattr(self, ours) for ours, key in SAVED.items()})
 
     def write_snapshot(self, adapter: str, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write what `Trainer.snapshot` returns; the adapter's last one stays until discarded."""

@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from rich.filesize import decimal
 
 from valora_data.wording import plural
-from valora_train.reporting.texts import BESIDE_OTHERS, PROMISES, domain_table, markdown_table
+from valora_train.reporting.texts import BESIDE_OTHERS, REPORTED, domain_table, markdown_table
 
 BARS = "pictures/accuracy-of-all-domains.png"
 """Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""
@@ -37,7 +37,7 @@ tags: [valora, lora, vision]
 
 {packing}
 
-Decisions are made on validation, where a domain must reach its *bar*: what is asked, plus the \
+Decisions are made on validation, where a domain must reach its *target*: what is asked, plus the \
 margin. *Required* is promised of *test*, which no decision has used; its accuracy has its 95 % \
 interval, whose lower end *at least* takes. *Without LoRA* is the frozen base model on test, with \
 a head of its own or its written answers. Teachers are measured on test, too; images/s in batches \
@@ -110,7 +110,7 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         adapters=plural(len(adapters), "LoRA adapter"),
         attempts=plural(manifest["attempts"], "attempt"),
         packing="\n".join(markdown_table(("adapter", "rank", "size", "domains"), packing)),
-        promises="\n".join(domain_table(domains, adapters, (*PROMISES, *BESIDE_OTHERS))),
+        promises="\n".join(domain_table(domains, adapters, (*REPORTED, *BESIDE_OTHERS))),
         bars=BARS,
         pictures="\n".join(pictures),
         decisions="\n".join(decisions),

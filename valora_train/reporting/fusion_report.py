@@ -51,7 +51,7 @@ class FusionReport:
     """Reports one fusion, of domains that must keep the accuracies `required`.
 
     The trainer holds the samples that are shown; `data_sets` are those with distilled labels, then
-    those with true labels, by domain. `told` returns all decided attempts (`attempts_as_json`),
+    those with true labels, by domain. `records` returns all decided attempts (`attempts_as_json`),
     `run_id` is the fusion's run in MLflow, if it is logged.
     """
 
@@ -66,8 +66,8 @@ class FusionReport:
         self._required, self._folders = required, data_sets
         self._timed: tuple[int, float] | None = None
         self._key = ""
-        # All attempts that were decided (see `fusion.history.History.told`).
-        self.told: Callable[[], Sequence[Mapping[str, Any]]] = list
+        # All attempts that were decided (see `fusion.decision.attempts_as_json`).
+        self.records: Callable[[], Sequence[Mapping[str, Any]]] = list
         self.run_id = ""  # the fusion's run in MLflow, if it is logged
 
     @contextmanager
@@ -180,19 +180,19 @@ class FusionReport:
         self._timed = (-TIMED_STEPS, now)  # no later step is so far from it
         rate, count = (now - began) / TIMED_STEPS, len(self._required)
         one, each = (timedelta(seconds=round(rate * n)) for n in (steps, steps // new * count))
-        told = f"{steps} steps × {rate:.3g} s = {one} for this attempt; one for each of "
-        self.display.note("fuse", f"{told}{plural(count, 'domain')}: {each}")
+        message = f"{steps} steps × {rate:.3g} s = {one} for this attempt; one for each of "
+        self.display.note("fuse", f"{message}{plural(count, 'domain')}: {each}")
 
     def attempted(self, outcome: Outcome) -> None:
         """Log and write the outcome of the attempt that is running."""
         self._log_outcome(outcome)
-        decision, told = outcome.decision, self.told()[-1]
-        verdict = f"[{COLOURS[decision.verdict]}]{texts.verdict_of(told)}[/]"
-        line = f"{decision.attempt.name} {verdict}: {texts.outcome_of(told)}"
+        decision, record = outcome.decision, self.records()[-1]
+        verdict = f"[{COLOURS[decision.verdict]}]{texts.verdict_of(record)}[/]"
+        line = f"{decision.attempt.name} {verdict}: {texts.outcome_of(record)}"
         if outcome.evaluations:
             reached = [f"{name} {one.accuracy:.3f}" for name, one in outcome.evaluations.items()]
             line += f" ({', '.join(reached)})"
-        if told["dedicated"]:
+        if record["dedicated"]:
             line += "; nothing was trained, it is the dedicated adapter"
         self.display.done("fuse", line, outcome.seconds)
 
@@ -217,14 +217,16 @@ class FusionReport:
     @_logged
     def log_progress(self, plan: FusionPlan, state: FusionState) -> None:
         """Log the latest decision and redraw the summary of all decisions."""
-        told, decisions = self.told(), plan.decisions
-        columns, rows = texts.steps_table(told, state.seconds, self._required)
+        records, decisions = self.records(), plan.decisions
+        columns, rows = texts.steps_table(records, state.seconds, self._required)
         tracking.log_table(columns, rows, "steps.json")
         mlflow.log_figure(pictures.heat_map(decisions, self._required), "accuracy_heat_map.png")
         timeline = pictures.packing_timeline(decisions, state.seconds)
         mlflow.log_figure(timeline, "packing_timeline.png")
         # Later attempts change where the domains of earlier ones went.
-        pages = {str(one["number"]): texts.attempt_page(one)[: texts.NOTE_LENGTH] for one in told}
+        pages = {
+            str(one["number"]): texts.attempt_page(one)[: texts.NOTE_LENGTH] for one in records
+        }
         for run in tracking.search(f"tags.`{PARENT}` = '{self.run_id}'"):
             page = pages.get(run.data.tags.get(ATTEMPT, ""))
             if page is not None and run.data.tags.get(NOTE) != page:

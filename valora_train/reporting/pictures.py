@@ -103,7 +103,7 @@ def _text(answer: Answer) -> str:
 def accuracy_bars(
     domains: Mapping[str, Mapping[str, Any]], adapters: Mapping[str, Mapping[str, Any]]
 ) -> Figure:
-    """A fusion in one picture: domains by adapter with accuracy, bar and teacher on one scale."""
+    """A fusion in one picture: domains by adapter with accuracy, target and teacher."""
     # Metrics that end at 1 share one axis; those with another range, such as CIDEr, have their own.
     groups: dict[float, list[str]] = {}
     for name in by_adapter(domains, adapters):
@@ -149,8 +149,11 @@ def _bars(axes: Any, row: int, facts: Mapping[str, Any]) -> None:
         y = row + 0.27 * (place - 1)
         axes.barh(y, value, 0.25, color=colour, label=label, xerr=error)
         axes.text(0, y, text, va="center", fontsize=7, bbox={"fc": "white", "alpha": 0.7, "lw": 0})
-    marks = [("required", facts["required"], "|", "black"), ("bar", facts.get("bar"), 2, "black")]
-    marks += [("validation", accuracy.get("val"), "D", "#ff6f00")]
+    marks = [
+        ("required", facts["required"], "|", "black"),
+        ("target", facts.get("bar"), 2, "black"),
+        ("validation", accuracy.get("val"), "D", "#ff6f00"),
+    ]
     for label, value, marker, colour in marks:
         if value is not None:
             size = 20 if marker == "D" else 900

@@ -23,7 +23,7 @@ NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 RATES = {"lr", "head_lr"}
 LOG_WIDTH = 120  # characters, where the output is not a terminal
 SHOWN_SECONDS = 0.2  # between two steps that are shown
-MOST_RELAYED = 1000  # characters of a line
+MAX_RELAYED = 1000  # characters of a line
 
 
 class Display:
@@ -98,7 +98,7 @@ class Display:
 
     def _show(self, kind: str, key: Any, *facts: Any) -> None:
         if self._messages is not None:
-            self._messages.send((kind, key, *(str(one)[:MOST_RELAYED] for one in facts)))
+            self._messages.send((kind, key, *(str(one)[:MAX_RELAYED] for one in facts)))
         elif kind == "note":
             line = f"{self._job}[bold]{facts[0]:>8}[/] {facts[1]}"
             self.console.print(line, highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from valora_data.contract.bundle import Bundle
 from valora_data.wording import plural
 from valora_train.fusion.decision import Verdict
 
-Told = Mapping[str, Any]  # an entry of `fusion.decision.attempts_as_json`
+AttemptRecord = Mapping[str, Any]  # an entry of `fusion.decision.attempts_as_json`
 Facts = Mapping[str, Any]  # the entry of a domain, or of an adapter, in a bundle's manifest
 
 NOTE_LENGTH = 8000  # most characters of a description in MLflow
@@ -55,129 +55,133 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> lis
 # --- attempts -------------------------------------------------------------------------------------
 
 
-def attempt_page(told: Told) -> str:
+def attempt_page(record: AttemptRecord) -> str:
     """The description of an attempt in markdown: its first lines say all that was decided."""
-    outcome = outcome_of(told)
-    if not told["below"]:  # names of domains stay as they are
+    outcome = outcome_of(record)
+    if not record["below"]:  # names of domains stay as they are
         outcome = outcome[:1].upper() + outcome[1:]
-    lines = [f"**{verdict_of(told).capitalize()}**: {tried(told)}.", "", f"{outcome}.", ""]
-    lines += [f"{sentence}.", ""] if (sentence := went(told)) else []
+    lines = [f"**{verdict_of(record).capitalize()}**: {tried(record)}.", "", f"{outcome}.", ""]
+    lines += [f"{sentence}.", ""] if (sentence := consequences(record)) else []
     columns = ("domain", "in this attempt", "before", "after", "change", "must keep", "slack")
-    return "\n".join(lines + markdown_table(columns, [_row(told, name) for name in told["before"]]))
+    return "\n".join(
+        lines + markdown_table(columns, [_row(record, name) for name in record["before"]])
+    )
 
 
-def verdict_of(told: Told) -> str:
+def verdict_of(record: AttemptRecord) -> str:
     """The verdict, and whether new domains were left out."""
-    return f"{told['verdict']} in part" if _left_out(told) else str(told["verdict"])
+    return f"{record['verdict']} in part" if _left_out(record) else str(record["verdict"])
 
 
-def _left_out(told: Told) -> bool:
+def _left_out(record: AttemptRecord) -> bool:
     """Whether an adapter was committed without all new domains."""
-    return bool(told["kept"]) and not set(told["new"]) <= set(told["kept"])
+    return bool(record["kept"]) and not set(record["new"]) <= set(record["kept"])
 
 
-def rejected_lines(attempts: Sequence[Told]) -> list[str]:
+def rejected_lines(attempts: Sequence[AttemptRecord]) -> list[str]:
     """A list in markdown of the attempts that were not committed, or not with all domains."""
     return [
         f"- **{one['name']}**, {verdict_of(one)}: "
-        f"{'. '.join(filter(None, (outcome_of(one), went(one))))}."
+        f"{'. '.join(filter(None, (outcome_of(one), consequences(one))))}."
         for one in attempts
         if "went" in one and (one["verdict"] != Verdict.COMMITTED or _left_out(one))
     ]
 
 
-def tried(told: Told) -> str:
+def tried(record: AttemptRecord) -> str:
     """What was tried: which domains, in which adapter, beside which others."""
-    new = told["new"]
-    text = f"tried {joined(new)}{' together' if len(new) > 1 else ''} in {told['adapter']}"
-    if told["held"]:
-        text += f" beside {joined(told['held'])}"
-    elif told.get("dedicated"):
+    new = record["new"]
+    text = f"tried {joined(new)}{' together' if len(new) > 1 else ''} in {record['adapter']}"
+    if record["held"]:
+        text += f" beside {joined(record['held'])}"
+    elif record.get("dedicated"):
         text += " with its dedicated adapter: nothing was trained"
     else:
         text += ", a new adapter" + (" of its own" if len(new) == 1 else "")
-    return f"{text}; {joined(told['moved'])} would move there" if told["moved"] else text
+    return f"{text}; {joined(record['moved'])} would move there" if record["moved"] else text
 
 
-def outcome_of(told: Told) -> str:
+def outcome_of(record: AttemptRecord) -> str:
     """What fell below what, from which value and by how much; or what came closest to it."""
-    if None in told["accuracy"].values():  # the training diverged
-        return str(told["reason"])
-    if told["below"]:
-        return "; ".join(f"{name} {_change(told, name)}" for name in told["below"])
-    closest = min(told["before"], key=lambda name: _slack(told, name))
-    return f"every domain keeps what it must; closest is {closest}, which {_change(told, closest)}"
+    if None in record["accuracy"].values():  # the training diverged
+        return str(record["reason"])
+    if record["below"]:
+        return "; ".join(f"{name} {_change(record, name)}" for name in record["below"])
+    closest = min(record["before"], key=lambda name: _slack(record, name))
+    return (
+        f"every domain keeps what it must; closest is {closest}, which {_change(record, closest)}"
+    )
 
 
-def went(told: Told) -> str:
+def consequences(record: AttemptRecord) -> str:
     """What became of the new domains; empty if they simply stay where they were tried."""
     sentences = []
-    for name, fate in told["went"].items():
-        if fate != f"is in {told['adapter']}":
+    for name, fate in record["went"].items():
+        if fate != f"is in {record['adapter']}":
             sentences.append(f"{name} {fate}")
-        elif told["verdict"] == Verdict.UNREACHABLE:
-            sentences.append(f"{name} keeps {told['adapter']}, flagged")
+        elif record["verdict"] == Verdict.UNREACHABLE:
+            sentences.append(f"{name} keeps {record['adapter']}, flagged")
     return "; ".join(sentences)
 
 
-def _slack(told: Told, name: str) -> float:
-    return float(told["accuracy"][name] - told["floor"][name])
+def _slack(record: AttemptRecord, name: str) -> float:
+    return float(record["accuracy"][name] - record["floor"][name])
 
 
-def _change(told: Told, name: str) -> str:
+def _change(record: AttemptRecord, name: str) -> str:
     """How a domain's accuracy changed, and how far it is from what it must keep."""
-    before, after, slack = told["before"][name], told["accuracy"][name], _slack(told, name)
+    before, after, slack = record["before"][name], record["accuracy"][name], _slack(record, name)
     if before is None:
         change = f"reached {after:.3f}"
     elif accuracy_text(before) == accuracy_text(after):
         change = f"stayed at {after:.3f}"
     else:
-        where = "" if name in (*told["held"], *told["moved"]) else " without LoRA"
+        where = "" if name in (*record["held"], *record["moved"]) else " without LoRA"
         verb = "fell" if after < before else "rose"
         change = f"{verb} from {before:.3f}{where} to {after:.3f}"
     gap = f"{abs(slack):.3f}"
     if 1e-6 <= abs(slack) < 0.0005:  # three decimals would be zeros
         gap = f"{abs(slack):.6f}".rstrip("0")
-    return f"{change}, {gap} {'below' if slack < 0 else 'above'} {told['asked'][name]}"
+    return f"{change}, {gap} {'below' if slack < 0 else 'above'} {record['asked'][name]}"
 
 
-def _row(told: Told, name: str) -> list[str]:
-    before, after = told["before"][name], told["accuracy"][name]
-    part = "held" if name in told["held"] else "moved here" if name in told["moved"] else "new"
+def _row(record: AttemptRecord, name: str) -> list[str]:
+    before, after = record["before"][name], record["accuracy"][name]
+    part = "held" if name in record["held"] else "moved here" if name in record["moved"] else "new"
     both = before is not None and after is not None
     return [
-        f"**{name}**" if name in told["below"] else name,
+        f"**{name}**" if name in record["below"] else name,
         part,
         accuracy_text(before),
         accuracy_text(after),
         f"{after - before:+.3f}" if both else "–",
-        accuracy_text(told["floor"][name]),
-        "–" if after is None else f"{_slack(told, name):+.3f}",
+        accuracy_text(record["floor"][name]),
+        "–" if after is None else f"{_slack(record, name):+.3f}",
     ]
 
 
 def steps_table(
-    attempts: Sequence[Told], seconds: Sequence[float], domains: Iterable[str]
+    attempts: Sequence[AttemptRecord], seconds: Sequence[float], domains: Iterable[str]
 ) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows of all attempts, with their durations and the accuracy of each domain."""
     columns = ["step", "domain", "adapter", "decision", "reason", "went", "seconds"]
     rows = [
         [
-            told["number"], ", ".join(told["new"]), told["adapter"], verdict_of(told),
-            outcome_of(told), went(told), round(took, 1),
-            *(accuracy_text(told["accuracy"][name]) if name in told["accuracy"] else ""
+            record["number"], ", ".join(record["new"]), record["adapter"], verdict_of(record),
+            outcome_of(record), consequences(record), round(took, 1),
+            *(accuracy_text(record["accuracy"][name]) if name in record["accuracy"] else ""
               for name in domains),
-            ", ".join(told["held"]),
+            ", ".join(record["held"]),
         ]
-        for told, took in zip(attempts, seconds, strict=True)
+        for record, took in zip(attempts, seconds, strict=True)
     ]  # fmt: skip
     return [*columns, *domains, "held before"], rows
 
 
 # --- domains --------------------------------------------------------------------------------------
 
-PROMISES = (
-    "domain", "metric", "adapter", "bar", "validation", "slack", "required", "test (95 %)",
+REPORTED = (
+    "domain", "metric", "adapter", "target", "validation", "slack", "required", "test (95 %)",
     "without LoRA",
 )  # fmt: skip
 """Columns of what a domain must reach and reaches."""
@@ -200,7 +204,7 @@ def domain_table(
 def _cells(name: str, facts: Facts, adapters: Mapping[str, Facts]) -> dict[str, str]:
     """What each column says of a domain."""
     accuracy = facts["accuracy"]
-    test, (low, high), bar = accuracy["test"], accuracy["test_ci95"], facts.get("bar")
+    test, (low, high), target = accuracy["test"], accuracy["test_ci95"], facts.get("bar")
     adapter, *more = adapter_texts(facts["adapter"], adapters.get(facts["adapter"], {}))
 
     def of(key: str, other: str, whole: float | None) -> str:
@@ -229,9 +233,11 @@ def _cells(name: str, facts: Facts, adapters: Mapping[str, Facts]) -> dict[str, 
         "domain": name,
         "metric": facts["metric"],
         "adapter": f"{adapter} ({', '.join(more)})" if more else adapter,
-        "bar": accuracy_text(bar),
+        "target": accuracy_text(target),
         "validation": accuracy_text(accuracy.get("val")),
-        "slack": "–" if None in (bar, accuracy.get("val")) else f"{accuracy['val'] - bar:+.3f}",
+        "slack": (
+            "–" if None in (target, accuracy.get("val")) else f"{accuracy['val'] - target:+.3f}"
+        ),
         "required": accuracy_text(facts["required"]),
         "test (95 %)": f"{test:.3f} ({low:.3f}–{high:.3f})"
         + ("" if facts["status"] == "met" else ", missed"),
@@ -276,7 +282,7 @@ def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
         for name, facts in domains.items()
         if facts["adapter"] is None and facts.get("reason")
     ]
-    lines = [head, "", *domain_table(domains, adapters, PROMISES), ""]
+    lines = [head, "", *domain_table(domains, adapters, REPORTED), ""]
     lines += [f"![accuracy](get-artifact?path=accuracy.png&run_uuid={run_id})", ""]
     lines += [*domain_table(domains, adapters, ("domain", *BESIDE_OTHERS)), ""]
     lines += ["**Without an adapter**", "", *alone, ""] if alone else []
@@ -291,7 +297,7 @@ def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | 
     """Print what a bundle promises, how long the whole run took, and a link to its fusion."""
     domains, adapters, manifest = bundle.domains, bundle.adapters, bundle.manifest
     lines = [f"**{bundle.name}, version {bundle.version}**", ""]
-    lines += [*domain_table(domains, adapters, PROMISES), ""]
+    lines += [*domain_table(domains, adapters, REPORTED), ""]
     lines += [*domain_table(domains, adapters, ("domain", *BESIDE_OTHERS)), ""]
     if manifest.get("rejected"):
         lines += ["**Rejected attempts**", "", *manifest["rejected"]]

@@ -38,7 +38,7 @@ from valora_train.processes import worker_processes
 from valora_train.reporting.progress import Display, stopwatch
 from valora_train.settings import Settings
 from valora_train.stage import Stage, digest, intact, read_json, write_json
-from valora_train.stages.distill import TAUGHT
+from valora_train.stages.distill import PSEUDO_LABELLED
 from valora_train.stages.fuse import DomainInputs, domain_facts, training_facts
 
 ADAPTER = "adapter-1"
@@ -76,16 +76,16 @@ def measure_dedicated(
             without.append(item.settings.name)
             found.append(item)
     if without:
-        told = (
+        message = (
             f"in adapters of their own nothing is reached by {', '.join(without)}, so that a share "
             "of it asks for nothing"
         )
         if settings.fusion.unreachable == "fail":
             raise SettingsError(
-                f"{told}: raise train.steps or lower train.lr, set fusion.of_dedicated=null, or "
+                f"{message}: raise train.steps or lower train.lr, set fusion.of_dedicated=null, or "
                 "let contracts count there with fusion.unreachable=keep"
             )
-        display.note("alone", f"{told}: contracts count instead")
+        display.note("alone", f"{message}: contracts count instead")
     return found
 
 
@@ -98,7 +98,7 @@ def dedicated_stage(settings: Settings, item: DomainInputs) -> Stage:
     if not settings.train.augment.views:  # augmented views depend on it
         del training["train"]["seed"]
     training |= {"base": base_hash(base), "processor": processor_hash(base)}
-    parts = {TAUGHT: item.distilled, str(Split.VAL): item.data, str(Split.TEST): item.data}
+    parts = {PSEUDO_LABELLED: item.distilled, str(Split.VAL): item.data, str(Split.TEST): item.data}
     samples = {part: digest(folder / part) for part, folder in parts.items()}
     domain = domain_facts(item.settings) | samples
     values = {"training": training, "seed": settings.train.seed, "domain": domain}

@@ -31,7 +31,7 @@ from valora_train.tasks.registry import TASK_TYPES
 Answers = dict[Split, list[Answer]]
 
 TRAIN = "train"  # value of `domains.*.teacher`: a teacher is trained first
-TAUGHT = "taught"
+PSEUDO_LABELLED = "taught"
 REPORT = "report.json"
 TESTED = "tested.json"
 """File with the teacher's answers on the test split, which bundles show beside their own."""
@@ -87,7 +87,7 @@ def distill_stage(
     domain: DomainSettings,
     teacher: TeacherSettings,
     data: Path,
-    taught: Path | None,
+    pseudo_labelled: Path | None,
     work: Path | None = None,
 ) -> Stage:
     """The stage that runs a domain's teacher, as stage `teach` left it, over its samples."""
@@ -97,15 +97,15 @@ def distill_stage(
     if domain.teacher == LABELS:
         settings["teacher"] = LABELS
     else:
-        weights = domain.teacher if taught is None else None
+        weights = domain.teacher if pseudo_labelled is None else None
         cache = _cache(domain, work)
         facts, hashes = teacher_facts(teacher.kind, weights, teacher.options, domain.prompt, cache)
         known = as_dict(teacher)
         settings |= {key: known[key] for key in ("min_confidence", "threshold", "labelled")}
         settings |= facts
         inputs |= hashes
-        if taught is not None:
-            inputs["teacher"] = digest(taught / str(KINDS[teacher.kind].artefact))
+        if pseudo_labelled is not None:
+            inputs["teacher"] = digest(pseudo_labelled / str(KINDS[teacher.kind].artefact))
         if not teacher.labelled:
             splits.remove(Split.TRAIN)
         splits += [Split.VAL, Split.TEST]  # for the report
@@ -119,7 +119,7 @@ def build_distilled(
     domain: DomainSettings,
     teacher: TeacherSettings,
     data: Path,
-    taught: Path | None,
+    pseudo_labelled: Path | None,
     folder: Path,
     on_batch: Step = lambda *_: None,
 ) -> None:
@@ -129,11 +129,11 @@ def build_distilled(
         if (data / TRUTH).is_dir():
             intact(data / Split.UNLABELLED)  # holds the images
             kept += shards.read(intact(data / TRUTH))
-        shards.write(kept, domain.labels, folder / TAUGHT)
+        shards.write(kept, domain.labels, folder / PSEUDO_LABELLED)
         write_json(folder / REPORT, {"teacher": LABELS, "samples": len(kept)})
         return
     artefact = str(KINDS[teacher.kind].artefact)
-    weights = domain.teacher if taught is None else intact(taught / artefact)
+    weights = domain.teacher if pseudo_labelled is None else intact(pseudo_labelled / artefact)
     model, pace = _load(weights, domain, teacher), Pace()
 
     def answered(done: int, total: int) -> None:
@@ -166,7 +166,7 @@ def build_distilled(
     write_json(folder / TESTED, [_shown(domain, one, sure) for one in found[Split.TEST]])
     if teacher.labelled:
         kept += shards.read(intact(data / Split.TRAIN))
-    shards.write(kept, domain.labels, folder / TAUGHT)
+    shards.write(kept, domain.labels, folder / PSEUDO_LABELLED)
     write_json(folder / REPORT, report)
 
 
@@ -261,14 +261,14 @@ def _load(weights: str | Path, domain: DomainSettings, teacher: TeacherSettings)
 def describe_distilled(distilled: Path) -> str:
     """What the teacher labelled, and how well it agrees with the truth, for the terminal."""
     report = read_json(intact(distilled / REPORT))
-    told = f": {plural(report['samples'], 'labelled sample')}"
+    message = f": {plural(report['samples'], 'labelled sample')}"
     if "boxes" in report:
         boxes = plural(report["boxes"], "box|boxes")
-        told += f", {boxes} from confidence {report['threshold']:.2f}"
+        message += f", {boxes} from confidence {report['threshold']:.2f}"
     if accuracy := report.get("accuracy"):
         reached = accuracy.get(Split.UNLABELLED) or accuracy[Split.VAL]
-        told += f", {reached['accuracy']:.3f} against the truth"
-    return told
+        message += f", {reached['accuracy']:.3f} against the truth"
+    return message
 
 
 def teacher_accuracy(distilled: Path, split: Split) -> float | None:

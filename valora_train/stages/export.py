@@ -31,9 +31,9 @@ from valora_train.reporting.tracking import register_bundle
 from valora_train.settings import Settings, as_dict
 from valora_train.stage import intact, read_json, versions, write_json
 from valora_train.stages.distill import answers_on_test
+from valora_train.stages.encoder_training import ENCODER
 from valora_train.stages.fuse import DomainInputs, adapter_facts
 from valora_train.stages.gate import BundleModel
-from valora_train.stages.memorise import ENCODER
 
 EXAMPLES_PER_DOMAIN = 2
 FUSION_KEY = "fusion_stage"
@@ -118,8 +118,8 @@ def _write_bundle(
     write_json(folder / GOLDEN, [])
     write_manifest(folder, manifest)
     model = BundleModel(read_bundle(folder), device=settings.model.device)
-    promised = [item for item in domains if item.settings.name in manifest["domains"]]
-    golden = [_golden_examples(folder, manifest, item, model) for item in promised]
+    on_test = [item for item in domains if item.settings.name in manifest["domains"]]
+    golden = [_golden_examples(folder, manifest, item, model) for item in on_test]
     write_json(folder / GOLDEN, [example for examples in golden for example in examples])
     accuracy_bars(manifest["domains"], manifest["adapters"]).savefig(folder / BARS)
     for name, facts in manifest["domains"].items():
@@ -198,7 +198,7 @@ def _golden_examples(
     # For detection, images with at least one object are more telling.
     wanted = [n for n, answer in enumerate(test.answers()) if threshold is None or answer.boxes]
     samples = [test[number] for number in wanted[:EXAMPLES_PER_DOMAIN]]
-    taught = answers_on_test(item.distilled)
+    pseudo_labelled = answers_on_test(item.distilled)
     examples = []
     for number, (sample, prediction) in enumerate(
         zip(samples, model.answer(name, samples), strict=True)
@@ -219,7 +219,7 @@ def _golden_examples(
         if "max_tokens" in facts:
             example["max_tokens"] = facts["max_tokens"]
         example["expected"] = task.golden(prediction, threshold)
-        if taught and (teacher := taught[wanted[number]]) is not None:
+        if pseudo_labelled and (teacher := pseudo_labelled[wanted[number]]) is not None:
             example["teacher"] = teacher
         examples.append(example)
     return examples
@@ -227,9 +227,9 @@ def _golden_examples(
 
 def _run_gate(folder: Path, domains: Sequence[DomainInputs], device: str) -> None:
     command = [sys.executable, "-m", "valora_train.stages.gate", str(folder), "--device", device]
-    promised = read_json(folder / MANIFEST)["domains"]
+    on_test = read_json(folder / MANIFEST)["domains"]
     for item in domains:
-        if item.settings.name in promised:
+        if item.settings.name in on_test:
             command += ["--data", item.settings.name, str(item.data)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

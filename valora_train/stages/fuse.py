@@ -23,7 +23,6 @@ from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
 from valora_train.fusion.decision import HeadOnlyDecision, attempts_as_json
-from valora_train.fusion.earlier import Earlier
 from valora_train.fusion.packing import DedicatedAdapter, Packing, check_reachable, make_plan
 from valora_train.fusion.parent import Parent, find_parent, load_parent
 from valora_train.fusion.plan import FusionPlan
@@ -34,6 +33,7 @@ from valora_train.fusion.requirement import (
     dedicated_requirement,
     weak_teacher,
 )
+from valora_train.fusion.resume_cache import ResumeCache
 from valora_train.fusion.samples import DomainData, LazyDomains, load_domain, make_deterministic
 from valora_train.fusion.state import FUSION, HEAD_ONLY, FusionState, of_domains
 from valora_train.fusion.trainer import DivergedError, Trainer
@@ -44,7 +44,12 @@ from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.progress import Display, stopwatch
 from valora_train.settings import DomainSettings, Settings, as_dict
 from valora_train.stage import Stage, digest, intact, read_json, write_json
-from valora_train.stages.distill import TAUGHT, teacher_accuracy, teacher_figures, teacher_speed
+from valora_train.stages.distill import (
+    PSEUDO_LABELLED,
+    teacher_accuracy,
+    teacher_figures,
+    teacher_speed,
+)
 from valora_train.tasks.base import Evaluation
 from valora_train.tasks.registry import load_head
 
@@ -89,7 +94,7 @@ class DomainInputs:
 
     def load(self, settings: Settings, lmm: Lmm) -> DomainData:
         """Its samples, encoded."""
-        required = self.requirement().promise
+        required = self.requirement().required_on_test
         return load_domain(settings, self.settings, required, lmm, self.distilled, self.data)
 
 
@@ -127,12 +132,12 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     for item in domains:
         name = item.settings.name
         contract: dict[str, Any] = {"required": item.requirement().required}
-        inputs[f"{name}/taught"] = digest(item.distilled / TAUGHT)
+        inputs[f"{name}/taught"] = digest(item.distilled / PSEUDO_LABELLED)
         for split in (Split.VAL, Split.TEST):
             inputs[f"{name}/{split}"] = digest(item.data / split)
         # Bundles say what the teacher reaches.
         inputs[f"{name}/teacher"] = json.dumps(teacher_figures(item.distilled))
-        # The bar depends on more than the requirement.
+        # The target depends on more than the requirement.
         if item.dedicated is not None:
             contract[CONTRACT] = {"dedicated": list(item.dedicated)}
         elif item.settings.of_teacher is not None:
@@ -176,7 +181,7 @@ def unchanged_parent(
     if (parent := parent_of(settings, domains, stage)) is None:
         return None
     before = {name: facts["required"] for name, facts in parent.result["domains"].items()}
-    asked = {item.settings.name: item.requirement().promise for item in domains}
+    asked = {item.settings.name: item.requirement().required_on_test for item in domains}
     return parent.folder if before == asked and set(parent.domains) == set(asked) else None
 
 
@@ -204,9 +209,9 @@ class Fusion:
         self.parent = parent_of(settings, domains, stage)
         known = self.parent.head_only if self.parent else {}
         self.state = FusionState(folder, known, settings.train.checkpoint_seconds)
-        self.earlier = Earlier(stage, Path(settings.paths.work), folder)
+        self.resume_cache = ResumeCache(stage, Path(settings.paths.work), folder)
         if accelerator.num_processes == 1:  # several processes might not find the same
-            self.earlier.take_head_only(self.state)
+            self.resume_cache.take_head_only(self.state)
         with display.work("fuse", "loading the base model"):
             self.lmm = Lmm(settings.model, settings.train.lora)
         data = LazyDomains(self._load)
@@ -241,10 +246,10 @@ class Fusion:
             dedicated: dict[str, DedicatedAdapter] = {}
             if self.accelerator.num_processes == 1:  # they are on the leader's disk only
                 dedicated = {n: item.adapter for n, item in self.inputs.items() if item.adapter}
-                if not state.told:
-                    self.earlier.take_attempts(new_plan, state, dedicated)
+                if not state.accuracies:
+                    self.resume_cache.take_attempts(new_plan, state, dedicated)
             packing = Packing(plan, self.trainer, state, seed, self.parent, dedicated)
-            report.told = lambda: attempts_as_json(
+            report.records = lambda: attempts_as_json(
                 plan.decisions, plan.packing, plan.head_only, packing.taken
             )
             for decision in plan.head_only.values():
@@ -264,7 +269,7 @@ class Fusion:
                 self._stop_if_unreachable(plan)
 
             self._measure_packing(plan, packing)
-            result = self._result(plan, report.told())
+            result = self._result(plan, report.records())
             report.finish(result)
             write_json(self.folder / FUSION, result)
 
@@ -436,7 +441,7 @@ class Fusion:
         accuracy = facts["accuracy"] | teacher_figures(item.distilled)
         self.domains[name] = {
             **facts, "accuracy": accuracy, CONTRACT: item.contract,
-            "required": requirement.promise, "bar": requirement.bar,
+            "required": requirement.required_on_test, "bar": requirement.target,
             "status": "met" if requirement.kept_by(accuracy) else "missed",
         }  # fmt: skip
 

@@ -108,10 +108,10 @@ def check_accuracy(model: BundleModel, bundle: Bundle, data: Mapping[str, Path])
     """Measure the accuracy on the test split of outputs of stage `data`, by domain."""
     for name, folder in data.items():
         reached = model.accuracy(name, shards.read(folder / Split.TEST))
-        promised = bundle.domains[name]["accuracy"]["test"]
-        if abs(reached - promised) > ACCURACY_TOLERANCE:
+        on_test = bundle.domains[name]["accuracy"]["test"]
+        if abs(reached - on_test) > ACCURACY_TOLERANCE:
             raise GateError(
-                f"{name} reaches {reached:.4f} on test after reloading, but {promised:.4f} was "
+                f"{name} reaches {reached:.4f} on test after reloading, but {on_test:.4f} was "
                 "measured in training: the bundle is not what was trained, fuse again"
             )
 

@@ -17,7 +17,7 @@ from valora_data.contract.results import BoxesResult, Detection, Size
 from valora_data.wording import plural
 
 DETECTION = "detection"  # the kind of head that finds objects
-MOST_BOXES = 10_000  # of an image, that a box head may be set to return
+MAX_BOXES = 10_000  # of an image, that a box head may be set to return
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,7 +45,7 @@ class BoxHead(Head):
         nms_iou, most = float(metadata["nms_iou"]), int(metadata["most"])
         sigma = float(metadata["vote_sigma"]) if "vote_sigma" in metadata else None
         expect(0 <= nms_iou <= 1, "nms_iou", "0 to 1", nms_iou)
-        expect(1 <= most <= MOST_BOXES, "most", f"1 to {MOST_BOXES}", most)
+        expect(1 <= most <= MAX_BOXES, "most", f"1 to {MAX_BOXES}", most)
         expect(sigma is None or 0 < sigma <= 1, "vote_sigma", "above 0, up to 1", sigma)
         return cls(
             kind=kind, labels=labels, weight=weight.contiguous(), bias=tensors["bias"],

@@ -27,7 +27,7 @@ GOLDEN = "golden/golden.json"  # golden examples, relative to the bundle's folde
 # adapter at all; 3 is that of bundles with contexts, which earlier servers would ignore.
 READABLE = FIRST, SCHEMA_VERSION, WITH_CONTEXTS = (1, 2, 3)
 FILE_BYTES = 16 << 30  # most of a file of a bundle
-MOST_FILES = 10_000
+MAX_FILES = 10_000
 PROMPT_LENGTH = 32_768  # most characters of a domain's prompt
 # What readers rely on in a manifest, see `check_form`; docs/bundle.md says what it means.
 FORM = {
@@ -149,7 +149,7 @@ def _check_values(manifest: dict[str, Any]) -> None:
     quantize = base.get("quantize")
     expect(name.strip() and not {"@", "/"} & set(name), "name", "a name without @ and /", name)
     expect(manifest["version"] >= 1, "version", "1 or more", manifest["version"])
-    expect(len(files) <= MOST_FILES, "files", f"at most {MOST_FILES}", len(files))
+    expect(len(files) <= MAX_FILES, "files", f"at most {MAX_FILES}", len(files))
     expect(quantize in (None, NF4), "base.quantize", f"{NF4} or nothing", quantize)
     for domain, facts in domains.items():
         place, most = f"domains.{shown(domain)}", facts.get("max_tokens")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMS = ADAPTER, PREFIX, MEMORY_TOKENS = "adapter", "prefix", "memory_tokens"
 FILE_BYTES = 4 << 30  # most of a memory's file
-MOST_TOKENS = 1 << 20  # most of a memory
+MAX_TOKENS = 1 << 20  # most of a memory
 ENCODER_FILE = "memory.safetensors"  # with its queries, in the folder of its adapter
 _MARK = "@@context@@"
 
@@ -122,7 +122,7 @@ def context_entry(facts: Mapping[str, Any], place: str) -> ContextEntry:
     for name, fits, expected in (
         ("form", entry.form in FORMS, f"one of {', '.join(FORMS)}"),
         ("file", (entry.file is not None) == has_file, "one" if has_file else "none"),
-        ("tokens", has_file <= entry.tokens <= has_file * MOST_TOKENS, "others for this form"),
+        ("tokens", has_file <= entry.tokens <= has_file * MAX_TOKENS, "others for this form"),
         ("position", entry.position >= (entry.form == PREFIX), "1 or more"),
         ("bytes", entry.bytes >= 0, "0 or more"),
         ("source_tokens", entry.source_tokens >= 0, "0 or more"),

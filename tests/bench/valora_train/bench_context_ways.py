@@ -30,7 +30,7 @@ from valora_train.reporting.progress import Display
 from valora_train.reporting.texts import markdown_table
 from valora_train.settings import Settings
 from valora_train.stage import Stage, digest, intact, read_json, write_json
-from valora_train.stages.distill import TAUGHT
+from valora_train.stages.distill import PSEUDO_LABELLED
 from valora_train.stages.fuse import DomainInputs, domain_facts, training_facts
 
 RESULTS, TABLE = "ways.json", "ways.md"
@@ -84,7 +84,7 @@ def stage_of(
     base = settings.model.id
     inputs = {"base": base_hash(base), "processor": processor_hash(base)}
     for item in domains:
-        inputs[f"{item.settings.name}/taught"] = digest(item.distilled / TAUGHT)
+        inputs[f"{item.settings.name}/taught"] = digest(item.distilled / PSEUDO_LABELLED)
         inputs[f"{item.settings.name}/test"] = digest(item.data / Split.TEST)
     values: dict[str, Any] = training_facts(settings) | {"asked": [list(one) for one in asked]}
     values["domains"] = [domain_facts(item.settings) for item in domains]

@@ -22,7 +22,7 @@ from valora_data.wording import plural
 from valora_train.fusion.samples import DomainData
 from valora_train.fusion.trainer import Trainer
 from valora_train.model import memory
-from valora_train.stages.memorise import ContextEncoder, train_encoder
+from valora_train.stages.encoder_training import ContextEncoder, train_encoder
 from valora_train.tasks.context import ContextTask
 
 if TYPE_CHECKING:

@@ -95,7 +95,7 @@ class Packed:
         packing: The domains of each adapter; all others take none.
         trained: The domains that each of these adapters is trained with: its own, and others that
             help them or have left it.
-        unreachable: Domains that miss their bar even alone.
+        unreachable: Domains that miss their target even alone.
         attempts: Number of attempts, of which `rolled_back` were rolled back.
     """
 
@@ -114,7 +114,7 @@ def exact_packing(
     The rules are those of `FusionPlan`. An adapter may be trained with further domains that it does
     not hold then, where that saves an adapter. Nothing is assumed about how accuracies change from
     group to group. Among the packings with the fewest adapters, one is chosen in which the domain
-    that is closest to its bar has most to spare.
+    that is closest to its target has most to spare.
     """
     floors, missed, useless = floors_of(table, asked, seed, head_only)
     names = [*floors, *useless]  # these take no adapter, and may help
@@ -150,7 +150,7 @@ def floors_of(
     """What domains that need an adapter must keep on validation, as `FusionPlan` decides it.
 
     Returns:
-        That; the domains that miss their bar even alone; those of them that gain nothing by LoRA.
+        That; the domains that miss their target even alone; those that gain nothing by LoRA.
     """
     without = {name: found.val for name, found in table.head_only[seed].items()}
     alone = {name: table.alone(seed, name).val for name in asked}

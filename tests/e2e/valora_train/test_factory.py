@@ -283,7 +283,7 @@ def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_been(done, data, tmp_
     cwd = tmp_path / "killed"
     cwd.mkdir()
     moments = random.Random(11)
-    told = 0
+    message = 0
     for _ in range(4):
         process = valora_train(cwd, data)
         try:
@@ -293,8 +293,8 @@ def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_been(done, data, tmp_
             process.wait()
         # What was decided stays decided: at most the attempt that was cut off is repeated.
         now = decided(cwd)
-        assert now >= told
-        told = now
+        assert now >= message
+        message = now
     finish(valora_train(cwd, data))
     result = fusion(cwd)
     for key in ("packing", "unreachable", "domains"):

@@ -72,7 +72,7 @@ def test_a_bundle_grows_shrinks_and_changes(base: Path, tmp_path: Path) -> None:
         "weather": "adapter-1", "people_count": "adapter-1", "ball_path": "adapter-2",
     }  # fmt: skip
     for name in ("weather", "people_count"):
-        # The bar is that of the run's own margin.
+        # The target is that of the run's own margin.
         assert second.domains[name] | {"bar": 0.0} == first.domains[name] | {"bar": 0.0}
         assert files(second, f"heads/{name}") == files(first, f"heads/{name}")
     assert files(second, "adapters/adapter-1/") == files(first, "adapters/adapter-1/")

@@ -19,4 +19,4 @@ def test_one_for_each_core_and_none_without_work(asked, device, waiting, expecte
 
 def test_few_on_many_cores(monkeypatch):
     monkeypatch.setattr(processes, "usable_cores", lambda: 64)
-    assert processes.preparing_processes(0, "cpu", 37) == processes.MOST_PROCESSES == 4
+    assert processes.preparing_processes(0, "cpu", 37) == processes.MAX_PROCESSES == 4

@@ -23,14 +23,16 @@ Array = NDArray[np.floating[Any]]
 Masks = NDArray[np.int64]
 """Groups of domains as bit masks."""
 
-MOST_EXACT = 10  # domains; more are tried jointly first, then groups are merged one by one
+MAX_EXACT = 10  # domains; more are tried jointly first, then groups are merged one by one
 ADAPTER = 4.0  # an adapter less is worth a packing that is e⁻⁴ times as likely, and the attempts
-HOPELESS = 0.03  # a domain that misses its bar by this share of it would miss it beside more, too
+HOPELESS = (
+    0.03  # a domain that misses its target by this share of it would miss it beside more, too
+)
 ATTEMPTS = 8  # for each domain; then the rest is packed as `rehearsal` does
-MOST_STEPS = 10_000  # of looking for room for the domains of one adapter
+MAX_STEPS = 10_000  # of looking for room for the domains of one adapter
 NEVER = -1e9
 DIGITS = 6  # of a chance: equal ones, which rounding would order by the processor, go by order
-# Before anything was measured, as shares of a domain's bar: mean and standard deviation.
+# Before anything was measured, as shares of a domain's target: mean and standard deviation.
 ALONE = (1.03, 0.05)
 LOST = (0.012, 0.010)  # to each domain beside it
 OWN, OTHERS, PAIR = 0.010, 0.010, 0.025  # deviations of one that loses, of one lost to, of a pair
@@ -52,7 +54,7 @@ class Affinity(Strategy):
             return super().propose(view)
         # What many domains lose to each other in sum cannot be guessed. One attempt says it of all,
         # and places those that lose little.
-        if not view.history and not view.adapters and len(view.waiting) > MOST_EXACT:
+        if not view.history and not view.adapters and len(view.waiting) > MAX_EXACT:
             return Proposal(view.waiting)
         packing = best_packing(view)
         if not view.waiting and len(packing) >= len(view.adapters):
@@ -87,7 +89,7 @@ def best_packing(view: View) -> dict[frozenset[str], float]:
     fixed = list(filter(None, fixed))
     names = [*free, *chain.from_iterable(fixed)]
     chances = _Chances(names, fixed, view)
-    found = _exact(chances) if len(names) <= MOST_EXACT else _merged(chances, len(free))
+    found = _exact(chances) if len(names) <= MAX_EXACT else _merged(chances, len(free))
     return {
         frozenset(name for at, name in enumerate(names) if mask >> at & 1): chance
         for mask, chance in found.items()
@@ -113,12 +115,12 @@ class _Chances:
             for decision in tried
             if len(decision.accuracy) > 1
             and any(
-                not value >= view.floors[name] - HOPELESS * view.requirements[name].bar
+                not value >= view.floors[name] - HOPELESS * view.requirements[name].target
                 for name, value in decision.accuracy.items()
             )
         ]
-        bars = np.array([view.requirements[name].bar for name in names])
-        self._floors = np.array([view.floors[name] for name in names]) / bars
+        targets = np.array([view.requirements[name].target for name in names])
+        self._floors = np.array([view.floors[name] for name in names]) / targets
         sizes = (self.count, 1, self.count, self.count, self.count**2)  # as in `_features`
         self._means = np.repeat((ALONE[0], LOST[0], 0.0, 0.0, 0.0), sizes)
         self._deviations = np.repeat((ALONE[1], LOST[1], OWN, OTHERS, PAIR), sizes)
@@ -127,7 +129,7 @@ class _Chances:
             group = tuple(self._place[name] for name in decision.accuracy if name in self._place)
             for at in group:
                 accuracy = decision.accuracy[names[at]]
-                value = 0.0 if math.isnan(accuracy) else accuracy / bars[at]
+                value = 0.0 if math.isnan(accuracy) else accuracy / targets[at]
                 low, high = self._floors[at] - FARTHEST, self._floors[at] + FARTHEST
                 points.append((at, group))
                 values.append(min(max(value, low), high))
@@ -268,7 +270,7 @@ def emptying(view: View) -> Proposal | None:
                 if name != home
             ]
             rest = [name for name in view.adapters[home] if name not in proposal.new]
-            if _have_room(rest, groups, failed, [MOST_STEPS]):
+            if _have_room(rest, groups, failed, [MAX_STEPS]):
                 return proposal
     return None
 

@@ -49,8 +49,8 @@ class View:
     history: tuple[AttemptDecision, ...]  # all decisions, with the accuracies that were measured
     probes: Probes  # what is known of each domain before training
     requirements: Mapping[str, Requirement]  # what each domain must reach
-    floors: Mapping[str, float]  # on validation to keep: the bar, or less of a flagged domain
-    alone: Mapping[str, float]  # what flagged domains reached alone, below their bar
+    floors: Mapping[str, float]  # on validation to keep: the target, or less of a flagged domain
+    alone: Mapping[str, float]  # what flagged domains reached alone, below their target
     head_only: bool  # whether a domain that gains nothing by an adapter takes none
 
     def keeps(self, accuracy: Mapping[str, float]) -> bool:
@@ -124,7 +124,7 @@ class Strategy:
 def shared_again(view: View) -> Proposal | None:
     """Move a domain that turned out to be unreachable to an adapter that has room for it.
 
-    It was tried there at its full bar before it was tried alone. What was measured then shows
+    It was tried there at its full target before it was tried alone. What was measured then shows
     whether all domains of that adapter keep what they must, now that less is asked of this one.
     """
     for adapter, held in view.adapters.items():
@@ -164,8 +164,8 @@ class NextFit(Strategy):
 class Joint(Strategy):
     """Trains all waiting domains together into a new adapter.
 
-    Those that miss their bar are left out and packed together next. Where none keeps its bar, the
-    half that came closest is tried.
+    Those that miss their target are left out and packed together next. Where none keeps its
+    target, the half that came closest is tried.
     """
 
     def propose(self, view: View) -> Proposal | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from valora_data.sources.generic.scenes import Scene, draw_scene
 
-MOST_THINGS = 3
+MAX_THINGS = 3
 """Most things of a scene in an album."""
 WORDINGS: dict[str, tuple[str, ...]] = {
     attribute: (
@@ -47,7 +47,7 @@ class AlbumFact:
 def draw_album(seed: int, images: int) -> tuple[list[Scene], list[AlbumFact]]:
     """Draw scenes, and all facts about things that occur in one of them only: at least one."""
     while True:
-        scenes = [draw_scene(seed + place, MOST_THINGS) for place in range(images)]
+        scenes = [draw_scene(seed + place, MAX_THINGS) for place in range(images)]
         facts = album_facts(scenes)
         if facts:
             return scenes, facts

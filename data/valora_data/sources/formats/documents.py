@@ -30,15 +30,15 @@ from valora_data.wording import plural
 
 TEXTS = frozenset({".txt", ".md", ".markdown", ".rst", ".pdf"})
 QUESTIONS = "questions.jsonl"
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Most bytes of a document's text."""
 SELF_STUDY = 400
 """Most questions of self-study where `source.counts` does not say how many."""
-LEAST_FACTS = 4
+MIN_FACTS = 4
 """Fewest facts of a drawn document: two to decide with, two to measure with."""
-LEAST_WORDS = 5
+MIN_WORDS = 5
 """Words of the shortest sentence that is asked about."""
-MOST_WORDS = 12
+MAX_WORDS = 12
 """Words of the longest answer, and of the longest part that a question repeats."""
 GAP = "___"
 SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n+")
@@ -151,7 +151,7 @@ class RecordsFormat(ContextFormat):
         """The questions about its facts."""
         rng = _rng(source)
         document, facts = self.draw(rng, source.entries)
-        if len(facts) < LEAST_FACTS:
+        if len(facts) < MIN_FACTS:
             raise DataError(
                 f"domain {source.name} has {plural(len(facts), 'fact')} to ask about, too few to "
                 "decide and to measure with: raise source.entries, or change source.seed"
@@ -292,9 +292,9 @@ def _checked(name: str, text: str) -> str:
     text = text.strip()
     if not text:
         raise DataError(f"document {name} is empty: add its text, or leave it out")
-    if len(text) > MOST_BYTES:
+    if len(text) > MAX_BYTES:
         raise DataError(
-            f"document {name} has {len(text):,} characters, more than {MOST_BYTES:,}: split it"
+            f"document {name} has {len(text):,} characters, more than {MAX_BYTES:,}: split it"
         )
     return text
 
@@ -347,7 +347,7 @@ def _text_of(file: Path) -> str:
 def _sentences(text: str) -> list[str]:
     """Sentences and lines of a text with enough words to ask about."""
     parts = (part.strip() for part in SENTENCE.split(text))
-    return [part for part in parts if len(WORD.findall(part)) >= LEAST_WORDS]
+    return [part for part in parts if len(WORD.findall(part)) >= MIN_WORDS]
 
 
 def continuations(text: str) -> list[Asked]:
@@ -355,11 +355,11 @@ def continuations(text: str) -> list[Asked]:
     found = []
     for sentence in _sentences(text):
         words = sentence.split()
-        for start in range(0, max(1, len(words) - 3), MOST_WORDS // 2):
-            half = min((len(words) - start) // 2, MOST_WORDS)
+        for start in range(0, max(1, len(words) - 3), MAX_WORDS // 2):
+            half = min((len(words) - start) // 2, MAX_WORDS)
             if half >= 2:
                 said = " ".join(words[start : start + half])
-                rest = words[start + half : start + half + MOST_WORDS]
+                rest = words[start + half : start + half + MAX_WORDS]
                 found.append(Asked(f"continue: {said}", (" ".join(rest),)))
     return found
 
@@ -373,8 +373,8 @@ def gaps(text: str, rng: np.random.Generator) -> list[Asked]:
         telling += [w for w in words[1:] if w[0][0].isupper()]
         telling = telling or sorted(words, key=lambda w: -len(w[0]))[:3]
         word = telling[int(rng.integers(len(telling)))]
-        near = sentence[: word.start()].split()[-MOST_WORDS:]
-        after = sentence[word.end() :].split()[:MOST_WORDS]
+        near = sentence[: word.start()].split()[-MAX_WORDS:]
+        after = sentence[word.end() :].split()[:MAX_WORDS]
         asked = f"which word is missing: {' '.join([*near, GAP, *after])}"
         found.append(Asked(asked, (word[0],)))
     return found

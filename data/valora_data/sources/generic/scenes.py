@@ -23,7 +23,7 @@ Window = tuple[slice, slice]
 TRAINING_SEEDS = 1_000_000_000
 """Scenes that the base model is trained on have this seed and larger ones; all else smaller."""
 SIZE = 96  # width and height of a scene in pixels
-MOST_THINGS = 6  # named things in a scene
+MAX_THINGS = 6  # named things in a scene
 SMALLEST = 15.0  # shortest long side of a named thing in pixels: little more than a visual token
 OVERSAMPLING = 3  # things are drawn this many times larger and averaged down: smooth edges
 Range = tuple[float, float]
@@ -369,7 +369,7 @@ def grainy(pixels: Pixels, rng: np.random.Generator, blur: float, strength: floa
 
 
 def draw_sprites(
-    rng: np.random.Generator, most: int = MOST_THINGS, *, novel: bool = False
+    rng: np.random.Generator, most: int = MAX_THINGS, *, novel: bool = False
 ) -> list[Sprite]:
     """One to `most` things of few kinds, so that counting and confusing them is possible.
 
@@ -395,7 +395,7 @@ def draw_sprites(
     return sprites
 
 
-def draw_scene(seed: int, most: int = MOST_THINGS, *, novel: bool = False) -> Scene:
+def draw_scene(seed: int, most: int = MAX_THINGS, *, novel: bool = False) -> Scene:
     """Draws the scene of a seed with one to `most` things."""
     rng = np.random.default_rng(seed)
     background = draw_clutter(draw_background(rng), rng)

@@ -60,8 +60,8 @@ def test_plan_keeps_its_promises(problem, strategy, head_only, margin, data):
     alone = {name: data.draw(st.floats(0.0, 1.0)) for name in required}
     probes = {name: Probe(required[name], alone[name]) for name in required}
     plan = FusionPlan(requirements, make_strategy(strategy), probes=probes, head_only=head_only)
-    bar = {name: min(least + margin, (least + 1) / 2) for name, least in required.items()}
-    needless = {name for name in required if alone[name] >= bar[name]}
+    target = {name: min(least + margin, (least + 1) / 2) for name, least in required.items()}
+    needless = {name for name in required if alone[name] >= target[name]}
     assert set(plan.head_only) == (needless if head_only else set())
     play(plan, oracle)
     assert plan.waiting == ()
@@ -83,11 +83,11 @@ def test_plan_keeps_its_promises(problem, strategy, head_only, margin, data):
         assert set(held) <= set(last.kept)
         measured[adapter] = reached = last.accuracy
         if not set(held) & set(plan.unreachable):
-            assert all(reached[name] >= bar[name] - 1e-8 for name in held)
+            assert all(reached[name] >= target[name] - 1e-8 for name in held)
         if head_only:  # nothing that LoRA makes worse is kept
             assert all(reached[name] >= alone[name] - 1e-8 for name in held)
     for name, accuracy in plan.unreachable.items():
-        assert accuracy < bar[name]
+        assert accuracy < target[name]
         if name in placed:
             (adapter,) = [a for a, held in plan.packing.items() if name in held]
             floor = plan.alone[name] - margin - 1e-8

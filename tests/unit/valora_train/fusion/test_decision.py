@@ -53,8 +53,8 @@ def decision(number, new, adapter, held, accuracy, verdict, below=(), kept=()):
     """A first attempt, judged by hand."""
     attempt = Attempt(number, tuple(new), adapter, tuple(held), rehearse=True)
     before = {name: START[name] for name in attempt.domains}
-    floor = {name: REQUIREMENTS[name].bar for name in attempt.domains}
-    asked = {name: f"its bar of {REQUIREMENTS[name].text}" for name in attempt.domains}
+    floor = {name: REQUIREMENTS[name].target for name in attempt.domains}
+    asked = {name: f"its target of {REQUIREMENTS[name].text}" for name in attempt.domains}
     return AttemptDecision(
         attempt, accuracy, verdict, tuple(below), "a reason", tuple(kept), before, floor, asked
     )
@@ -80,15 +80,18 @@ def test_attempts_say_what_was_before_and_where_domains_went():
         ({"bicycle": 0.83, "plate": 0.9}, {"plate": "stays in adapter-3"}),
         ({"person": 0.93, "vehicle": 0.75, "bicycle": 0.83}, {"bicycle": "is in adapter-1"}),
     ]
-    for head_only, went in (((), "waits for its next attempt"), ({"bicycle"}, "takes no adapter")):
+    for head_only, consequences in (
+        ((), "waits for its next attempt"),
+        ({"bicycle"}, "takes no adapter"),
+    ):
         (one,) = attempts_as_json(DECISIONS[1:2], {"adapter-1": ("person",)}, head_only)
-        assert one["went"] == {"bicycle": went}
+        assert one["went"] == {"bicycle": consequences}
 
 
 def test_a_flagged_domain_must_keep_what_it_reached_alone():
     assert TOLD[4]["floor"]["plate"] == pytest.approx(0.96)
     assert TOLD[5]["floor"] == pytest.approx({"plate": 0.89, "bicycle": 0.82})
-    assert TOLD[4]["asked"]["plate"] == "its bar of 0.960 (required 0.950 + margin 0.010)"
+    assert TOLD[4]["asked"]["plate"] == "its target of 0.960 (required 0.950 + margin 0.010)"
     assert TOLD[5]["asked"]["plate"] == "0.890 (reached 0.900 alone − margin 0.010)"
 
 

@@ -94,7 +94,7 @@ def test_a_rollback_restores_what_was_committed(tmp_path):
     assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b", "c")}
     assert trainer.weights == {"adapter-1": 1, "adapter-2": 2}
     assert [seed for _, _, seed in trainer.trained] == [3001, 3002, 3003, 3004]
-    assert state.told == list(ACCURACY.values())
+    assert state.accuracies == list(ACCURACY.values())
     assert state.snapshots == {
         "adapter-1": "adapter-1-01.safetensors", "adapter-2": "adapter-2-04.safetensors",
     }  # fmt: skip
@@ -114,7 +114,7 @@ def test_a_domain_alone_takes_the_adapter_that_it_was_trained_in(tmp_path):
     assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b", "c")}
     assert [attempt[:2] for attempt in trainer.trained] == [("adapter-1", "b"), ("adapter-2", "c")]
     assert trainer.weights == {"adapter-1": 40, "adapter-2": 71}
-    assert state.told == list(ACCURACY.values())
+    assert state.accuracies == list(ACCURACY.values())
     keys = [facts["dedicated"] for facts in state.attempts]
     assert keys == ["key of a", None, "key of b", None]
     *_, again = start(tmp_path)
@@ -134,7 +134,7 @@ def test_a_fusion_is_resumed_after_any_attempt(tmp_path, cut):
     play(plan, packing)
     assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b", "c")}
     assert trainer.weights == {"adapter-1": 1, "adapter-2": 2}
-    assert state.told == list(ACCURACY.values())
+    assert state.accuracies == list(ACCURACY.values())
 
 
 @pytest.mark.parametrize("reached", [0.1, 0.2])
@@ -229,7 +229,7 @@ def test_heads_of_domains_that_are_left_out_or_move_are_dropped(tmp_path, monkey
     play(plan, packing)
     assert trainer.in_adapter == JOINT_HEADS[-1]
     assert plan.packing == {"adapter-2": ("b", "c", "a")}
-    assert state.told == list(JOINT_ACCURACY.values())
+    assert state.accuracies == list(JOINT_ACCURACY.values())
     assert [file.name for file in (tmp_path / SNAPSHOTS).iterdir()] == ["adapter-2-04.safetensors"]
 
 

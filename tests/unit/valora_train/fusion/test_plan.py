@@ -42,13 +42,13 @@ def try_(new, *accuracy, into=None, held=""):
 @pytest.mark.parametrize(
     ("script", "verdict", "kept", "packing", "waiting"),
     [
-        # Domains that miss their bar are left out and wait.
+        # Domains that miss their target are left out and wait.
         ([try_("abc", 0.9, 0.79, 0.82)], COMMITTED, "ac", {ONE: "ac"}, "bd"),
         (
             [try_("abc", 0.9, 0.79, 0.82), try_("bd", 0.9, 0.83, 0.83, 0.84, into=ONE, held="ac")],
             COMMITTED, "acbd", {ONE: "acbd"}, "",
         ),
-        # One that is held and misses its bar rolls everything back.
+        # One that is held and misses its target rolls everything back.
         (
             [try_("a", 0.9), try_("bc", 0.8, 0.9, 0.7, into=ONE, held="a")],
             ROLLED_BACK, "", {ONE: "a"}, "bcd",
@@ -117,7 +117,7 @@ def test_a_flagged_domain_keeps_what_it_reached_alone_less_the_margin():
     assert plan.tell({"a": 0.68, "b": 0.9, "c": 0.9}).verdict is COMMITTED
     assert plan.unreachable == {"a": 0.68}
     assert slack(view, ONE) == pytest.approx(0.02)
-    # Beside others it reaches its bar.
+    # Beside others it reaches its target.
     assert plan.tell({"a": 0.83, "b": 0.9, "c": 0.9, "d": 0.9}).verdict is COMMITTED
     assert (plan.alone, plan.unreachable) == ({}, {})
 

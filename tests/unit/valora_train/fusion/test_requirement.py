@@ -23,7 +23,7 @@ def domain(required, of_teacher=None, task=Task.DETECTION):
 
 
 @pytest.mark.parametrize(
-    ("required", "margin", "largest", "bar"),
+    ("required", "margin", "largest", "target"),
     [
         (0.80, 0.02, 1.0, 0.82),
         (0.95, 0.02, 1.0, 0.97),
@@ -38,15 +38,15 @@ def domain(required, of_teacher=None, task=Task.DETECTION):
         (0.80, -10.0, 1.0, -9.2),
     ],
 )
-def test_the_bar_ends_below_what_is_possible(required, margin, largest, bar):
+def test_the_target_ends_below_what_is_possible(required, margin, largest, target):
     requirement = Requirement(required, margin, largest)
-    assert requirement.bar == pytest.approx(bar)
-    assert requirement.met_by(bar)
-    assert not requirement.met_by(bar - 1e-6)
+    assert requirement.target == pytest.approx(target)
+    assert requirement.met_by(target)
+    assert not requirement.met_by(target - 1e-6)
     assert requirement.met_by(largest)
     assert not requirement.met_by(math.nan)
     if margin > 0 and required < largest:
-        assert required < requirement.bar < largest
+        assert required < requirement.target < largest
 
 
 def test_sums_of_decimal_fractions_are_no_trap():
@@ -67,12 +67,12 @@ def test_sums_of_decimal_fractions_are_no_trap():
         ),
     ],
 )
-def test_people_are_told_where_the_bar_comes_from(requirement, text):
+def test_people_are_told_where_the_target_comes_from(requirement, text):
     assert requirement.text == text
 
 
 @pytest.mark.parametrize(
-    ("required", "of_teacher", "teacher", "bar", "text"),
+    ("required", "of_teacher", "teacher", "target", "text"),
     [
         # The share binds; half of what the teacher reaches above it limits the margin.
         (0.8, 0.97, 0.94, 0.9259,
@@ -90,16 +90,16 @@ def test_people_are_told_where_the_bar_comes_from(requirement, text):
         (None, 0.5, 0.9, 0.47, "0.470 (required 0.450 = 0.5 × the teacher's 0.900 + margin 0.020)"),
     ],
 )  # fmt: skip
-def test_the_larger_of_both_figures_counts(required, of_teacher, teacher, bar, text):
+def test_the_larger_of_both_figures_counts(required, of_teacher, teacher, target, text):
     found = contract_requirement(domain(required, of_teacher), 0.02, teacher, 0.5)
     assert found.required == max(required or 0.0, of_teacher * teacher)
-    assert found.promise == max(required or 0.0, of_teacher * 0.5)
-    assert (found.bar, found.text) == (pytest.approx(bar), text)
+    assert found.required_on_test == max(required or 0.0, of_teacher * 0.5)
+    assert (found.target, found.text) == (pytest.approx(target), text)
 
 
 @pytest.mark.parametrize("task", [Task.DETECTION, Task.CAPTION])
 @pytest.mark.parametrize("margin", [0.0, 0.02, 0.3])
-def test_a_contract_that_asks_for_more_never_lowers_the_bar(task, margin):
+def test_a_contract_that_asks_for_more_never_lowers_the_target(task, margin):
     draw, largest = random.Random(0).uniform, task.spec.largest
     for _ in range(300):
         required, share, more = draw(0.01, largest), draw(0.01, 1), draw(0.01, 1)
@@ -111,17 +111,17 @@ def test_a_contract_that_asks_for_more_never_lowers_the_bar(task, margin):
         both = asked(required, share)
         alone, relative = asked(required, None), asked(None, share)
         assert both.required == max(alone.required, relative.required)
-        assert both.bar >= max(alone.bar, both.required)
-        assert relative.required <= relative.bar <= teacher
-        assert asked(required, max(share, more)).bar >= both.bar - 1e-12
-        assert both.bar < max(largest, teacher) or required == largest
+        assert both.target >= max(alone.target, both.required)
+        assert relative.required <= relative.target <= teacher
+        assert asked(required, max(share, more)).target >= both.target - 1e-12
+        assert both.target < max(largest, teacher) or required == largest
 
 
 @pytest.mark.parametrize(("val", "test", "kept"), [
     (0.90, 0.80, True), (0.899, 0.80, False), (0.90, 0.799, False), (0.99, 0.79, False),
 ])  # fmt: skip
 def test_a_promise_is_kept_on_both_splits(val, test, kept):
-    requirement = Requirement(0.9, 0.02, promised=0.8)
+    requirement = Requirement(0.9, 0.02, on_test=0.8)
     assert requirement.kept_by({"val": val, "test": test}) is kept
     assert not Requirement(0.9).kept_by({"val": 0.9, "test": test})
 

@@ -11,14 +11,14 @@ from valora_train.stage import read_json, write_json
 
 def test_a_state_is_read_back(tmp_path):
     state = FusionState(tmp_path, {"a": {"val": 0.5, "test": 0.4}})
-    state.told.append({"a": 0.9})
+    state.accuracies.append({"a": 0.9})
     state.seconds.append(1.5)
     state.mlflow_run_id = "run"
     state.write_snapshot("adapter-1", 1, {"lora/x": torch.arange(3.0)})
     state.save()
     again = FusionState(tmp_path, {"b": {"val": 0.1, "test": 0.1}})
     assert again.head_only == {"a": {"val": 0.5, "test": 0.4}}
-    assert (again.told, again.seconds, again.mlflow_run_id) == ([{"a": 0.9}], [1.5], "run")
+    assert (again.accuracies, again.seconds, again.mlflow_run_id) == ([{"a": 0.9}], [1.5], "run")
     assert torch.equal(again.read_snapshot("adapter-1")["lora/x"], torch.arange(3.0))
 
 
@@ -29,7 +29,7 @@ def test_the_format_of_earlier_versions_is_read(tmp_path):
     save_file({"lora/x": torch.arange(3.0)}, tmp_path / SNAPSHOTS / "f")  # without its hash
     write_json(tmp_path / STATE, old)
     state = FusionState(tmp_path, {})
-    assert state.told == [{"a": 0.9}]
+    assert state.accuracies == [{"a": 0.9}]
     assert state.snapshots == {"adapter-1": "f"}
     assert state.mlflow_run_id is None
     assert torch.equal(state.read_snapshot("adapter-1")["lora/x"], torch.arange(3.0))

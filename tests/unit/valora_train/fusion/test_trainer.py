@@ -195,12 +195,12 @@ def test_evaluating_again_changes_nothing(random_llava):
 def test_views_are_trained_on_besides_the_images_and_their_mirrors(random_llava, caplog):
     lmm = Lmm(ModelSettings(id=str(random_llava)), LoraSettings(rank=4))
     domain = Domain("apple", Task.DETECTION, ("apple",), "detect apple", 0.8)
-    taught = coloured_squares(5, 1, "apple", "red")
+    pseudo_labelled = coloured_squares(5, 1, "apple", "red")
 
     def data(mirror=True, **augment):
         task = make_task(domain, HeadSettings(), lmm)
         settings = AugmentSettings(color=0.4, shift=0.2, **augment)
-        return DomainData(task, taught, {}, lmm, mirror, settings, seed=3)
+        return DomainData(task, pseudo_labelled, {}, lmm, mirror, settings, seed=3)
 
     plain, four = data(views=0), data(views=4)
     assert len(plain.inputs) == 10
@@ -213,7 +213,7 @@ def test_views_are_trained_on_besides_the_images_and_their_mirrors(random_llava,
     assert len(data(mirror=False, views=2).inputs) == 15
     # Memory for two views and a half.
     one = sum(item.bytes for item in plain.inputs[:5])
-    one += sum(sample.image.width * sample.image.height * 3 for sample in taught)
+    one += sum(sample.image.width * sample.image.height * 3 for sample in pseudo_labelled)
     few = data(views=4, memory_gb=2.5 * one / 1e9)
     assert len(few.inputs) == 20
     assert "gets 2 of 4 augmented views" in caplog.text

@@ -53,7 +53,7 @@ def nested(parent: str) -> dict[str, mlflow.entities.Run]:
     return {run.info.run_name: run for run in below}
 
 
-def told(decisions):
+def records(decisions):
     return lambda: attempts_as_json(decisions, PACKING)
 
 
@@ -61,7 +61,7 @@ def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report
     shown, running = report()
     with running:
         for count, decision in enumerate(DECISIONS, 1):
-            shown.told = told(DECISIONS[:count])
+            shown.records = records(DECISIONS[:count])
             with shown.attempt(decision.attempt) as on_step:
                 on_step(1, 2, 0.5, {"lr": 0.1})
                 shown.attempted(outcome(decision))
@@ -123,7 +123,7 @@ def test_an_interrupted_fusion_continues_its_run_and_repeats_its_attempt(report)
     MlflowClient().update_run(interrupted.info.run_id, status="RUNNING")  # as `kill -9` leaves it
     MlflowClient().update_run(shown.run_id, status="RUNNING")
     again, running = report()
-    again.told = told(DECISIONS[:1])
+    again.records = records(DECISIONS[:1])
     with running:
         assert again.run_id == shown.run_id
         assert status(interrupted.info.run_id) == "KILLED"
@@ -170,7 +170,7 @@ def test_a_run_that_the_store_lost_is_logged_anew(report, tmp_path, lost):
 
 def test_without_a_run_nothing_is_logged(report, tmp_path):
     shown, _ = report()
-    shown.told = told(DECISIONS[:1])
+    shown.records = records(DECISIONS[:1])
     with shown.attempt(DECISIONS[0].attempt) as on_step:
         on_step(1, 2, 0.5, {})
         shown.attempted(outcome(DECISIONS[0]))

@@ -93,10 +93,10 @@ def test_a_fusion_is_one_picture_on_one_scale():
         if mark.get_label() in marks:
             marks[mark.get_label()].append(round(float(mark.get_offsets()[0][0]), 6))
     assert marks == {
-        "required": [0.8] * 4, "bar": [0.82] * 3, "validation": [0.96, 0.86, 0.31],
+        "required": [0.8] * 4, "target": [0.82] * 3, "validation": [0.96, 0.86, 0.31],
     }  # fmt: skip
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert sorted(legend) == sorted([
-        "without LoRA", "teacher", "test", "test, requirement missed", "required", "bar",
+        "without LoRA", "teacher", "test", "test, requirement missed", "required", "target",
         "validation",
     ])  # fmt: skip

@@ -26,7 +26,13 @@ from valora_train.fusion.strategies.base import Probe
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.reporting import texts
 from valora_train.reporting.cards import bundle_card
-from valora_train.reporting.texts import BESIDE_OTHERS, PROMISES, attempt_page, outcome_of, went
+from valora_train.reporting.texts import (
+    BESIDE_OTHERS,
+    REPORTED,
+    attempt_page,
+    consequences,
+    outcome_of,
+)
 
 HERE, THERE = "small CPU, 2 cores", "large GPU"
 DOMAINS = {
@@ -106,15 +112,15 @@ def test_the_first_lines_say_all_that_was_decided():
     assert [first_lines(attempt_page(TOLD[number])) for number in (0, 2, 5)] == [
         ["**Committed**: tried person in adapter-1, a new adapter of its own.",
          "Every domain keeps what it must; closest is person, which rose from 0.500 without LoRA "
-         "to 0.950, 0.030 above its bar of 0.920 (required 0.900 + margin 0.020)."],
+         "to 0.950, 0.030 above its target of 0.920 (required 0.900 + margin 0.020)."],
         ["**Committed in part**: tried bicycle and vehicle together in adapter-2, a new adapter.",
-         "vehicle rose from 0.300 without LoRA to 0.600, 0.120 below its bar of 0.720 (required "
+         "vehicle rose from 0.300 without LoRA to 0.600, 0.120 below its target of 0.720 (required "
          "0.700 + margin 0.020).",
          "bicycle moved on to adapter-1 with attempt 07; vehicle went to adapter-1 with attempt "
          "04."],
         ["**Rolled back**: tried plate in adapter-2 beside bicycle; plate would move there.",
-         "bicycle fell from 0.830 to 0.810, 0.010 below its bar of 0.820 (required 0.800 + margin "
-         "0.020).",
+         "bicycle fell from 0.830 to 0.810, 0.010 below its target of 0.820 (required 0.800 + "
+         "margin 0.020).",
          "plate stays in adapter-3."],
     ]  # fmt: skip
     dedicated = attempts_as_json(DECISIONS, PACKING, dedicated={5})[4]
@@ -131,7 +137,7 @@ def test_the_tables_have_every_domain_of_the_attempts():
     seconds = [float(number) for number in range(len(TOLD))]
     columns, rows = texts.steps_table(TOLD, seconds, REQUIREMENTS)
     steps = [dict(zip(columns, row, strict=True)) for row in rows]
-    assert steps[1]["reason"].startswith("person fell from 0.950 to 0.910, 0.010 below its bar")
+    assert steps[1]["reason"].startswith("person fell from 0.950 to 0.910, 0.010 below its target")
     assert steps[1]["went"] == "bicycle went to adapter-1 with attempt 07"
     assert [step["decision"] for step in steps[:3]] == [
         "committed", "rolled back", "committed in part",
@@ -177,9 +183,9 @@ def test_texts_hold_for_whatever_a_strategy_does(strategy, seed):
         held |= {name: reached[name] for name in done.kept}
         befores.append(before)
         afters.append((reached, done))
-    told = attempts_as_json(plan.decisions, plan.packing, plan.head_only)
-    assert len(told) == len(befores)
-    for one, before, (reached, done) in zip(told, befores, afters, strict=True):
+    record = attempts_as_json(plan.decisions, plan.packing, plan.head_only)
+    assert len(record) == len(befores)
+    for one, before, (reached, done) in zip(record, befores, afters, strict=True):
         assert one["before"] == before
         assert texts.verdict_of(one).capitalize() in attempt_page(one).splitlines()[0]
         for name in done.below:
@@ -190,10 +196,10 @@ def test_texts_hold_for_whatever_a_strategy_does(strategy, seed):
         home = {name: adapter for adapter, names in plan.packing.items() for name in names}
         for name in done.attempt.new:
             if home.get(name) != done.attempt.adapter:
-                assert f"{name} " in went(one)
+                assert f"{name} " in consequences(one)
                 assert home.get(name, "takes no adapter") in one["went"][name]
     rejected = [one for one in afters if one[1].verdict != COMMITTED or one[1].left_out]
-    assert len(texts.rejected_lines(told)) == len(rejected)
+    assert len(texts.rejected_lines(record)) == len(rejected)
     assert texts.rejected_lines([{"verdict": "rolled back", "domain": "of an old version"}]) == []
 
 
@@ -201,11 +207,11 @@ def test_texts_hold_for_whatever_a_strategy_does(strategy, seed):
 
 
 def test_each_line_says_everything_of_a_domain():
-    lines = texts.domain_table(DOMAINS, ADAPTERS, (*PROMISES, *BESIDE_OTHERS))
+    lines = texts.domain_table(DOMAINS, ADAPTERS, (*REPORTED, *BESIDE_OTHERS))
     rows = {cells(line)[0]: dict(zip(cells(lines[0]), cells(line), strict=True)) for line in lines}
     assert rows["bicycle"] == {
         "domain": "bicycle", "metric": "f1", "adapter": "adapter-1 (rank 16, 1.2 MB)",
-        "bar": "0.920", "validation": "0.931", "slack": "+0.011", "required": "0.900",
+        "target": "0.920", "validation": "0.931", "slack": "+0.011", "required": "0.900",
         "test (95 %)": "0.935 (0.912–0.951)", "without LoRA": "0.610",
         # 0.95 of what its own adapter reaches is required: 0.9 / 0.95 = 0.947.
         "of its own adapter": "99 % of 0.947, at least 96.3 %",
@@ -219,10 +225,10 @@ def test_each_line_says_everything_of_a_domain():
     assert rows["people_count"]["other metrics"] == "within_one 0.970 (teacher 0.990)"
     old = rows["own_words"]
     assert old["adapter"] == "adapter-2 (rank 8)"
-    assert {old[key] for key in ("bar", "mAP", "of the teacher", "images/s")} == {"–"}
+    assert {old[key] for key in ("target", "mAP", "of the teacher", "images/s")} == {"–"}
     words = {"own_words": DOMAINS["own_words"]}
-    alone = texts.domain_table(words, ADAPTERS, (*PROMISES, *BESIDE_OTHERS))
-    assert not {"bar", *BESIDE_OTHERS} & set(cells(alone[0]))  # nothing is said of any domain
+    alone = texts.domain_table(words, ADAPTERS, (*REPORTED, *BESIDE_OTHERS))
+    assert not {"target", *BESIDE_OTHERS} & set(cells(alone[0]))  # nothing is said of any domain
     assert not texts.domain_table(words, ADAPTERS, ("domain", *BESIDE_OTHERS))
 
 
@@ -234,7 +240,7 @@ def test_the_terminal_loses_no_figure_however_narrow_it_is(width):
         "http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef?workflowType=machine_learning",
     )  # fmt: skip
     said = console.file.getvalue()
-    lines = texts.domain_table(DOMAINS, ADAPTERS, (*PROMISES, *BESIDE_OTHERS))
+    lines = texts.domain_table(DOMAINS, ADAPTERS, (*REPORTED, *BESIDE_OTHERS))
     for word in " ".join(lines[2:]).replace("|", " ").split():
         assert word in said or width < 100, word
     for figure in ("0.935", "0.675", "87", "0.034", "61.9", "0.920"):
@@ -268,7 +274,7 @@ def test_the_card_lists_domains_and_what_was_rejected():
     accuracy = DOMAINS["bicycle"]["accuracy"] | {"confusion": {}}
     domains = DOMAINS | {"bicycle": DOMAINS["bicycle"] | {"accuracy": accuracy}}
     card = bundle_card(manifest(domains=domains, rejected=texts.rejected_lines(TOLD)))
-    for line in texts.domain_table(domains, ADAPTERS, (*PROMISES, *BESIDE_OTHERS)):
+    for line in texts.domain_table(domains, ADAPTERS, (*REPORTED, *BESIDE_OTHERS)):
         assert line in card
     assert "| `adapters/adapter-1` | 16 | 1.2 MB | bicycle |" in card
     assert "- **06 plate → adapter-2**, rolled back: bicycle fell from 0.830 to 0.810" in card

@@ -15,7 +15,7 @@ from valora_train.settings import DomainSettings, SourceSettings, TeacherSetting
 from valora_train.stage import RECORD, digest, intact
 from valora_train.stages.data import build_data, data_stage
 from valora_train.stages.distill import (
-    TAUGHT,
+    PSEUDO_LABELLED,
     build_distilled,
     describe_distilled,
     distill_stage,
@@ -200,11 +200,11 @@ def test_damaged_parts_name_the_folder_to_delete(tmp_path, domain, monkeypatch) 
             chain.distill.run(chain.work, build)
     table.write_bytes(content)
     distilled, _ = chain.distill.run(chain.work, build)
-    assert intact(distilled / TAUGHT) == distilled / TAUGHT
+    assert intact(distilled / PSEUDO_LABELLED) == distilled / PSEUDO_LABELLED
     (distilled / "report.json").write_text("{")
     with pytest.raises(StageError, match=rf"report\.json is not what was written.*{distilled}"):
         describe_distilled(distilled)
-    shutil.rmtree(distilled / TAUGHT)
+    shutil.rmtree(distilled / PSEUDO_LABELLED)
     with pytest.raises(StageError, match=rf"taught is missing.*delete {distilled}"):
         chain.distill.run(chain.work, build)
 

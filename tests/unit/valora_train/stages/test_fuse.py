@@ -50,7 +50,7 @@ def test_what_changes_no_training_is_in_no_hash():
         assert fuse_stage(replace(Settings(), fusion=changed), []).key != plain
 
 
-def taught(
+def pseudo_labelled(
     folder: Path, accuracy: float | None, test: float | None = None, **domain
 ) -> DomainInputs:
     """A domain whose teacher reaches an accuracy on validation, and perhaps another on test."""
@@ -62,19 +62,22 @@ def taught(
 
 
 def test_a_relative_requirement_is_a_share_of_the_teachers_accuracy(tmp_path):
-    found = taught(tmp_path, 0.9, 0.7, required=None, of_teacher=0.8).requirement(0.02)
+    found = pseudo_labelled(tmp_path, 0.9, 0.7, required=None, of_teacher=0.8).requirement(0.02)
     assert found.required == pytest.approx(0.72)
-    assert found.promise == pytest.approx(0.56)  # on test, like is compared with like
+    assert found.required_on_test == pytest.approx(0.56)  # on test, like is compared with like
     assert found.text == "0.740 (required 0.720 = 0.8 × the teacher's 0.900 + margin 0.020)"
-    found = taught(tmp_path, 1.0, required=None, of_teacher=1.0).requirement(0.02)
-    assert found.bar == 1.0  # nothing more is possible
-    assert taught(tmp_path, 0.9, required=0.8).requirement(0.0).text == "0.800 (required 0.800)"
+    found = pseudo_labelled(tmp_path, 1.0, required=None, of_teacher=1.0).requirement(0.02)
+    assert found.target == 1.0  # nothing more is possible
+    assert (
+        pseudo_labelled(tmp_path, 0.9, required=0.8).requirement(0.0).text
+        == "0.800 (required 0.800)"
+    )
 
 
 @pytest.mark.parametrize("accuracy", [0.0, float("nan"), None])
 @pytest.mark.parametrize("how", [{"required": None, "of_teacher": 0.8}, {"of_teacher": 0.8}])
 def test_nothing_can_be_relative_to_a_teacher_that_reaches_nothing(tmp_path, accuracy, how):
-    item = taught(tmp_path, accuracy, **how)
+    item = pseudo_labelled(tmp_path, accuracy, **how)
     with pytest.raises(SettingsError, match=r"teacher of domain cats .* 0\.8 of it .*cats\.of_tea"):
         item.requirement()
 
@@ -89,7 +92,7 @@ def test_shares_of_the_task_are_asked_of_domains_with_a_teacher():
 
 def test_a_stage_depends_on_all_that_its_bars_follow_from(tmp_path):
     def key(accuracy, **domain):
-        return fuse_stage(Settings(), [taught(tmp_path, accuracy, 0.9, **domain)]).key
+        return fuse_stage(Settings(), [pseudo_labelled(tmp_path, accuracy, 0.9, **domain)]).key
 
     plain = key(0.9, required=0.8)
     assert plain == key(0.95, required=0.8)  # nothing is asked of the teacher
@@ -101,11 +104,11 @@ def test_the_metrics_largest_value_counts(tmp_path):
     write_json(tmp_path / REPORT, {})
     caption = DomainSettings(name="words", task=Task.CAPTION, required=9.99)
     found = DomainInputs(caption, tmp_path, tmp_path).requirement(0.02)
-    assert found.bar == pytest.approx(9.995)
+    assert found.target == pytest.approx(9.995)
 
 
 def test_a_finished_fusion_is_refused_if_a_domain_is_flagged(tmp_path):
-    item = taught(tmp_path, None, required=0.8)
+    item = pseudo_labelled(tmp_path, None, required=0.8)
     result = {"unreachable": {"cats": 0.528}, "domains": {"cats": {}}}
     write_json(tmp_path / "fusion.json", result)
     keep = replace(Settings(), fusion=FusionSettings(unreachable="keep"))

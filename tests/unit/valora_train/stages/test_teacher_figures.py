@@ -15,8 +15,8 @@ from valora_train.metrics.evaluate import match
 from valora_train.settings import DomainSettings, SourceSettings, TeacherSettings
 from valora_train.stages.data import build_data
 from valora_train.stages.distill import (
+    PSEUDO_LABELLED,
     REPORT,
-    TAUGHT,
     answers_on_test,
     build_distilled,
     build_teacher,
@@ -120,7 +120,8 @@ def test_boxes_below_the_least_confidence_are_never_distilled(
     data, tmp_path, least, threshold, sure
 ):
     out = distilled(PERSON, data, tmp_path / "out", min_confidence=least, threshold=threshold)
-    kept = [box.confidence for one in shards.read(out / TAUGHT) for box in one.answer.boxes]
+    samples = shards.read(out / PSEUDO_LABELLED)
+    kept = [box.confidence for one in samples for box in one.answer.boxes]
     assert min(kept) >= sure
     assert teacher_figures(out)["teacher_map"] > 0.2
     if threshold is not None:  # what it says of the test images is kept
@@ -159,7 +160,7 @@ def test_a_classifier_has_a_calibration_error(data, tmp_path):
     figures = teacher_figures(out)
     assert figures["teacher_ece"] == pytest.approx(abs(0.7 - figures["teacher"]), abs=1e-5)
     assert answers_on_test(out) == [{"label": WEATHER[0], "confidence": pytest.approx(0.7)}] * 12
-    assert {sample.answer.label for sample in shards.read(out / TAUGHT)} == {WEATHER[0]}
+    assert {sample.answer.label for sample in shards.read(out / PSEUDO_LABELLED)} == {WEATHER[0]}
     teacher = TeacherSettings(kind="function")
     assert distill_stage(SKY, teacher, data(SKY), None).version == 5
 
@@ -171,7 +172,7 @@ def test_a_small_teacher_is_distilled_with_its_soft_labels(data, tmp_path):
     out.mkdir()
     build_teacher(domain, teacher, data(SKY), taught, lambda *_: None)
     build_distilled(domain, teacher, data(SKY), taught, out)
-    samples = shards.read(out / TAUGHT)
+    samples = shards.read(out / PSEUDO_LABELLED)
     assert len(samples) == 12 + 40
     assert all(len(sample.answer.soft) == len(WEATHER) for sample in samples[:12])
     assert all(sample.answer.choice for sample in samples)

@@ -17,7 +17,7 @@ from tests.bench.base_models.questions import (
 )
 from valora_data.sources.generic.scenes import (
     COLORS,
-    MOST_THINGS,
+    MAX_THINGS,
     PATTERNS,
     SIZE,
     color_of,
@@ -63,7 +63,7 @@ def test_a_scene_is_a_function_of_its_seed():
 def test_scenes_hold_a_few_things_inside_the_image():
     for scene in SCENES:
         assert (scene.pixels.shape, scene.pixels.dtype) == ((SIZE, SIZE, 3), np.uint8)
-        assert 1 <= len(scene.things) <= MOST_THINGS
+        assert 1 <= len(scene.things) <= MAX_THINGS
         for thing in scene.things:
             assert min(thing.box[:2]) >= 0
             assert max(thing.box[2:]) <= SIZE

@@ -63,13 +63,13 @@ def test_the_optimum_is_that_of_all_partitions(count, seed, head_only, margin):
     spared, floor, helpful = [], {}, []
     for name, one in asked.items():
         alone, without = table.alone(0, name).val, table.head_only[0][name].val
-        enough = head_only and without >= one.bar
-        if enough or (head_only and alone < one.bar and alone <= without):
+        enough = head_only and without >= one.target
+        if enough or (head_only and alone < one.target and alone <= without):
             spared.append(name)
         if not enough:
             helpful.append(name)
         floor[name] = (
-            one.bar if alone >= one.bar else max(alone - margin, without if head_only else 0)
+            one.target if alone >= one.target else max(alone - margin, without if head_only else 0)
         )
 
     def fits(group, trained):
@@ -175,8 +175,8 @@ def test_the_default_strategy_finds_the_fewest_adapters(task):
         above += len(found.packing) - FEWEST[task][place]
         assert found.unreachable == () and (found.attempts == 1 or len(found.packing) > 1)
         reached = served(table, found, seed)
-        assert all(reached[name].val >= of[name].bar - 1e-9 for name in of)
-        missed += sum(reached[name].test < of[name].promise for name in of)
+        assert all(reached[name].val >= of[name].target - 1e-9 for name in of)
+        missed += sum(reached[name].test < of[name].required_on_test for name in of)
         for share in (0.9, 0.99):
             asked_share = share_requirements(table, share, seed)
             kept = served(table, replay(make_strategy(default), table, asked_share, seed), seed)

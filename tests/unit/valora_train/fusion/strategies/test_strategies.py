@@ -24,7 +24,7 @@ def play(plan, accuracy):
 
 
 def test_joint_leaves_out_and_halves():
-    # Four together: none keeps its bar; the closest two do; the others are packed next.
+    # Four together: none keeps its target; the closest two do; the others are packed next.
     def accuracy(name, group):
         if len(group) == 4:
             return {"a": 0.7, "b": 0.75, "c": 0.6, "d": 0.79}[name]
@@ -70,10 +70,10 @@ class Scripted(Strategy):
 FAIL = ({"p", "x", "y"}, {"q", "z", "x"}, {"q", "z", "y"}, {"p", "q"})
 
 
-@pytest.mark.parametrize("most", [affinity.MOST_STEPS, 0])
+@pytest.mark.parametrize("most", [affinity.MAX_STEPS, 0])
 def test_the_first_move_leaves_room_for_those_after_it(monkeypatch, most):
     # q has more slack than p; but beside q, z leaves p to both x and y.
-    monkeypatch.setattr(affinity, "MOST_STEPS", most)  # 0: the moves are not looked ahead
+    monkeypatch.setattr(affinity, "MAX_STEPS", most)  # 0: the moves are not looked ahead
 
     def accuracy(name, group):
         return 0.7 if any(part <= group for part in FAIL) else {"q": 0.95, "p": 0.85}.get(name, 0.9)
@@ -104,7 +104,7 @@ def test_a_strategy_may_override_nothing_at_all():
 
 
 def test_two_that_are_out_of_reach_share_an_adapter():
-    # Each misses its bar everywhere; the second was tried beside the first before that is known.
+    # Each misses its target everywhere; the second was tried beside the first before that is known.
     for strategy in ("rehearsal", "paper", "affinity"):
         plan = plan_of(strategy, "abc", required=0.95)
         play(plan, lambda name, group: 0.96 if name == "c" else 0.9)

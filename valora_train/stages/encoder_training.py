@@ -33,7 +33,7 @@ from valora_train.model.prompts import Encoded, Example
 from valora_train.reporting.progress import Step
 from valora_train.settings import Settings, as_dict
 from valora_train.stage import Stage, digest, intact
-from valora_train.stages.distill import TAUGHT
+from valora_train.stages.distill import PSEUDO_LABELLED
 from valora_train.stages.fuse import DomainInputs
 from valora_train.tasks.registry import make_task
 
@@ -45,13 +45,13 @@ PIECES = 4  # in one step; they share the pass over the document, which costs as
 QUESTIONS = 32  # about a document in one step, for the same reason
 
 
-def memorise_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
+def encoder_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     """The stage that trains an encoder."""
     context = settings.context
     base = settings.model.id
     inputs = {"base": base_hash(base), "processor": processor_hash(base)}
     for item in domains:
-        inputs[f"{item.settings.name}/taught"] = digest(item.distilled / TAUGHT)
+        inputs[f"{item.settings.name}/taught"] = digest(item.distilled / PSEUDO_LABELLED)
     values: dict[str, Any] = {
         "tokens": context.tokens, "steps": context.encoder_steps, "lr": settings.train.lr,
         "seed": settings.train.seed, "model": as_dict(settings.model),
@@ -61,7 +61,7 @@ def memorise_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage
     return Stage(f"memorise-{settings.task.name}", 1, values, inputs)
 
 
-def build_memories(
+def build_encoder(
     settings: Settings, domains: Sequence[DomainInputs], folder: Path, on_step: Step
 ) -> None:
     """Train the encoder, and write it and the memory of each document."""
@@ -70,7 +70,7 @@ def build_memories(
     asked: dict[str, tuple[Document, Sequence[Encoded]]] = {}
     for item in domains:
         task = make_task(item.settings.domain(), settings.heads, lmm)
-        samples = shards.read(intact(item.distilled / TAUGHT))
+        samples = shards.read(intact(item.distilled / PSEUDO_LABELLED))
         task.prepare(samples)
         document = samples[0].document
         assert document is not None, "`prepare` checks it"

@@ -11,7 +11,7 @@ from valora_data.schema import Document
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
-from valora_train.stages.memorise import ContextEncoder, one_cycle, train_encoder
+from valora_train.stages.encoder_training import ContextEncoder, one_cycle, train_encoder
 
 DOCUMENTS = {"a": Document("417 color red\n820 thing star"), "b": Document("131 color blue")}
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.unit.valora_train.fusion.test_packing import CountingTrainer, play
-from valora_train.fusion.earlier import Earlier
 from valora_train.fusion.packing import DedicatedAdapter, Packing, make_plan
 from valora_train.fusion.requirement import Requirement
+from valora_train.fusion.resume_cache import ResumeCache
 from valora_train.fusion.state import HEAD_ONLY, FusionState
 from valora_train.settings import FusionSettings
 from valora_train.stage import Stage
@@ -46,7 +46,7 @@ def fuse(work, required, settings=SETTINGS, stop_after=None, dedicated=None, **s
     folder = made.partial(work)
     folder.mkdir(parents=True, exist_ok=True)
     state = FusionState(folder, {})
-    earlier = Earlier(made, work, folder)
+    earlier = ResumeCache(made, work, folder)
     earlier.take_head_only(state)
     measured = [name for name in required if name not in state.head_only]
     for name in measured:
@@ -60,7 +60,7 @@ def fuse(work, required, settings=SETTINGS, stop_after=None, dedicated=None, **s
     def new_plan():
         return make_plan(settings, requirements, state.head_only, 0, None)
 
-    if not state.told:
+    if not state.accuracies:
         earlier.take_attempts(new_plan, state, dedicated)
     plan, trainer = new_plan(), OracleTrainer({})
     packing = Packing(plan, trainer, state, 0, None, dedicated)
@@ -80,7 +80,7 @@ def test_a_requirement_that_changes_no_decision_repeats_no_training(tmp_path):
 
 def test_training_begins_at_the_first_decision_that_differs(tmp_path):
     fuse(tmp_path, REQUIRED)
-    # c misses its bar beside a now, and beside b.
+    # c misses its target beside a now, and beside b.
     trained, _, plan = fuse(tmp_path, REQUIRED | {"c": 0.75})
     assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b",), "adapter-3": ("c",)}
     # The snapshot of adapter-1 before c joined it is gone: c is tried there again, and before.

@@ -18,6 +18,7 @@ from valora_train.fusion.parent import training_inputs
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.state import (
     HEAD_ONLY,
+    SAVED,
     SNAPSHOTS,
     STATE,
     FusionState,
@@ -29,7 +30,7 @@ from valora_train.stage import Stage, read_json, write_json
 MADE_OF = "made_of.json"
 
 
-class Earlier:
+class ResumeCache:
     """The fusions beside a new one that trained with the same settings."""
 
     def __init__(self, stage: Stage, work: Path, folder: Path) -> None:
@@ -103,8 +104,8 @@ class Earlier:
             return
         if count:
             state.snapshots.update(files)
-            for name in ("told", "seconds", "attempts"):
-                setattr(state, name, saved[name][:count])
+            for ours in ("accuracies", "seconds", "attempts"):
+                setattr(state, ours, saved[SAVED[ours]][:count])
             state.save()
 
 
@@ -120,7 +121,9 @@ def _replay(
     """
     snapshots: dict[str, str] = {}
     # An earlier version kept no facts of attempts.
-    for facts, reached in zip(saved.get("attempts", ()), saved.get("told", ()), strict=False):
+    for facts, reached in zip(
+        saved.get("attempts", ()), saved.get(SAVED["accuracies"], ()), strict=False
+    ):
         if not same >= reached.keys() or (attempt := plan.next()) is None:
             return
         alone = dedicated_of(attempt, dedicated)

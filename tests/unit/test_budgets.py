@@ -10,18 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 11_871,
-    "data/valora_data": 14_042,
+    "valora_train": 10_458,
+    "data/valora_data": 12_065,
     "teachers/valora_teachers": 1_943,
     "kernels/valora_kernels": 6_301,
-    "valora_serve": 41_352,
-    "tests/*/valora_train": 8_596,
-    "tests/*/valora_data": 6_224,
+    "valora_serve": 41_349,
+    "tests/*/valora_train": 8_286,
+    "tests/*/valora_data": 5_553,
     "tests/*/valora_teachers": 1_395,
     "tests/*/valora_kernels": 2_385,
-    "tests/*/valora_serve": 30_791,
-    "tests/unit/bench": 1_459,
-    BENCH: 10_257,
+    "tests/*/valora_serve": 30_790,
+    "tests/unit/bench": 1_492,
+    BENCH: 10_319,
 }
 
 

@@ -37,11 +37,10 @@ def test_an_unknown_command_is_refused_with_the_known_ones(capsys):
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch, capsys):
-    def missing(name):
+    def missing(_, name):
         raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
 
-    monkeypatch.setattr(commands.COMMANDS, "_load", missing)
-    monkeypatch.setattr(commands.COMMANDS, "_loaded", {})
+    monkeypatch.setattr(type(commands.COMMANDS), "__getitem__", missing)
     assert commands.main(["demo"]) == 1
     assert "pip install 'valora[serve]'" in capsys.readouterr().err
 

@@ -163,7 +163,7 @@ def test_gradients_of_a_step_do_not_depend_on_its_pieces(random_llava):
         losses: list[float] = []
         for name, held in (("weather", []), ("vehicle_motion", ["weather"])):
             trainer.train("a", [name], held=held, rehearse=True, seed=2,
-                          on_step=lambda _, __, loss, to=losses: to.append(loss))  # fmt: skip
+                          on_step=lambda _, __, loss, ___, to=losses: to.append(loss))  # fmt: skip
         found.append((losses, trainer.snapshot("a")))
     assert passes == [2, 4, 1]
     for losses, snapshot in found[1:]:

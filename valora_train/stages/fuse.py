@@ -365,12 +365,16 @@ class Fusion:
         """Report what a domain reaches without LoRA, as `_measure_alone` found it."""
         name, found = decision.domain, self.folder / HEAD_ONLY
         facts = read_json(found / f"{name}.json")
-        facts.pop("speed", None)  # of an earlier version
         _copy(found / f"{name}.png", self.folder / f"pictures/{name}.png")
         if (file := _head_file(facts)) is not None:
             _copy(found / f"{name}.safetensors", self.folder / file)
         path = None if file is None else self.folder / file
-        self._measure_speed(None, name, load_head(self.trainer.task(name), path, self.lmm))
+        if "speed" in facts:
+            self.speed[name] = facts["speed"]
+        else:
+            self._measure_speed(None, name, load_head(self.trainer.task(name), path, self.lmm))
+            write_json(found / f"{name}.json", facts | {"speed": self.speed[name]})  # taken over
+        facts.pop("speed", None)
         self._publish(name, facts | {"reason": decision.reason})
 
     def _carry_over(self, name: str) -> None:

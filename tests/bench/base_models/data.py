@@ -30,11 +30,11 @@ from tests.bench.base_models.questions import (
     ask_which_image,
     vocabulary,
 )
-from valora_data.sources.documents.albums import MOST_THINGS as ALBUM_THINGS
+from valora_data.sources.documents.albums import MAX_THINGS as ALBUM_THINGS
 from valora_data.sources.documents.albums import AlbumFact, album_facts, ask_about_album
 from valora_data.sources.generic.scenes import (
     COLORS,
-    MOST_THINGS,
+    MAX_THINGS,
     PATTERNS,
     SIZE,
     TRAINING_SEEDS,
@@ -227,7 +227,7 @@ class Chunk:
 
     Attributes:
         pixels: (u, 96, 96, 3) uint8, the images.
-        things: (u, MOST_THINGS, 7) float32, the objects of each image: (x0, y0, x1, y1) relative to
+        things: (u, MAX_THINGS, 7) float32, the objects of each image: (x0, y0, x1, y1) relative to
             the image size, and the indices of shape, colour and pattern.
         n_things: (u,) int64, number of objects of each image.
         pick: (b, images) int64, indices of the images of each sample, in order.
@@ -235,7 +235,7 @@ class Chunk:
         span: (b, turns, 2) int64, start and end of the tokens of each answer.
         look: (b, turns, 2) int64, what an answer about an album is found by: positions of the
             question's shape and of the visual token at the centre of the thing; 0 for none.
-        boxes: (b, MOST_THINGS, 4) float32, boxes to detect, relative to the image size.
+        boxes: (b, MAX_THINGS, 4) float32, boxes to detect, relative to the image size.
         n_boxes: (b,) int64, number of boxes to detect; −1 where the sample is not about detection.
         task: (b,) int64, index into `LOGGED`.
     """
@@ -267,8 +267,8 @@ class Chunk:
 
 
 def _things_of(images: Sequence[Scene]) -> npt.NDArray[np.float32]:
-    """Box in [0, 1], shape, colour and pattern of every thing: (images, MOST_THINGS, 7)."""
-    things = np.zeros((len(images), MOST_THINGS, 7), dtype=np.float32)
+    """Box in [0, 1], shape, colour and pattern of every thing: (images, MAX_THINGS, 7)."""
+    things = np.zeros((len(images), MAX_THINGS, 7), dtype=np.float32)
     for i, scene in enumerate(images):
         for j, thing in enumerate(scene.things):
             things[i, j, :4] = np.array(thing.box) / SIZE
@@ -311,13 +311,13 @@ class SampleMaker:
                 asked = self._ask_series(bucket.images, images)
             else:
                 few = 1 if name == "short" else CAPTIONED
-                most = few if self.rng.random() < SHARE_OF_FEW[name] else MOST_THINGS
+                most = few if self.rng.random() < SHARE_OF_FEW[name] else MAX_THINGS
                 scene = draw_scene(self._seed(), most)
                 images.append(scene)
                 asked = [(q, [before]) for q in self._ask(scene, name)]
             samples += asked
         encoded = [self._encode(q, bucket) for q, _ in samples[:CHUNK]]
-        boxes = np.zeros((CHUNK, MOST_THINGS, 4), dtype=np.float32)
+        boxes = np.zeros((CHUNK, MAX_THINGS, 4), dtype=np.float32)
         for i, (question, _) in enumerate(samples[:CHUNK]):
             if question.boxes:
                 boxes[i, : len(question.boxes)] = np.array(question.boxes) / SIZE
@@ -364,7 +364,7 @@ class SampleMaker:
             ids=np.stack(rows),
             span=np.array(spans),
             look=np.array(looks),
-            boxes=np.zeros((CHUNK, MOST_THINGS, 4), dtype=np.float32),
+            boxes=np.zeros((CHUNK, MAX_THINGS, 4), dtype=np.float32),
             n_boxes=np.full(CHUNK, -1),
             task=np.full(CHUNK, LOGGED.index(name)),
         )

@@ -33,7 +33,7 @@ from valora_data.contract.boxes import decode, suppress
 from valora_data.contract.contexts import system_turn
 from valora_data.sources.documents.albums import draw_album
 from valora_data.sources.documents.records import RECORD_TOKENS, draw_document
-from valora_data.sources.generic.scenes import MOST_THINGS, SIZE, Scene, draw_scene
+from valora_data.sources.generic.scenes import MAX_THINGS, SIZE, Scene, draw_scene
 
 GRID = (8, 8)
 THRESHOLD_SEEDS, TEST_SEEDS, NOVEL_SEEDS = 10_000_000, 20_000_000, 30_000_000
@@ -98,7 +98,7 @@ def questions(task: str, n: int, first_seed: int, *, novel: bool = False) -> lis
             scenes = tuple(draw_scene(seed + i, 3) for i in range(frames))
             question = ask_which_image(scenes, rng)
         else:
-            scenes = (draw_scene(seed, 1 if task == "classify" else MOST_THINGS, novel=novel),)
+            scenes = (draw_scene(seed, 1 if task == "classify" else MAX_THINGS, novel=novel),)
             question = TASKS[task](scenes[0], rng)
             if novel:
                 name = scenes[0].things[0].name

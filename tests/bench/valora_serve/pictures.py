@@ -73,7 +73,7 @@ class Pictures:
                 merge = bench.lmm.config.vision_config.spatial_merge_size
                 tokens = int(inputs[GRIDS[IMAGE]].prod()) // merge**2
             self.inputs.append(inputs)
-            self.parts += bench.lmm.split(IMAGE, inputs, tokens)
+            self.parts += bench.lmm.architecture.split(IMAGE, inputs, tokens, bench.lmm.config)
 
     def prepared(self, number, name, which, *, words=32, output=1, scene=None):
         """A request about some of the pictures, ready for the engine.

@@ -201,7 +201,7 @@ def test_the_gate_notices(done, tmp_path, random_llava):
     shutil.copytree(good, changed)
     with (changed / "README.md").open("a") as file:
         file.write("!")
-    assert "README.md of bundle" in gate(changed).stderr
+    assert "'README.md' of bundle" in gate(changed).stderr
     other = tmp_path / "base"
     shutil.copytree(random_llava, other)
     model = AutoModelForImageTextToText.from_pretrained(other)
@@ -283,7 +283,7 @@ def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_been(done, data, tmp_
     cwd = tmp_path / "killed"
     cwd.mkdir()
     moments = random.Random(11)
-    message = 0
+    before = 0
     for _ in range(4):
         process = valora_train(cwd, data)
         try:
@@ -293,8 +293,8 @@ def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_been(done, data, tmp_
             process.wait()
         # What was decided stays decided: at most the attempt that was cut off is repeated.
         now = decided(cwd)
-        assert now >= message
-        message = now
+        assert now >= before
+        before = now
     finish(valora_train(cwd, data))
     result = fusion(cwd)
     for key in ("packing", "unreachable", "domains"):

@@ -119,15 +119,18 @@ def _train_missing(settings: Settings, domains: Sequence[DomainInputs], display:
     if not left:
         return
     count = min(settings.fusion.processes or usable_cores(), len(left))
-    with (
-        display.work("alone", f"{len(left)} trainings") as on_step,
-        stopwatch() as seconds,
-        worker_processes(count, "fusion.processes", _begin, settings, left) as executor,
-    ):
-        jobs = [executor.submit(_run, name) for name in names]
-        for done, job in enumerate(as_completed(jobs), start=1):
-            job.result()
-            on_step(done, len(names), math.nan)
+    with display.work("alone", f"{len(left)} trainings") as on_step, stopwatch() as seconds:
+        if count == 1:
+            worker = Worker(settings, left)
+            for done, name in enumerate(names, start=1):
+                worker.run(name)
+                on_step(done, len(names), math.nan)
+        else:
+            with worker_processes(count, "fusion.processes", _begin, settings, left) as executor:
+                jobs = [executor.submit(_run, name) for name in names]
+                for done, job in enumerate(as_completed(jobs), start=1):
+                    job.result()
+                    on_step(done, len(names), math.nan)
     display.done("alone", ", ".join(names), seconds())
 
 

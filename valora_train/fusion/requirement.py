@@ -140,7 +140,7 @@ def few_samples(
             f"give it more ({REMEDY})"
         )
     assert domain.task is not None, "`Settings.chosen` fills it in"
-    asked, message = share or domain.required or domain.of_teacher or 1.0, []
+    asked, messages = share or domain.required or domain.of_teacher or 1.0, []
     for split, count, does in (("validation", validation, "decide"), ("test", test, "confirm")):
         if count >= ENOUGH:
             continue
@@ -152,8 +152,8 @@ def few_samples(
             text += f"{high - low:.2f} wide"
             if split == "validation":
                 text += f", and one sample weighs {1 / count:.3f} (margin {margin:g})"
-        message.append(f"{text}; give it at least {ENOUGH}, better 300 ({REMEDY})")
-    return message
+        messages.append(f"{text}; give it at least {ENOUGH}, better 300 ({REMEDY})")
+    return messages
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:

@@ -66,9 +66,8 @@ class FusionReport:
         self._required, self._folders = required, data_sets
         self._timed: tuple[int, float] | None = None
         self._key = ""
-        # All attempts that were decided (see `fusion.decision.attempts_as_json`).
         self.records: Callable[[], Sequence[Mapping[str, Any]]] = list
-        self.run_id = ""  # the fusion's run in MLflow, if it is logged
+        self.run_id = ""
 
     @contextmanager
     def running(self, settings: Settings, key: str, state: FusionState) -> Iterator[None]:

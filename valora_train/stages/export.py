@@ -118,8 +118,8 @@ def _write_bundle(
     write_json(folder / GOLDEN, [])
     write_manifest(folder, manifest)
     model = BundleModel(read_bundle(folder), device=settings.model.device)
-    on_test = [item for item in domains if item.settings.name in manifest["domains"]]
-    golden = [_golden_examples(folder, manifest, item, model) for item in on_test]
+    reported = [item for item in domains if item.settings.name in manifest["domains"]]
+    golden = [_golden_examples(folder, manifest, item, model) for item in reported]
     write_json(folder / GOLDEN, [example for examples in golden for example in examples])
     accuracy_bars(manifest["domains"], manifest["adapters"]).savefig(folder / BARS)
     for name, facts in manifest["domains"].items():
@@ -227,9 +227,9 @@ def _golden_examples(
 
 def _run_gate(folder: Path, domains: Sequence[DomainInputs], device: str) -> None:
     command = [sys.executable, "-m", "valora_train.stages.gate", str(folder), "--device", device]
-    on_test = read_json(folder / MANIFEST)["domains"]
+    reported = read_json(folder / MANIFEST)["domains"]
     for item in domains:
-        if item.settings.name in on_test:
+        if item.settings.name in reported:
             command += ["--data", item.settings.name, str(item.data)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

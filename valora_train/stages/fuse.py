@@ -368,13 +368,13 @@ class Fusion:
         _copy(found / f"{name}.png", self.folder / f"pictures/{name}.png")
         if (file := _head_file(facts)) is not None:
             _copy(found / f"{name}.safetensors", self.folder / file)
-        path = None if file is None else self.folder / file
-        if "speed" in facts:
-            self.speed[name] = facts["speed"]
+        if (speed := facts.pop("speed", None)) is not None:
+            self.speed[name] = speed
         else:
+            path = None if file is None else self.folder / file
             self._measure_speed(None, name, load_head(self.trainer.task(name), path, self.lmm))
-            write_json(found / f"{name}.json", facts | {"speed": self.speed[name]})  # taken over
-        facts.pop("speed", None)
+            # Fusions that take the figures over need not measure it.
+            write_json(found / f"{name}.json", facts | {"speed": self.speed[name]})
         self._publish(name, facts | {"reason": decision.reason})
 
     def _carry_over(self, name: str) -> None:

@@ -140,7 +140,7 @@ def _check_source(domain: DomainSettings) -> None:
         raise SettingsError(
             f"{place}.path is missing: name the file or folder of the {source.kind} data"
         )
-    for name in ("path", "images", "annotations", "unlabelled"):
+    for name in ("path", "images", "unlabelled"):
         given = getattr(source, name)
         if given is None or (source.format.remote and name == "path"):
             continue

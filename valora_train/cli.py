@@ -31,7 +31,7 @@ from valora_data.errors import ValoraError
 from valora_data.sources.shelf import read_shelf
 from valora_train.checks import check, check_contracts_asked, check_with_libraries
 from valora_train.errors import SweepError, without_passwords
-from valora_train.removed import refuse_removed
+from valora_train.removed import refuse_removed, removed
 from valora_train.reporting.progress import Display
 from valora_train.settings import Settings, from_config
 from valora_train.sweeps import register
@@ -169,7 +169,8 @@ def sentence(error: BaseException) -> str | None:
 def _of_hydra(error: BaseException, text: str) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return f"unknown {group or 'config'} {name!r}: choose from {', '.join(error.options)}"
+        unknown = f"unknown {group or 'config'} {name!r}: choose from {', '.join(error.options)}"
+        return removed(f"{group}/{name}") or unknown
     if "recognition error" in text or "Lexer" in text:
         return f"{text}: put text in quotes, as in 'task.only=[\"Übung\"]'"
     return f"{text}: `valora-train --help` lists the settings"

@@ -28,6 +28,11 @@ SUCCESSORS = {
     r"fusion\.strategy=(?:best_fit|exact|(?:repack|grow)(?::\S*)?)": (
         "fusion.strategy=affinity, which moves domains, too, finds the fewest adapters more often"
     ),
+    r"(?:domain(?:@\S+=|/)|\S+\.kind=)(?:refcoco|swift|qwen2\.5-vl|qwen3-vl|vqa)": (
+        "write a metadata.jsonl with the answers of each image (docs/own-data.md)"
+    ),
+    r"domains\.[^.\s]+\.source\.annotations(?==)": "write a metadata.jsonl (docs/own-data.md)",
+    r"(?:domain(?:@\S+=|/)|\S+\.kind=)fiftyone": "export as COCO or YOLO (docs/own-data.md)",
     # Arguments are sorted: `.` comes before `/`.
     r"hydra\.launcher\.n_jobs=\S+(?=.* hydra/launcher=submitit_local)": (
         "submitit starts all jobs at once, hydra/launcher=joblib as many as n_jobs says"
@@ -36,9 +41,16 @@ SUCCESSORS = {
 """What to do instead, by a pattern of settings."""
 
 
-def refuse_removed(*given: str) -> None:
-    """Refuse settings, such as ``fusion.strategy=exact``, that an earlier version had."""
+def removed(*given: str) -> str | None:
+    """A sentence on the first setting (``experiment=shelf``) that an earlier version had."""
     text = " ".join(sorted(given))
     for pattern, successor in SUCCESSORS.items():
         if found := re.search(rf"(?:^|\s)[+~]*({pattern})(?:[\s=]|$)", text):
-            raise SettingsError(f"{found[1]} was removed: {successor}")
+            return f"{found[1]} was removed: {successor}"
+    return None
+
+
+def refuse_removed(*given: str) -> None:
+    """Refuse settings that an earlier version had."""
+    if text := removed(*given):
+        raise SettingsError(text)

@@ -69,7 +69,6 @@ class SourceSettings(Section):
     kind: str = "scenes"  # format of the data set (`valora_data.sources.registry`)
     path: str | None = None  # of the file or folder, or name of the data set on the hub
     images: str | None = None  # folder of the images, for formats whose files name them
-    annotations: str | None = None  # file of the annotations, for `vqa`
     columns: dict[str, str] = field(default_factory=dict)  # by field, if named otherwise
     frames: Count = 8  # taken of each video
     counts: dict[Split, Whole] = field(default_factory=dict)  # of images, for `scenes`

@@ -16,7 +16,6 @@ from rich.table import Table
 from valora_data.drawing import contact_sheet, pair_sheet
 from valora_data.duplicates import Duplicates, Key, Likeness, Pair
 from valora_data.errors import DataError
-from valora_data.faults import Faults
 from valora_data.schema import Sample, Split
 from valora_data.sources.base import Source
 from valora_data.sources.formats.labelled import ImageReader
@@ -108,12 +107,12 @@ def check(source: Source, out: Path, console: Console) -> bool:
     order = list(Likeness)
     pairs = sorted(duplicates.pairs(), key=lambda pair: order.index(pair.likeness))
     for skips, said in ((True, problems), (False, notes)):
-        for kind, texts in reader.faults.texts(skips=skips).items():
+        for kind, texts in reader.texts(skips=skips).items():
             said.append(f"{plural(len(texts), kind.what)} ({_examples(texts)}): {kind.remedy}")
     problems += [*_leaks(pairs), *_missing_answers(splits, spec), *_strange_labels(splits, spec)]
     notes += _copies(pairs)
     _show_counts(source.task, splits, console)
-    for path in _write_files(source, reader.faults, pairs, examples, out):
+    for path in _write_files(source, reader, pairs, examples, out):
         say(console, "[dim]wrote[/]", str(path))
     for sign, sentences in (("[yellow]![/]", notes), ("[red]✗[/]", problems)):
         for sentence in sentences:
@@ -126,7 +125,7 @@ def check(source: Source, out: Path, console: Console) -> bool:
 
 def _write_files(
     source: Source,
-    faults: Faults,
+    reader: ImageReader,
     pairs: Sequence[Pair],
     examples: Mapping[str, Reservoir],
     out: Path,
@@ -145,7 +144,7 @@ def _write_files(
     for name, sheet in sheets.items():
         sheet.save(out / f"{name}.png", compress_level=1)
         yield out / f"{name}.png"
-    lines = [f"{fault.kind.name.lower()}\t{fault.text}\n" for fault in faults.found]
+    lines = [f"{fault.kind.name.lower()}\t{fault.text}\n" for fault in reader.found]
     lines += [f"copy\t{pair}\n" for pair in pairs]
     if lines:
         (out / "faults.tsv").write_text("".join(lines), encoding="utf-8")

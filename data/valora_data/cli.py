@@ -65,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--task", choices=task_names(), help="task; guessed from the data")
         command.add_argument("--labels", help="labels, separated by commas; all by default")
         command.add_argument("--images", help="folder of the images")
-        command.add_argument("--annotations", help="file of answers to a file of VQA questions")
         command.add_argument("--frames", type=int, default=4, help="frames taken of each video")
         command.add_argument(
             "--column", action="append", default=[], metavar="FIELD=NAME",
@@ -86,8 +85,8 @@ def _source(options: argparse.Namespace) -> Source:
     task = Task(options.task) if options.task else FORMATS[kind]().guess_task(options.path)
     labels = tuple(label.strip() for label in options.labels.split(",")) if options.labels else ()
     return Source(
-        kind, task, labels, path=options.path, images=options.images,
-        annotations=options.annotations, columns=columns, frames=options.frames,
+        kind, task, labels, path=options.path, images=options.images, columns=columns,
+        frames=options.frames,
     )  # fmt: skip
 
 

@@ -1,21 +1,11 @@
-"""Faults of a data set: what was skipped or is worth knowing, collected instead of raised."""
+"""Faults of a data set: what a reader skips, or what is worth knowing."""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 from valora_data.errors import DataError
-from valora_data.wording import agreeing, plural
-
-log = logging.getLogger(__name__)
-
-MAX_FAULTY = 0.05  # share of images that may have faults before a data set is refused
 
 
 class FaultKind(Enum):
@@ -83,67 +73,3 @@ class Fault(NamedTuple):
     kind: FaultKind
     item: str
     text: str
-
-
-@dataclass(slots=True)
-class Faults:
-    """The faults of one data set, up to a limit."""
-
-    source: str  # the data set, for messages
-    # share of the images that may have faults of the kinds that skip something; infinite to
-    # collect all
-    tolerance: float = MAX_FAULTY
-    total: int = 0  # number of images that the data set lists
-    # all faults, in the order in which they were found
-    found: list[Fault] = field(default_factory=list)
-    # images and rows that were skipped, or of which a part was
-    faulty: set[str] = field(default_factory=set)
-    _known: set[Fault] = field(default_factory=set)
-
-    def add(self, kind: FaultKind, item: str, text: str) -> None:
-        """Collect a fault; a `DataError` if more than `tolerance` of the images have some."""
-        fault = Fault(kind, item, text)
-        if fault in self._known:
-            return  # a file that holds several splits is read several times
-        self._known.add(fault)
-        self.found.append(fault)
-        if not kind.skips:
-            return
-        self.faulty.add(item)
-        if len(self.faulty) > self.tolerance * self.total:
-            first = next(fault for fault in self.found if fault.kind.skips)
-            raise DataError(
-                f"{self.source}: at least {len(self.faulty)} of {plural(self.total, 'image')} "
-                f"{agreeing(len(self.faulty), 'has|have')} faults, more than "
-                f"{self.tolerance:.0%}: {first.text}: {first.kind.remedy}; "
-                "`valora-data check` lists all faults"
-            )
-
-    @contextmanager
-    def tolerate(self, item: str) -> Iterator[None]:
-        """Collect a `FaultError` of the block that reads an image or row, instead of raising it."""
-        try:
-            yield
-        except FaultError as error:
-            self.add(error.kind, item, error.text)
-
-    def texts(self, *, skips: bool) -> dict[FaultKind, list[str]]:
-        """Texts of the faults that skip something, or of the notes; the commonest kind first."""
-        counts = Counter(fault.kind for fault in self.found if fault.kind.skips is skips)
-        return {
-            kind: [fault.text for fault in self.found if fault.kind is kind]
-            for kind, _ in counts.most_common()
-        }
-
-    def warn(self) -> None:
-        """Log one warning about what was skipped, if anything was."""
-        kinds = [
-            f"{plural(len(texts), kind.what)} (such as {texts[0]})"
-            for kind, texts in self.texts(skips=True).items()
-        ]
-        if kinds:
-            log.warning(
-                "%s: %d of %s skipped in whole or in part: %s; `valora-data check` lists all "
-                "faults", self.source, len(self.faulty), plural(self.total, "image"),
-                "; ".join(kinds),
-            )  # fmt: skip

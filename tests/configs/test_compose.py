@@ -25,9 +25,8 @@ OWN = [
 def of_ones_own(kind: str) -> list[str]:
     """What is left to say about a domain of one's own."""
     more = {
-        "images": ["domains.cat.teacher=x.pt"], "vqa": ["domains.cat.source.annotations=y.json"],
-        "labelstudio": ["domains.cat.source.images=x"], "refcoco": ["domains.cat.labels=[]"],
-        **{name: ["domains.cat.labels=[]"] for name in ("swift", "qwen2.5-vl", "qwen3-vl")},
+        "images": ["domains.cat.teacher=x.pt"],
+        "labelstudio": ["domains.cat.source.images=x"],
         **{key: ["domains.cat.labels=[]"] for key in ("documents", "texts", "album")},
     }  # fmt: skip
     return [*OWN, *more.get(kind, [])]

@@ -122,8 +122,8 @@ def write_cvat(folder: Path) -> Path:
     return folder
 
 
-def write_labelstudio(folder: Path, small: bool = False) -> Path:
-    """An export of Label Studio, as `JSON` or as `JSON-MIN`; images have the names of uploads."""
+def write_labelstudio(folder: Path) -> Path:
+    """An export of Label Studio as `JSON`; images have the names of uploads."""
     write_pictures(folder / "images")
     tasks = []
     for number, name in enumerate(SIZES, start=1):
@@ -135,10 +135,6 @@ def write_labelstudio(folder: Path, small: bool = False) -> Path:
         ]  # fmt: skip
         size = {"original_width": width, "original_height": height}
         place = f"/data/upload/3/0123abcd-{name}.jpg"
-        if small:
-            label = [shape | size for shape in shapes]
-            tasks.append({"image": place, "id": number, "label": label, "annotation_id": number})
-            continue
         result = [
             {"id": f"r{i}", "type": "rectanglelabels", "from_name": "label", "to_name": "image",
              "image_rotation": 0, "value": shape, **size}

@@ -174,7 +174,7 @@ def _decoded(jobs: Sequence[Job]) -> Generator[tuple[Job, list[Image] | str], No
     reader = ImageReader.for_check("predict")
     for job, image in zip(stills, reader.open_all(job.path for job in stills), strict=True):
         if image is None:
-            yield job, reader.faults.found[-1].text
+            yield job, next(reversed(reader.found)).text
         else:
             yield job, [image]
     for job in jobs:

@@ -35,7 +35,8 @@ def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
     if code := code_hash(type(source.format).__module__):
         inputs["code"] = code  # a format of another package
     described = as_dict(source)
-    # Stages of sources without documents keep their hashes.
+    # Stages of sources without documents, or without files of answers, keep their hashes.
+    described["annotations"] = None
     if source.document is None:
         del described["document"]
     if source.kind != "records":
@@ -49,7 +50,7 @@ def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
             cache = None if work is None else work / HASHES / f"{domain.name}.json"
             files, root = files_of(domain.data()), expanded(source.path)
             inputs["source"] = hash_files(files, root, cache)
-            for key in ("images", "annotations", "unlabelled"):  # content counts, not its place
+            for key in ("images", "unlabelled"):  # content counts, not its place
                 place = described[key]
                 described[key] = None if place is None else os.path.relpath(place, source.path)
             described["path"] = "."
@@ -82,8 +83,8 @@ def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: 
     except DataError as error:
         raise DataError(f"data of domain {domain.name}: {error}") from error
     reader.finish()
-    if reader.faults.found:
-        found = [(fault.kind.name.lower(), fault.text) for fault in reader.faults.found]
+    if reader.found:
+        found = [(fault.kind.name.lower(), fault.text) for fault in reader.found]
         write_json(folder / FAULTS, found)
     _check_answers(domain, folder)
 

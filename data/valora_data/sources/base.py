@@ -31,42 +31,23 @@ not all of them, it holds the part from which the missing splits are taken.
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the samples of a domain come from.
+    """Where the samples of a domain come from."""
 
-    Attributes:
-        kind: Name of the format (see `valora_data.sources.registry.FORMATS`).
-        task: Task of the domain.
-        labels: Labels of the domain. Empty where answers are language, or to take every label.
-        name: Name of the domain; `scenes` draws the built-in domain of this name.
-        path: File, folder or name of the data set, as the format has it.
-        images: Folder of the images, for formats whose files name them; None for the folder of
-            the file.
-        annotations: File of the annotations, for `vqa`.
-        columns: Name of the column for a field of `records.NAMES`, where it differs.
-        frames: Number of frames taken of each video.
-        counts: Number of samples drawn for each split, for `scenes`.
-        seed: Seed for drawing.
-        reader: Opens images and collects faults; None for a reader that tolerates few.
-        unlabelled: Folder of images without labels, as the unlabelled split; None for none.
-        document: Id of the document, for files of several.
-        entries: Records of a drawn document, or scenes of a drawn album.
-    """
-
-    kind: str
+    kind: str  # name of the format (see `valora_data.sources.registry.FORMATS`)
     task: Task
-    labels: tuple[str, ...] = ()
-    name: str = ""
-    path: str | None = None
-    images: str | None = None
-    annotations: str | None = None
+    labels: tuple[str, ...] = ()  # empty where answers are language, or to take every label
+    name: str = ""  # of the domain; `scenes` draws the built-in domain of this name
+    path: str | None = None  # file, folder or name of the data set, as the format has it
+    images: str | None = None  # folder of the images; None for that of the file that names them
+    # name of the column for a field of `rows.NAMES`, where it differs
     columns: Mapping[str, str] = field(default_factory=dict)
-    frames: int = FRAMES
-    counts: Mapping[str, int] = field(default_factory=dict)
-    seed: int = 0
-    reader: ImageReader | None = None
-    unlabelled: str | None = None
-    document: str | None = None
-    entries: int = 30
+    frames: int = FRAMES  # taken of each video
+    counts: Mapping[str, int] = field(default_factory=dict)  # samples to draw for each split
+    seed: int = 0  # for drawing
+    reader: ImageReader | None = None  # collects faults; None for one that tolerates few
+    unlabelled: str | None = None  # folder of images without labels, as the unlabelled split
+    document: str | None = None  # id of the document, for files of several
+    entries: int = 30  # records of a drawn document, or scenes of a drawn album
 
     @property
     def location(self) -> str:
@@ -132,33 +113,22 @@ class Location:
         Empty if it is no object.
         """
         content: Any = None
-        if self.file.suffix == ".json" and self.file.is_file():
-            content = load_json(self.file)
-        elif self.file.suffix == ".jsonl" and self.file.is_file():
-            content = [row for _, row in read_lines(self.file)[:1]]
+        if self.file.suffix in (".json", ".jsonl") and self.file.is_file():
+            lines = self.file.suffix == ".jsonl"
+            content = [row for _, row in read_lines(self.file)] if lines else load_json(self.file)
         content = content[0] if isinstance(content, list) and content else content
         return content if isinstance(content, dict) else {}
 
 
 class SourceFormat(ABC):
-    """A data-set format; its name in the registry is the `source.kind` of the configuration.
+    """A data-set format; its name in the registry is the `source.kind` of the configuration."""
 
-    Attributes:
-        files: What a file of the format is, for messages, e.g. ``COCO JSON``; empty for
-            formats that are folders or nothing on disk.
-        answers: What it holds, of `ANSWERS`.
-        task: The most likely task of a data set; None if it tells, or nobody can.
-        remote: Whether the path may be a name of something that is not on this machine.
-        video: Whether all samples are videos.
-        drawn: Whether samples are drawn and not read, so that none is a copy of another.
-    """
-
-    files: ClassVar[str] = ""
-    answers: ClassVar[frozenset[str]] = ANSWERS
-    task: ClassVar[Task | None] = None
-    remote: ClassVar[bool] = False
-    video: ClassVar[bool] = False
-    drawn: ClassVar[bool] = False
+    files: ClassVar[str] = ""  # what a file of it is, for messages; empty for folders
+    answers: ClassVar[frozenset[str]] = ANSWERS  # what it holds
+    task: ClassVar[Task | None] = None  # the most likely one; None if a data set tells
+    remote: ClassVar[bool] = False  # whether the path may be a name of what is on the hub
+    video: ClassVar[bool] = False  # whether all samples are videos
+    drawn: ClassVar[bool] = False  # whether samples are drawn, so that none is a copy of another
 
     def supports(self, task: Task) -> bool:
         """Whether the format holds answers for a task."""
@@ -188,7 +158,7 @@ class SourceFormat(ABC):
         Raises:
             DataError: A file that names the others cannot be read.
         """
-        for place in (source.path, source.images, source.annotations):
+        for place in (source.path, source.images):
             path = Path(place) if place is not None else None
             if path is not None and path.is_dir():
                 yield from files_below(path)
@@ -200,14 +170,7 @@ class SourceFormat(ABC):
         return False
 
     def guess_task(self, path: str) -> Task:
-        """The most likely task of a data set.
-
-        Args:
-            path: `Source.path`.
-
-        Raises:
-            DataError: The data set does not tell its task.
-        """
+        """The most likely task of the data set at a path; a `DataError` if it does not tell."""
         if self.task is None:
             raise DataError(f"{path} does not tell its task: give one with --task")
         return self.task

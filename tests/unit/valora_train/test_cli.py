@@ -84,6 +84,7 @@ def left_behind(folder: Path):
         (["fusion.oracle=table.json"], "fusion.oracle was removed: bench_oracle says"),
         (["oracle.seeds=[0]"], "oracle.seeds was removed: run python -m tests.bench.valora_train"),
         (["oracle.processes=2"], "oracle.processes was removed: set fusion.processes"),
+        (["+domain@domains.cat=vqa"], "domain@domains.cat=vqa was removed: write a metadata.jsonl"),
         (["experiment=shelf"], "experiment=shelf was removed: task=shelf is the same"),
         (["experiment=mixed"], "experiment=mixed was removed: task=mixed is the same"),
         (["domains.person.relative=true"], "domains.person.relative was removed: leave it out; of"),

@@ -1,7 +1,7 @@
-"""The base of formats whose readers yield records, and the validator that finds all faults.
+"""The base of formats whose readers yield records, and the one validator that finds their faults.
 
-`supervision`'s loaders are not used: they stop at the first fault, know neither EXIF nor the sizes
-that annotations declare, and match files by their exact names.
+Readers of libraries (`supervision`, `labelformat`) are not used: they stop at the first fault, know
+neither EXIF nor the sizes that annotations declare, and match files by their exact names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,51 +43,39 @@ Scaled = Callable[[float, float], Edges]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A labelled box, as a file describes it.
+    """A labelled box, as a file describes it."""
 
-    Attributes:
-        label: Name of its class, or the phrase that it answers.
-        edges: Its edges, or what gives them.
-        where: What it is, for messages.
-    """
-
-    label: str
+    label: str  # name of its class, or the phrase that it answers
     edges: Edges | Scaled
-    where: str
+    where: str  # what it is, for messages
 
 
 @dataclass(slots=True)
 class Record:
-    """An image, several of one sample, or a video, and what the data set says of it.
+    """An image, several of one sample, or a video, and what the data set says of it."""
 
-    Attributes:
-        media: Files, or what was read of them.
-        id: Id of its sample.
-        shapes: Its objects; None if the data set says nothing of them.
-        answer: Any other answer; None if it has none that counts.
-        size: Width and height that the annotation names; None for none.
-        file: The image's own file of labels, which need not exist; None where there is no such.
-        prompt: What is asked; an image may occur with several prompts.
-        item: What its faults are counted by; the name of the file by default.
-        video: Whether the media are videos.
-    """
-
-    media: tuple[Media, ...]
-    id: str
-    shapes: Sequence[Shape] | None = None
-    answer: Answer | None = None
-    size: Any = None
-    file: Path | None = None
-    prompt: str | None = None
-    item: str = ""
-    video: bool = False
-    files: list[Path] = field(init=False)
-    file_name: str = field(init=False)
+    media: tuple[Media, ...]  # files, or what was read of them
+    id: str  # of its sample
+    shapes: Sequence[Shape] | None = None  # its objects; None if the data set says nothing of them
+    answer: Answer | None = None  # any other answer; None if it has none that counts
+    size: Any = None  # width and height that the annotation names
+    file: Path | None = None  # the image's own file of labels, which need not exist
+    prompt: str | None = None  # what is asked; an image may occur with several prompts
+    item: str = ""  # what its faults are counted by; the name of the file by default
+    video: bool = False  # whether the media are videos
 
     def __post_init__(self) -> None:
-        self.files = [one for one in self.media if isinstance(one, Path)]
-        self.file_name = readable(self.files[0].name) if self.files else ""
         self.item = self.item or self.file_name
+
+    @property
+    def files(self) -> list[Path]:
+        """The media that are files."""
+        return [one for one in self.media if isinstance(one, Path)]
+
+    @property
+    def file_name(self) -> str:
+        """Name of the first file, for messages."""
+        return next((readable(file.name) for file in self.files), "")
 
     def open(self, frames: int) -> list[Image]:
         """The images, or so many frames of the videos."""
@@ -140,7 +128,7 @@ class AnnotatedFormat(SourceFormat):
         """The files that list images, the images, and their own files of labels."""
         found = dict.fromkeys(self.lists(source))
         for part in self.parts(source).values():
-            for record in self.records(source, part, ImageReader.forgiving()):
+            for record in self.records(source, part, ImageReader("", tolerance=math.inf)):
                 found |= dict.fromkeys([*record.files, *([record.file] if record.file else [])])
         yield from found
 
@@ -182,20 +170,18 @@ class _Validator:
         """Records without those that repeat an image, unless it is asked several things."""
         seen: set[Path] = set()
         for record in records:
-            item = record.item
+            item, file = record.item, record.file
             with self._reading.tolerate(item):
                 if record.prompt is None and seen.intersection(record.files):
                     text = f"{self._name} lists {record.file_name} twice"
                     raise FaultError(FaultKind.IMAGE_TWICE, text)
                 seen.update(record.files)
-                if self._source.task.spec.detects and record.answer is None:
+                if self._source.task.spec.detects and record.answer is None and not record.shapes:
+                    kind, text = FaultKind.LABELS_EMPTY, f"the labels of {item} name no object"
                     if record.shapes is None:
-                        file = f" file {readable(record.file.name)}" if record.file else "s"
-                        text = f"{item} has no label{file}"
-                        self._reading.add(FaultKind.IMAGE_UNLABELLED, item, text)
-                    elif not record.shapes:
-                        text = f"the labels of {item} name no object"
-                        self._reading.add(FaultKind.LABELS_EMPTY, item, text)
+                        kind, text = FaultKind.IMAGE_UNLABELLED, f"{item} has no label"
+                        text += f" file {readable(file.name)}" if file else ""
+                    self._reading.add(kind, item, text)
                 yield record
 
     def answer(self, record: Record, image: Image) -> Answer | None:
@@ -249,14 +235,13 @@ class _Validator:
         """Refuse boxes that are shares of the image, or on a grid, where pixels are meant."""
         edges = self._right, self._bottom
         found = "shares of the image, between 0 and 1" if self._boxes and max(edges) <= 1 else ""
-        divided = ""
         for grid in GRIDS if self._boxes >= GRID_BOXES else ():
             if self._side > 1.1 * grid and all(0.98 * grid < edge <= grid for edge in edges):
-                found, divided = f"on a grid of {grid}", f" / {grid}"
+                found = f"on a grid of {grid}"
         if found:
             raise DataError(
-                f"{self._name}: all boxes are {found}, where the format has pixels: multiply them "
-                f"by the image's width and height{divided}"
+                f"{self._name}: all boxes are {found}, where the format has pixels: export them "
+                "in pixels of the image"
             )
 
 
@@ -318,22 +303,6 @@ def numbered(place: str, entries: Iterable[T]) -> Iterator[tuple[str, T]]:
     return ((f"{place} {number}", entry) for number, entry in enumerate(entries, start=1))
 
 
-def label_rows(file: Path) -> Iterator[tuple[str, str]]:
-    """Rows of an image's label file with their places, or a `FaultError` if it cannot be read."""
-    try:
-        return numbered(f"{file.name}, row", read_text(file).splitlines())
-    except DataError as error:
-        raise FaultError(FaultKind.FILE_MALFORMED, str(error)) from error
-
-
-def number(value: Any, what: str) -> float:
-    """A number of an annotation, or a `ValueError`."""
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} {value!r:.80} is no number") from error
-
-
 def four_numbers(values: Any, what: str = "box") -> Edges:
     """Four numbers of an annotation, or a `ValueError`."""
     try:
@@ -354,6 +323,24 @@ def shares(x0: float, y0: float, x1: float, y1: float) -> Scaled:
     return lambda width, height: (x0 * width, y0 * height, x1 * width, y1 * height)
 
 
+def with_rows(
+    records: Iterable[Record],
+    reading: ImageReader,
+    shape: Callable[[str], tuple[str, Edges | Scaled] | None],
+) -> Iterator[Record]:
+    """Records with the objects of their label files, which have a row for each."""
+    for record in records:
+        with reading.tolerate(record.item):
+            if record.file is not None and record.file.exists():
+                try:
+                    rows = read_text(record.file).splitlines()
+                except DataError as error:
+                    raise FaultError(FaultKind.FILE_MALFORMED, str(error)) from error
+                places = numbered(f"{record.file.name}, row", rows)
+                record.shapes = read_shapes(reading, record.item, places, shape)
+            yield record
+
+
 def label_files(
     images: Iterable[Path],
     expected: Callable[[Path], Path],
@@ -367,40 +354,33 @@ def label_files(
     that belong to none of the images are noted, and warned of where images lack labels.
     """
     files = {image: expected(image) for image in images}
-    exact = {file for file in files.values() if file.exists()}
-    folders = sorted({below or file.parent for file in files.values()})
-    suffixes = frozenset(file.suffix for file in files.values())
-    finders = {folder: Finder(folder, suffixes) for folder in folders}
-    lacking = []
-    for image, file in files.items():
-        if file not in exact:
-            found = finders[below or file.parent].of_stem(image.stem, file)
-            if found is None or found in exact:
-                lacking.append(image)
-            else:
-                files[image] = found
+    taken = {file for file in files.values() if file.exists()}
+    lacking = [image for image, file in files.items() if file not in taken]
     if not lacking and not reading.thorough:
         return files
-    before, used = (
-        len(reading.faults.found),
-        {*files.values(), *(f / "classes.txt" for f in folders)},
-    )
+    suffixes = frozenset(file.suffix for file in files.values())
+    folders = sorted({below or file.parent for file in files.values()})
+    finders = {folder: Finder(folder, suffixes) for folder in folders}
+    for image in lacking:
+        found = finders[below or files[image].parent].of_stem(image.stem, files[image])
+        if found is not None and found not in taken:
+            files[image] = found
+    lacking = [image for image in lacking if not files[image].exists()]
+    used, before = {*files.values()}, len(reading.found)
     orphans = [
-        path
+        readable(path.name)
         for folder in folders
         for path in finders[folder].files
-        if path not in used and (below or path.parent == folder)
+        if path not in used and path.name != "classes.txt" and (below or path.parent == folder)
     ]
-    for path in orphans:
-        text = f"{readable(path.name)} belongs to no image"
-        reading.add(FaultKind.LABELS_ORPHANED, readable(path.name), text)
-    new = len(reading.faults.found) > before
+    for orphan in orphans:
+        reading.add(FaultKind.LABELS_ORPHANED, orphan, f"{orphan} belongs to no image")
+    new = len(reading.found) > before
     if lacking and new and reading.source:  # not at the first look
         log.warning(
             "%s: %s, such as %s, and %s, such as %s: give them the same names",
-            name, plural(len(orphans), "label file|files belongs|belong to no image"),
-            readable(orphans[0].name), plural(len(lacking), "image|images has|have no labels"),
-            readable(lacking[0].name),
+            name, plural(len(orphans), "label file|files belongs|belong to no image"), orphans[0],
+            plural(len(lacking), "image|images has|have no labels"), readable(lacking[0].name),
         )  # fmt: skip
     return files
 

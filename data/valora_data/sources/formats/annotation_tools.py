@@ -1,9 +1,8 @@
-"""Exports of annotation tools: CVAT, Label Studio and FiftyOne."""
+"""Exports of annotation tools: CVAT and Label Studio."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,31 @@ from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.rows import read_count
 from valora_data.sources.formats.voc import child_text, parse_xml
 
-SIDES: Mapping[str, tuple[str, str, str, str]] = {
-    "box": ("xtl", "ytl", "xbr", "ybr"), "ellipse": ("cx", "cy", "rx", "ry"),
-    "mask": ("left", "top", "width", "height"),
-}  # fmt: skip
-SHAPES = (*SIDES, "polygon", "polyline", "points")
+Points = list[tuple[float, float]]
+SHAPES = ("box", "mask", "polygon", "polyline", "points", "ellipse")
 """Shapes of CVAT."""
+
+
+def _around(points: Points) -> Edges:
+    """The upright box around points."""
+    xs, ys = zip(*points, strict=True)
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def _turned(points: Points, degrees: float, x: float, y: float) -> Points:
+    """Points that are turned clockwise about (x, y)."""
+    sine, cosine = math.sin(math.radians(degrees)), math.cos(math.radians(degrees))
+    return [
+        (x + (u - x) * cosine - (v - y) * sine, y + (u - x) * sine + (v - y) * cosine)
+        for u, v in points
+    ]
 
 
 class CvatFormat(AnnotatedFormat):
     """`CVAT for images 1.1`: one XML file for all images, or the folder that holds it.
 
-    `subset` of an image is its split. Polygons, masks, ellipses, points and rotated boxes count as
-    the upright box around them.
+    `subset` of an image is its split. Polygons, masks, points and turned boxes count as the upright
+    box around them.
     """
 
     files = "CVAT XML"
@@ -40,7 +51,7 @@ class CvatFormat(AnnotatedFormat):
 
     def recognises(self, location: Location) -> bool:
         """XML files, and folders with `annotations.xml`."""
-        file = _below(location.path, "annotations.xml")
+        file = _cvat_file(location.text)
         return file.is_file() and file.suffix.lower() == ".xml"
 
     def guess_task(self, path: str) -> Task:
@@ -81,9 +92,10 @@ class CvatFormat(AnnotatedFormat):
                 path = finder.find(f"{subset}/{name}" if subset else name)
                 record = Record((path,), name, size=(entry.get("width"), entry.get("height")))
                 if source.task.spec.detects:
-                    record.shapes = annotated.read_shapes(
-                        reading, name, _cvat_shapes(entry), _cvat_shape
+                    shapes = annotated.numbered(
+                        f"{name}, shape", (one for one in entry if one.tag in SHAPES)
                     )
+                    record.shapes = annotated.read_shapes(reading, name, shapes, _cvat_shape)
                 else:
                     record.answer = _tagged(entry, source)
                 yield record
@@ -91,13 +103,12 @@ class CvatFormat(AnnotatedFormat):
             annotated.note_unlisted(finder, reading)
 
 
-def _below(path: Path | str, name: str) -> Path:
-    """A file, or the one of this name in a folder."""
-    return Path(path) / name if Path(path).is_dir() else Path(path)
+def _cvat_file(path: str) -> Path:
+    return Path(path) / "annotations.xml" if Path(path).is_dir() else Path(path)
 
 
 def _root(path: str) -> tuple[Path, Element]:
-    file = _below(path, "annotations.xml")
+    file = _cvat_file(path)
     root = parse_xml(file)
     tracks = next(root.iter("track"), None) is not None
     if root.tag != "annotations" or tracks:
@@ -109,41 +120,23 @@ def _root(path: str) -> tuple[Path, Element]:
     return file, root
 
 
-def _cvat_shapes(image: Element) -> Iterator[tuple[str, Element]]:
-    """The shapes of an image with their places."""
-    counted: Counter[str] = Counter()
-    for one in image:
-        if one.tag in SHAPES:
-            counted[one.tag] += 1
-            yield f"{image.get('name')}, {one.tag} {counted[one.tag]}", one
-
-
 def _cvat_shape(shape: Element) -> tuple[str | None, Edges]:
     """The label of a shape, and the upright box around it in pixels."""
-    label = shape.get("label")
-    if shape.tag not in SIDES:
-        points = [map(float, one.split(",")) for one in (shape.get("points") or "").split(";")]
-        xs, ys = zip(*points, strict=True)
-        return label, (min(xs), min(ys), max(xs), max(ys))
-    a, b, c, d = (annotated.number(shape.get(side), side) for side in SIDES[shape.tag])
-    if shape.tag == "mask":
-        return label, (a, b, a + c, b + d)
+    label, given = shape.get("label"), shape.attrib
     if shape.tag == "ellipse":
-        a, b, c, d = a - c, b - d, a + c, b + d
-    turn = annotated.number(shape.get("rotation") or "0", "rotation")
-    if not turn:
-        return label, (a, b, c, d)
-    across, down = (c - a) / 2, (d - b) / 2
-    return label, _turned((-across, -down, across, down), turn, (a + c) / 2, (b + d) / 2)
-
-
-def _turned(box: Edges, degrees: float, x: float, y: float) -> Edges:
-    """The upright box around a box, given from (x, y), that is turned clockwise about this."""
-    sine, cosine = math.sin(math.radians(degrees)), math.cos(math.radians(degrees))
-    places = [(u, v) for u in box[0::2] for v in box[1::2]]
-    xs = [x + u * cosine - v * sine for u, v in places]
-    ys = [y + u * sine + v * cosine for u, v in places]
-    return min(xs), min(ys), max(xs), max(ys)
+        raise ValueError("ellipses are not read, draw a box")
+    if shape.tag == "mask":
+        sides = ("left", "top", "width", "height")
+        return label, annotated.corners([given[side] for side in sides])
+    if shape.tag != "box":
+        points = (one.split(",") for one in given["points"].split(";"))
+        return label, _around([(float(x), float(y)) for x, y in points])
+    edges = annotated.four_numbers([given[side] for side in ("xtl", "ytl", "xbr", "ybr")])
+    if turn := float(given.get("rotation") or 0):
+        x0, y0, x1, y1 = edges
+        corners = [(x0, y0), (x1, y0), (x1, y1), (x0, y1)]
+        edges = _around(_turned(corners, turn, (x0 + x1) / 2, (y0 + y1) / 2))
+    return label, edges
 
 
 def _tagged(image: Element, source: Source) -> Answer | None:
@@ -159,13 +152,6 @@ def _tagged(image: Element, source: Source) -> Answer | None:
 
 
 Result = Mapping[str, Any]
-MIN_SHAPES = ("rectanglelabels", "polygonlabels", "ellipselabels", "choices", "text", "number")
-"""Types of results by which Label Studio's `JSON-MIN` marks them."""
-MIN_KEYS = {
-    "choice": "choices", "choices": "choices", "label": "choices", "class": "choices",
-    "caption": "textarea", "text": "textarea", "count": "number", "number": "number",
-}  # fmt: skip
-"""Names of tags in `JSON-MIN`, and the type of what stands under them."""
 KINDS = {
     "choices": ("label", "choices", Task.CLASSIFICATION),
     "textarea": ("captions", "text", Task.CAPTION),
@@ -175,31 +161,31 @@ KINDS = {
 
 
 class LabelStudioFormat(AnnotatedFormat):
-    """`JSON` or `JSON-MIN`; `Source.images` is the folder of the images.
+    """An export as `JSON`; `Source.images` is the folder of the images.
 
     Of several annotations of a task the ground truth is taken, or else the first that was not
-    cancelled. Tasks without one are left out. Polygons, ellipses and turned rectangles, in percent
-    of the image, count as the upright box around them. Paths are those of the server that the
-    images were labelled on: images are looked for by ever shorter ends of them.
+    cancelled. Tasks without one are left out. Polygons and turned rectangles, in percent of the
+    image, count as the upright box around them. Paths are those of the server that the images were
+    labelled on: images are looked for by ever shorter ends of them.
     """
 
     files = "Label Studio JSON"
     answers = frozenset({"objects", "label", "captions", "count"})
 
     def recognises(self, location: Location) -> bool:
-        """A list of tasks with `data` and `annotations`, or of annotated images (`JSON-MIN`)."""
+        """A list of tasks with `data` and `annotations`; JSON-MIN, to be refused."""
         return {"data", "annotations"} <= location.keys or "annotation_id" in location.keys
 
     def guess_task(self, path: str) -> Task:
         """The task that the first result belongs to."""
-        entries = files.load_rows(annotation_file(Path(path)), "tasks")
-        found = (one for entry in entries for one in (_results(entry) or ()))
-        kind = KINDS.get(str(next(found, {}).get("type")))
+        tasks = _tasks(annotation_file(Path(path)))
+        kinds = (one.get("type") for task in tasks for one in _results(task) or ())
+        kind = KINDS.get(str(next(kinds, None)))
         return Task.DETECTION if kind is None else kind[2]
 
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
         """Images of the tasks that are labelled; ids are their paths as they were found."""
-        entries = files.load_rows(part, "tasks")
+        entries = _tasks(part)
         reading.total += len(entries)
         folder = source.image_folder
         finder = files.Finder(folder)
@@ -225,34 +211,24 @@ class LabelStudioFormat(AnnotatedFormat):
         annotated.note_unlisted(finder, reading)
 
 
+def _tasks(path: Path) -> list[Any]:
+    found = files.load_rows(path, "tasks")
+    if isinstance(found[0], dict) and "annotation_id" in found[0]:
+        raise DataError(f"{path.name} is an export as JSON-MIN: export it as JSON")
+    return found
+
+
 def _results(entry: Any) -> list[Result] | None:
     """Results of the annotation that counts; None if there is none."""
-    if not isinstance(entry, dict):
-        return None
-    if "annotations" not in entry:
-        return list(_small_results(entry))
-    given = entry["annotations"] if isinstance(entry["annotations"], list) else ()
-    sound = [one for one in given if isinstance(one, dict) and not one.get("was_cancelled")]
+    given = entry.get("annotations") if isinstance(entry, dict) else None
+    sound = [one for one in given or () if isinstance(one, dict) and not one.get("was_cancelled")]
     sound.sort(key=lambda annotation: not annotation.get("ground_truth"))
-    if not sound:
-        return None
-    return [result for result in sound[0].get("result") or [] if isinstance(result, dict)]
-
-
-def _small_results(entry: Result) -> Iterator[Result]:
-    """Results of `JSON-MIN`, where values stand under the names of the tags."""
-    for key, value in entry.items():
-        for shape in value if isinstance(value, list) else []:
-            kinds = [kind for kind in MIN_SHAPES if isinstance(shape, dict) and kind in shape]
-            if kinds:
-                yield {"type": kinds[0], "value": shape, **shape}
-        if key in MIN_KEYS and isinstance(value, str | int | float):
-            yield {"type": MIN_KEYS[key], "value": {KINDS[MIN_KEYS[key]][1]: value}}
+    return [one for one in sound[0].get("result") or () if isinstance(one, dict)] if sound else None
 
 
 def _place(entry: Result, columns: Mapping[str, str]) -> str:
     """Path of a task's image on the server."""
-    data = files.as_object(entry.get("data", entry))
+    data = files.as_object(entry["data"])
     texts = {key: value for key, value in data.items() if isinstance(value, str)}
     names = [columns["image"]] if "image" in columns else ["image", "img", "image_url", *texts]
     for name in names:
@@ -281,133 +257,22 @@ def _answer(results: list[Result], wanted: str) -> Answer:
 
 def _studio_shape(result: Result) -> tuple[Any, Scaled]:
     """The label of a result, and the upright box around its shape."""
-    value = result.get("value") or {}
-    named = value.get(str(result["type"])) or value.get("labels")
-    if not named:
-        raise KeyError("label")
+    value = result["value"]
+    label = (value.get(str(result["type"])) or value.get("labels") or [None])[0]
     if result.get("image_rotation"):
         raise ValueError("the image was turned while it was labelled")
     if "points" in value:
-        xs, ys = zip(*((float(x) / 100, float(y) / 100) for x, y in value["points"]), strict=True)
-        return named[0], annotated.shares(min(xs), min(ys), max(xs), max(ys))
-    ellipse = "width" not in value
-    sides = ("x", "y", *(("radiusX", "radiusY") if ellipse else ("width", "height")))
-    x, y, across, down = (annotated.number(value[side], side) / 100 for side in sides)
+        points = [(float(x) / 100, float(y) / 100) for x, y in value["points"]]
+        return label, annotated.shares(*_around(points))
+    if "width" not in value:
+        raise ValueError(f"{result['type']} are not read, draw a rectangle")
+    numbers = annotated.corners([value[side] for side in ("x", "y", "width", "height")])
+    x0, y0, x1, y1 = (edge / 100 for edge in numbers)
     turn = float(value.get("rotation") or 0)
-    if not turn:  # exact, where a rotation by 0 would round
-        left, top = (x - across, y - down) if ellipse else (x, y)
-        return named[0], annotated.shares(left, top, x + across, y + down)
 
-    def turned(width: float, height: float) -> Edges:
-        """Edges of a shape that is turned in pixels: an ellipse, or a box about its corner."""
-        a, b, x0, y0 = across * width, down * height, x * width, y * height
-        if not ellipse:
-            return _turned((0.0, 0.0, a, b), turn, x0, y0)
-        sine, cosine = math.sin(math.radians(turn)), math.cos(math.radians(turn))
-        right, bottom = math.hypot(a * cosine, b * sine), math.hypot(a * sine, b * cosine)
-        return x0 - right, y0 - bottom, x0 + right, y0 + bottom
+    def edges(width: float, height: float) -> Edges:
+        """The edges of a rectangle, which turns about its upper left corner, in pixels."""
+        points = [(x * width, y * height) for x, y in ((x0, y0), (x1, y0), (x1, y1), (x0, y1))]
+        return _around(_turned(points, turn, *points[0]) if turn else points)
 
-    return named[0], turned
-
-
-CLASSES = {"Detections": Task.DETECTION, "Classification": Task.CLASSIFICATION}
-"""Class of a FiftyOne field's value, and the task that it answers."""
-
-
-class FiftyOneFormat(AnnotatedFormat):
-    """`FiftyOneDataset`: a folder with `samples.json` and the media.
-
-    Boxes are in shares of the image: x, y of the upper left corner, width, height.
-    `columns.objects` or `columns.label` names the field of the labels.
-    """
-
-    files = "FiftyOne's samples.json"
-    answers = frozenset({"objects", "label"})
-
-    def recognises(self, location: Location) -> bool:
-        """A file of `samples` that have a `filepath`, or its folder."""
-        file = _below(location.path, "samples.json")
-        if file.name != "samples.json" or not file.is_file():
-            return False
-        try:
-            return any("filepath" in sample for sample in _samples(file)[:1])
-        except DataError:
-            return False
-
-    def guess_task(self, path: str) -> Task:
-        """The task of the first field of labels."""
-        for sample in _samples(Path(path)):
-            for value in sample.values():
-                if isinstance(value, dict) and value.get("_cls") in CLASSES:
-                    return CLASSES[value["_cls"]]
-        return super().guess_task(path)
-
-    def parts(self, source: Source) -> Mapping[Split | None, tuple[Path, Split | None]]:
-        """Splits that all samples are tagged with, or all samples as one piece."""
-        file = _below(source.location, "samples.json")
-        found = [_split(sample) for sample in _samples(file)]
-        parts = {split: (file, split) for split in found if split is not None}
-        return files.with_rest({} if None in found else parts, (file, None))
-
-    def records(
-        self, source: Source, part: tuple[Path, Split | None], reading: ImageReader
-    ) -> Iterator[Record]:
-        """Samples of a split; ids are their paths, as the export has them."""
-        file, split = part
-        samples = [one for one in _samples(file) if split in (None, _split(one))]
-        if not samples:
-            raise DataError(f"{file} lists no samples: export it again")
-        reading.total += len(samples)
-        finder = files.Finder(Path(source.images) if source.images else file.parent)
-        for position, sample in enumerate(samples):
-            place = sample.get("filepath")
-            where = f"{file.name}, {place if isinstance(place, str) else f'sample {position}'}"
-            with reading.tolerate(where, where):
-                if not isinstance(place, str):
-                    raise KeyError("filepath")
-                record = Record((finder.find(place),), place)
-                if source.task.spec.detects:
-                    value = _field(sample, source.columns.get("objects"), "Detections")
-                    found = annotated.numbered(f"{where}, detection", value.get("detections") or ())
-                    record.shapes = annotated.read_shapes(reading, record.item, found, _detection)
-                else:
-                    value = _field(sample, source.columns.get("label"), "Classification")
-                    record.answer = Answer(label=str(value["label"]))
-                yield record
-
-
-def _samples(path: Path) -> list[dict[str, Any]]:
-    content = files.load_json(_below(path, "samples.json"))
-    samples = content.get("samples") if isinstance(content, dict) else None
-    if not isinstance(samples, list) or not all(isinstance(entry, dict) for entry in samples):
-        raise DataError(
-            f"{path} holds no list of samples: export it as fiftyone.types.FiftyOneDataset"
-        )
-    return samples
-
-
-def _split(sample: Mapping[str, Any]) -> Split | None:
-    """The split that a sample is tagged with."""
-    tags = sample.get("tags")
-    return files.split_in(str(tag).lower() for tag in (tags if isinstance(tags, list) else ()))
-
-
-def _detection(found: dict[str, Any]) -> tuple[Any, Scaled]:
-    return found.get("label"), annotated.shares(*annotated.corners(found["bounding_box"]))
-
-
-def _field(sample: Mapping[str, Any], named: str | None, kind: str) -> Mapping[str, Any]:
-    """The field with the labels: the named one, `ground_truth`, or the only one of its class."""
-    fields = {key: value for key, value in sample.items() if isinstance(value, dict)}
-    fitting = {key: value for key, value in fields.items() if value.get("_cls") == kind}
-    name = named or (next(iter(fitting)) if len(fitting) == 1 else "ground_truth")
-    if name in fitting:
-        return fitting[name]
-    if kind == "Detections" and sample.get(name, {}) is None:
-        return {}  # labelled as holding nothing
-    column = "objects" if kind == "Detections" else "label"
-    raise FaultError(
-        FaultKind.ROW_INCOMPLETE if named or fitting else FaultKind.NOT_LABELLED,
-        f"has no {kind} in field {name!r}, only in {', '.join(fitting) or 'none'} "
-        f"(source.columns.{column} names another)",
-    )
+    return label, edges

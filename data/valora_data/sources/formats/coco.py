@@ -1,12 +1,10 @@
-"""COCO's JSON formats and what is made of them: instances, captions, RefCOCO, VQA v2."""
+"""COCO's JSON: instances and captions, in one file or in a folder with a file for each split."""
 
 from __future__ import annotations
 
-import logging
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,64 +13,11 @@ from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Split, Task
 from valora_data.sources.base import Location, Source, annotation_file
 from valora_data.sources.formats import annotated, files
-from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record, Shape
+from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record
 from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.formats.rows import texts_of
 
-log = logging.getLogger(__name__)
 ROBOFLOW = "_annotations.coco.json"
-Entries = list[dict[str, Any]]
-
-
-def _tables(path: Path, required: Sequence[str], what: str) -> dict[str, Any]:
-    """The content of a file with the required tables, the first of which is not empty."""
-    content = files.load_json(path)
-    for table in required:
-        if not isinstance(content, dict) or not isinstance(content.get(table), list):
-            raise DataError(
-                f"{path.name} has no list {table!r}: expected {what} with {', '.join(required)}"
-            )
-    if not content[required[0]]:
-        raise DataError(f"{path.name} lists no {required[0]}: the data set is empty")
-    return dict(content)
-
-
-def _entries(
-    reading: ImageReader,
-    file: Path,
-    content: Mapping[str, Any],
-    table: str,
-    *keys: str,
-    unique: str = "",
-) -> Entries:
-    """Rows of a table that have some keys; the others are collected as faults.
-
-    File names must be texts, ids numbers or texts; whole ones in any form are alike. No value of
-    the unique keys, with spaces between, may occur twice.
-    """
-    found: Entries = []
-    seen: set[tuple[str, Any]] = set()
-    for position, row in enumerate(content[table]):
-        where = f"{file.name}: entry {position} of {table!r}"
-        with reading.tolerate(where, where):
-            entry = {
-                k: files.whole(v) if k.endswith("id") else v
-                for k, v in files.as_object(row).items()
-            }
-            for key in keys:
-                value, file_name = entry[key], key == "file_name"
-                sound = isinstance(value, str) or (isinstance(value, int) and not file_name)
-                if not sound and (file_name or key.endswith("id")):
-                    what = "text" if file_name else "number or text"
-                    raise TypeError(f"has the {key} {value!r}, which is no {what}")
-            for key in unique.split():
-                if (key, entry[key]) in seen:
-                    what = f"{table.removesuffix('s')} {'id' if key.endswith('id') else key}"
-                    text = f"{what} {entry[key]} occurs more than once"
-                    raise FaultError(FaultKind.ID_TWICE, text)
-            seen |= {(key, entry[key]) for key in unique.split()}
-            found.append(entry)
-    return found
+Entry = dict[str, Any]
 
 
 class _Part(NamedTuple):
@@ -138,33 +83,31 @@ class CocoFormat(AnnotatedFormat):
         Ids may be any integers or texts. Crowd regions are left out, as they are no single objects.
         """
         name, captions = part.file.name, source.task.spec.answer == "captions"
-        tables = ("images", "annotations") if captions else ("images", "annotations", "categories")
-        content = _tables(part.file, tables, "COCO captions" if captions else "COCO instances")
+        content = _tables(part.file, "images", "annotations", *(() if captions else ["categories"]))
         reading.total += len(content["images"])
-
-        entries = partial(_entries, reading, part.file, content)
-        images = entries("images", "id", "file_name", unique="id file_name")
-        annotations = entries(
-            "annotations", "image_id", *(("caption",) if captions else ("category_id", "bbox"))
-        )
-        by_image: defaultdict[Any, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
-        named = {image["id"]: image["file_name"] for image in images}
-        for one in annotations:
-            number = one["image_id"]
-            where = f"{name}, annotation {one.get('id')} of {named.get(number)}"
-            by_image[number].append((where, one))
-            if number not in named:
-                text = f"{name}: annotation {one.get('id')} belongs to image {number}"
-                text += ", which is not listed"
+        images: dict[Any, Entry] = {}
+        for where, entry in _entries(content, "images", part.file, reading, "id", "file_name"):
+            if images.setdefault(entry["id"], entry) is not entry:
+                text = f"{where}: image id {entry['id']} occurs more than once"
+                reading.add(FaultKind.ID_TWICE, where, text)
+        needed = ("caption",) if captions else ("category_id", "bbox")
+        by_image: defaultdict[Any, list[tuple[str, Entry]]] = defaultdict(list)
+        for _, one in _entries(content, "annotations", part.file, reading, "image_id", *needed):
+            number, where = one["image_id"], f"{name}, annotation {one.get('id')}"
+            if number in images:
+                by_image[number].append((f"{where} of {images[number]['file_name']}", one))
+            else:
+                text = f"{where} belongs to image {number}, which is not listed"
                 reading.add(FaultKind.ANNOTATION_STRAY, f"image {number}", text)
-        if captions and not by_image.keys() & named.keys():
+        if captions and not by_image:
             raise DataError(f"{name}: no image has a caption: the data set is empty")
-        names: dict[Any, str] = {}
-        kept: set[str] = set()
-        if not captions:
-            names, kept = _names(entries("categories", "id", "name"), annotations, name, source)
+        given = (
+            () if captions else _entries(content, "categories", part.file, reading, "id", "name")
+        )
+        used = {one.get("category_id") for each in by_image.values() for _, one in each}
+        names, kept = _names([one for _, one in given], used, name, source)
 
-        def shape(entry: dict[str, Any]) -> tuple[str, Edges] | None:
+        def shape(entry: Entry) -> tuple[str, Edges] | None:
             label = names.get(entry["category_id"])
             if label is None:
                 known = ", ".join(map(str, list(names)[:10]))
@@ -174,8 +117,8 @@ class CocoFormat(AnnotatedFormat):
             return (label, annotated.corners(entry["bbox"])) if wanted else None
 
         finder = files.Finder(part.images)
-        for image in images:
-            number, file = image["id"], image["file_name"]
+        for number, image in images.items():
+            file = str(image["file_name"])
             record = Record((finder.find(file),), f"{part.prefix}{number}", item=file)
             record.size = image.get("width"), image.get("height")
             if captions:
@@ -202,6 +145,38 @@ class RoboflowFormat(CocoFormat):
         return location.path.is_dir() and any(found)
 
 
+def _tables(file: Path, *required: str) -> dict[str, Any]:
+    """The content of a file with the required tables, the first of which is not empty."""
+    content = files.load_json(file)
+    for table in required:
+        if not isinstance(content, dict) or not isinstance(content.get(table), list):
+            raise DataError(f"{file.name} has no list {table!r}: expected COCO JSON")
+    if not content[required[0]]:
+        raise DataError(f"{file.name} lists no {required[0]}: the data set is empty")
+    return dict(content)
+
+
+def _entries(
+    content: Mapping[str, Any], table: str, file: Path, reading: ImageReader, *keys: str
+) -> Iterator[tuple[str, Entry]]:
+    """Rows of a table that have some keys, with their places; the others are faults.
+
+    Ids are numbers or texts; whole ones in any form are alike.
+    """
+    for position, row in enumerate(content[table]):
+        where = f"{file.name}: entry {position} of {table!r}"
+        with reading.tolerate(where, where):
+            entry = dict(files.as_object(row))
+            for key in keys:
+                value, is_id = entry[key], key.endswith("id")
+                entry[key] = files.whole(value) if is_id else value
+                if is_id and not isinstance(entry[key], int | str):
+                    raise TypeError(f"has the {key} {value!r}, which is no number or text")
+                if key == "file_name" and not isinstance(value, str):
+                    raise TypeError(f"has the file_name {value!r}, which is no text")
+            yield where, entry
+
+
 def _standard_files(whole: Path, kind: str) -> dict[Split, Path]:
     """Files such as `annotations/instances_train2017.json` by split."""
     found: dict[Split, Path] = {}
@@ -220,7 +195,7 @@ def _standard_images(whole: Path, file: Path) -> Path:
 
 
 def _captions(
-    entries: Sequence[tuple[str, dict[str, Any]]], file: str, reading: ImageReader
+    entries: Sequence[tuple[str, Entry]], file: str, reading: ImageReader
 ) -> Iterator[str]:
     for where, entry in entries:
         with reading.tolerate(file, where):
@@ -231,174 +206,15 @@ def _captions(
 
 
 def _names(
-    categories: Entries, annotations: Entries, name: str, source: Source
+    categories: Sequence[Entry], used: set[Any], name: str, source: Source
 ) -> tuple[dict[Any, str], set[str]]:
     """Names of all categories, and those that count: not what only groups others, as Roboflow's."""
     names = {category["id"]: str(category["name"]) for category in categories}
-    for number, count in Counter(category["id"] for category in categories).items():
-        if count > 1:
-            raise DataError(f"{name}: category id {number} occurs more than once: number them anew")
-    if source.labels:
+    if len(names) < len(categories):
+        raise DataError(f"{name}: category ids occur more than once: number them anew")
+    if source.labels and categories:
         annotated.check_labels(name, names.values(), source.labels)
         return names, {*names.values()}
-    used = {annotation["category_id"] for annotation in annotations}
     groups = {category.get("supercategory") for category in categories}
     groups -= {one["name"] for one in categories if one["name"] == one.get("supercategory")}
-    return names, {
-        label for number, label in names.items() if number in used or label not in groups
-    }
-
-
-class RefCocoFormat(AnnotatedFormat):
-    """Referring expressions: RefCOCO, RefCOCO+ and RefCOCOg in JSON.
-
-    A file with `images`, `annotations` and `refs`; or one with `refs` alone, whose entries carry
-    `file_name` and `bbox` themselves. Each of a reference's `sentences` is a sample. (The original
-    `refs(unc).p` is a pickle, which runs code when it is read: convert it.)
-    """
-
-    files = "RefCOCO JSON"
-    answers = frozenset({"phrase"})
-    task = Task.GROUNDING
-
-    def recognises(self, location: Location) -> bool:
-        """A JSON object with `refs`, or a list of references, which have `sentences`."""
-        return bool(location.keys & {"refs", "sentences"})
-
-    def parts(self, source: Source) -> Mapping[Split | None, Split | None]:
-        """The splits that the references name, or all references as one piece."""
-        found = {_split_of(ref) for ref in _content(source)["refs"]}
-        return files.with_rest({split: split for split in found if split is not None}, None)
-
-    def records(self, source: Source, part: Split | None, reading: ImageReader) -> Iterator[Record]:
-        """A record for each sentence, which is its prompt and the label of its box.
-
-        testA and testB are both `test`. Ids are ``<image>#<reference>-<sentence>``.
-        """
-        name, content = source.file.name, _content(source)
-
-        content["refs"] = [ref for ref in content["refs"] if part is None or _split_of(ref) is part]
-        if not content["refs"]:
-            raise DataError(f"{name} has no references for {part}: the data set is empty")
-        reading.total += len(content["refs"])
-        entries = partial(_entries, reading, source.file, content)
-        named = {image["id"]: image["file_name"] for image in entries("images", "id", "file_name")}
-        boxes = {one["id"]: one["bbox"] for one in entries("annotations", "id", "bbox")}
-        finder = files.Finder(source.image_folder)
-        for ref in entries("refs", "ref_id", "sentences", unique="ref_id"):
-            item = f"reference {ref['ref_id']}"
-            where = f"{name}, {item}"
-            with reading.tolerate(item, where):
-                file = str(_look_up(ref, "file_name", "image_id", named))
-                edges = annotated.corners(_look_up(ref, "bbox", "ann_id", boxes))
-                if not ref["sentences"]:
-                    raise KeyError("sentences")
-                for number, phrase in enumerate(texts_of(ref["sentences"], ("sent", "raw"))):
-                    key = f"{ref.get('image_id', file)}#{ref['ref_id']}-{number}"
-                    shapes = [Shape(phrase, edges, where)]
-                    with reading.tolerate(item, where):
-                        if not phrase:
-                            raise FaultError(
-                                FaultKind.ROW_INCOMPLETE, f"sentence {number} is empty"
-                            )
-                        yield Record((finder.find(file),), key, shapes, prompt=phrase, item=item)
-
-
-def _content(source: Source) -> dict[str, list[Any]]:
-    """The tables `refs`, `images` and `annotations`, of which the last two may be empty."""
-    content = files.load_json(source.file)
-    content = {"refs": content} if isinstance(content, list) else content
-    refs = content.get("refs") if isinstance(content, dict) else None
-    if not isinstance(refs, list):
-        raise DataError(f"{source.file.name} has no list 'refs': expected referring expressions")
-    return {table: content.get(table) or [] for table in ("images", "annotations", "refs")}
-
-
-def _look_up(ref: dict[str, Any], own: str, key: str, table: dict[Any, Any]) -> Any:
-    """A reference's own value, or that of the entry it names."""
-    if ref.get(key) in table:
-        return table[ref[key]]
-    if own in ref:
-        return ref[own]
-    text = f"has {key} {ref.get(key)}, which is not listed, and no {own}"
-    raise FaultError(FaultKind.ANNOTATION_STRAY, text)
-
-
-def _split_of(ref: Any) -> Split | None:
-    return files.SPLIT_NAMES.get(str(ref.get("split", ""))) if isinstance(ref, dict) else None
-
-
-class VqaFormat(AnnotatedFormat):
-    """VQA v2, a file of questions; `Source.annotations` is the file of answers."""
-
-    files = "VQA JSON"
-    answers = frozenset({"answers"})
-    task = Task.VQA
-
-    def recognises(self, location: Location) -> bool:
-        """A JSON object with `questions`."""
-        return "questions" in location.keys
-
-    def parts(self, source: Source) -> Mapping[Split | None, Path]:
-        """All questions as one piece: VQA v2 has a file for each split."""
-        if source.annotations is None:
-            raise DataError(
-                f"{source.file.name} holds questions without answers: set source.annotations to "
-                "the file of annotations"
-            )
-        return {None: Path(source.annotations)}
-
-    def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
-        """A record for each question, with all annotators' answers in theirs.
-
-        An `image` names the file where it does not follow COCO's pattern. Ids are
-        ``<image id>#<question id>``. Questions of which the commonest answer is none of the
-        domain's labels are left out.
-        """
-        name = source.file.name
-        content = _tables(source.file, ("questions",), "VQA questions")
-        given = _tables(part, ("annotations",), "VQA annotations")
-        reading.total += len(content["questions"])
-        questions = _entries(
-            reading, source.file, content, "questions", "question_id", "image_id", "question",
-            unique="question_id",
-        )  # fmt: skip
-        rows = _entries(reading, part, given, "annotations", "question_id", "answers")
-        answers = {row["question_id"]: row["answers"] for row in rows}
-        finder, wanted = files.Finder(source.image_folder), 0
-        for entry in questions:
-            number = entry["question_id"]
-            item = f"question {number}"
-            with reading.tolerate(item, f"{part.name}: {item}"):
-                if number not in answers:
-                    raise KeyError(f"annotation in {part.name}")
-                answer = Answer(answers=tuple(texts_of(answers.pop(number), ("answer",))))
-                if not any(answer.answers):
-                    raise KeyError("answers")
-                if not source.labels or answer.choice in source.labels:
-                    wanted += 1
-                    path = _file(source.image_folder, finder, entry, content.get("data_subtype"))
-                    record = Record((path,), f"{entry['image_id']}#{number}", item=item)
-                    record.answer, record.prompt = answer, str(entry["question"]).strip()
-                    yield record
-        for number in answers if reading.thorough else ():
-            text = f"{part.name}: question {number} is not asked in {name}"
-            reading.add(FaultKind.ANNOTATION_STRAY, f"question {number}", text)
-        if not wanted:
-            raise DataError(
-                f"{name}: no question is answered by one of {', '.join(source.labels)}: correct "
-                "the domain's labels"
-            )
-        if wanted < len(questions):
-            log.info("%s: %d questions have other answers", name, len(questions) - wanted)
-
-
-def _file(folder: Path, finder: files.Finder, entry: dict[str, Any], subtype: Any) -> Path:
-    if "image" in entry:
-        return finder.find(str(entry["image"]))
-    image = entry["image_id"]
-    number = f"{image:012d}" if isinstance(image, int) else str(image)
-    names = [f"COCO_{subtype}_{number}.jpg", f"{number}.jpg", f"{image}.jpg", f"{image}.png"]
-    return next(
-        (folder / name for name in names if files.is_file(folder / name)), folder / names[1]
-    )
+    return names, {label for key, label in names.items() if key in used or label not in groups}

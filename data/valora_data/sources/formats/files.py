@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import os
 import re
@@ -137,8 +138,7 @@ class Finder:
     """Finds the files that a data set names, also where it has moved or spells them differently."""
 
     def __init__(self, folder: Path, suffixes: frozenset[str] = IMAGES) -> None:
-        self._folder = folder
-        self._suffixes = suffixes
+        self._folder, self._suffixes = folder, suffixes
         self._found: set[Path] = set()
 
     def find(self, name: str) -> Path:
@@ -146,29 +146,18 @@ class Finder:
 
         Where none or several fit, it is the path as it is named.
         """
-        found = self._find(name)
+        named = self._folder / name
+        parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..")]
+        ends = (self._folder.joinpath(*parts[start:]) for start in range(len(parts)))
+        found = next(filter(is_file, (named, *ends)), None) or self._by_name(named, parts)
         self._found.add(found.resolve())
         return found
 
-    def not_found(self) -> list[Path]:
-        """Files, as paths below the folder, that were not found by any name."""
-        missed = [path for path in self.files if path.resolve() not in self._found]
-        return [path.relative_to(self._folder) for path in missed]
-
-    def _find(self, name: str) -> Path:
-        named = self._folder / name
-        if is_file(named):
-            return named
-        parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..")]
-        for start in range(len(parts)):
-            path = self._folder.joinpath(*parts[start:])
-            if is_file(path):
-                return path
+    def _by_name(self, named: Path, parts: list[str]) -> Path:
         last = parts[-1] if parts else ""
-        inside = named.parent in self._folders
         for key in (last, UPLOADED.sub("", last)):
-            found = self._by_name.get(spelling(key), [])
-            if inside:  # then no file of another folder is meant
+            found = self._names.get(spelling(key), [])
+            if named.parent in self._folders:  # then no file of another folder is meant
                 found = [path for path in found if path.parent == named.parent]
             if len(found) == 1:
                 return found[0]
@@ -176,11 +165,16 @@ class Finder:
 
     def of_stem(self, stem: str, near: Path) -> Path | None:
         """The file with this name without suffix; of several the one that lies nearest."""
-        found = self._by_stem.get(spelling(stem), [])
+        found = self._stems.get(spelling(stem), [])
         around = near.absolute().parent
         shared = [len(os.path.commonpath([around, path.absolute().parent])) for path in found]
         best = [path for path, length in zip(found, shared, strict=True) if length == max(shared)]
         return best[0] if len(best) == 1 else None
+
+    def not_found(self) -> list[Path]:
+        """Files, as paths below the folder, that were not found by any name."""
+        missed = [path for path in self.files if path.resolve() not in self._found]
+        return [path.relative_to(self._folder) for path in missed]
 
     @cached_property
     def files(self) -> list[Path]:
@@ -192,11 +186,11 @@ class Finder:
         return frozenset(path.parent for path in self.files)
 
     @cached_property
-    def _by_name(self) -> dict[str, list[Path]]:
+    def _names(self) -> dict[str, list[Path]]:
         return _grouped((path.name, path) for path in self.files)
 
     @cached_property
-    def _by_stem(self) -> dict[str, list[Path]]:
+    def _stems(self) -> dict[str, list[Path]]:
         return _grouped((path.stem, path) for path in self.files)
 
 
@@ -204,7 +198,7 @@ def _grouped(named: Iterable[tuple[str, Path]]) -> dict[str, list[Path]]:
     found: defaultdict[str, list[Path]] = defaultdict(list)
     for name, path in named:
         found[spelling(name)].append(path)
-    return dict(found)
+    return found
 
 
 def read_text(path: Path) -> str:
@@ -229,24 +223,24 @@ def load_json(path: Path) -> Any:
         raise DataError(f"{path.name} is not valid JSON ({error}): export it again") from error
 
 
-def read_lines(path: Path) -> list[tuple[int, Any]]:
-    """Rows of a JSON Lines file with their numbers, which begin at 1; None if one is no JSON.
+def read_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
+    """Rows of a JSON Lines file with their numbers, which begin at 1; None if one is no object.
 
     Not by pyarrow or `datasets`, which stop at the first bad row and want one type a column.
     """
-    found: list[tuple[int, Any]] = []
+    found: list[tuple[int, dict[str, Any] | None]] = []
     # `splitlines` would split at other marks, within texts.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
-            try:
-                found.append((number, json.loads(line)))
-            except (ValueError, RecursionError):
-                found.append((number, None))
+            row = None
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+            found.append((number, row if isinstance(row, dict) else None))
     return found
 
 
 def load_rows(path: Path, what: str) -> list[Any]:
-    """Entries of a JSON list or of JSON Lines; rows that are no JSON are None."""
+    """Entries of a JSON list or of JSON Lines, at least one."""
     lines = path.suffix == ".jsonl"
     rows = [entry for _, entry in read_lines(path)] if lines else load_json(path)
     if not isinstance(rows, list):

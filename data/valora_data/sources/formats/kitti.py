@@ -41,13 +41,8 @@ class KittiFormat(AnnotatedFormat):
         files = annotated.label_files(
             images, lambda image: labels / f"{image.stem}.txt", labels, labels.name, reading
         )
-        for image, file in files.items():
-            record = Record((image,), image.name, file=file)
-            with reading.tolerate(record.item):
-                if file.exists():
-                    rows = annotated.label_rows(file)
-                    record.shapes = annotated.read_shapes(reading, record.item, rows, _shape)
-            yield record
+        records = (Record((image,), image.name, file=files[image]) for image in images)
+        yield from annotated.with_rows(records, reading, _shape)
 
 
 def _root(folder: Path) -> Path:

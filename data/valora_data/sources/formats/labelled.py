@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,15 +16,16 @@ from PIL import Image
 
 from valora_data.cpu import usable_cores
 from valora_data.errors import DataError
-from valora_data.faults import MAX_FAULTY, FaultError, FaultKind, Faults
+from valora_data.faults import Fault, FaultError, FaultKind
 from valora_data.images import decode_image, to_rgb
 from valora_data.sources.formats.files import readable
+from valora_data.wording import agreeing, plural
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 Found = TypeVar("Found")
 Media = Path | bytes | Image.Image
-AHEAD = 3
-"""Images per core that are decoded before they are needed."""
+AHEAD = 3  # images per core that are decoded before they are needed
 
 
 @dataclass(slots=True)
@@ -32,30 +34,24 @@ class ImageReader:
 
     Attributes:
         source: The data set, for messages.
-        total: Number of images that the data set lists.
-        tolerance: Share of them that may have faults.
+        total: Number of images that the data set lists, which its reader adds up.
+        tolerance: Share of them that may have faults, of the kinds that skip something.
         thorough: Whether to look for what a reader does not need: files that belong to nothing.
-        faults: What was found.
+        found: All faults once, in the order in which they were found.
+        faulty: Images and rows that were skipped, or of which a part was.
     """
 
     source: str
     total: int = 0
-    tolerance: float = MAX_FAULTY
+    tolerance: float = 0.05
     thorough: bool = False
-    faults: Faults = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.faults = Faults(self.source, self.tolerance)
+    found: dict[Fault, None] = field(default_factory=dict)
+    faulty: set[str] = field(default_factory=set)
 
     @classmethod
     def for_check(cls, source: str) -> ImageReader:
         """A reader that tolerates and looks for all faults."""
         return cls(source, tolerance=math.inf, thorough=True)
-
-    @classmethod
-    def forgiving(cls) -> ImageReader:
-        """A reader for a first look, of which the faults do not count."""
-        return cls("", tolerance=math.inf)
 
     def open(self, path: Path) -> Image.Image | None:
         """The RGB image as a viewer shows it, or None if it cannot be decoded."""
@@ -77,7 +73,7 @@ class ImageReader:
     def tolerate(
         self, item: str, where: str = "", kind: FaultKind = FaultKind.ROW_MALFORMED
     ) -> Iterator[None]:
-        """Collect a fault of a block that reads an image or row (see `Faults.tolerate`).
+        """Collect a `FaultError` of the block, which reads an image or row.
 
         Args:
             item: What the fault is counted by.
@@ -85,28 +81,53 @@ class ImageReader:
                 missing or of a wrong type are faults, too.
             kind: Kind of those.
         """
-        self.faults.total = self.total
-        with self.faults.tolerate(item):
-            try:
-                yield
-            except (AttributeError, LookupError, TypeError, ValueError, FaultError) as error:
-                if not where:
-                    raise
-                text = getattr(error, "text", str(error))
-                if isinstance(error, KeyError):
-                    kind, text = FaultKind.ROW_INCOMPLETE, f"has no {error.args[0]}"
-                joint = " " if text.startswith(("has ", "is ")) else ": "
-                raise FaultError(getattr(error, "kind", kind), f"{where}{joint}{text}") from error
+        try:
+            yield
+        except (AttributeError, LookupError, TypeError, ValueError, FaultError) as error:
+            text = str(error)
+            if isinstance(error, FaultError):
+                kind, text = error.kind, error.text
+            elif not where:
+                raise
+            elif isinstance(error, KeyError):
+                kind, text = FaultKind.ROW_INCOMPLETE, f"has no {error.args[0]}"
+            joint = " " if text.startswith(("has ", "is ")) else ": "
+            self.add(kind, item, f"{where}{joint}{text}" if where else text)
 
     def add(self, kind: FaultKind, item: str, text: str) -> None:
-        """Collect a fault (see `Faults.add`)."""
-        self.faults.total = self.total
-        self.faults.add(kind, item, text)
+        """Collect a fault; a `DataError` if more than `tolerance` of the images have some."""
+        self.found[Fault(kind, item, text)] = None
+        if kind.skips:
+            self.faulty.add(item)
+            if len(self.faulty) > self.tolerance * self.total:
+                first = next(fault for fault in self.found if fault.kind.skips)
+                raise DataError(
+                    f"{self.source}: at least {len(self.faulty)} of {plural(self.total, 'image')} "
+                    f"{agreeing(len(self.faulty), 'has|have')} faults, more than "
+                    f"{self.tolerance:.0%}: {first.text}: {first.kind.remedy}; "
+                    "`valora-data check` lists all faults"
+                )
+
+    def texts(self, *, skips: bool) -> dict[FaultKind, list[str]]:
+        """Texts of the faults that skip something, or of the notes; the commonest kind first."""
+        counts = Counter(fault.kind for fault in self.found if fault.kind.skips is skips)
+        return {
+            kind: [fault.text for fault in self.found if fault.kind is kind]
+            for kind, _ in counts.most_common()
+        }
 
     def finish(self) -> None:
-        """Say in one warning what was skipped, if anything was."""
-        self.faults.total = self.total
-        self.faults.warn()
+        """Log one warning about what was skipped, if anything was."""
+        kinds = [
+            f"{plural(len(texts), kind.what)} (such as {texts[0]})"
+            for kind, texts in self.texts(skips=True).items()
+        ]
+        if kinds:
+            log.warning(
+                "%s: %d of %s skipped in whole or in part: %s; `valora-data check` lists all "
+                "faults", self.source, len(self.faulty), plural(self.total, "image"),
+                "; ".join(kinds),
+            )  # fmt: skip
 
 
 def ahead(
@@ -142,20 +163,16 @@ def load_image(media: Media, name: str = "image") -> Image.Image:
     """The RGB image of a file, or of what was read of one, which has this name in messages."""
     if isinstance(media, Image.Image):
         return to_rgb(media, media.format)
-    if isinstance(media, Path):
-        name = readable(media.name)
-        if name != media.name:
-            text = f"{name} has a name that is no UTF-8; give it another"
-            raise FaultError(FaultKind.IMAGE_UNREADABLE, text)
-        try:
-            media = media.read_bytes()
-        except OSError as error:
-            missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-            kind = FaultKind.IMAGE_MISSING if missing else FaultKind.IMAGE_UNREADABLE
-            text = f"{name} cannot be read ({error.strerror}: {error.filename})"
-            raise FaultError(kind, text) from error
+    kind = FaultKind.IMAGE_UNREADABLE
+    name = readable(media.name) if isinstance(media, Path) else name
+    if isinstance(media, Path) and name != media.name:
+        raise FaultError(kind, f"{name} has a name that is no UTF-8; give it another")
     try:
-        return decode_image(media)
+        return decode_image(media.read_bytes() if isinstance(media, Path) else media)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            kind = FaultKind.IMAGE_MISSING
+        text = f"{name} cannot be read ({error.strerror}: {error.filename})"
+        raise FaultError(kind, text) from error
     except DataError as error:
-        text = f"{name} cannot be decoded ({error})"
-        raise FaultError(FaultKind.IMAGE_UNREADABLE, text) from error
+        raise FaultError(kind, f"{name} cannot be decoded ({error})") from error

@@ -3,7 +3,7 @@
 A task reads these columns, which have the names that are customary on the hub; the first one that
 exists is used. `Source.columns` maps a field to another name.
 
-- classification, video: `label` (a name, or a class index where the names are declared), `soft`
+- classification, video: `label` (a name, or a class index where the names are declared)
 - detection: `objects` with `bbox` (x, y, width, height in pixels) and `category`
 - vqa: `question`; `answers` or `answer` (a text, texts, or objects with `answer`)
 - caption: `captions`, `caption` or `text`
@@ -33,7 +33,6 @@ from valora_data.wording import first_line, plural
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "label": ("label", "labels", "class"),
-    "soft": ("soft", "probabilities"),
     "objects": ("objects",),
     "question": ("question", "prompt"),
     "answers": ("answers", "answer"),
@@ -83,7 +82,7 @@ class RowReader:
         self, source: Source, name: str, reading: ImageReader, names: Sequence[str] | None = None
     ) -> None:
         self._source, self._name, self._reading, self._names = source, name, reading, names
-        self._kinds: dict[type, Any] = {}
+        self._last_label: Any = None
 
     def read(self, row: Mapping[str, Any], item: str, where: str) -> list[dict[str, Any]]:
         """The fields of a `Record` that a row fills in: one for each of several phrases.
@@ -104,12 +103,10 @@ class RowReader:
                     for text in self._texts(row, "phrase")
                 ]
             case "label":
-                label, soft = self._label(self._get(row, "label")), self._find(row, "soft") or ()
-                if isinstance(soft, str):
-                    raise TypeError("the soft labels are no list of numbers")
+                label = self._label(self._get(row, "label"))
                 if self._names is not None and labels and label not in labels:
                     return []
-                fields["answer"] = Answer(label=label, soft=tuple(map(float, soft)))
+                fields["answer"] = Answer(label=label)
             case "count":
                 fields["answer"] = Answer(count=read_count(self._get(row, "count")))
             case "captions":
@@ -122,23 +119,21 @@ class RowReader:
 
     def _label(self, value: Any) -> str:
         """A label's name; labels must be all numbers or all names."""
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        value = files.whole(value) if isinstance(value, float) else value  # as pandas writes them
         text = ""
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        if isinstance(value, float) and value.is_integer():  # as pandas writes whole numbers
-            value = int(value)
-        other = next((one for kind, one in self._kinds.items() if kind is not type(value)), None)
         if isinstance(value, list):
             text = f"expected one label, got {value}"
         elif isinstance(value, bool) or not isinstance(value, int | str):
             text = f"label {value!r} is no name and no number"
-        elif other is not None:
-            text = f"label {value!r} and, before, {other!r}: {self._name} mixes numbers and names"
         elif isinstance(value, int) and self._names and not 0 <= value < len(self._names):
             text = f"class index {value} lies outside the {len(self._names)} declared names"
+        elif self._last_label is not None and type(self._last_label) is not type(value):
+            text = f"label {value!r} and, before, {self._last_label!r}: {self._name} mixes "
+            text += "numbers and names"
         if text:
             raise FaultError(FaultKind.LABEL_MALFORMED, text)
-        self._kinds.setdefault(type(value), value)
+        self._last_label = value
         return self._names[value] if self._names and isinstance(value, int) else str(value)
 
     def _objects(self, row: Mapping[str, Any]) -> Sequence[tuple[Any, Any]]:
@@ -246,7 +241,7 @@ class ImageFolderFormat(ImagesFormat):
         """The task that the columns of the first `metadata.jsonl` belong to."""
         tables = sorted(Path(path).glob(f"**/{METADATA}"))
         rows = files.read_lines(tables[0]) if tables else []
-        columns = next((row for _, row in rows if isinstance(row, dict)), {})
+        columns = next((row for _, row in rows if row), {})
         return task_of_columns(columns, Task.VIDEO if self.video else Task.CLASSIFICATION)
 
     def records(self, source: Source, part: Part, reading: ImageReader) -> Iterator[Record]:
@@ -271,12 +266,10 @@ class ImageFolderFormat(ImagesFormat):
         classes = {label for path, label in class_of.items() if path.parent != folder}
         if source.labels and classes:
             annotated.check_labels(folder.name, sorted(classes), source.labels)
-        wanted = {*source.labels} or classes
-        found = [path for path in found if path.parent == folder or class_of[path] in wanted]
+            found = [p for p in found if p.parent == folder or class_of[p] in source.labels]
         reading.total += len(found)
         for path in sorted(folder.iterdir()) if reading.thorough else ():
-            empty = path.is_dir() and not files.files_below(path, self.suffixes)
-            if empty and files.is_data(path.name):
+            if path.is_dir() and files.is_data(path.name) and path.name not in classes:
                 text = f"folder {path.name} holds no {what}"
                 reading.add(FaultKind.CLASS_UNUSED, path.name, text)
         for path in found:
@@ -299,9 +292,7 @@ class ImageFolderFormat(ImagesFormat):
             raise DataError(f"{folder / METADATA} is empty: write one row for each file")
         reading.total += len(rows)
         distinct = {repr(row): row for _, row in rows}
-        often = Counter(
-            str(row.get("file_name")) for row in distinct.values() if isinstance(row, dict)
-        )
+        often = Counter(str(row.get("file_name")) for row in distinct.values() if row)
         asked: Counter[str] = Counter()
         finder, reader = files.Finder(folder, self.suffixes), RowReader(source, name, reading)
         for number, row in rows:
@@ -312,7 +303,7 @@ class ImageFolderFormat(ImagesFormat):
                 with reading.tolerate(item, where):
                     if distinct.pop(repr(row), None) is None:
                         raise FaultError(FaultKind.ROW_REPEATED, "it repeats an earlier row")
-                    found = reader.read(row, item, where)
+                    found = reader.read(row or {}, item, where)
                     several = len(found) > 1 or (often[file] > 1 and source.task.spec.prompted)
                     for fields in found:
                         key = prefix + (f"{file}#{asked[file]}" if several else file)
@@ -334,9 +325,9 @@ class VideoFolderFormat(ImageFolderFormat):
         return location.path.is_dir() and bool(location.suffixes & (videos.SUFFIXES - {".gif"}))
 
 
-def _file_name(row: Any) -> str:
-    if not isinstance(row, dict):
-        raise TypeError("is not valid JSON")
+def _file_name(row: dict[str, Any] | None) -> str:
+    if row is None:
+        raise TypeError("is not a valid JSON object")
     name = row.get("file_name")
     if not isinstance(name, str) or not name:
         raise KeyError("file_name")
@@ -379,10 +370,7 @@ class HubFormat(AnnotatedFormat):
 
         The id is that of the row, or its number, after the split's name where there are several.
         """
-        import datasets
-
-        name, columns = source.location, source.columns
-        splits = _load(name)
+        name, columns, splits = source.location, source.columns, _load(source.location)
         if part is None and len(splits) > 1:
             raise DataError(f"{name} has splits {', '.join(splits)}: name one")
         rows: Any = splits[part] if part is not None else next(iter(splits.values()))
@@ -395,17 +383,12 @@ class HubFormat(AnnotatedFormat):
                 f"{name} has no column {' or '.join(wanted)}, only {', '.join(known)}: name the "
                 "column of the images in source.columns.image"
             )
-        for each, feature in features.items():
-            inner = getattr(feature, "feature", feature)
-            if isinstance(inner, datasets.Image | datasets.Video):
-                raw = type(inner)(decode=False)
-                rows = rows.cast_column(each, raw if inner is feature else datasets.List(raw))
         names = _class_names(features, columns, source.task)
         if names is not None and source.labels:
             annotated.check_labels(name, names, source.labels)
         reader = RowReader(source, name, reading, names)
         before, sound = reading.total, 0
-        for number, row in enumerate(rows):
+        for number, row in enumerate(_encoded(rows, features)):
             reading.total = before + max(PATIENCE, number + 1)
             item, where = f"row {number}", f"{name}, row {number}"
             with reading.tolerate(item, where):
@@ -418,8 +401,20 @@ class HubFormat(AnnotatedFormat):
                     one = key if len(found) == 1 else f"{key}#{place}"
                     yield Record(media, one, item=item, video=video, **fields)
         if not sound:
-            why = reading.faults.found[0].text if reading.faults.found else "it is empty"
+            why = next((fault.text for fault in reading.found), "it is empty")
             raise DataError(f"{name}: no row could be read ({why}): check the data set")
+
+
+def _encoded(rows: Any, features: Mapping[str, Any]) -> Any:
+    """Rows whose images and videos are files, and not decoded yet."""
+    import datasets
+
+    for column, feature in features.items():
+        inner = getattr(feature, "feature", feature)
+        if isinstance(inner, datasets.Image | datasets.Video):
+            raw = type(inner)(decode=False)
+            rows = rows.cast_column(column, raw if inner is feature else datasets.List(raw))
+    return rows
 
 
 def _load(name: str) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Location, Source
 from valora_data.sources.formats import annotated, files
-from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record, number
-from valora_data.sources.formats.files import read_text
+from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record
 from valora_data.sources.formats.labelled import ImageReader
 
 XML = frozenset({".xml"})
@@ -44,24 +43,23 @@ class VocFormat(AnnotatedFormat):
 
     def parts(self, source: Source) -> Mapping[Split | None, list[Path]]:
         """Images by the splits that lists or folders are named after, or all as one piece."""
-        whole = Path(source.location)
-        images = files.images_below(_images(source))
-        lists = {files.SPLIT_NAMES.get(file.stem): file for file in sorted(whole.glob(SETS))}
-        trainval = whole / SETS.replace("*", "trainval")
+        folder = Path(source.images or source.location)
+        images = files.images_below(folder)
+        named = {files.spelling(path.stem): path for path in images}
+        lists = {files.SPLIT_NAMES.get(file.stem): file for file in self.lists(source)}
+        trainval = Path(source.location) / SETS.replace("*", "trainval")
         if trainval.is_file():
             lists.setdefault(Split.TRAIN, trainval)
         parts: dict[Split, list[Path]] = {}
-        named = {files.spelling(path.stem): path for path in images}
         for split, file in lists.items():
             if split is not None:
-                names = {line.split()[0] for line in read_text(file).splitlines() if line.strip()}
-                missing = images[0].parent
+                rows = [line.split() for line in files.read_text(file).splitlines()]
                 parts[split] = [
-                    named.get(files.spelling(name), missing / f"{name}.jpg")
-                    for name in sorted(names)
+                    named.get(files.spelling(name), images[0].parent / f"{name}.jpg")
+                    for name in sorted({row[0] for row in rows if row})
                 ]
         for path in () if parts else images:
-            split = files.split_in(path.relative_to(_images(source)).parts[:-1])
+            split = files.split_in(path.relative_to(folder).parts[:-1])
             if split is None:
                 return {None: images}
             parts.setdefault(split, []).append(path)
@@ -73,7 +71,7 @@ class VocFormat(AnnotatedFormat):
 
     def records(self, source: Source, part: list[Path], reading: ImageReader) -> Iterator[Record]:
         """Images with the boxes of their XML files; ids are paths below the folder."""
-        whole, below = Path(source.location), _images(source)
+        whole, below = Path(source.location), Path(source.images or source.location)
         if not files.files_below(whole, XML):
             raise DataError(
                 f"{whole} holds no XML files: name the folder that holds both the images and the "
@@ -84,27 +82,16 @@ class VocFormat(AnnotatedFormat):
         labels = annotated.label_files(
             images, lambda image: image.with_suffix(".xml"), whole, whole.name, reading
         )
-        names: set[str] = set()
-        found = []
         for path in part:
             file = labels[path]
             record = Record((path,), path.relative_to(below).as_posix(), file=file)
-            item = record.item
-            with reading.tolerate(item):
+            with reading.tolerate(record.item):
                 if file.exists():
                     root = parse_xml(file)
                     record.size = [root.findtext(f"size/{side}") for side in ("width", "height")]
-                    names |= {child_text(entry, "name") for entry in root.iter("object")}
                     objects = annotated.numbered(f"{file.name}, object", root.iter("object"))
-                    record.shapes = annotated.read_shapes(reading, item, objects, _shape)
-                found.append(record)
-        if source.labels and names and not names & set(source.labels):
-            annotated.check_labels(whole.name, sorted(names), source.labels)
-        yield from found
-
-
-def _images(source: Source) -> Path:
-    return Path(source.images or source.location)
+                    record.shapes = annotated.read_shapes(reading, record.item, objects, _shape)
+                yield record
 
 
 def _shape(element: Element) -> tuple[str, Edges]:
@@ -112,15 +99,11 @@ def _shape(element: Element) -> tuple[str, Edges]:
 
     The first pixel is number 1, as the devkit defines it; so it reaches from xmin − 1 to xmax here.
     """
-    label = child_text(element, "name")
-    if not label:
-        raise KeyError("name")
-    x0, y0, x1, y1 = (
-        number(child_text(element, f"bndbox/{edge}"), edge)
-        for edge in ("xmin", "ymin", "xmax", "ymax")
-    )
+    sides = [child_text(element, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
+    x0, y0, x1, y1 = annotated.four_numbers(sides)
     # labelImg counts from 0 at the very edge.
-    return label, (max(x0 - 1, min(x0, 0)), max(y0 - 1, min(y0, 0)), x1, y1)
+    edges = max(x0 - 1, min(x0, 0)), max(y0 - 1, min(y0, 0)), x1, y1
+    return child_text(element, "name"), edges
 
 
 def parse_xml(path: Path) -> Element:
@@ -134,8 +117,7 @@ def parse_xml(path: Path) -> Element:
     except (OSError, ParseError, DefusedXmlException, ValueError, LookupError) as error:
         text = f"{path.name} is not valid XML ({error})"
         raise FaultError(FaultKind.FILE_MALFORMED, text) from error
-    if root is None:
-        raise FaultError(FaultKind.FILE_MALFORMED, f"{path.name} is empty")
+    assert root is not None, "an XML file without a root is a ParseError"
     return root
 
 

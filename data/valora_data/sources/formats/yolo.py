@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -77,23 +76,18 @@ class YoloFormat(AnnotatedFormat):
         if source.labels:
             annotated.check_labels(data.name, data.names.values(), source.labels)
         images = data.images(part)
-        reading.total += len(images)
+        reading.total += len({*images})
         everything = dict.fromkeys(images)  # splits may be lists of one folder
         for split in data.splits:
             with contextlib.suppress(DataError):
                 everything |= dict.fromkeys(data.images(split))
         labels = annotated.label_files(everything, _label_file, None, data.name, reading)
-        for path, count in images.items():
-            below = path.relative_to(data.root) if path.is_relative_to(data.root) else path
-            record = Record((path,), below.as_posix(), file=labels[path])
-            item = record.item
-            with reading.tolerate(item):
-                if labels[path].exists():
-                    rows = annotated.label_rows(labels[path])
-                    record.shapes = annotated.read_shapes(reading, item, rows, data.shape)
-                yield record
-                if count > 1:
-                    raise FaultError(FaultKind.IMAGE_TWICE, f"{part} lists {item} twice")
+        root = f"{data.root.as_posix()}/"
+        records = (
+            Record((path,), path.as_posix().removeprefix(root), file=labels[path])
+            for path in images
+        )
+        yield from annotated.with_rows(records, reading, data.shape)
 
 
 class YoloSet:
@@ -159,8 +153,8 @@ class YoloSet:
         """Folders and lists of a split."""
         return [_resolved(self.root, place) for place in self._named(split)]
 
-    def images(self, split: Split) -> dict[Path, int]:
-        """Images of a split in the order of paths, with how often they are listed."""
+    def images(self, split: Split) -> list[Path]:
+        """Images of a split in the order of paths, as often as they are listed."""
         found: list[Path] = []
         for place in self.places(split):
             if place.is_dir():
@@ -179,7 +173,7 @@ class YoloSet:
                 )
         if not found:
             raise DataError(f"{self.name}: split '{split}' holds no images: the data set is empty")
-        return dict(sorted(Counter(found).items()))
+        return sorted(found)
 
     def shape(self, row: str) -> tuple[str, Scaled] | None:
         """The label and the edges of a row; None for an empty one."""

@@ -201,7 +201,7 @@ COCO: list[tuple[Callable[[dict], object], str]] = [
     (lambda c: c["annotations"][1].update(bbox=[9, 2, -3, 4]), "wrong way round"),
     (lambda c: c["annotations"][1].update(bbox=[60, 60, 90, 90]), "lies outside"),
     (lambda c: c["images"].append(c["images"][0]), "image id 0 occurs more than"),
-    (lambda c: c["images"].append({"id": 77, "file_name": "0.png"}), "file_name 0.png occurs"),
+    (lambda c: c["images"].append({"id": 77, "file_name": "0.png"}), "lists 0.png twice"),
     (lambda c: c["annotations"][1].update(image_id=99), "which is not listed"),
     (lambda c: c["annotations"][1].update(category_id=9), "category id 9"),
     (lambda c: c["annotations"].append(c["annotations"][0] | {"id": 90}), "1 row is repeated"),
@@ -225,8 +225,8 @@ def test_a_fault_of_a_coco_set(
 
 
 ROWS = {
-    '{"file_name": "0.png", ': "row 5 is not valid JSON",
-    "[1, 2]": "row 5 is not valid JSON",
+    '{"file_name": "0.png", ': "row 5 is not a valid JSON object",
+    "[1, 2]": "row 5 is not a valid JSON object",
     '{"label": "cat"}': "row 5 has no file_name",
     '{"file_name": "4.png"}': "row 5 (4.png) has no label",
     '{"file_name": "4.png", "label": null}': "row 5 (4.png) has no label",
@@ -266,8 +266,8 @@ EXPORTS: list[tuple[Callable[[Path], Path], Plant, str]] = [
     (write_voc,
      write("Annotations/a.xml", b'<!DOCTYPE x [<!ENTITY a "aa">]><annotation>&a;</annotation>'),
      "is not valid XML"),
-    (write_voc, replaced("Annotations/a.xml", "<name>cat</name>", ""), "object 1 has no name"),
-    (write_voc, replaced("Annotations/a.xml", "<xmax>22</xmax>", ""), "xmax '' is no number"),
+    (write_voc, replaced("Annotations/a.xml", "<name>cat</name>", ""), "object 1 has no label"),
+    (write_voc, replaced("Annotations/a.xml", "<xmax>22</xmax>", ""), "'', '33'] is not four"),
     (write_voc, replaced("Annotations/a.xml", "<xmax>22</xmax>", "<xmax>1</xmax>"),
      "the wrong way round"),
     (write_voc, replaced("Annotations/a.xml", "<width>80<", "<width>800<"), "says 800 × 60"),
@@ -276,16 +276,16 @@ EXPORTS: list[tuple[Callable[[Path], Path], Plant, str]] = [
     (write_voc, lambda folder: (folder / "JPEGImages/a.jpg").unlink(), "listed but missing"),
     (write_voc, write("Annotations/zz.xml", b"<annotation/>"), "zz.xml belongs to no image"),
     (write_cvat, replaced("annotations.xml", 'xtl="2"', 'xtl="nan"'), "not finite numbers"),
-    (write_cvat, replaced("annotations.xml", 'xtl="2"', 'xtl="left"'), "'left' is no number"),
+    (write_cvat, replaced("annotations.xml", 'xtl="2"', 'xtl="left"'), "box ['left', '3'"),
     (write_cvat, replaced("annotations.xml", 'xbr="22"', 'xbr="222"'), "lies outside"),
     (write_cvat, replaced("annotations.xml", 'name="c.jpg"', 'name="a.jpg"'), "lists a.jpg twice"),
-    (write_cvat, replaced("annotations.xml", 'label="cat"', 'label=""'), "box 1 has no label"),
+    (write_cvat, replaced("annotations.xml", 'label="cat"', 'label=""'), "shape 1 has no label"),
     (write_labelstudio, replaced("export.json", "0123abcd-a.jpg", "0123abcd-z.jpg"),
      "1 image is listed but missing"),
     (write_labelstudio, replaced("export.json", '"was_cancelled": false', '"was_cancelled": true'),
      "1 entry is not labelled yet"),
     (write_labelstudio, replaced("export.json", '"width": 25.0', '"width": null'),
-     "width None is no number"),
+     "None, 50.0] is not four numbers"),
     (write_labelstudio, replaced("export.json", '"width": 25.0', '"width": 0'), "has no area"),
 ]  # fmt: skip
 
@@ -335,4 +335,4 @@ def test_a_run_skips_a_few_faults_with_one_warning(
     reader = ImageReader("set", tolerance=0.1)
     source = Source("yolo", Task.DETECTION, path=str(path), reader=reader)
     assert len(list(open_source(source)[None]())) == 39
-    assert len(reader.faults.faulty) == 3
+    assert len(reader.faulty) == 3

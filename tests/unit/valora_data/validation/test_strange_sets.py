@@ -294,6 +294,6 @@ def test_names_that_are_no_utf8_are_faults(tmp_path: Path) -> None:
     reader = ImageReader.for_check("set")
     source = Source("yolo", Task.DETECTION, NAMES, path=str(file), reader=reader)
     assert len(list(open_source(source)[None]())) == 11
-    (fault,) = [one for one in reader.faults.found if one.kind is FaultKind.IMAGE_UNREADABLE]
+    (fault,) = [one for one in reader.found if one.kind is FaultKind.IMAGE_UNREADABLE]
     assert "a name that is no UTF-8" in fault.text
     fault.text.encode()

@@ -1,4 +1,4 @@
-"""Conversations of LLaVA, ms-swift and Qwen-VL: what they say comes out, what is wrong is named."""
+"""Conversations of LLaVA: what they say comes out, what is wrong is named."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,7 @@ from tests.support.data_sets import picture, write_video
 from tests.support.detection_sets import read_split
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Sample, Task
-from valora_data.sources.base import Source
-from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.registry import detect_kind, files_of
+from valora_data.sources.registry import detect_kind
 
 
 def read(
@@ -84,6 +82,7 @@ FAULTS: dict[str, tuple[Task, dict[str, object]]] = {
     "told by nobody": (Task.VQA, talk()),
     "has 1 image and 2 <image>": (Task.VQA, talk("<image><image>?", "b")),
     "question 0: the answer is empty": (Task.VQA, talk("<image>?", "")),
+    "has objects beside its messages": (Task.VQA, talk("<image>?", "b", objects={})),
     "no conversation has an image": (Task.VQA, {"id": 1, "conversations": []}),
     "1 of 1 image has faults": (Task.VQA, talk("<image>?", "b", image="gone.png")),
     "label 'fox' is not one of cat, dog": (Task.CLASSIFICATION, talk("<image>?", "fox")),
@@ -100,75 +99,3 @@ def test_conversations_of_no_use(tmp_path: Path, message: str) -> None:
     labels = ["cat", "dog"] if task is Task.CLASSIFICATION else []
     with pytest.raises(DataError, match=message):
         read(tmp_path, [entry], task, labels=labels)
-
-
-def swift(image: str, ref: list[str], bbox: list[list[float]], **more: str) -> dict[str, object]:
-    asked = {"role": "user", "content": "<image>Where is <ref-object>?"}
-    said = {"role": "assistant", "content": "<bbox>"}
-    return {"messages": [asked, said], "images": [image],
-            "objects": {"ref": ref, "bbox": bbox, **more}}  # fmt: skip
-
-
-def test_swift_in_pixels_and_in_shares(tmp_path: Path) -> None:
-    entries = [
-        swift("a.png", ["bird", "nest"], [[10, 20, 50, 60], [100, 10, 180, 90]]),
-        swift("b.png", ["bird"], [[0.1, 0.2, 0.5, 0.6], [0, 0, 1, 1]], bbox_type="norm1"),
-    ]
-    found = {sample.id: sample for sample in read(tmp_path, entries, name="set.jsonl")}
-    assert {key: sample.prompt for key, sample in found.items()} == {
-        "a.png#0": "bird", "a.png#1": "nest", "b.png": "bird",
-    }  # fmt: skip
-    assert found["a.png#1"].answer.boxes == (Box(100, 10, 180, 90, "nest"),)
-    assert [box.xyxy for box in found["b.png"].answer.boxes] == [
-        pytest.approx((20, 20, 100, 60)), pytest.approx((0, 0, 200, 100)),
-    ]  # fmt: skip
-    source = Source("swift", Task.GROUNDING, path=str(tmp_path / "set.jsonl"))
-    assert [path.name for path in files_of(source)] == ["set.jsonl", "a.png", "b.png"]
-
-
-def test_entries_of_one_image_are_one_sample_of_detection(tmp_path: Path) -> None:
-    boxes = {"bird": [10, 20, 50, 60], "nest": [100, 10, 180, 90]}
-    entries = [swift("a.png", [name], [boxes[name]]) for name in ("bird", "nest", "bird")]
-    (sample,) = read(tmp_path, entries, Task.DETECTION, labels=("bird", "nest"))
-    assert sample.answer.boxes == tuple(Box(*box, name) for name, box in boxes.items())
-    (some,) = read(tmp_path, entries, Task.DETECTION, labels=("nest",))
-    assert [box.label for box in some.answer.boxes] == ["nest"]
-
-
-def qwen(image: str, *found: object, form: str = "{}") -> dict[str, object]:
-    return talk("<image>\nFind the birds.", form.format(json.dumps(found)), image=image)
-
-
-def test_qwen_on_a_grid_or_in_pixels(tmp_path: Path) -> None:
-    entries = [
-        qwen("a.png", {"bbox_2d": [100, 200, 500, 1000], "label": "bird"}, form="```json\n{}\n```"),
-        qwen("b.png", {"bbox_2d": [0, 0, 250, 500]}),
-    ]
-    first, second = read(tmp_path, entries)
-    assert first.answer.boxes == (Box(20, 20, 100, 100, "bird"),)
-    assert (second.prompt, second.answer.boxes[0].xyxy) == ("Find the birds.", (0, 0, 50, 50))
-    picture(tmp_path / "wide.png", 3, (1200, 40))
-    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}
-    said = {"role": "assistant", "content": '[{"bbox_2d": [900, 4, 1100, 30], "label": "cat"}]'}
-    (sample,) = read(tmp_path, [{"images": ["wide.png"], "messages": [asked, said]}])
-    assert sample.answer.boxes == (Box(900, 4, 1100, 30, "cat"),)
-
-
-def test_faults_are_named(tmp_path: Path) -> None:
-    entries = [
-        swift("a.png", ["bird", "nest"], [[1, 2, 3, 4]]),
-        swift("a.png", ["bird"], [[1, 2, 3]]),
-        swift("a.png", ["bird"], [[1, 2, 3, 4]], bbox_type="share"),
-        {"messages": [], "objects": {}, "images": ["a.png", "b.png"]},
-        swift("b.png", ["bird"], [[10, 10, 900, 20]]),
-        {"messages": [], "objects": [], "images": ["a.png"]},
-    ]
-    reader = ImageReader.for_check("set")
-    read(tmp_path, entries, reader=reader)
-    said = " ".join(fault.text for fault in reader.faults.found)
-    for part in ("2 names in objects.ref for 1", "four numbers", "real or norm1", "2 images",
-                 "lies outside", "entry 6 is not a valid JSON object"):  # fmt: skip
-        assert part in said
-    box = {"bbox_2d": [1, 2, 3, 4]}
-    with pytest.raises(DataError, match="no valid JSON"):
-        read(tmp_path, [qwen("b.png", box), qwen("a.png", box, form="{} and")])

@@ -88,8 +88,7 @@ def test_unlabelled_images(tmp_path: Path) -> None:
 BOXES = Answer((Box(0, 0, 3, 2, "cat"),))
 ROWS: list[tuple[Task, dict[str, object], Answer]] = [
     (Task.CLASSIFICATION, {"label": "cat"}, Answer(label="cat")),
-    (Task.CLASSIFICATION, {"class": 3.0, "probabilities": [0.5, 0.5]},
-     Answer(label="3", soft=(0.5, 0.5))),
+    (Task.CLASSIFICATION, {"class": 3.0}, Answer(label="3")),
     (Task.COUNTING, {"count": 4.0}, Answer(count=4)),
     (Task.VQA, {"question": "it", "answer": "me"}, Answer(answers=("me",))),
     (Task.VQA, {"question": "it", "answers": [{"answer": "a"}, {"answer": "b"}]},
@@ -152,7 +151,6 @@ BOX = {"bbox": [[0, 0, 3, 2]], "category": ["fox"]}
 FAULTS: dict[str, tuple[Task, list[object]]] = {  # more in tests/unit/valora_data/validation
     r"label 'fox' is not one of cat, dog": (Task.CLASSIFICATION, [ONE | {"label": "fox"}]),
     r"metadata\.jsonl is empty": (Task.CLASSIFICATION, []),
-    "soft labels are no list": (Task.CLASSIFICATION, [ONE | {"label": "cat", "soft": "x"}]),
     "the answer is empty": (Task.VQA, [ONE | {"question": "q", "answer": " "}]),
     "has no area": (Task.GROUNDING, [ONE | {"phrase": "x", "bbox": [0, 0, 0, 4]}]),
     "is not four numbers": (Task.GROUNDING, [ONE | {"phrase": "x", "bbox": [0, 0, 4]}]),

@@ -79,7 +79,7 @@ def test_names_as_a_list_and_images_as_a_text_file(data: Path) -> None:
     edit(data, names=["dog", "cat"], train="some.txt", val="images/train")
     reader = ImageReader.for_check("set")
     ids = [s.id for s in read_split("yolo", data, "train", LABELS, reader=reader)]
-    assert not any(fault.kind is FaultKind.LABELS_ORPHANED for fault in reader.faults.found)
+    assert not any(fault.kind is FaultKind.LABELS_ORPHANED for fault in reader.found)
     assert ids == ["images/train/000000.png", "images/train/000002.png"]
 
 
@@ -148,7 +148,7 @@ def test_faults_of_kitti_are_named(tmp_path: Path) -> None:
     (labels / "b.txt").rename(labels / "z.txt")
     reader = ImageReader.for_check("set")
     assert len(list(read_split("kitti", path, reader=reader))) == 4
-    assert {fault.kind for fault in reader.faults.found} >= {
+    assert {fault.kind for fault in reader.found} >= {
         FaultKind.ROW_MALFORMED, FaultKind.BOX_MALFORMED, FaultKind.BOX_OUTSIDE,
         FaultKind.LABELS_ORPHANED, FaultKind.IMAGE_UNLABELLED,
     }  # fmt: skip

@@ -28,49 +28,49 @@ SHOWN_SAMPLES, SHOWN_LABELS, SHOWN_PAIRS = 18, 20, 24
 BAR = 30  # letters
 
 
-@dataclass(slots=True)
-class SplitFacts:
-    """Numbers of samples, of images or frames, of each label, and of samples without an answer."""
-
-    samples: int = 0
-    images: int = 0
-    labels: Counter[str] = field(default_factory=Counter)
-    unanswered: int = 0
-
-    def add(self, sample: Sample, spec: TaskSpec) -> None:
-        """Count a sample."""
-        answer = sample.answer
-        self.samples += 1
-        self.images += len(sample.images)
-        if spec.detects:
-            self.labels.update(box.label for box in answer.boxes)
-            self.unanswered += not answer.boxes
-        elif answer.choice is not None:
-            self.labels[answer.choice] += 1
-        elif not answer.captions and not answer.boxes:
-            self.unanswered += 1
-
-
 class Reservoir:
     """A uniform random choice of samples from a stream, in the stream's order."""
 
     def __init__(self, size: int, seed: int) -> None:
         self._size, self._random = size, random.Random(seed)
-        self._kept: list[tuple[int, Sample]] = []
+        self._kept: dict[int, tuple[int, Sample]] = {}
         self.seen = 0
 
     def offer(self, sample: Sample) -> None:
         """Keep a sample, perhaps in the place of another one."""
-        self.seen += 1
-        if len(self._kept) < self._size:
-            self._kept.append((self.seen, sample))
-        elif (place := self._random.randrange(self.seen)) < self._size:
+        place = self.seen if self.seen < self._size else self._random.randrange(self.seen + 1)
+        if place < self._size:
             self._kept[place] = (self.seen, sample)
+        self.seen += 1
 
     @property
     def samples(self) -> list[Sample]:
         """The samples that were chosen."""
-        return [sample for _, sample in sorted(self._kept, key=lambda entry: entry[0])]
+        return [sample for _, sample in sorted(self._kept.values(), key=lambda entry: entry[0])]
+
+
+@dataclass(slots=True)
+class SplitFacts:
+    """Numbers of images or frames, of each label, and of samples without an answer; examples."""
+
+    images: int = 0
+    labels: Counter[str] = field(default_factory=Counter)
+    unanswered: int = 0
+    examples: Reservoir = field(default_factory=lambda: Reservoir(SHOWN_SAMPLES, 0))
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return self.examples.seen
+
+    def add(self, sample: Sample, spec: TaskSpec) -> None:
+        """Count a sample."""
+        answer = sample.answer
+        self.examples.offer(sample)
+        self.images += len(sample.images)
+        choice = () if spec.detects or answer.choice is None else (answer.choice,)
+        self.labels.update([box.label for box in answer.boxes] if spec.detects else choice)
+        self.unanswered += not (answer.boxes or choice or answer.captions)
 
 
 def check(source: Source, out: Path, console: Console) -> bool:
@@ -88,10 +88,8 @@ def check(source: Source, out: Path, console: Console) -> bool:
         DataError: The set cannot be read at all.
     """
     spec, duplicates = source.task.spec, Duplicates()
-    reader = ImageReader.for_check(source.path or source.name)
-    streams = _streams(source, reader)
+    reader, streams = _streams(source)
     splits = {name: SplitFacts() for name in streams}
-    examples = {name: Reservoir(SHOWN_SAMPLES, 0) for name in streams}
     problems, notes = list[str](), list[str]()
     with console.status(f"Reading {source.path} …"):
         for name, stream in streams.items():
@@ -99,20 +97,21 @@ def check(source: Source, out: Path, console: Console) -> bool:
                 for sample in stream():
                     splits[name].add(sample, spec)
                     duplicates.add(name, sample)
-                    examples[name].offer(sample)
             except DataError as error:
                 problems.append(f"split {name} cannot be read: {error}")
                 if len(problems) == len(streams):
                     raise
     order = list(Likeness)
     pairs = sorted(duplicates.pairs(), key=lambda pair: order.index(pair.likeness))
-    for skips, said in ((True, problems), (False, notes)):
+    for skips, reported in ((True, problems), (False, notes)):
         for kind, texts in reader.texts(skips=skips).items():
-            said.append(f"{plural(len(texts), kind.what)} ({_examples(texts)}): {kind.remedy}")
-    problems += [*_leaks(pairs), *_missing_answers(splits, spec), *_strange_labels(splits, spec)]
-    notes += _copies(pairs)
+            reported.append(f"{plural(len(texts), kind.what)} ({_examples(texts)}): {kind.remedy}")
+    for name, facts in splits.items():
+        problems += _missing_answers(name, facts, spec)
+    problems += [*_copies(pairs, leaks=True), *_strange_labels(splits, spec)]
+    notes += _copies(pairs, leaks=False)
     _show_counts(source.task, splits, console)
-    for path in _write_files(source, reader, pairs, examples, out):
+    for path in _write_files(source, reader, pairs, splits, out):
         say(console, "[dim]wrote[/]", str(path))
     for sign, sentences in (("[yellow]![/]", notes), ("[red]✗[/]", problems)):
         for sentence in sentences:
@@ -127,19 +126,19 @@ def _write_files(
     source: Source,
     reader: ImageReader,
     pairs: Sequence[Pair],
-    examples: Mapping[str, Reservoir],
+    splits: Mapping[str, SplitFacts],
     out: Path,
 ) -> Iterator[Path]:
     """Write contact sheets, and a table of everything that was found."""
     out.mkdir(parents=True, exist_ok=True)
-    sheets = {name: contact_sheet(kept.samples) for name, kept in examples.items() if kept.seen}
-    shown = {
-        "leaks": [pair for pair in pairs if pair.leaks][:SHOWN_PAIRS],
-        "duplicates": [pair for pair in pairs if not pair.leaks][:SHOWN_PAIRS],
+    sheets = {
+        name: contact_sheet(facts.examples.samples)
+        for name, facts in splits.items()
+        if facts.samples
     }
-    pictures = _pictures_of(source, [*shown["leaks"], *shown["duplicates"]])
-    for name, some in shown.items():
-        if sheet := pair_sheet(some, pictures):
+    for name, leaks in (("leaks", True), ("duplicates", False)):
+        shown = [pair for pair in pairs if pair.leaks is leaks][:SHOWN_PAIRS]
+        if sheet := pair_sheet(shown, _pictures_of(source, shown)):
             sheets[name] = sheet
     for name, sheet in sheets.items():
         sheet.save(out / f"{name}.png", compress_level=1)
@@ -156,22 +155,22 @@ def say(console: Console, sign: str, text: str) -> None:
     console.print(f"{sign} {escape(text)}", highlight=False, soft_wrap=True)
 
 
-def _streams(source: Source, reader: ImageReader) -> dict[str, Callable[[], Iterator[Sample]]]:
+def _streams(source: Source) -> tuple[ImageReader, dict[str, Callable[[], Iterator[Sample]]]]:
+    reader = ImageReader.for_check(source.path or source.name)
     splits = open_source(replace(source, reader=reader))
     whole = Split.TRAIN if len(splits) > 1 else "all"
-    return {str(split or whole): stream for split, stream in splits.items()}
+    return reader, {str(split or whole): stream for split, stream in splits.items()}
 
 
 def _pictures_of(source: Source, pairs: Sequence[Pair]) -> Mapping[Key, Sample]:
     """Samples of some pairs by split and id, read once more; what is gone is left out."""
     wanted = {key for pair in pairs for key in (pair.first, pair.second)}
     found: dict[Key, Sample] = {}
-    reader = ImageReader.for_check(source.path or source.name)
-    for name, stream in _streams(source, reader).items():
+    for name, stream in _streams(source)[1].items() if wanted else ():
         with suppress(DataError):  # it was reported when the set was checked
-            for sample in stream() if wanted else ():
-                if (name, sample.id) in wanted:
-                    found[name, sample.id] = sample
+            found |= {
+                (name, sample.id): sample for sample in stream() if (name, sample.id) in wanted
+            }
     return found
 
 
@@ -198,43 +197,41 @@ def _show_counts(task: str, splits: Mapping[str, SplitFacts], console: Console) 
     console.print(table)
 
 
-def _leaks(pairs: Sequence[Pair]) -> Iterator[str]:
+def _copies(pairs: Sequence[Pair], *, leaks: bool) -> Iterator[str]:
+    """A sentence for each likeness of pairs in two splits, or in one."""
     for likeness in Likeness:
-        if found := [str(pair) for pair in pairs if pair.leaks and pair.likeness is likeness]:
+        found = [pair for pair in pairs if pair.leaks is leaks and pair.likeness is likeness]
+        how = "" if likeness is Likeness.EQUAL and not leaks else f", {likeness}"
+        if found and leaks:
             yield (
-                f"{plural(len(found), 'picture|pictures is|are in two splits')}, {likeness} "
-                f"({_examples(found)}): keep each in one split, or set "
+                f"{plural(len(found), 'picture|pictures is|are in two splits')}{how} "
+                f"({_examples([*map(str, found)])}): keep each in one split, or set "
                 "domains.NAME.source.leaks=keep_test"
             )
-
-
-def _copies(pairs: Sequence[Pair]) -> Iterator[str]:
-    for likeness in Likeness:
-        own = [pair for pair in pairs if not pair.leaks and pair.likeness is likeness]
-        if own:
-            how = "" if likeness is Likeness.EQUAL else f", {likeness}"
-            shown = _examples([f"{pair.second[1]} is {pair.first[1]}" for pair in own])
+        elif found:
+            shown = _examples([f"{pair.second[1]} is {pair.first[1]}" for pair in found])
             yield (
-                f"{plural(len(own), 'picture|pictures occurs|occur again in its|their')} own "
+                f"{plural(len(found), 'picture|pictures occurs|occur again in its|their')} own "
                 f"split{how} ({shown}): they go to the same split, and one of each is enough"
             )
 
 
-def _missing_answers(splits: Mapping[str, SplitFacts], spec: TaskSpec) -> Iterator[str]:
-    for name, facts in splits.items():
-        if not facts.samples:
-            yield f"split {name} holds no samples: add some"
-        elif name != Split.UNLABELLED and facts.unanswered == facts.samples:
-            yield (
-                f"none of the {plural(facts.samples, 'image')} of split {name} has "
-                f"{'objects' if spec.detects else 'answers'}: check where the labels are, or use "
-                "kind `images` for images without labels"
-            )
-        elif name != Split.UNLABELLED and facts.unanswered and not spec.detects:
-            yield (
-                f"{facts.unanswered} of {plural(facts.samples, 'sample')} of split {name} "
-                f"{agreeing(facts.unanswered, 'has|have')} no answer: add it or remove them"
-            )
+def _missing_answers(name: str, facts: SplitFacts, spec: TaskSpec) -> Iterator[str]:
+    if not facts.samples:
+        yield f"split {name} holds no samples: add some"
+    elif name == Split.UNLABELLED:
+        return
+    elif facts.unanswered == facts.samples:
+        yield (
+            f"none of the {plural(facts.samples, 'image')} of split {name} has "
+            f"{'objects' if spec.detects else 'answers'}: check where the labels are, or use "
+            "kind `images` for images without labels"
+        )
+    elif facts.unanswered and not spec.detects:
+        yield (
+            f"{facts.unanswered} of {plural(facts.samples, 'sample')} of split {name} "
+            f"{agreeing(facts.unanswered, 'has|have')} no answer: add it or remove them"
+        )
 
 
 def _strange_labels(splits: Mapping[str, SplitFacts], spec: TaskSpec) -> Iterator[str]:

@@ -111,7 +111,7 @@ def test_every_task_has_four_domains(task):
         ("hub", ["domains.cat.task=vqa"], False),
         ("coco", [], True),
         ("coco", ["domains.cat.task=caption", "domains.cat.labels=[]"], False),
-        ("labelstudio", ["domains.cat.task=counting", "domains.cat.labels=['0','1']"], True),
+        ("imagefolder", ["domains.cat.task=counting", "domains.cat.labels=['0','1']"], True),
         ("videofolder", [], False),
         ("hub", ["domains.cat.task=video"], False),
     ],

@@ -74,7 +74,7 @@ class ContextTask(LanguageTask):
         if document is None:
             raise DataError(
                 f"the samples of domain {self.domain.name} ask about no document: give it a source "
-                "of documents, such as documents, quality, texts or album"
+                "of documents, such as documents, texts or album"
             )
         length, form = memory.document_tokens(self.lmm, document), self.options.form
         if form != ADAPTER and self.options.tokens > length:

@@ -37,27 +37,16 @@ SCORES = ("metrics/mAP50-95(B)", "metrics/mAP50-95(M)", "metrics/accuracy_top1")
 
 @dataclass(frozen=True, slots=True)
 class ShelfModel:
-    """A small model with the data that it was trained on.
+    """A small model with the data that it was trained on."""
 
-    Attributes:
-        name: Name of its domain.
-        task: Its task type.
-        labels: Its classes, in the order of their indices.
-        run: Folder of its training.
-        weights: Its `.pt` file.
-        data: Ultralytics' YAML file, or the folder of a classification data set.
-        kind: Kind of source that reads the data.
-        score: The best score of its training; None if it was not recorded.
-    """
-
-    name: str
+    name: str  # of its domain
     task: Task
-    labels: tuple[str, ...]
-    run: Path
-    weights: Path
-    data: Path
-    kind: str
-    score: float | None = None
+    labels: tuple[str, ...]  # its classes, in the order of their indices
+    run: Path  # folder of its training
+    weights: Path  # its `.pt` file
+    data: Path  # Ultralytics' YAML file, or the folder of a classification data set
+    kind: str  # of the source that reads the data
+    score: float | None = None  # the best of its training; None if it was not recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +170,9 @@ def _find_data(given: str, run: Path, shelf: Path) -> Path:
 
 def _score(run: Path) -> float | None:
     """The best score in a run's `results.csv`."""
-    file = run / "results.csv"
-    found = []
-    rows = csv.DictReader(read_text(file).splitlines()) if file.is_file() else ()
-    for row in rows:
+    file, found = run / "results.csv", []
+    for row in csv.DictReader(read_text(file).splitlines()) if file.is_file() else ():
         for column, value in row.items():
-            if str(column).strip() in SCORES:
-                with contextlib.suppress(TypeError, ValueError):
-                    found.append(float(value))
+            with contextlib.suppress(TypeError, ValueError):
+                found += [float(value)] if str(column).strip() in SCORES else []
     return max(found, default=None)

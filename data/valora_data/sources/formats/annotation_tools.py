@@ -16,7 +16,6 @@ from valora_data.sources.base import Location, Source, annotation_file
 from valora_data.sources.formats import annotated, files
 from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record, Scaled
 from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.formats.rows import read_count
 from valora_data.sources.formats.voc import child_text, parse_xml
 
 Points = list[tuple[float, float]]
@@ -47,17 +46,13 @@ class CvatFormat(AnnotatedFormat):
     """
 
     files = "CVAT XML"
-    answers = frozenset({"objects", "label"})
+    answers = frozenset({"objects"})
+    task = Task.DETECTION
 
     def recognises(self, location: Location) -> bool:
         """XML files, and folders with `annotations.xml`."""
         file = _cvat_file(location.text)
         return file.is_file() and file.suffix.lower() == ".xml"
-
-    def guess_task(self, path: str) -> Task:
-        """Classification if images have tags and no shapes."""
-        tags = {element.tag for element in _root(path)[1].iter()}
-        return Task.CLASSIFICATION if "tag" in tags and not tags & {*SHAPES} else Task.DETECTION
 
     def parts(self, source: Source) -> Mapping[Split | None, tuple[Path, str | None]]:
         """The splits that subsets are named after, or all images as one piece."""
@@ -71,7 +66,7 @@ class CvatFormat(AnnotatedFormat):
     def records(
         self, source: Source, part: tuple[Path, str | None], reading: ImageReader
     ) -> Iterator[Record]:
-        """Images with their shapes or tags; ids are the names that CVAT gives them."""
+        """Images with their shapes; ids are the names that CVAT gives them."""
         wanted = part[1]
         file, root = _root(source.location)
         entries = [one for one in root.iter("image") if wanted in (None, one.get("subset"))]
@@ -91,13 +86,10 @@ class CvatFormat(AnnotatedFormat):
                     raise KeyError("name")
                 path = finder.find(f"{subset}/{name}" if subset else name)
                 record = Record((path,), name, size=(entry.get("width"), entry.get("height")))
-                if source.task.spec.detects:
-                    shapes = annotated.numbered(
-                        f"{name}, shape", (one for one in entry if one.tag in SHAPES)
-                    )
-                    record.shapes = annotated.read_shapes(reading, name, shapes, _cvat_shape)
-                else:
-                    record.answer = _tagged(entry, source)
+                shapes = annotated.numbered(
+                    f"{name}, shape", (one for one in entry if one.tag in SHAPES)
+                )
+                record.shapes = annotated.read_shapes(reading, name, shapes, _cvat_shape)
                 yield record
         if wanted is None:
             annotated.note_unlisted(finder, reading)
@@ -139,25 +131,7 @@ def _cvat_shape(shape: Element) -> tuple[str | None, Edges]:
     return label, edges
 
 
-def _tagged(image: Element, source: Source) -> Answer | None:
-    """The class of an image; None if the domain does not ask for it."""
-    tags = list(dict.fromkeys(tag.get("label") or "" for tag in image.iter("tag")))
-    if not tags:
-        raise KeyError("tag")
-    asked = [tag for tag in tags if not source.labels or tag in source.labels]
-    if len(asked) > 1:
-        text = f"has {len(asked)} tags ({', '.join(asked)}), expected one"
-        raise FaultError(FaultKind.LABEL_MALFORMED, text)
-    return Answer(label=asked[0]) if asked else None
-
-
 Result = Mapping[str, Any]
-KINDS = {
-    "choices": ("label", "choices", Task.CLASSIFICATION),
-    "textarea": ("captions", "text", Task.CAPTION),
-    "number": ("count", "number", Task.COUNTING),
-}
-"""Types of results that are answers: the field of `Answer`, where it stands, and the task."""
 
 
 class LabelStudioFormat(AnnotatedFormat):
@@ -170,18 +144,17 @@ class LabelStudioFormat(AnnotatedFormat):
     """
 
     files = "Label Studio JSON"
-    answers = frozenset({"objects", "label", "captions", "count"})
+    answers = frozenset({"objects", "label"})
 
     def recognises(self, location: Location) -> bool:
         """A list of tasks with `data` and `annotations`; JSON-MIN, to be refused."""
         return {"data", "annotations"} <= location.keys or "annotation_id" in location.keys
 
     def guess_task(self, path: str) -> Task:
-        """The task that the first result belongs to."""
+        """Classification if the first result is a choice."""
         tasks = _tasks(annotation_file(Path(path)))
         kinds = (one.get("type") for task in tasks for one in _results(task) or ())
-        kind = KINDS.get(str(next(kinds, None)))
-        return Task.DETECTION if kind is None else kind[2]
+        return Task.CLASSIFICATION if next(kinds, "") == "choices" else Task.DETECTION
 
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
         """Images of the tasks that are labelled; ids are their paths as they were found."""
@@ -206,7 +179,12 @@ class LabelStudioFormat(AnnotatedFormat):
                     shapes = annotated.numbered(f"{where}, result", found)
                     record.shapes = annotated.read_shapes(reading, where, shapes, _studio_shape)
                 else:
-                    record.answer = _answer(results, source.task.spec.answer)
+                    choices = [
+                        one["value"]["choices"] for one in results if "choices" in one["value"]
+                    ]
+                    if len(choices) != 1 or len(choices[0]) != 1:
+                        raise ValueError(f"expected one choice, got {choices}")
+                    record.answer = Answer(label=str(choices[0][0]))
                 yield record
         annotated.note_unlisted(finder, reading)
 
@@ -239,20 +217,6 @@ def _place(entry: Result, columns: Mapping[str, str]) -> str:
             # Relative: it is looked for below the folder, not where it was on the server.
             return (local[0] if local else unquote(address.path)).lstrip("/")
     raise KeyError("image (source.columns.image names another key)")
-
-
-def _answer(results: list[Result], wanted: str) -> Answer:
-    kind, key = next((kind, key) for kind, (field, key, _) in KINDS.items() if field == wanted)
-    values = [one.get("value", {}).get(key) for one in results if one.get("type") == kind]
-    listed = [one for value in values for one in (value if isinstance(value, list) else [value])]
-    found = [one for one in listed if one is not None and str(one).strip()]
-    if not found:
-        raise KeyError(f"answer of type {kind}")
-    if kind == "textarea":
-        return Answer(captions=tuple(str(text).strip() for text in found))
-    if len(found) > 1:
-        raise FaultError(FaultKind.LABEL_MALFORMED, f"expected one answer, got {found}")
-    return Answer(count=read_count(found[0])) if kind == "number" else Answer(label=str(found[0]))
 
 
 def _studio_shape(result: Result) -> tuple[Any, Scaled]:

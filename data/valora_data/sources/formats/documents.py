@@ -66,28 +66,42 @@ class ContextFormat(SourceFormat):
 
 
 class DocumentsFormat(ContextFormat):
-    """JSON lines of documents with questions; `source.document` names the one of the domain."""
+    """JSON lines of documents: `id`, `text`, and `questions` of `question` and `answer(s)`.
+
+    `source.document` names the one of the domain.
+    """
 
     files = "JSON lines of documents"
 
     def recognises(self, location: Location) -> bool:
-        """JSON lines whose first entry has a text or an article."""
-        entry = location.entry if location.path.suffix == ".jsonl" else {}
-        return isinstance(entry.get("text", entry.get("article")), str)
+        """JSON lines whose first entry has a text."""
+        lines = location.path.suffix == ".jsonl"
+        return lines and isinstance(location.entry.get("text"), str)
 
     def open(self, source: Source) -> Splits:
         """The questions about the document that is named, or the only one."""
         file = Path(source.location)
-        found = read_documents(file)
-        named = [one for name, one in found.items() if source.document in (None, name)]
-        if len(named) != 1:
+        found: dict[str, tuple[str, Any, str]] = {}
+        for number, entry in read_lines(file):
+            where = f"{file.name}, line {number}"
+            if entry is None or not isinstance(entry.get("text"), str):
+                raise DataError(f"{where} is no JSON object with a `text`: correct or remove it")
+            name = str(entry.get("id", number))
+            if name in found:
+                raise DataError(f"two documents are named {name}: give each an id of its own")
+            found[name] = (entry["text"], entry.get("questions") or [], where)
+        name = source.document or (next(iter(found)) if len(found) == 1 else "")
+        if name not in found:
             shown = ", ".join(list(found)[:10]) + (", …" if len(found) > 10 else "")
             raise DataError(
-                f"{file.name} holds {len(found)} documents ({shown}): name one of them in "
-                "source.document"
+                f"{file.name} holds {plural(len(found), 'document')} ({shown}): name one of them "
+                "in source.document"
             )
-        text, asked = named[0]
-        return _splits_of(Document(text), asked, source)
+        text, asked, where = found[name]
+        if not isinstance(asked, list):
+            raise DataError(f"{where}: `questions` is no list: correct it")
+        questions = [_asked(one, f"{where}, question {i}") for i, one in enumerate(asked, 1)]
+        return _splits_of(Document(_checked(name, text)), questions, source)
 
 
 class TextsFormat(ContextFormat):
@@ -201,11 +215,6 @@ def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Sp
     study += cloze if asked else []
     parts: dict[Any, list[Asked]] = {split: [] for split in (*Split, None)}
     for one in asked or cloze:
-        if one.split not in (None, "train", "val", "test"):
-            raise DataError(
-                f"question {one.question[:60]!r} of {source.name} has split {one.split!r}: "
-                "choose train, val or test"
-            )
         parts[one.split].append(one)
     free = parts.pop(None)
     for place, number in enumerate(rng.permutation(len(free))):
@@ -243,48 +252,11 @@ def _streams(document: Document, parts: Mapping[Split, list[Asked]], source: Sou
     return {split: partial(samples, split, asked) for split, asked in parts.items()}
 
 
-def read_documents(file: Path) -> dict[str, tuple[str, list[Asked]]]:
-    """The texts and questions of a JSONL file of documents, by their ids.
-
-    Lines have `id`, `text`, and `questions` of `question` and `answer(s)`. Files of QuALITY
-    (`article`, and questions with `options` and `gold_label`) are read too; they list an article
-    once for each writer of questions.
-
-    Raises:
-        DataError: A line is no such object, or a question has no answer.
-    """
-    found: dict[str, tuple[str, list[Asked]]] = {}
-    for where, number, entry in _entries(file):
-        text = entry.get("text", entry.get("article")) if isinstance(entry, dict) else None
-        if not isinstance(text, str):
-            raise DataError(f"{where} has no `text` (or `article`): add it or remove the line")
-        name = str(entry.get("id", entry.get("article_id", number)))
-        asked = entry.get("questions") or []
-        if not isinstance(asked, list):
-            raise DataError(f"{where}: `questions` is no list: correct it")
-        text = _checked(name, text)
-        if found.setdefault(name, (text, []))[0] != text:
-            raise DataError(f"two documents are named {name}: give each an id of its own")
-        found[name][1].extend(
-            _asked(item, f"{where}, question {place}") for place, item in enumerate(asked, 1)
-        )
-    if not found:
-        raise DataError(f"{file} holds no documents: the data set is empty")
-    return found
-
-
 def _questions(folder: Path) -> list[Asked]:
     """Questions in `questions.jsonl` of a folder, if there is one."""
     file = folder / QUESTIONS
-    return [_asked(item, where) for where, _, item in _entries(file)] if file.is_file() else []
-
-
-def _entries(file: Path) -> Iterator[tuple[str, int, Any]]:
-    for number, entry in read_lines(file):
-        where = f"{file.name}, line {number}"
-        if entry is None:
-            raise DataError(f"{where} is no JSON: correct or remove it")
-        yield where, number, entry
+    rows = read_lines(file) if file.is_file() else []
+    return [_asked(item, f"{QUESTIONS}, line {number}") for number, item in rows]
 
 
 def _checked(name: str, text: str) -> str:
@@ -304,16 +276,13 @@ def _asked(item: Any, where: str) -> Asked:
     question = _words(item.get("question")) if isinstance(item, dict) else ""
     if not question:
         raise DataError(f"{where} has no `question`: add it or remove the entry")
-    options, label = item.get("options"), item.get("gold_label")
-    if isinstance(options, list) and isinstance(label, int) and 1 <= label <= len(options):
-        letters = [chr(ord("A") + place) for place in range(len(options))]
-        lines = [f"({letter}) {text}" for letter, text in zip(letters, options, strict=True)]
-        return Asked("\n".join([question, *lines]), (letters[label - 1],), item.get("split"))
     given = item.get("answers", item.get("answer"))
-    said = tuple(filter(None, map(_words, given if isinstance(given, list) else [given])))
-    if not said:
+    answers = tuple(filter(None, map(_words, given if isinstance(given, list) else [given])))
+    if not answers:
         raise DataError(f"{where} ({question[:60]!r}) has no answer: answer it, or leave it out")
-    return Asked(question, said, item.get("split"))
+    if item.get("split") not in (None, "train", "val", "test"):
+        raise DataError(f"{where} has split {item['split']!r}: choose train, val or test")
+    return Asked(question, answers, item.get("split"))
 
 
 def _words(value: Any) -> str:

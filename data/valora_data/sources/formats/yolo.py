@@ -23,12 +23,6 @@ from valora_data.wording import plural
 
 log = logging.getLogger(__name__)
 
-OTHER_NAMES: Mapping[Split, tuple[str, ...]] = {
-    Split.VAL: ("val", "validation", "valid"),
-    Split.UNLABELLED: ("unlabelled", "unlabeled"),
-}
-"""Keys of splits, where there are several."""
-
 
 class YoloFormat(AnnotatedFormat):
     """A YAML file with the folders of the splits.
@@ -215,7 +209,7 @@ class YoloSet:
         raise DataError(f"{self.name}: kpt_shape {shape} is not [keypoints, 2 or 3]: correct it")
 
     def _named(self, split: Split) -> list[str]:
-        keys = OTHER_NAMES.get(split, (split,))
+        keys = [key for key, named in files.SPLIT_NAMES.items() if named is split]
         places: Any = next((self.content[key] for key in keys if self.content.get(key)), [])
         found = places if isinstance(places, list) else [places]
         return [str(place).replace("\\", "/") for place in found]

@@ -22,6 +22,7 @@ from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.base import Source
 from valora_data.sources.formats import labelled
+from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import FORMATS, detect_kind, files_of, open_source
 
 EXPORTS: dict[str, Callable[[Path], Path]] = {
@@ -128,23 +129,24 @@ def test_voc_with_files_beside_the_images(tmp_path: Path) -> None:
         assert [(b.label, b.xyxy) for b in sample.answer.boxes] == BOXES[name]
 
 
-def test_cvat_shapes_and_tags(tmp_path: Path) -> None:
+def test_cvat_shapes(tmp_path: Path) -> None:
     write_pictures(tmp_path / "images", "c")
     shapes = """
       <polygon label="cat" points="10.0,20.0;30.5,8.0;25.0,40.0"/>
       <mask label="cat" rle="0" left="4" top="6" width="10" height="20"/>
       <box label="cat" xtl="20" ytl="20" xbr="40" ybr="30" rotation="90"/>
-      <tag label="indoors"/>"""
+      <ellipse label="cat" cx="30" cy="20" rx="10" ry="5"/>"""
     image = f'<image id="0" name="c.jpg" width="64" height="64">{shapes}</image>'
     file = tmp_path / "annotations.xml"
     file.write_text(f"<annotations>{image}</annotations>")
-    (sample,) = (sample for _, sample in read(source_of("cvat", tmp_path)).values())
+    reader = ImageReader.for_check("set")
+    ((_, sample),) = read(source_of("cvat", tmp_path, reader=reader)).values()
+    (fault,) = (one for one in reader.found if one.kind.skips)
+    assert fault.text == "c.jpg, shape 4: ellipses are not read, draw a box"
     assert [box.xyxy for box in sample.answer.boxes] == [
         (10, 8, 30.5, 40), (4, 6, 14, 26),
         pytest.approx((25, 15, 35, 35)),
     ]  # fmt: skip
-    tagged = read(source_of("cvat", tmp_path, Task.CLASSIFICATION))
-    assert [sample.answer.label for _, sample in tagged.values()] == ["indoors"]
     for text, message in (
         ('<annotations><track id="0"/></annotations>', "tracks of a video: export the task"),
         ("<annotation/>", "is no export of CVAT"),
@@ -178,22 +180,17 @@ def test_shapes_of_label_studio(tmp_path: Path) -> None:
         assert box.xyxy == pytest.approx(edges, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("task", "result", "field", "value"),
-    [
-        (Task.CLASSIFICATION, ("choices", {"choices": ["cat"]}), "label", "cat"),
-        (Task.CAPTION, ("textarea", {"text": ["a cat", "one cat "]}), "captions",
-         ("a cat", "one cat")),
-        (Task.COUNTING, ("number", {"number": 3}), "count", 3),
-    ],
-)  # fmt: skip
-def test_other_answers_of_label_studio(
-    task: Task, result: tuple[str, object], field: str, value: object, tmp_path: Path
-) -> None:
-    path = studio(tmp_path, {"type": result[0], "value": result[1]}, place="s3://bucket/x/c.jpg")
-    assert FORMATS["labelstudio"]().guess_task(str(path)) is task
-    ((_, sample),) = read(source_of("labelstudio", path, task)).values()
-    assert getattr(sample.answer, field) == value
+def test_choices_of_label_studio(tmp_path: Path) -> None:
+    choice = {"type": "choices", "value": {"choices": ["cat"]}}
+    path = studio(tmp_path, choice, place="s3://bucket/x/c.jpg")
+    assert FORMATS["labelstudio"]().guess_task(str(path)) is Task.CLASSIFICATION
+    ((_, sample),) = read(source_of("labelstudio", path, Task.CLASSIFICATION)).values()
+    assert sample.answer.label == "cat"
+    with pytest.raises(DataError, match="expected one choice, got"):
+        read(source_of("labelstudio", studio(tmp_path, choice, choice), Task.CLASSIFICATION))
+    path.write_text(json.dumps([{"image": "c.jpg", "id": 1, "annotation_id": 1}]))
+    with pytest.raises(DataError, match="is an export as JSON-MIN: export it as JSON"):
+        FORMATS[detect_kind(path)]().guess_task(str(path))
 
 
 @pytest.mark.parametrize("kind", list(EXPORTS))

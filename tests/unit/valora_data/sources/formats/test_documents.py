@@ -56,22 +56,6 @@ def test_splits_that_a_file_gives_are_kept(tmp_path):
     assert {"question 0?", "question 3?"} <= {one.prompt for one in found[Split.UNLABELLED]}
 
 
-def test_quality_is_read_as_it_is_distributed(tmp_path):
-    def entry(number):
-        return {
-            "article_id": "52", "article": TEXT,
-            "questions": [{"question": f"who {number}{n}?", "options": ["a", "b", "c", "d"],
-                           "gold_label": n + 1} for n in range(4)],
-        }  # fmt: skip
-
-    file = lines(tmp_path / "QuALITY.train", entry(0), entry(1))
-    found = read("documents", file)
-    samples = [*found[Split.VAL], *found[Split.TEST]]
-    assert len(samples) == 8
-    assert {sample.answer.answers for sample in samples} == {("A",), ("B",), ("C",), ("D",)}
-    assert samples[0].prompt.endswith("\n(A) a\n(B) b\n(C) c\n(D) d")
-
-
 def test_one_document_of_a_file_is_named(tmp_path):
     file = lines(
         tmp_path / "d.jsonl",
@@ -169,7 +153,7 @@ FAULTS = {
     "'object'.* has no answer": asking(question="object", answers={"a": 1}),
     "has no `question`": asking(answer="x"),
     "question 1 has no `question`": asking(question=["who?"], answer="x"),
-    "has no `text`": {"title": TEXT},
+    "is no JSON object with a `text`": {"title": TEXT},
     "is no list": {"text": TEXT, "questions": "who?"},
     "too few to learn from": {"text": "Too short.", "questions": []},
     "split 'x': choose": asking(question="a", answer="b", split="x"),
@@ -198,7 +182,7 @@ def test_bad_texts_are_refused_in_one_sentence(name, content, words, tmp_path):
 
 
 def test_files_that_hold_no_document(tmp_path):
-    for content, words in (("no json", "line 1 is no JSON"), ("", "holds no documents")):
+    for content, words in (("no json", "line 1 is no JSON"), ("", "holds 0 documents")):
         (tmp_path / "d.jsonl").write_text(content)
         with pytest.raises(DataError, match=words):
             read("documents", tmp_path / "d.jsonl")

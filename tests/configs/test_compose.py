@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from valora_data.errors import ValoraError
 from valora_data.schema import Task
 from valora_data.sources.registry import FORMATS
-from valora_data.sources.scenes.builtin import builtin_labels, builtin_names, builtin_prompt
+from valora_data.sources.scenes.builtin import SCENES, builtin_domain
 from valora_train.cli import config_folder
 from valora_train.errors import SettingsError
 from valora_train.fusion.requirement import dedicated_requirement
@@ -78,19 +78,19 @@ def test_every_yaml_composes_and_fits(overrides):
         assert set(plain[group]) == set(as_dict(getattr(found, group))), group
 
 
-DRAWN = [task for task in Task.all() if task is not Task.DETECTION and builtin_names(task)]
+DRAWN = [task for task in Task.all() if task is not Task.DETECTION and tuple(SCENES.get(task, ()))]
 
 
 @pytest.mark.parametrize("task", DRAWN)
 def test_built_in_domains_ask_and_answer_as_they_are_drawn(task):
-    names = builtin_names(task)
+    names = tuple(SCENES.get(task, ()))
     more = [f"+domain/{task}@domains.x{number}={name}" for number, name in enumerate(names)]
     only = f"task.only=[{','.join(f'x{number}' for number in range(len(names)))}]"
     for name, domain in zip(names, settings(f"task={task}", *more, only).chosen(), strict=True):
         assert domain.name == name
         assert domain.task is task
-        assert tuple(domain.labels) == builtin_labels(task, name)
-        assert domain.prompt == builtin_prompt(task, name)
+        assert tuple(domain.labels) == builtin_domain(task, name).labels
+        assert domain.prompt == builtin_domain(task, name).prompt
         assert domain.source.counts["val"] >= 250
 
 
@@ -271,10 +271,12 @@ def test_the_shelf_holds_every_built_in_domain():
     for how in (["task=shelf"],):
         found = settings(*how)
         names = [domain.name for domain in found.chosen()]
-        built_in = [name for task in Task.all() for name in builtin_names(task)]  # no documents
+        built_in = [
+            name for task in Task.all() for name in tuple(SCENES.get(task, ()))
+        ]  # no documents
         assert sorted(names) == sorted(built_in)
         assert len(names) > 30
         assert {domain.task for domain in found.chosen()} == {*Task.all()} - {Task.CONTEXT}
         yolo = {domain.name for domain in found.chosen() if domain.taught_by is not None}
-        assert yolo == set(builtin_names(Task.DETECTION))
+        assert yolo == set(SCENES[Task.DETECTION])
         assert found.fusion.of_dedicated == 0.95

@@ -17,7 +17,7 @@ from tests.support.lmm_checkpoints import CHECKPOINTS
 from tests.support.stores import new_store
 from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.schema import Task
-from valora_data.sources.scenes.builtin import builtin_labels, builtin_prompt
+from valora_data.sources.scenes.builtin import builtin_domain
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.server.loading.golden import replay
 from valora_serve.server.loading.startup import find_rounding
@@ -57,8 +57,8 @@ def domain(name: str) -> DomainSettings:
     return DomainSettings(
         name=name,
         task=task,
-        labels=list(builtin_labels(task, name)),
-        prompt=builtin_prompt(task, name),
+        labels=list(builtin_domain(task, name).labels),
+        prompt=builtin_domain(task, name).prompt,
         required=0.01,
         teacher="labels",
         mirror=task is Task.DETECTION,

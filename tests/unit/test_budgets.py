@@ -11,12 +11,12 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_477,
-    "data/valora_data": 11_340,
+    "data/valora_data": 11_255,
     "teachers/valora_teachers": 1_943,
     "kernels/valora_kernels": 6_301,
     "valora_serve": 41_349,
     "tests/*/valora_train": 8_229,
-    "tests/*/valora_data": 5_259,
+    "tests/*/valora_data": 5_232,
     "tests/*/valora_teachers": 1_395,
     "tests/*/valora_kernels": 2_385,
     "tests/*/valora_serve": 30_790,

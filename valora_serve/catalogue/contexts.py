@@ -14,7 +14,7 @@ from valora_data.contract.contexts import (
     context_entry,
     read_memory,
 )
-from valora_data.contract.files import read_json, shown
+from valora_data.contract.files import first_fault, read_json, shown
 from valora_data.errors import BundleError
 from valora_serve.errors import AdapterError
 
@@ -37,7 +37,7 @@ class Context:
 
     Attributes:
         name: Its name.
-        form: One of `valora_data.contract.contexts.FORMS`.
+        form: `ADAPTER`, `PREFIX` or `MEMORY_TOKENS`.
         tokens: Tokens of its memory; 0 where an adapter alone answers.
         position: Position of the first token behind a prefix.
         content: Hexadecimal sha256 of its file; empty without one.
@@ -149,7 +149,7 @@ def read_facts(folder: Path) -> tuple[ContextEntry, str | None]:
     try:
         return _parse_facts(read_json(folder / FACTS_FILE))
     except (BundleError, TypeError, ValueError) as error:
-        raise AdapterError(f"{folder} holds no context ({error}): make it again") from error
+        raise AdapterError(f"{folder} holds no context: {first_fault(error)}") from error
 
 
 def _parse_facts(facts: Any) -> tuple[ContextEntry, str | None]:
@@ -158,7 +158,7 @@ def _parse_facts(facts: Any) -> tuple[ContextEntry, str | None]:
     adapter = facts.pop("adapter", None)
     if not isinstance(adapter, str | None):
         raise TypeError(f"adapter: expected a text, got {shown(adapter)}")
-    entry = context_entry(facts, "")
+    entry = context_entry(facts)
     if entry.file != MEMORY_FILE:
         raise ValueError(f"file: expected {MEMORY_FILE}, got {shown(entry.file)}")
     return entry, adapter

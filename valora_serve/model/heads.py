@@ -1,7 +1,7 @@
 """Runs vision task heads on last hidden states (VaLoRA §4.2.2).
 
 Heads of any kinds and sizes are computed in one batch, in float32. What a kind of head reads and
-what its outputs mean is defined in `valora_data.contract.head`.
+what its outputs mean is defined in `valora_data.contract.heads`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torchvision.ops import box_iou, generalized_box_iou_loss
 
 from valora_data.contract import boxes as box_code
-from valora_data.contract.box_head import DETECTION as KIND
-from valora_data.contract.box_head import BoxHead
+from valora_data.contract.boxes import DETECTION as KIND
+from valora_data.contract.boxes import BoxHead
 from valora_data.contract.results import BoxesResult, Detection
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Sample

@@ -6,19 +6,20 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from valora_data.contract.base_model import base_hash, file_hash
-from valora_data.contract.contexts import CONTEXT, ContextEntry, context_entry
+from valora_data.contract.contexts import ContextEntry, context_entry
 from valora_data.contract.files import (
     UnreadableError,
-    check_form,
     expect,
+    first_fault,
     open_regular,
     read_json,
     shown,
 )
-from valora_data.contract.quantized import NF4
 from valora_data.errors import BundleError
 
 MANIFEST = "bundle.json"
@@ -29,60 +30,99 @@ READABLE = FIRST, SCHEMA_VERSION, WITH_CONTEXTS = (1, 2, 3)
 FILE_BYTES = 16 << 30  # most of a file of a bundle
 MAX_FILES = 10_000
 PROMPT_LENGTH = 32_768  # most characters of a domain's prompt
-# What readers rely on in a manifest, see `check_form`; docs/bundle.md says what it means.
-FORM = {
-    "files": {"*": str},
-    "name": str,
-    "version": int,
-    "base": {"id": str, "sha256": str, "quantize?": str},
-    "adapters": {"*": {"path": str, "decode_only?": bool}},
-    "domains": {"*": {
-        "head?": str, "task?": str, "metric?": str, "prompt?": str, "media?": str, "labels?": [str],
-        "max_tokens?": int, "required?": float, "threshold?": float,
-        "accuracy?": {"test?": float, "teacher?": float},
-    }},
-    "contexts?": {"*": CONTEXT},
-    "encoders?": {"*": {"path": str, "tokens": int}},
-}  # fmt: skip
+Figure = Annotated[float, Field(allow_inf_nan=False)] | None
 
 
-@dataclass(frozen=True)
+class _Part(BaseModel):
+    """A part of a manifest that readers rely on; docs/bundle.md says what it means."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Base(_Part):
+    id: str
+    sha256: str
+    quantize: Literal["nf4"] | None = None
+
+
+class _Adapter(_Part):
+    path: str
+    decode_only: bool | None = None
+
+
+class _Accuracy(_Part):
+    test: Figure = None
+    teacher: Figure = None
+
+
+class _Domain(_Part):
+    adapter: str | None  # None where the base model answers
+    head: str | None = None
+    task: str | None = None
+    metric: str | None = None
+    prompt: Annotated[str, Field(max_length=PROMPT_LENGTH)] | None = None
+    media: str | None = None
+    labels: list[str] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    required: Figure = None
+    threshold: Figure = None
+    accuracy: _Accuracy | None = None
+
+
+class _Encoder(_Part):
+    path: str
+    tokens: int
+
+
+class _Manifest(_Part):
+    schema_version: int
+    files: Annotated[dict[str, str], Field(max_length=MAX_FILES)]
+    name: Annotated[str, Field(pattern=r"^[^@/]*[^@/\s][^@/]*$")]
+    version: Annotated[int, Field(ge=1)]
+    base: _Base
+    adapters: dict[str, _Adapter]
+    domains: dict[str, _Domain]
+    contexts: dict[str, ContextEntry] | None = None
+    encoders: dict[str, _Encoder] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        """Check that the entries fit together; a `ValueError` names one that does not."""
+        for domain, facts in self.domains.items():
+            if facts.adapter is not None or self.schema_version == FIRST:
+                place = f"domains.{shown(domain)}.adapter"
+                expect(facts.adapter in self.adapters, place, "an adapter", facts.adapter)
+        contexts, version = self.contexts or {}, self.schema_version
+        expect(not contexts or version >= WITH_CONTEXTS, "schema_version", "3", version)
+        for context, entry in contexts.items():
+            place = f"contexts.{shown(context)}"
+            expect(context in self.domains, place, "a domain of the same name", None)
+            if entry.file is None:
+                by = self.domains[context].adapter
+                expect(by, f"{place}.form", "an adapter of its domain", by)
+            else:
+                expect(entry.file in self.files, f"{place}.file", "one with a sha256", entry.file)
+            known = entry.encoder is None or entry.encoder in (self.encoders or {})
+            expect(known, f"{place}.encoder", "an encoder", entry.encoder)
+        return self
+
+
+@dataclass
 class Bundle:
-    """A bundle whose files were read and verified."""
+    """A bundle whose files were read and verified; its parts in the manifest by their names."""
 
     folder: Path
     manifest: dict[str, Any]  # content of ``bundle.json``
 
-    @property
-    def name(self) -> str:
-        """Name of the bundle."""
-        return str(self.manifest["name"])
-
-    @property
-    def version(self) -> int:
-        """Version, from 1."""
-        return int(self.manifest["version"])
-
-    @property
-    def domains(self) -> dict[str, dict[str, Any]]:
-        """Entry of each domain in the manifest, with its promised accuracy, by name."""
-        return dict(self.manifest["domains"])
-
-    @property
-    def adapters(self) -> dict[str, dict[str, Any]]:
-        """Adapters, by name."""
-        return dict(self.manifest["adapters"])
-
-    @property
-    def contexts(self) -> dict[str, ContextEntry]:
-        """Contexts, by the name of the domain that answers about them."""
-        found = self.manifest.get("contexts") or {}
-        return {name: context_entry(facts, name) for name, facts in found.items()}
-
-    @property
-    def encoders(self) -> dict[str, dict[str, Any]]:
-        """Encoders of memory tokens, by name."""
-        return dict(self.manifest.get("encoders") or {})
+    def __post_init__(self) -> None:
+        found = self.manifest
+        self.name: str = found["name"]
+        self.version: int = found["version"]  # from 1
+        self.domains: dict[str, dict[str, Any]] = found["domains"]
+        self.adapters: dict[str, dict[str, Any]] = found["adapters"]
+        self.encoders: dict[str, dict[str, Any]] = found.get("encoders") or {}
+        contexts = found.get("contexts") or {}
+        self.contexts = {name: context_entry(facts) for name, facts in contexts.items()}
 
 
 def read_bundle(folder: Path) -> Bundle:
@@ -125,53 +165,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} is no bundle: it holds no readable {MANIFEST}, as that {error.reason}; name "
             "a folder that make fuse exported"
         ) from error
+    version = manifest.get("schema_version") if isinstance(manifest, dict) else FIRST
+    if isinstance(version, bool) or version not in READABLE:
+        raise BundleError(
+            f"bundle {folder} has schema version {shown(version)}, expected at most "
+            f"{WITH_CONTEXTS}: export it again with this version of VaLoRA"
+        )
     try:
-        check_form(manifest, {}, MANIFEST)
-        version = manifest.get("schema_version")
-        if isinstance(version, bool) or version not in READABLE:
-            raise BundleError(
-                f"bundle {folder} has schema version {shown(version)}, expected at most "
-                f"{WITH_CONTEXTS}: export it again with this version of VaLoRA"
-            )
-        check_form(manifest, FORM)
-        _check_values(manifest)
-    except (TypeError, ValueError) as error:
-        what = f"bundle {folder}: its manifest is damaged ({error}): export it again"
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        what = f"bundle {folder}: its manifest is damaged ({first_fault(error)}): export it again"
         raise BundleError(what) from error
     return dict(manifest)
-
-
-def _check_values(manifest: dict[str, Any]) -> None:
-    """Check that the entries of a manifest fit together; a `ValueError` names one that does not."""
-    name, version, base = manifest["name"], manifest["schema_version"], manifest["base"]
-    adapters, domains, files = manifest["adapters"], manifest["domains"], manifest["files"]
-    contexts, encoders = manifest.get("contexts") or {}, manifest.get("encoders") or {}
-    quantize = base.get("quantize")
-    expect(name.strip() and not {"@", "/"} & set(name), "name", "a name without @ and /", name)
-    expect(manifest["version"] >= 1, "version", "1 or more", manifest["version"])
-    expect(len(files) <= MAX_FILES, "files", f"at most {MAX_FILES}", len(files))
-    expect(quantize in (None, NF4), "base.quantize", f"{NF4} or nothing", quantize)
-    for domain, facts in domains.items():
-        place, most = f"domains.{shown(domain)}", facts.get("max_tokens")
-        expect(most is None or most >= 1, f"{place}.max_tokens", "1 or more", most)
-        length = len(facts.get("prompt") or "")
-        expect(length <= PROMPT_LENGTH, f"{place}.prompt", f"at most {PROMPT_LENGTH}", length)
-        if facts.get("adapter", "") is not None or version == FIRST:  # else the base model answers
-            check_form(facts, {"adapter": str}, place)
-            by = facts["adapter"]
-            expect(by in adapters, f"{place}.adapter", "an adapter", by)
-    expect(not contexts or version >= WITH_CONTEXTS, "schema_version", str(WITH_CONTEXTS), version)
-    for context, facts in contexts.items():
-        place = f"contexts.{shown(context)}"
-        entry = context_entry(facts, place)
-        expect(context in domains, place, "a domain of the same name", None)
-        if entry.file is None:
-            by = domains[context]["adapter"]
-            expect(by, f"{place}.form", "an adapter of its domain", by)
-        else:
-            expect(entry.file in files, f"{place}.file", "a file with a sha256", entry.file)
-        known = entry.encoder is None or entry.encoder in encoders
-        expect(known, f"{place}.encoder", "an encoder", entry.encoder)
 
 
 def check_base(

@@ -15,9 +15,12 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from valora_data.contract.files import check_form, expect, read_safetensors, write_safetensors
+from pydantic import Field, TypeAdapter, model_validator
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from valora_data.contract.files import expect, read_safetensors, write_safetensors
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
@@ -29,10 +32,11 @@ if TYPE_CHECKING:
 
     from valora_data.contract.base_model import BaseModel
 
-FORMS = ADAPTER, PREFIX, MEMORY_TOKENS = "adapter", "prefix", "memory_tokens"
+ADAPTER, PREFIX, MEMORY_TOKENS = "adapter", "prefix", "memory_tokens"
 FILE_BYTES = 4 << 30  # most of a memory's file
 MAX_TOKENS = 1 << 20  # most of a memory
 ENCODER_FILE = "memory.safetensors"  # with its queries, in the folder of its adapter
+Count = Annotated[int, Field(strict=True, ge=0)]
 _MARK = "@@context@@"
 
 
@@ -75,7 +79,7 @@ def _marked_head(model: BaseModel, prompt: str | None = None) -> str:
     return head
 
 
-@dataclass(frozen=True, slots=True)
+@checked_dataclass(frozen=True)
 class ContextEntry:
     """A context in the manifest; the domain of the same name says how well it answers.
 
@@ -84,21 +88,26 @@ class ContextEntry:
     those of images grow more slowly than their tokens).
     """
 
-    form: str
-    file: str | None  # None with `ADAPTER`
-    tokens: int  # of the memory; 0 without a file, and so are its bytes
-    position: int
-    bytes: int
-    source_tokens: int  # of the document's head
-    source_sha256: str  # see `source_hash`
+    form: Annotated[str, Field(pattern="^(adapter|prefix|memory_tokens)$")]
+    tokens: Annotated[Count, Field(le=MAX_TOKENS)]  # of the memory; 0 without a file
+    position: Count
+    bytes: Count
+    source_tokens: Count  # of the document's head
+    source_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # see `source_hash`
+    file: str | None = None  # None with `ADAPTER`
     encoder: str | None = None  # name of what made memory tokens, None if they were trained
 
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        has_file = self.form != ADAPTER
+        expect((self.file is not None) == has_file, "file", "one but for an adapter", self.file)
+        expect((self.tokens > 0) == has_file, "tokens", "others for this form", self.tokens)
+        expect(self.position or self.form != PREFIX, "position", "1 or more", self.position)
+        return self
 
-CONTEXT = {
-    "form": str, "file?": str, "tokens": int, "position": int, "bytes": int, "source_tokens": int,
-    "source_sha256": str, "encoder?": str,
-}  # fmt: skip
-"""Form of an entry, see `valora_data.contract.files.check_form`."""
+
+context_entry = TypeAdapter(ContextEntry).validate_python
+"""Read an entry of a manifest's `contexts`; pydantic's `ValidationError` says what is wrong."""
 
 
 def source_hash(document: str, images: Sequence[Image] = ()) -> str:
@@ -108,28 +117,6 @@ def source_hash(document: str, images: Sequence[Image] = ()) -> str:
         total.update(f"\0{image.mode} {image.width}x{image.height} ".encode())
         total.update(image.tobytes())
     return total.hexdigest()
-
-
-def context_entry(facts: Mapping[str, Any], place: str) -> ContextEntry:
-    """Read an entry of the manifest's `contexts`, which stands at `place`.
-
-    A `TypeError` or `ValueError` says what is wrong.
-    """
-    check_form(facts, CONTEXT, place)
-    known: dict[str, Any] = {name: facts.get(name) for name in ContextEntry.__slots__}
-    entry = ContextEntry(**known)
-    has_file, sha = entry.form != ADAPTER, re.fullmatch(r"[0-9a-f]{64}", entry.source_sha256)
-    for name, fits, expected in (
-        ("form", entry.form in FORMS, f"one of {', '.join(FORMS)}"),
-        ("file", (entry.file is not None) == has_file, "one" if has_file else "none"),
-        ("tokens", has_file <= entry.tokens <= has_file * MAX_TOKENS, "others for this form"),
-        ("position", entry.position >= (entry.form == PREFIX), "1 or more"),
-        ("bytes", entry.bytes >= 0, "0 or more"),
-        ("source_tokens", entry.source_tokens >= 0, "0 or more"),
-        ("source_sha256", sha, "a sha256"),
-    ):
-        expect(fits, f"{place}.{name}".removeprefix("."), expected, known[name])
-    return entry
 
 
 @dataclass(frozen=True)

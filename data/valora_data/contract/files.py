@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import reprlib
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from valora_data.errors import BundleError
 
@@ -24,8 +25,6 @@ JSON_DEPTH = 64  # most levels of nested objects and lists
 JSON_DIGITS = 18  # most digits of a whole number
 HEADER_BYTES = 4 << 20  # most of a safetensors header: room for 20,000 tensors
 NAME_LENGTH = 512  # most characters of a tensor's name
-_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number",
-          float: "a number", bool: "true or false"}  # fmt: skip
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
 _short.maxlevel = 3
@@ -120,30 +119,15 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def check_form(value: Any, form: Any, place: str = "") -> None:
-    """Check the types in a JSON value; a `TypeError` says what is wrong, and where.
-
-    A form is a type (`float` for any finite number), a list with the form of its items, or an
-    object of forms by name: ``name?`` may be absent or null, ``*`` is every name; others are free.
-    """
-    kind = form if isinstance(form, type) else type(form)
-    fits = isinstance(value, (int, float) if kind is float else kind)
-    fits = fits and (kind is bool) == isinstance(value, bool)
-    if not fits or (kind is float and not math.isfinite(value)):
-        raise TypeError(f"{place}: expected {_NAMES[kind]}, got {shown(value)}")
-    if isinstance(form, list):
-        for item in value:
-            check_form(item, form[0], place)
-    for key, inner in form.items() if isinstance(form, dict) else ():
-        name = key.removesuffix("?")
-        where = f"{place}.{name}".removeprefix(".")
-        if key == "*":
-            for each, item in value.items():
-                check_form(item, inner, f"{place}.{shown(each)}")
-        elif name == key or value.get(name) is not None:
-            if name not in value:
-                raise TypeError(f"it lacks {where!r}")
-            check_form(value[name], inner, where)
+def first_fault(error: Exception) -> str:
+    """Return what is wrong; of several things that pydantic finds the first one, and where."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    fault = error.errors(include_url=False)[0]
+    if fault["type"] == "value_error":  # of `expect`, which names place and value itself
+        return fault["msg"]
+    place = ".".join(shown(str(part))[1:-1] for part in fault["loc"])
+    return f"{place}: {fault['msg']}, got {shown(fault['input'])}"
 
 
 def expect(fits: object, place: str, expected: str, value: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from valora_data.contract.files import check_form, expect, parse_json
+from valora_data.contract.files import expect, parse_json
 from valora_data.contract.results import HeadResult, Size
 
 
@@ -105,6 +105,6 @@ def check_shapes(tensors: Mapping[str, Tensor], **shapes: tuple[int, ...]) -> No
 def parse_labels(metadata: Mapping[str, str]) -> tuple[str, ...]:
     """The label set in a head's metadata: different names, at least one."""
     labels = parse_json(metadata["labels"])
-    check_form(labels, [str], "labels")
-    expect(labels and len(set(labels)) == len(labels), "labels", "different names", labels)
+    named = isinstance(labels, list) and labels and all(isinstance(one, str) for one in labels)
+    expect(named and len(set(labels)) == len(labels), "labels", "different names", labels)
     return tuple(labels)

@@ -20,7 +20,7 @@ HEAD_KINDS: Registry[type[Head]] = Registry(
     "valora.head_kinds",
     "kind of head",
     {
-        "detection": "valora_data.contract.box_head:BoxHead",
+        "detection": "valora_data.contract.boxes:BoxHead",
         "classification": "valora_data.contract.label_head:LabelHead",
         "counting": "valora_data.contract.label_head:LabelHead",
         "yes_no": "valora_data.contract.label_head:LabelHead",

@@ -65,13 +65,8 @@ def is_shelf(folder: Path) -> bool:
 def read_shelf(folder: Path) -> Shelf:
     """Find the trainings in a folder and below it.
 
-    Of several runs on one data set the one with the best score is taken, or else the newest.
-
-    Args:
-        folder: Ultralytics' `runs/`, a folder in it, or a single run.
-
-    Raises:
-        DataError: There is none that can be read; the message says why.
+    Of several runs on one data set the one with the best score is taken, or else the newest. A
+    `DataError` says why none can be used.
     """
     if not folder.is_dir():
         raise DataError(
@@ -86,15 +81,13 @@ def read_shelf(folder: Path) -> Shelf:
             notes.append(f"run {file.parent} left out: {error}")
     best: dict[tuple[Path, Task], ShelfModel] = {}
     for model in sorted(found, key=lambda model: model.weights.stat().st_mtime):
-        key = (model.data, model.task)
-        other = best.get(key, model)
-        scored = other.score is not None and model.score is not None
-        better = scored and other.score > model.score  # type: ignore[operator]
-        best[key], worse = (other, model) if better else (model, other)
-        if worse is not best[key]:
-            notes.append(
-                f"run {worse.run} left out: {best[key].run} is a better one of the same data"
-            )
+        other = best.setdefault((model.data, model.task), model)
+        if other is not model:
+            scored = other.score is not None and model.score is not None
+            better = scored and other.score > model.score  # type: ignore[operator]
+            kept, left = (other, model) if better else (model, other)
+            best[model.data, model.task] = kept
+            notes.append(f"run {left.run} left out: {kept.run} is a better one of the same data")
     if not best:
         reason = "; ".join(notes) or f"no run with {ARGS} and weights/{WEIGHTS[0]} lies in it"
         raise DataError(f"shelf {folder} holds no model that can be used: {reason}")

@@ -38,7 +38,7 @@ from tests.support.lmm_checkpoints import (
 )
 from valora_data.cpu import usable_cores
 from valora_data.schema import Task
-from valora_data.sources.scenes.builtin import builtin_labels, builtin_prompt
+from valora_data.sources.scenes.builtin import builtin_domain
 from valora_train.reporting.progress import Display
 from valora_train.settings import (
     DomainSettings,
@@ -64,7 +64,7 @@ SHAPES = ("llava", "qwen2.5-vl")
 
 def guess(samples: list[Any]) -> list[str]:
     """A teacher: one of the labels of `weather`, by the sample's id."""
-    labels = builtin_labels(DOMAINS["weather"], "weather")
+    labels = builtin_domain(DOMAINS["weather"], "weather").labels
     return [labels[hashlib.sha256(one.id.encode()).digest()[0] % len(labels)] for one in samples]
 
 
@@ -76,8 +76,8 @@ def settings_of(given: argparse.Namespace, base: Path, folder: Path) -> Settings
         name: DomainSettings(
             name=name,
             task=task,
-            labels=list(builtin_labels(task, name)),
-            prompt=builtin_prompt(task, name),
+            labels=list(builtin_domain(task, name).labels),
+            prompt=builtin_domain(task, name).prompt,
             required=0.999 if name == IMPOSSIBLE else 0.001,
             teacher=f"{__spec__.name}:guess" if name == "weather" else "labels",
             source=SourceSettings(kind="scenes", counts=counts),

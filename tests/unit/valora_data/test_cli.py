@@ -13,7 +13,7 @@ from tests.support.detection_sets import write_yolo
 from valora_data import shards
 from valora_data.cli import main
 from valora_data.schema import Split, Task
-from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
+from valora_data.sources.scenes.builtin import builtin_domain, builtin_samples
 
 
 @pytest.fixture
@@ -87,12 +87,12 @@ def test_questions_about_one_image_are_no_duplicates(
 
 @pytest.mark.parametrize("task", [task for task in Task.all() if task is not Task.CONTEXT])
 def test_what_the_factory_wrote(task: Task, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    from valora_data.sources.scenes.builtin import builtin_names
+    from valora_data.sources.scenes.builtin import SCENES
 
-    name = builtin_names(task)[0]
+    name = next(iter(SCENES[task]))
     for split in (Split.TRAIN, Split.TEST):
         some = builtin_samples(task, name, split, 10)
-        shards.write(some, builtin_labels(task, name), tmp_path / "data" / split)
+        shards.write(some, builtin_domain(task, name).labels, tmp_path / "data" / split)
     main(["check", str(tmp_path / "data"), "--out", str(tmp_path / "out")])
     out = capsys.readouterr().out
     assert f"task {task}" in out

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import valora_data.checkpoint
 from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Answer, Sample, Split, Task
-from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
+from valora_data.sources.scenes.builtin import builtin_domain, builtin_samples
 from valora_teachers.base import CHECKPOINT, Teacher, TeacherError
 from valora_teachers.registry import load_teacher, make_teacher
 
@@ -59,7 +59,7 @@ def accuracy(teacher: Teacher, samples: list[Sample]) -> float:
 
 
 def test_it_learns_digits_and_opens_as_any_image_classifier(tmp_path: Path) -> None:
-    labels = builtin_labels(Task.CLASSIFICATION, "digits")
+    labels = builtin_domain(Task.CLASSIFICATION, "digits").labels
     samples, test = (
         list(builtin_samples(Task.CLASSIFICATION, "digits", split, count))
         for split, count in ((Split.TRAIN, 500), (Split.TEST, 150))

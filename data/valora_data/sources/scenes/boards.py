@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
+from valora_data.schema import Task
 from valora_data.sources.generic.scenes import (
     SIZE,
     Floats,
@@ -22,8 +24,6 @@ from valora_data.sources.scenes.drawing import Edges, bounds, chosen
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS, photograph_crop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from valora_data.schema import Answer, Split
 
 SOLID = 0.4  # coverage from which a pixel counts as part of a thing
@@ -41,12 +41,32 @@ class Drawn(NamedTuple):
     prompt: str | None = None
 
 
+Draw = Callable[[np.random.Generator, "Split"], Drawn]
+
+
 class SceneDomain(NamedTuple):
     """A built-in domain; the digits, which are not drawn, have no `draw`."""
 
     prompt: str
-    draw: Callable[[np.random.Generator, Split], Drawn] | None = None
     labels: tuple[str, ...] = ()
+    draw: Draw | None = None
+
+
+SCENES: dict[Task, dict[str, SceneDomain]] = {}
+"""Domains by task and name, each registered by `scene` where it is drawn."""
+
+
+def scene(
+    task: Task, prompt: str, labels: Iterable[str] = (), name: str = ""
+) -> Callable[[Draw], Draw]:
+    """Register what draws the samples of a domain; its name is that of the function."""
+
+    def register(draw: Draw) -> Draw:
+        found = name or draw.__name__.removeprefix("_")
+        SCENES.setdefault(task, {})[found] = SceneDomain(prompt, tuple(labels), draw)
+        return draw
+
+    return register
 
 
 def scene_rng(domain: str, split: Split, index: int, seed: int) -> np.random.Generator:
@@ -65,13 +85,9 @@ class Board:
     @classmethod
     def photograph(cls, rng: np.random.Generator, split: Split, without: str = "") -> Board:
         """A board with a crop that only this split shows, of a photograph of no file `without`."""
-        suitable = [
-            number
-            for number, photograph in enumerate(PHOTOGRAPHS)
-            if not without or without not in photograph.file
-        ]
-        number = chosen(rng, suitable)
-        return cls(photograph_crop(rng, split, SIZE, number).astype(np.float32))
+        files = [photograph.file for photograph in PHOTOGRAPHS]
+        suitable = [n for n, file in enumerate(files) if not without or without not in file]
+        return cls(photograph_crop(rng, split, SIZE, chosen(rng, suitable)).astype(np.float32))
 
     @classmethod
     def slate(cls, rng: np.random.Generator) -> Board:

@@ -10,43 +10,27 @@ from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
-from valora_data.sources.scenes.boards import SceneDomain, scene_rng
-from valora_data.sources.scenes.classification import CLASSIFICATION, COUNTING, VIDEO
-from valora_data.sources.scenes.detection import DETECTION
-from valora_data.sources.scenes.language import CAPTION, GROUNDING, VQA
+from valora_data.sources.scenes import classification, detection, language  # noqa: F401 - register
+from valora_data.sources.scenes.boards import SCENES, SceneDomain, scene_rng
 from valora_data.sources.scenes.photographs import DIGITS, digit_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-SCENES: Mapping[Task, Mapping[str, SceneDomain]] = {
-    Task.DETECTION: DETECTION,
-    Task.CLASSIFICATION: {
-        "digits": SceneDomain("which digit is this?", None, DIGITS),
-        **CLASSIFICATION,
-    },
-    Task.VIDEO: VIDEO,
-    Task.VQA: VQA,
-    Task.CAPTION: CAPTION,
-    Task.GROUNDING: GROUNDING,
-    Task.COUNTING: COUNTING,
-}
-"""Domains by task and name."""
+__all__ = ["SCENES", "builtin_domain", "builtin_samples"]
+SCENES[Task.CLASSIFICATION] = {
+    "digits": SceneDomain("which digit is this?", DIGITS), **SCENES[Task.CLASSIFICATION]
+}  # fmt: skip
 
 
-def builtin_names(task: Task) -> tuple[str, ...]:
-    """Names of a task's built-in domains."""
-    return tuple(SCENES.get(task, ()))
-
-
-def builtin_labels(task: Task, name: str) -> tuple[str, ...]:
-    """Label set of a built-in domain; empty where answers are language."""
-    return _domain(task, name).labels
-
-
-def builtin_prompt(task: Task, name: str) -> str:
-    """Prompt of a built-in domain (see `valora_data.schema.Domain`)."""
-    return _domain(task, name).prompt
+def builtin_domain(task: Task, name: str) -> SceneDomain:
+    """A built-in domain: its prompt and labels; a `DataError` if there is none of this name."""
+    known = SCENES.get(task, {})
+    if name not in known:
+        raise DataError(
+            f"unknown built-in domain {name!r} of task {task}: choose from {', '.join(known)}"
+        )
+    return known[name]
 
 
 def builtin_samples(
@@ -57,19 +41,10 @@ def builtin_samples(
     Raises:
         DataError: If there is no such domain, or the real images of a split are fewer.
     """
-    draw = _domain(task, name).draw
+    draw = builtin_domain(task, name).draw
     if draw is None:
         yield from digit_samples(split, count, seed)
         return
     for index in range(count):
         (first, *rest), answer, prompt = draw(scene_rng(name, split, index, seed), split)
         yield Sample(f"{name}/{split}/{index:05d}", first, answer, prompt, tuple(rest))
-
-
-def _domain(task: Task, name: str) -> SceneDomain:
-    if name not in builtin_names(task):
-        raise DataError(
-            f"unknown built-in domain {name!r} of task {task}: choose from "
-            f"{', '.join(builtin_names(task))}"
-        )
-    return SCENES[task][name]

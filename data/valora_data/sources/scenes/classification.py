@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from valora_data.schema import Answer
+from valora_data.schema import Answer, Task
 from valora_data.sources.generic.scenes import COLORS, SIZE, Floats
 from valora_data.sources.generic.shapes import SHAPES
 from valora_data.sources.scenes import objects
@@ -21,10 +21,10 @@ from valora_data.sources.scenes.boards import (
     WEATHERS,
     Board,
     Drawn,
-    SceneDomain,
     add_weather,
     fitted,
     resized,
+    scene,
     thing,
 )
 from valora_data.sources.scenes.drawing import Pen, Point, chosen, pick, scaled
@@ -43,17 +43,20 @@ SURFACES = {"brick": 0, "gravel": 1, "grass": 2, "coins": 4, "tissue": 7, "stars
 """Surface to its photograph, by the number in `PHOTOGRAPHS`."""
 
 
+@scene(Task.CLASSIFICATION, "which vehicle is this?", VEHICLE_LABELS)
 def _vehicle_type(rng: np.random.Generator, split: Split) -> Drawn:
     label = chosen(rng, VEHICLE_LABELS)
     pen = {**VEHICLES, "bicycle": objects.bicycle}[label](rng)
     return _shown(rng, split, pen, label, other=chosen(rng, list(PLANTS)))
 
 
+@scene(Task.CLASSIFICATION, "which plant is this?", PLANTS)
 def _plant_type(rng: np.random.Generator, split: Split) -> Drawn:
     label = chosen(rng, list(PLANTS))
     return _shown(rng, split, PLANTS[label](rng), label)
 
 
+@scene(Task.CLASSIFICATION, "which sign is this?", SIGNS)
 def _sign_type(rng: np.random.Generator, split: Split) -> Drawn:
     kind = int(rng.integers(len(SIGNS)))
     pen = objects.traffic_sign(rng, kind, rng.uniform(30, 60))
@@ -71,6 +74,7 @@ def _shown(
     return Drawn((board.image(rng),), Answer(label=label))
 
 
+@scene(Task.CLASSIFICATION, "how is the weather?", WEATHERS)
 def _weather(rng: np.random.Generator, split: Split) -> Drawn:
     label = chosen(rng, WEATHERS)
     board = Board.photograph(rng, split)
@@ -81,20 +85,12 @@ def _weather(rng: np.random.Generator, split: Split) -> Drawn:
     return Drawn((board.image(rng),), Answer(label=label))
 
 
+@scene(Task.CLASSIFICATION, "which surface is this?", SURFACES)
 def _surface(rng: np.random.Generator, split: Split) -> Drawn:
     label = chosen(rng, list(SURFACES))
     pixels = photograph_crop(rng, split, photograph=SURFACES[label])
     return Drawn((Image.fromarray(pixels),), Answer(label=label))
 
-
-CLASSIFICATION = {
-    "vehicle_type": SceneDomain("which vehicle is this?", _vehicle_type, VEHICLE_LABELS),
-    "plant_type": SceneDomain("which plant is this?", _plant_type, tuple(PLANTS)),
-    "sign_type": SceneDomain("which sign is this?", _sign_type, SIGNS),
-    "weather": SceneDomain("how is the weather?", _weather, WEATHERS),
-    "surface": SceneDomain("which surface is this?", _surface, tuple(SURFACES)),
-}
-"""Domains by name."""
 
 MOST = 5
 COUNTS = tuple(str(count) for count in range(MOST + 1))
@@ -137,17 +133,15 @@ def _count(
     return Drawn((board.image(rng),), Answer(count=found))
 
 
-COUNTING = {
-    f"{name}_count": SceneDomain(f"how many {what}?", partial(_count, painter, without), COUNTS)
-    for name, what, painter, without in (
-        ("people", "people", lambda rng: fitted(rng, objects.person(rng).layer()), ""),
-        ("vehicle", "vehicles", lambda rng: fitted(rng, objects.vehicle(rng).layer()), ""),
-        ("sign", "signs", _small_sign, ""),
-        ("plant", "plants", _potted_plant, "grass"),
-        ("coin", "coins", _coin, "coins"),
-    )
-}
-"""Domains by name; counts go from 0 to `MOST`."""
+for _name, _what, _painter, _without in (
+    ("people", "people", lambda rng: fitted(rng, objects.person(rng).layer()), ""),
+    ("vehicle", "vehicles", lambda rng: fitted(rng, objects.vehicle(rng).layer()), ""),
+    ("sign", "signs", _small_sign, ""),
+    ("plant", "plants", _potted_plant, "grass"),
+    ("coin", "coins", _coin, "coins"),
+):
+    _register = scene(Task.COUNTING, f"how many {_what}?", COUNTS, f"{_name}_count")
+    _register(partial(_count, _painter, _without))
 
 
 # ---- clips ---------------------------------------------------------------------------------------
@@ -173,7 +167,8 @@ def _clip(rng: np.random.Generator, boards: Sequence[Board], label: str) -> Draw
     return Drawn(tuple(images), Answer(label=label))
 
 
-def _drive(rng: np.random.Generator, split: Split) -> Drawn:
+@scene(Task.VIDEO, "which way does the vehicle move?", DRIVES)
+def _vehicle_motion(rng: np.random.Generator, split: Split) -> Drawn:
     label = chosen(rng, DRIVES)
     board = Board.photograph(rng, split)
     layer = VEHICLES[chosen(rng, list(VEHICLES))](rng).layer()
@@ -223,7 +218,8 @@ def _figure(
     return pen.layer()
 
 
-def _act(rng: np.random.Generator, split: Split) -> Drawn:
+@scene(Task.VIDEO, "which action is this?", ACTIONS)
+def _person_action(rng: np.random.Generator, split: Split) -> Drawn:
     label = chosen(rng, ACTIONS)
     board = Board.photograph(rng, split)
     top, bottom = pick(rng, objects.CLOTHES), pick(rng, objects.CLOTHES)
@@ -257,6 +253,7 @@ def _act(rng: np.random.Generator, split: Split) -> Drawn:
     return _clip(rng, frames, label)
 
 
+@scene(Task.VIDEO, "how does the ball move?", BALL_PATHS)
 def _ball_path(rng: np.random.Generator, split: Split) -> Drawn:
     label = chosen(rng, BALL_PATHS)
     board = Board.photograph(rng, split)
@@ -289,7 +286,8 @@ def _ball_path(rng: np.random.Generator, split: Split) -> Drawn:
     return _clip(rng, frames, label)
 
 
-def _camera(rng: np.random.Generator, split: Split) -> Drawn:
+@scene(Task.VIDEO, "how does the camera move?", CAMERA_MOVES)
+def _camera_motion(rng: np.random.Generator, split: Split) -> Drawn:
     """Windows into a larger picture with some things in it."""
     label = chosen(rng, CAMERA_MOVES)
     world = Board(photograph_crop(rng, split, 2 * SIZE).astype(np.float32))
@@ -315,6 +313,7 @@ def _camera(rng: np.random.Generator, split: Split) -> Drawn:
     return _clip(rng, frames, label)
 
 
+@scene(Task.VIDEO, "what does the thing do?", CHANGES)
 def _change(rng: np.random.Generator, split: Split) -> Drawn:
     label = chosen(rng, CHANGES)
     board = Board.photograph(rng, split)
@@ -342,13 +341,3 @@ def _change(rng: np.random.Generator, split: Split) -> Drawn:
             shown = recoloured
         frames.append(board.with_middle(shown, x, y))
     return _clip(rng, frames, label)
-
-
-VIDEO = {
-    "vehicle_motion": SceneDomain("which way does the vehicle move?", _drive, DRIVES),
-    "person_action": SceneDomain("which action is this?", _act, ACTIONS),
-    "ball_path": SceneDomain("how does the ball move?", _ball_path, BALL_PATHS),
-    "camera_motion": SceneDomain("how does the camera move?", _camera, CAMERA_MOVES),
-    "change": SceneDomain("what does the thing do?", _change, CHANGES),
-}
-"""Domains by name; every clip has `FRAMES` frames."""

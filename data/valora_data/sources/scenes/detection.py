@@ -17,9 +17,9 @@ import numpy.typing as npt
 from PIL import Image, ImageFilter
 
 from valora_data.images import decode_image
-from valora_data.schema import Answer, Box
+from valora_data.schema import Answer, Box, Task
 from valora_data.sources.generic.scenes import SIZE, Floats, softened, windows
-from valora_data.sources.scenes.boards import Drawn, SceneDomain
+from valora_data.sources.scenes.boards import Drawn, scene
 from valora_data.sources.scenes.drawing import bounds, chosen, lit, shade
 from valora_data.sources.scenes.objects import NEAR_MISSES, TARGETS
 from valora_data.sources.scenes.photographs import photograph_crop
@@ -79,11 +79,9 @@ def _sample(domain: str, rng: np.random.Generator, split: Split) -> Drawn:
     return Drawn((image,), Answer(tuple(Box(*bounds(mask), domain) for mask in masks)))
 
 
-DETECTION = {
-    name: SceneDomain(f"detect {name.replace('_', ' ')}", partial(_sample, name), (name,))
-    for name in TARGETS
-}
-"""Domains by name; boxes are tight around the visible pixels."""
+for _name in TARGETS:
+    _prompt = f"detect {_name.replace('_', ' ')}"
+    scene(Task.DETECTION, _prompt, (_name,), _name)(partial(_sample, _name))
 
 
 @dataclass(slots=True)

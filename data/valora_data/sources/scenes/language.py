@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from valora_data.schema import Answer, Box
+from valora_data.schema import Answer, Box, Task
 from valora_data.sources.generic.scenes import PATTERNS, Thing, color_of, plural
 from valora_data.sources.generic.shapes import SHAPES
-from valora_data.sources.scenes.boards import Board, Drawn, SceneDomain, add_weather, resized
+from valora_data.sources.scenes.boards import Board, Drawn, add_weather, resized, scene
 from valora_data.sources.scenes.drawing import Edges, chosen
 from valora_data.sources.scenes.objects import SIGNS, TARGETS, VEHICLES, traffic_sign
 from valora_data.sources.scenes.photographs import DIGITS, digit_layer
@@ -89,6 +89,7 @@ def _asked(
     return Drawn((board.image(rng),), Answer(answers=said), question)
 
 
+@scene(Task.VQA, "{}")
 def _vehicle_color(rng: np.random.Generator, split: Split) -> Drawn:
     kind, color = chosen(rng, list(VEHICLES)), chosen(rng, CLEAR_COLORS)
     red, green, blue = (int(level) for level in color_of(color, rng) * 255)
@@ -98,6 +99,7 @@ def _vehicle_color(rng: np.random.Generator, split: Split) -> Drawn:
     return _asked(board, rng, f"what color is the {kind}?", color, CLEAR_COLORS)
 
 
+@scene(Task.VQA, "{}", ("no", "yes"))
 def _street_presence(rng: np.random.Generator, split: Split) -> Drawn:
     board = Board.photograph(rng, split, "grass")
     kinds = [str(kind) for kind in rng.permutation(list(STREET))]
@@ -109,6 +111,7 @@ def _street_presence(rng: np.random.Generator, split: Split) -> Drawn:
     return _asked(board, rng, question, "yes" if there else "no", ("yes", "no"))
 
 
+@scene(Task.VQA, "{}")
 def _place_content(rng: np.random.Generator, split: Split) -> Drawn:
     board, things = _in_places(rng, split, 3)
     place, *_ = things
@@ -117,6 +120,7 @@ def _place_content(rng: np.random.Generator, split: Split) -> Drawn:
     return _asked(board, rng, f"what is {where}?", shapes[0], shapes)
 
 
+@scene(Task.VQA, "{}")
 def _digit_facts(rng: np.random.Generator, split: Split) -> Drawn:
     board = Board.slate(rng)
     layer, digit = digit_layer(rng, split, rng.uniform(56, 88), (235, 235, 228))
@@ -128,6 +132,7 @@ def _digit_facts(rng: np.random.Generator, split: Split) -> Drawn:
     return _asked(board, rng, f"is this digit more than {limit}?", answer, ("yes", "no"))
 
 
+@scene(Task.VQA, "{}")
 def _sign_facts(rng: np.random.Generator, split: Split) -> Drawn:
     kind = chosen(rng, list(SIGN_FACTS))
     board = Board.photograph(rng, split)
@@ -138,16 +143,6 @@ def _sign_facts(rng: np.random.Generator, split: Split) -> Drawn:
     options = sorted({facts[which] for facts in SIGN_FACTS.values()})
     question = f"what {('shape', 'color')[which]} is the sign?"
     return _asked(board, rng, question, SIGN_FACTS[kind][which], options)
-
-
-VQA = {
-    "vehicle_color": SceneDomain("{}", _vehicle_color),
-    "street_presence": SceneDomain("{}", _street_presence, ("no", "yes")),
-    "place_content": SceneDomain("{}", _place_content),
-    "digit_facts": SceneDomain("{}", _digit_facts),
-    "sign_facts": SceneDomain("{}", _sign_facts),
-}
-"""Domains by name; every sample has its own question and ten annotators."""
 
 
 # ---- captions ------------------------------------------------------------------------------------
@@ -174,6 +169,7 @@ def _captioned(board: Board, rng: np.random.Generator, *captions: str) -> Drawn:
     return Drawn((board.image(rng),), Answer(captions=captions))
 
 
+@scene(Task.CAPTION, "describe the places.")
 def _place_caption(rng: np.random.Generator, split: Split) -> Drawn:
     board, things = _in_places(rng, split, int(rng.integers(1, 3)))
     named = [
@@ -185,6 +181,7 @@ def _place_caption(rng: np.random.Generator, split: Split) -> Drawn:
     return _captioned(board, rng, plain, f"there is {plain}", turned)
 
 
+@scene(Task.CAPTION, "describe the numbers.")
 def _count_caption(rng: np.random.Generator, split: Split) -> Drawn:
     board = Board.photograph(rng, split)
     phrases, bare = [], []
@@ -200,6 +197,7 @@ def _count_caption(rng: np.random.Generator, split: Split) -> Drawn:
     return _captioned(board, rng, plain, f"there are {plain}", _joined(bare))
 
 
+@scene(Task.CAPTION, "describe the weather.")
 def _weather_caption(rng: np.random.Generator, split: Split) -> Drawn:
     weather, count = chosen(rng, list(WEATHER_WORDS)), int(rng.integers(1, 3))
     found: list[Thing] = []
@@ -217,6 +215,7 @@ def _weather_caption(rng: np.random.Generator, split: Split) -> Drawn:
     return _captioned(board, rng, f"{names} {first}", f"{names} {second}", f"{first} {names}")
 
 
+@scene(Task.CAPTION, "describe the patterns.")
 def _pattern_caption(rng: np.random.Generator, split: Split) -> Drawn:
     described: list[tuple[float, str, str, str]] = []
     while not described:
@@ -235,6 +234,7 @@ def _pattern_caption(rng: np.random.Generator, split: Split) -> Drawn:
     return _captioned(board, rng, plain, f"there is {plain}", bare)
 
 
+@scene(Task.CAPTION, "read the digits.")
 def _digit_caption(rng: np.random.Generator, split: Split) -> Drawn:
     board, found = Board.slate(rng), []
     count = int(rng.integers(1, 3))
@@ -245,16 +245,6 @@ def _digit_caption(rng: np.random.Generator, split: Split) -> Drawn:
             found.append(digit)
     digits = _joined(found)
     return _captioned(board, rng, digits, f"the numbers {digits}", f"{' '.join(found)} in a row")
-
-
-CAPTION = {
-    "place_caption": SceneDomain("describe the places.", _place_caption),
-    "count_caption": SceneDomain("describe the numbers.", _count_caption),
-    "weather_caption": SceneDomain("describe the weather.", _weather_caption),
-    "pattern_caption": SceneDomain("describe the patterns.", _pattern_caption),
-    "digit_caption": SceneDomain("read the digits.", _digit_caption),
-}
-"""Domains by name; every sample has three references."""
 
 
 # ---- referring expressions -----------------------------------------------------------------------
@@ -270,6 +260,7 @@ def _referred(board: Board, rng: np.random.Generator, phrase: str, box: Edges) -
     return Drawn((board.image(rng),), Answer((Box(*box, phrase),)), phrase)
 
 
+@scene(Task.GROUNDING, "locate {}")
 def _color_reference(rng: np.random.Generator, split: Split) -> Drawn:
     """Two or three things of one shape in different colours."""
     shape = chosen(rng, TABLE_SHAPES)
@@ -281,6 +272,7 @@ def _color_reference(rng: np.random.Generator, split: Split) -> Drawn:
             return _referred(board, rng, meant.name, meant.box)
 
 
+@scene(Task.GROUNDING, "locate {}")
 def _place_reference(rng: np.random.Generator, split: Split) -> Drawn:
     """Two equal things, one on each side."""
     side = chosen(rng, list(HALVES))
@@ -293,6 +285,7 @@ def _place_reference(rng: np.random.Generator, split: Split) -> Drawn:
             return _referred(board, rng, f"{side} {shape}", meant.box)
 
 
+@scene(Task.GROUNDING, "locate {}")
 def _size_reference(rng: np.random.Generator, split: Split) -> Drawn:
     """Two things of one shape, one twice as long as the other."""
     while True:
@@ -304,6 +297,7 @@ def _size_reference(rng: np.random.Generator, split: Split) -> Drawn:
             return _referred(board, rng, f"{word} {shape}", meant.box)
 
 
+@scene(Task.GROUNDING, "locate {}")
 def _pattern_reference(rng: np.random.Generator, split: Split) -> Drawn:
     """Two things of one shape, one with a pattern."""
     while True:
@@ -317,6 +311,7 @@ def _pattern_reference(rng: np.random.Generator, split: Split) -> Drawn:
             return _referred(board, rng, f"{meant.pattern} {shape}", meant.box)
 
 
+@scene(Task.GROUNDING, "locate {}")
 def _digit_reference(rng: np.random.Generator, split: Split) -> Drawn:
     """Two handwritten digits, not the same."""
     while True:
@@ -329,13 +324,3 @@ def _digit_reference(rng: np.random.Generator, split: Split) -> Drawn:
         if len(found) > 1:
             digit, box = next(iter(found.items()))
             return _referred(board, rng, f"number {digit}", box)
-
-
-GROUNDING = {
-    "color_reference": SceneDomain("locate {}", _color_reference),
-    "place_reference": SceneDomain("locate {}", _place_reference),
-    "size_reference": SceneDomain("locate {}", _size_reference),
-    "pattern_reference": SceneDomain("locate {}", _pattern_reference),
-    "digit_reference": SceneDomain("locate {}", _digit_reference),
-}
-"""Domains by name; every sample has its own phrase and one box."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from valora_data.contract.box_head import BoxHead
+from valora_data.contract.boxes import BoxHead
 from valora_data.contract.label_head import LabelHead, Pooling
 from valora_data.contract.results import LabelResult
 from valora_serve.model.heads import HeadRequest, HeadSet

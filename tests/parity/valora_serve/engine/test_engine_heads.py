@@ -21,7 +21,7 @@ from tests.support.engine_reference import (
     run,
 )
 from tests.support.serve_helpers import DomainSpec, hidden_width, make_bundle
-from valora_data.contract.box_head import BoxHead
+from valora_data.contract.boxes import BoxHead
 from valora_data.contract.heads import read_head
 from valora_data.contract.results import BoxesResult, LabelResult
 from valora_data.schema import Box

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from valora_data.contract import files
 from valora_data.contract.files import (
     UnreadableError,
-    check_form,
     expanded,
     parse_json,
     read_bytes,
@@ -96,27 +95,6 @@ def test_values_in_messages_are_short():
     assert shown("all") == "'all'"
     for long in ("x" * 10**6, ["y" * 10**5] * 10**4, {str(n): n for n in range(10**4)}):
         assert len(shown(long)) < 700
-
-
-@pytest.mark.parametrize(
-    ("value", "form", "wrong"),
-    [
-        ({"a": None}, {"a": str}, "a: expected a text, got None"),
-        ({}, {"a": {"b": str}}, "it lacks 'a'"),
-        ({"a": {"x": {}}}, {"a": {"*": {"b": str}}}, "it lacks \"a.'x'.b\""),
-        ({"a": True}, {"a": int}, "a: expected a whole number, got True"),
-        ({"a": 1}, {"a": bool}, "a: expected true or false, got 1"),
-        ({"a": [float("nan")]}, {"a": [float]}, "a: expected a number, got nan"),
-        ({"a": 1.0}, {"a": int}, "a: expected a whole number"),
-        ([], {"a": int}, ": expected an object"),
-    ],
-)
-def test_values_have_the_types_of_a_form(value, form, wrong):
-    for fine in ({"a": 1, "b": {"x": [0.5, 2]}}, {"a": 2, "b": {}, "c": None, "d": []}):
-        check_form(fine, {"a": int, "b": {"*": [float]}, "c?": str})
-    with pytest.raises(TypeError) as caught:
-        check_form(value, form)
-    assert str(caught.value).startswith(wrong)
 
 
 def test_safetensors_are_read_and_not_mapped(tmp_path):

@@ -141,7 +141,7 @@ LABEL = [
     ({"kind": "poetry"}, "'poetry': choose one of action, classification, counting, detection"),
     ({"kind": None}, "lacks 'kind'"), ({"kind": "x" * 10**5}, "choose one of"),
     ({"labels": None}, "lacks 'labels'"), ({"labels": "{"}, "is no JSON"),
-    ({"labels": "[" * 10**5}, "nested more than 64"), ({"labels": "[1, 2, 3]"}, "expected a text"),
+    ({"labels": "[" * 10**5}, "nested more than 64"), ({"labels": "[1, 2, 3]"}, "different names"),
     ({"labels": '["a", "b"]'}, r"weight: expected shape \(2, 20\)"),
     ({"labels": '["a", "b", "a"]'}, "different names"),
     ({"pooling": "max"}, "max"), ({"pooling": None}, "lacks 'pooling'"),

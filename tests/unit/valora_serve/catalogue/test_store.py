@@ -124,7 +124,7 @@ def test_bundles_of_the_first_version_are_read(store, copied):
     assert len(store.commit(store.stage_bundle(copied))) == 2 + len(DOMAINS)
     manifest["domains"]["scene"]["adapter"] = None  # in version 1, every domain had an adapter
     (copied / MANIFEST).write_text(json.dumps({**manifest, "schema_version": 1}))
-    with pytest.raises(AdapterError, match=r"'scene'.*adapter: expected a text, got None"):
+    with pytest.raises(AdapterError, match=r"'scene'.*adapter: expected an adapter, got None"):
         store.stage_bundle(copied)
     for version in (0, 4, "2", True, None, [2]):
         (copied / MANIFEST).write_text(json.dumps({**manifest, "schema_version": version}))
@@ -305,25 +305,25 @@ def entry(value, *way):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        *((entry(value, "name"), "name: expected") for value in (None, 5, "", "a/b", "a@1", ["x"])),
-        *((entry(value, "version"), "version: expected") for value in (0, -1, "1", True, 1.5)),
-        *((entry(v, "domains", "scene", "max_tokens"), "max_tokens: expected") for v in (-1, "x")),
+        *((entry(value, "name"), "name: ") for value in (None, 5, "", "a/b", "a@1", ["x"])),
+        *((entry(value, "version"), "version: ") for value in (0, -1, "1", True, 1.5)),
+        *((entry(v, "domains", "scene", "max_tokens"), "max_tokens: ") for v in (-1, "x")),
         *(
-            (entry(v, "domains", "scene", "threshold"), "threshold: expected a number")
+            (entry(v, "domains", "scene", "threshold"), "threshold: Input should be")
             for v in ("0.5", True, float("nan"), float("inf"), [0.5])
         ),
-        (entry(float("nan"), "domains", "scene", "required"), "required: expected a number"),
-        (entry("high", "domains", "scene", "accuracy", "test"), "test: expected a number"),
-        (entry("high", "domains", "scene", "accuracy", "teacher"), "teacher: expected a number"),
-        (entry("forest", "domains", "scene", "labels"), "labels: expected a list"),
-        (entry([1, 2, 3], "domains", "scene", "labels"), "labels: expected a text"),
-        (entry("x" * 40_000, "domains", "scene", "prompt"), "prompt: expected at most"),
-        (entry(7, "adapters", "adapter-1", "path"), "path: expected a text"),
+        (entry(float("nan"), "domains", "scene", "required"), "required: Input should be"),
+        (entry("high", "domains", "scene", "accuracy", "test"), "test: Input should be"),
+        (entry("high", "domains", "scene", "accuracy", "teacher"), "teacher: Input should be"),
+        (entry("forest", "domains", "scene", "labels"), "labels: Input should be"),
+        (entry([1, 2, 3], "domains", "scene", "labels"), "labels.0: Input should be"),
+        (entry("x" * 40_000, "domains", "scene", "prompt"), "prompt: String should have at most"),
+        (entry(7, "adapters", "adapter-1", "path"), "path: Input should be"),
         (entry({}, "adapters"), "expected an adapter"),
-        (entry(5, "domains", "scene", "adapter"), "adapter: expected a text, got 5"),
-        (manifest_with(lambda m: m["domains"]["scene"].pop("adapter")), "lacks .*adapter"),
-        (entry("x", "base"), "base: expected an object"),
-        (entry(5, "base", "sha256"), "base.sha256: expected a text"),
+        (entry(5, "domains", "scene", "adapter"), "adapter: Input should be a valid string, got 5"),
+        (manifest_with(lambda m: m["domains"]["scene"].pop("adapter")), "adapter: Field"),
+        (entry("x", "base"), "base: Input should be"),
+        (entry(5, "base", "sha256"), "base.sha256: Input should be"),
         (lambda folder: (folder / MANIFEST).write_text("[" * 10**5), "nested more than 64"),
         (lambda folder: (folder / MANIFEST).write_text('{"a":' * 10**5), "nested more than 64"),
         (drop_sha("adapters/adapter-2/adapter_model.safetensors"), "has no sha256"),
@@ -335,13 +335,13 @@ def entry(value, *way):
         (manifest_with(outside), "has no sha256"),
         (manifest_with(no_domains), "manifest is damaged.*domains"),
         (manifest_with(odd_domains), "manifest is damaged"),
-        (manifest_with(no_answers), r"max_tokens: expected 1 or more, got 0"),
+        (manifest_with(no_answers), r"max_tokens: .* got 0"),
         (wide_head, "expected shape"),
         (sick_adapter, "NaN or Inf"),
         (lambda folder: (folder / MANIFEST).write_text("{}"), "schema version"),
         (lambda folder: (folder / MANIFEST).write_text("[1]"), "manifest is damaged"),
         (lambda folder: (folder / MANIFEST).write_text("{"), "no readable"),
-        (lambda folder: (folder / MANIFEST).write_text('{"schema_version": 1}'), "'files'"),
+        (lambda folder: (folder / MANIFEST).write_text('{"schema_version": 1}'), "files: F"),
     ],
 )
 def test_damaged_bundles_change_nothing(damage, message, store, bundle, copied):

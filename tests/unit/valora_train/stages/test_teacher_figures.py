@@ -10,7 +10,7 @@ import pytest
 from valora_data import shards
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Split, Task
-from valora_data.sources.scenes.builtin import builtin_labels
+from valora_data.sources.scenes.builtin import builtin_domain
 from valora_train.metrics.evaluate import match
 from valora_train.settings import DomainSettings, SourceSettings, TeacherSettings
 from valora_train.stages.data import build_data
@@ -28,7 +28,7 @@ from valora_train.stages.distill import (
 
 SEEN: dict[str, tuple[Box, ...]] = {}
 """The boxes that the teacher gave, by sample."""
-WEATHER = list(builtin_labels(Task.CLASSIFICATION, "weather"))
+WEATHER = list(builtin_domain(Task.CLASSIFICATION, "weather").labels)
 
 
 def jitter(samples):

@@ -10,7 +10,7 @@ from PIL import Image
 
 from valora_data.errors import BundleError, DataError
 from valora_data.schema import Answer, Box, Domain, Sample, Split, Task
-from valora_data.sources.scenes.builtin import builtin_labels, builtin_samples
+from valora_data.sources.scenes.builtin import builtin_domain, builtin_samples
 from valora_train.fusion.samples import DomainData
 from valora_train.fusion.trainer import Trainer
 from valora_train.model.lmm import Lmm
@@ -145,7 +145,7 @@ def test_gradients_of_a_step_do_not_depend_on_its_pieces(random_llava):
         lmm = Lmm(ModelSettings(id=str(random_llava)), LoraSettings(rank=4, alpha=8))
         data = {}
         for name, task, labels in (
-            ("weather", Task.CLASSIFICATION, builtin_labels(Task.CLASSIFICATION, "weather")),
+            ("weather", Task.CLASSIFICATION, builtin_domain(Task.CLASSIFICATION, "weather").labels),
             ("vehicle_motion", Task.VIDEO, ("left", "right", "closer", "away", "still")),
         ):
             made = Domain(name, task, labels, "what?", 0.5)

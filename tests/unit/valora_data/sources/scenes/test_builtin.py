@@ -11,17 +11,12 @@ from tests.bench.base_models.questions import caption_phrases
 from tests.support.data_sets import check_no_leak
 from valora_data.errors import DataError
 from valora_data.schema import Domain, Split, Task
-from valora_data.sources.scenes.builtin import (
-    builtin_labels,
-    builtin_names,
-    builtin_prompt,
-    builtin_samples,
-)
+from valora_data.sources.scenes.builtin import SCENES, builtin_domain, builtin_samples
 from valora_data.sources.scenes.classification import FRAMES, SURFACES
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS
 
-DOMAINS = [(task, name) for task in Task.all() for name in builtin_names(task)]
-CHOICES = [(t, n) for t, n in DOMAINS if t is not Task.DETECTION and builtin_labels(t, n)]
+DOMAINS = [(task, name) for task in Task.all() for name in SCENES.get(task, ())]
+CHOICES = [(t, n) for t, n in DOMAINS if t is not Task.DETECTION and builtin_domain(t, n).labels]
 
 
 def samples(task: Task, name: str, split: Split = Split.TRAIN, count: int = 24, seed: int = 0):
@@ -30,11 +25,11 @@ def samples(task: Task, name: str, split: Split = Split.TRAIN, count: int = 24, 
 
 @pytest.mark.parametrize("task", [task for task in Task.all() if task is not Task.CONTEXT])
 def test_every_task_has_at_least_four_domains(task: Task) -> None:
-    names = builtin_names(task)
+    names = SCENES[task]
     assert len(names) >= 4
     for name in names:
-        labels = builtin_labels(task, name)
-        Domain(name, task, labels, builtin_prompt(task, name), 0.8)  # checks itself
+        labels = builtin_domain(task, name).labels
+        Domain(name, task, labels, builtin_domain(task, name).prompt, 0.8)  # checks itself
         assert bool(labels) >= (task.spec.labels == "required")
 
 
@@ -58,7 +53,7 @@ def test_samples_are_repeatable_and_their_own(task: Task, name: str) -> None:
 
 @pytest.mark.parametrize(("task", "name"), DOMAINS)
 def test_answers_are_what_the_task_asks_for(task: Task, name: str) -> None:
-    labels = builtin_labels(task, name)
+    labels = builtin_domain(task, name).labels
     for sample in samples(task, name):
         answer = sample.answer
         if (task, name) in CHOICES:
@@ -79,7 +74,7 @@ def test_answers_are_what_the_task_asks_for(task: Task, name: str) -> None:
 
 @pytest.mark.parametrize(("task", "name"), CHOICES)
 def test_labels_are_balanced(task: Task, name: str) -> None:
-    labels = builtin_labels(task, name)
+    labels = builtin_domain(task, name).labels
     found = Counter(s.answer.choice for s in samples(task, name, count=12 * len(labels)))
     assert set(found) == set(labels)
     assert max(found.values()) < 12 + 4 * 12**0.5  # four standard deviations of a fair draw
@@ -136,4 +131,4 @@ def test_unknown_domains_are_named() -> None:
     with pytest.raises(DataError, match="unknown built-in domain 'fox' of task video: choose from"):
         samples(Task.VIDEO, "fox")
     with pytest.raises(DataError, match="unknown built-in domain 'digits' of task vqa"):
-        builtin_labels(Task.VQA, "digits")
+        builtin_domain(Task.VQA, "digits")

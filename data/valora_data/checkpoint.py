@@ -25,9 +25,6 @@ class Checkpoint:
     Args:
         path: The file; its folder exists.
         every: Seconds between checkpoints; more where writing one takes long.
-
-    Attributes:
-        spent: Seconds of training before this process, as the loaded checkpoint says.
     """
 
     def __init__(self, path: Path, every: float | None = None) -> None:
@@ -38,7 +35,7 @@ class Checkpoint:
     def _start(self) -> None:
         self._started = time.monotonic()
         self._next = self._started + self._every
-        self.spent = 0.0
+        self.spent = 0.0  # seconds of training before this process, as the loaded checkpoint says
 
     def load(self, training: str) -> dict[str, Any] | None:
         """The state of a training; None if there is none, or it is of another one."""
@@ -63,11 +60,7 @@ class Checkpoint:
         return state
 
     def save(self, training: str, state: Callable[[], dict[str, Any]]) -> bool:
-        """Write a checkpoint of tensors, numbers, strings and their containers, if one is due.
-
-        Returns:
-            Whether one was written.
-        """
+        """Write tensors, numbers, strings and their containers, if it is time; whether it was."""
         import torch
 
         start = time.monotonic()

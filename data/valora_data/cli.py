@@ -25,11 +25,7 @@ SHOWN_LABELS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point.
-
-    Returns:
-        0; 1 if something is wrong with the data; 2 for invalid arguments.
-    """
+    """Entry point; 0, 1 if something is wrong with the data, or 2 for invalid arguments."""
     options = _parser().parse_args(arguments)
     from rich.console import Console
 

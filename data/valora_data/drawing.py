@@ -6,6 +6,7 @@ pixels.
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 import warnings
@@ -63,15 +64,9 @@ def draw_boxes(
     *,
     below: bool = False,
 ) -> Image.Image:
-    """Draw boxes with a dark edge on an image, and labels that stay inside the image.
+    """Draw boxes with a dark edge on an image that was scaled, and labels that stay inside it.
 
-    Args:
-        tile: The image to draw on.
-        boxes: Boxes in pixels of the image before it was scaled.
-        scale: Factor by which the image was scaled.
-        colours: Colour of each box.
-        labels: Text above (or below) each box, cut to the width of the image; None for no text.
-        below: Whether the text is below each box instead.
+    Boxes are in pixels of the image before; labels, above or below them, are cut to its width.
     """
     if not boxes:
         return tile
@@ -79,10 +74,8 @@ def draw_boxes(
         warnings.filterwarnings("ignore", message="OpenCV .* is not installed")
         import supervision as sv
 
-    detections = sv.Detections(
-        xyxy=np.array([box.xyxy for box in boxes], dtype=np.float64) * scale,
-        class_id=np.arange(len(boxes)),
-    )
+    edges = np.array([box.xyxy for box in boxes], dtype=np.float64) * scale
+    detections = sv.Detections(edges, class_id=np.arange(len(boxes)))
     palette = sv.ColorPalette.from_hex(list(colours))
     # A dark edge makes light boxes visible on light photographs.
     drawn = sv.BoxAnnotator(sv.Color.BLACK, thickness=4).annotate(tile.copy(), detections)
@@ -104,11 +97,8 @@ def draw_boxes(
 def _cut(text: str, room: int) -> str:
     """Shorten a label to a width."""
     font = ImageFont.load_default(LABEL_SIZE)
-    if font.getlength(text) <= room:
-        return text
-    while text and font.getlength(f"{text}…") > room:
-        text = text[:-1]
-    return f"{text}…"
+    shorter = (f"{text[:end]}…" for end in range(len(text) - 1, -1, -1))
+    return next((cut for cut in (text, *shorter) if font.getlength(cut) <= room), "…")
 
 
 def add_caption(
@@ -178,7 +168,7 @@ def pair_sheet(pairs: Sequence[Pair], samples: Mapping[Key, Sample]) -> Image.Im
 def _colours(samples: Iterable[Sample]) -> dict[str, str]:
     """A colour for each label of the boxes, in the order of the labels."""
     labels = sorted({box.label for sample in samples for box in sample.answer.boxes})
-    return {label: COLOURS[place % len(COLOURS)] for place, label in enumerate(labels)}
+    return dict(zip(labels, itertools.cycle(COLOURS), strict=False))
 
 
 def _with_legend(sheet: Image.Image, colours: Mapping[str, str]) -> Image.Image:

@@ -12,36 +12,25 @@ from pathlib import Path
 
 from valora_data.sources.formats.files import files_below
 
+# Nanoseconds after which a file's times tell that it changed: a file that is written again sooner
+# may keep them, as clocks of file systems are coarse.
 SETTLED = 2_000_000_000
-"""Nanoseconds after which a file's times tell that it changed: a file that is written again sooner
-may keep them, as clocks of file systems are coarse."""
 MISSING = "missing"  # hash of a file that does not exist
 
 
 def hash_files(paths: Iterable[Path], root: Path, cache: Path | None = None) -> str:
-    """Hash the names and contents of files.
+    """Hash the names, relative to a root, and the contents of files: 64 hexadecimal digits.
 
-    A file is read again only if its size, one of its times, or its number on the file system
-    changed since its hash was stored.
-
-    Args:
-        paths: The files, in any order; a missing file has a hash of its own.
-        root: Folder that names are relative to, where files lie in it.
-        cache: File that remembers the hashes of single files; None to read all files.
-
-    Returns:
-        64 hexadecimal digits.
-
-    Raises:
-        OSError: A file cannot be read.
+    Missing files count, too. `cache` remembers the hashes of single files, which are read again
+    only if their size, one of their times, or their number on the file system changed. An OSError
+    says that a file cannot be read.
     """
-    known = _load(cache)
-    files = sorted({os.path.abspath(path): path for path in paths}.items())  # noqa: PTH100
-    now = time.time_ns()
-    facts = {name: _facts(path) for name, path in files}
+    known, now = _load(cache), time.time_ns()
+    files = {os.path.abspath(path): path for path in paths}  # noqa: PTH100
+    facts = {name: _facts(files[name]) for name in sorted(files)}
     unread = [
-        (name, path) for name, path in files
-        if facts[name] is not None and known.get(name, (None,))[0] != facts[name]
+        (name, files[name]) for name, fact in facts.items()
+        if fact is not None and known.get(name, (None,))[0] != fact
     ]  # fmt: skip
     with ThreadPoolExecutor() as pool:
         read = dict(pool.map(_hashed, unread))
@@ -62,16 +51,12 @@ def hash_files(paths: Iterable[Path], root: Path, cache: Path | None = None) -> 
         except OSError:  # without a cache everything works, only slower
             temporary.unlink(missing_ok=True)
     base = os.path.abspath(root)  # noqa: PTH100
-    listing = [(os.path.relpath(name, base), hashes[name]) for name, _ in files]
+    listing = [(os.path.relpath(name, base), found) for name, found in hashes.items()]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
 def hash_path(path: Path, cache: Path | None = None) -> str:
-    """Hash the content of a file, or the names and contents of a folder's files.
-
-    Neither the name of `path` itself counts, nor files whose names begin with a dot. It raises
-    OSError if a file cannot be read.
-    """
+    """Hash a file's content, or the names and contents of a folder's files but hidden ones."""
     return hash_files(files_below(path) if path.is_dir() else [path], path, cache)
 
 
@@ -85,9 +70,8 @@ def _facts(path: Path) -> list[int] | None:
 
 
 def _hashed(file: tuple[str, Path]) -> tuple[str, str]:
-    name, path = file
-    with path.open("rb") as stream:
-        return name, hashlib.file_digest(stream, "sha256").hexdigest()
+    with file[1].open("rb") as stream:
+        return file[0], hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _load(cache: Path | None) -> dict[str, tuple[list[int], str]]:

@@ -21,10 +21,7 @@ HUB_SECONDS = 5.0  # longest wait for the hub's answer
 
 
 def place_hash(place: str | Path, cache: Path | None = None) -> str:
-    """Hash the content of a file or folder (see `hash_path`); of a model on the hub, its commit.
-
-    Empty if there is no such thing, which loading it reports.
-    """
+    """Hash a file or folder (see `hash_path`); of a model on the hub, its commit; else empty."""
     path = expanded(place)
     return hash_path(path, cache) if path.exists() else hub_commit(str(place))
 

@@ -50,17 +50,12 @@ class EncodedFile:
 
 
 def decode_image(content: bytes) -> Image.Image:
-    """Decode an image file.
+    """Decode an image file to RGB, turned as EXIF says; `encoded_file` gives the file back.
 
     Transparent pixels lie on white. 16-bit grey levels are scaled, so that 65535 is white. CMYK is
     converted with the file's colour profile, if it has one. Floating-point images are read on a
-    scale of 0 to 1, or of 0 to 255. Of an animation or several pages the first is taken.
-
-    Returns:
-        An RGB image, turned as EXIF says; `encoded_file` gives the file back.
-
-    Raises:
-        DataError: The file is empty, damaged or truncated, or its values cannot be shown.
+    scale of 0 to 1, or of 0 to 255. Of an animation or several pages the first is taken. A
+    `DataError` says that the file is empty, damaged or truncated, or its values cannot be shown.
     """
     if not content:
         raise DataError("the file is empty")
@@ -74,8 +69,7 @@ def decode_image(content: bytes) -> Image.Image:
             size = file.size
             file.load()
             orientation = int(file.getexif().get(Base.Orientation, 1) or 1)
-            turned = ImageOps.exif_transpose(file)
-            image = to_rgb(turned, file.format)
+            image = to_rgb(ImageOps.exif_transpose(file), file.format)
     except UNREADABLE as error:
         raise DataError(_reason(error, content)) from error
     orientation = orientation if 1 <= orientation <= 8 else 1
@@ -95,12 +89,8 @@ def encoded_file(image: Image.Image) -> EncodedFile | None:
 def to_rgb(image: Image.Image, file_format: str | None = None) -> Image.Image:
     """Convert an image of any mode to RGB, 8 bits a channel (see `decode_image`).
 
-    Args:
-        image: The image.
-        file_format: Pillow's name of the format, such as ``PPM``.
-
-    Raises:
-        DataError: The values have no known white.
+    `file_format` is Pillow's name of it, such as ``PPM``. A `DataError` says that the values have
+    no known white.
     """
     mode = image.mode
     if mode.startswith("I;16") or (mode == "I" and file_format in ("PNG", "PPM")):
@@ -111,10 +101,8 @@ def to_rgb(image: Image.Image, file_format: str | None = None) -> Image.Image:
         )
     if mode == "F":
         values = np.asarray(image)
-        if not np.isfinite(values).all():
-            raise DataError("it holds values that are not finite; save it with 8 or 16 bits")
         least, most = float(values.min()), float(values.max())
-        if least < 0 or most > 255:
+        if not (least >= 0 and most <= 255):  # or not a number
             raise DataError(
                 f"it holds values from {least:g} to {most:g}, of which the white is not known; "
                 "scale them to 0 to 1, or save it with 8 or 16 bits"

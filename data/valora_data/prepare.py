@@ -42,12 +42,13 @@ def prepare(
     leaks: Leaks = "refuse",
     near: bool = True,
 ) -> dict[Split, int]:
-    """Write every split of a domain as a shard; only a few samples are in memory at a time.
+    """Write every split of a domain as a shard, and return the number of samples of each.
 
     Splits that the source does not have are taken from its part without a split (key None), in
     proportion to their fractions; copies of one picture go to the same split. Answers of the
     unlabelled split are removed and kept in `TRUTH`: nothing is trained on them; they measure how
-    well a teacher labels.
+    well a teacher labels. A `DataError` says that a split would be empty or shares an image with
+    another, a label is stray, or the source cannot be read.
 
     Args:
         splits: From `valora_data.sources.registry.open_source`.
@@ -60,13 +61,6 @@ def prepare(
             copy in the split that comes last or first in train, unlabelled, val, test. Copies that
             are only alike are named in a warning.
         near: Whether copies whose pixels differ (resized, recompressed, mirrored) count, too.
-
-    Returns:
-        Number of samples of each split.
-
-    Raises:
-        DataError: If a split would be empty or shares an image with another, a label is stray, or
-            the source cannot be read.
     """
     missing = [split for split in Split if split not in splits]
     if missing and None not in splits:

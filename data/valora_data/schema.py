@@ -50,18 +50,17 @@ class Task(str):
         return tuple(cls(name) for name in task_names())
 
     @classmethod
-    def _validate(cls, name: str) -> Task:
-        try:
-            return cls(name)
-        except DataError as error:
-            raise ValueError(str(error)) from error
-
-    @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         """How pydantic, which reads the settings, makes one of a string."""
         from pydantic_core import core_schema
 
-        return core_schema.no_info_after_validator_function(cls._validate, core_schema.str_schema())
+        def checked(name: str) -> Task:
+            try:
+                return cls(name)
+            except DataError as error:
+                raise ValueError(str(error)) from error
+
+        return core_schema.no_info_after_validator_function(checked, core_schema.str_schema())
 
 
 for _name in BUILTIN:

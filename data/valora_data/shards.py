@@ -50,11 +50,8 @@ def _features(labels: Sequence[str]) -> Any:
 class ShardWriter:
     """Writes samples one by one; the folder appears when the `with` block ends without an error.
 
-    Args:
-        labels: Labels in the order of the class indices; empty where answers are language.
-        folder: A folder that does not exist yet.
-        images_of: Name of the shard beside this one that has the same samples with their images,
-            which are not written again; None to write them.
+    `labels` are in the order of the class indices, empty where answers are language; `images_of`
+    names the shard beside this one that has the images, which are not written again.
     """
 
     def __init__(self, labels: Sequence[str], folder: Path, images_of: str | None = None) -> None:
@@ -70,12 +67,7 @@ class ShardWriter:
         self.count = 0
 
     def add(self, sample: Sample) -> None:
-        """Write a sample.
-
-        Raises:
-            DataError: If it has a label outside the label set, or not one soft label for each, or
-                asks about another document than those before.
-        """
+        """Write a sample; a `DataError` says that its labels or its document do not fit."""
         answer, labels = sample.answer, self._labels
         for label in (*(box.label for box in answer.boxes), answer.label):
             if labels and label is not None and label not in labels:
@@ -89,23 +81,19 @@ class ShardWriter:
                 f"{len(labels)}: give one probability for each label of the domain"
             )
         row = {
-            "id": sample.id,
+            "id": sample.id, "prompt": sample.prompt, "label": answer.label, "count": answer.count,
+            "soft": list(answer.soft), "answers": list(answer.answers),
+            "captions": list(answer.captions),
             "images": [
                 {"bytes": file.content, "path": None} if (file := encoded_file(image)) else image
                 for image in sample.images
             ],
-            "prompt": sample.prompt,
-            "label": answer.label,
-            "soft": list(answer.soft),
-            "answers": list(answer.answers),
-            "captions": list(answer.captions),
-            "count": answer.count,
             "objects": {
                 "bbox": [[b.x0, b.y0, b.x1 - b.x0, b.y1 - b.y0] for b in answer.boxes],
                 "category": [b.label for b in answer.boxes],
                 "score": [b.confidence for b in answer.boxes],
             },
-        }
+        }  # fmt: skip
         self.add_row(row, sample.document)
 
     def add_row(self, row: dict[str, Any], document: Document | None = None) -> None:
@@ -140,25 +128,22 @@ class ShardWriter:
         self._writer.finalize()
         table = Dataset.from_file(str(self._table)).data
         # The library would store a fingerprint of the file's time: equal samples give equal files.
-        name = hash_path(self._table)[:16]
-        Dataset(table, fingerprint=name).save_to_disk(self._folder)
+        Dataset(table, fingerprint=hash_path(self._table)[:16]).save_to_disk(self._folder)
         if self._document is not None:
-            facts = {"text": self._document.text, "images": len(self._document.images)}
-            for place, image in enumerate(self._document.images):
+            text, images = self._document.text, self._document.images
+            for place, image in enumerate(images):
                 image.save(self._folder / f"document-{place}.png")
-            text = json.dumps(facts, ensure_ascii=False)
-            (self._folder / DOCUMENT).write_text(text, encoding="utf-8")
+            self._write(DOCUMENT, {"text": text, "images": len(images)})
         if self._images_of is not None:
-            text = json.dumps({"folder": self._images_of})
-            (self._folder / IMAGES_OF).write_text(text, encoding="utf-8")
+            self._write(IMAGES_OF, {"folder": self._images_of})
+
+    def _write(self, name: str, facts: dict[str, Any]) -> None:
+        text = json.dumps(facts, ensure_ascii=False)
+        (self._folder / name).write_text(text, encoding="utf-8")
 
 
 def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int:
-    """Write samples (see `ShardWriter`), and return their number.
-
-    Raises:
-        DataError: If there is no sample, or one has a label outside `labels`.
-    """
+    """Write samples (see `ShardWriter`), and return their number; none is a `DataError`."""
     with ShardWriter(labels, folder) as shard:
         for sample in samples:
             shard.add(sample)
@@ -168,10 +153,7 @@ def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int
 class Shard:
     """A data set on disk (see `open_shard`); samples are decoded one by one from a memory map.
 
-    Args:
-        dataset: The rows.
-        images: Rows in the same order that hold the images; None if `dataset` does.
-        document: The document that the samples ask about, if there is one.
+    `images` are rows in the same order that hold the images, None if `dataset` does.
     """
 
     def __init__(self, dataset: Any, images: Any = None, document: Document | None = None) -> None:
@@ -231,11 +213,7 @@ def is_shard(folder: Path) -> bool:
 
 
 def open_shard(folder: Path) -> Shard:
-    """Open a shard; samples are decoded when they are accessed.
-
-    Raises:
-        DataError: If the folder is missing or is not such a data set.
-    """
+    """Open a shard, whose samples are decoded when they are accessed; or raise a `DataError`."""
     from datasets import load_from_disk
     from PIL import Image
 
@@ -250,11 +228,10 @@ def open_shard(folder: Path) -> Shard:
             files = [folder / f"document-{place}.png" for place in range(facts["images"])]
             album = tuple(Image.open(file).convert("RGB") for file in files)
             document = Document(facts["text"], album)
+        if missing := sorted(set(_features(())) - set(getattr(dataset, "features", ()))):
+            raise ValueError(f"no column {', '.join(missing)}")  # noqa: TRY301
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder} is not a readable data set ({error}): make it again") from error
-    if missing := sorted(set(_features(())) - set(getattr(dataset, "features", ()))):
-        why = f"no column {', '.join(missing)}"
-        raise DataError(f"{folder} is not a readable data set ({why}): make it again")
     return Shard(dataset, images, document)
 
 

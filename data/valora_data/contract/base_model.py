@@ -183,11 +183,8 @@ class PlainText:
     """Marks the special tokens of a tokenizer in texts of users: ``<image>`` in them is plain text.
 
     They are marked before a chat template writes special tokens around them, and the tokenizer
-    drops the mark again when special tokens have been found.
-
-    Args:
-        tokenizer: transformers' tokenizer, which drops the marks from now on.
-        placeholders: Ids of tokens that are special here, whatever the tokenizer says.
+    drops the mark again when special tokens have been found. `placeholders` are ids of tokens that
+    are special here, whatever the tokenizer says.
     """
 
     def __init__(self, tokenizer: Any, placeholders: Sequence[int | None] = ()) -> None:
@@ -231,15 +228,9 @@ class PlainText:
 
 
 class BaseModel:
-    """A frozen LMM with its processor.
+    """A frozen LMM with its processor, e.g. of `load_model`.
 
-    Args:
-        base: Id of the base model.
-        model: The transformers model, e.g. of `load_model`.
-        processor: transformers' processor.
-
-    Raises:
-        BundleError: The model is of no known family, see `architecture_of`.
+    A `BundleError` says that it is of no known family, see `architecture_of`.
     """
 
     def __init__(self, base: str, model: Any, processor: Any) -> None:

@@ -184,8 +184,7 @@ def check_base(
 ) -> None:
     """Check that a bundle was made for a base model, and on weights that are rounded alike.
 
-    `base` is as in `base_folder`, `actual` its `base_hash` if that is known already, and `quantize`
-    how its weights are rounded, None if they are not.
+    `actual` is the `base_hash` of `base` if it is known already.
     """
     wanted, actual = bundle.manifest["base"], actual or base_hash(base)
     if actual != wanted["sha256"]:

@@ -186,15 +186,13 @@ def _tokens(tensors: Mapping[str, Tensor]) -> int:
 def _check_tensors(
     file: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    import torch
-
     for name, part in tensors.items():
         if tuple(part.shape) != shapes[name]:
             raise BundleError(
                 f"{file}: {name} has shape {list(part.shape)}, which does not fit the base model "
                 f"(expected {list(shapes[name])}): make it again"
             )
-        if not part.is_floating_point() or not bool(torch.isfinite(part).all()):
+        if not part.is_floating_point() or not bool(part.isfinite().all()):
             raise BundleError(f"{file}: {name} has no finite numbers: make it again")
 
 

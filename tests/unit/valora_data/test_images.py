@@ -67,8 +67,8 @@ def test_16_bits_and_floating_point_of_other_formats() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (np.full((4, 4), np.nan, np.float32), "not finite"),
-        (np.full((4, 4), np.inf, np.float32), "not finite"),
+        (np.full((4, 4), np.nan, np.float32), "from nan to nan"),
+        (np.full((4, 4), np.inf, np.float32), "from inf to inf"),
         (np.full((4, 4), -3, np.float32), "from -3 to -3, of which the white is not known"),
         (np.full((4, 4), 4000, np.float32), "scale them to 0 to 1"),
         (np.full((4, 4), 7, np.int32), "32-bit integers"),

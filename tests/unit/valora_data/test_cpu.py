@@ -11,19 +11,15 @@ from valora_data import cpu
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({}, 8),
-        ({"cpu.max": "max 100000\n"}, 8),
-        ({"cpu.max": "300000 100000\n"}, 3),
-        ({"cpu.max": "150000 100000\n"}, 2),
-        ({"cpu.max": "20000 100000\n"}, 1),
-        ({"cpu.max": "6400000 100000\n"}, 8),
-        ({"cpu.max": ""}, 8),
+        ({}, 8), ({"cpu.max": ""}, 8), ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "300000 100000\n"}, 3), ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "20000 100000\n"}, 1), ({"cpu.max": "6400000 100000\n"}, 8),
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
         ({"cpu/cpu.cfs_quota_us": "500000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 5),
         ({"cpu/cpu.cfs_quota_us": "500000\n", "cpu/cpu.cfs_period_us": "0\n"}, 8),
         ({"cpu/cpu.cfs_quota_us": "500000\n"}, 8),
     ],
-)
+)  # fmt: skip
 def test_cores_of_a_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
 ) -> None:

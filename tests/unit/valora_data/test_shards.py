@@ -30,16 +30,12 @@ FULL = Sample(
     "full#3",
     picture(0),
     Answer(
-        boxes=(Box(1, 0.5, 3, 2.25, "dog", 0.75), Box(0, 0, 5, 4, "cat")),
-        label="eel",
-        soft=(0.25, 0.125, 0.625),
-        answers=("two", "2", "two"),
-        captions=("a dog.", "there is a dog"),
-        count=2,
+        (Box(1, 0.5, 3, 2.25, "dog", 0.75), Box(0, 0, 5, 4, "cat")), "eel", (0.25, 0.125, 0.625),
+        ("two", "2", "two"), ("a dog.", "there is a dog"), 2,
     ),
     "how many dogs?",
     (picture(1, (2, 3)), picture(2)),
-)
+)  # fmt: skip
 
 
 def test_all_fields_come_back(tmp_path: Path) -> None:

@@ -9,16 +9,13 @@ from valora_data.wording import agreeing, first_line, plural
 @pytest.mark.parametrize(
     ("number", "words", "said"),
     [
-        (1, "domain", "1 domain"),
-        (0, "domain", "0 domains"),
-        (3, "LoRA adapter", "3 LoRA adapters"),
-        (1, "LoRA adapter", "1 LoRA adapter"),
-        (1, "box|boxes", "1 box"),
-        (2, "box|boxes", "2 boxes"),
+        (1, "domain", "1 domain"), (0, "domain", "0 domains"),
+        (3, "LoRA adapter", "3 LoRA adapters"), (1, "LoRA adapter", "1 LoRA adapter"),
+        (1, "box|boxes", "1 box"), (2, "box|boxes", "2 boxes"),
         (1, "class|classes has|have no samples", "1 class has no samples"),
         (5, "class|classes has|have no samples", "5 classes have no samples"),
     ],
-)
+)  # fmt: skip
 def test_words_agree_with_their_number(number: int, words: str, said: str) -> None:
     assert plural(number, words) == said
     assert agreeing(1.0, "request|requests") == "request"

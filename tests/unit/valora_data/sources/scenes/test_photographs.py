@@ -46,17 +46,6 @@ def test_crops_stay_inside_their_region(monkeypatch: pytest.MonkeyPatch) -> None
             assert np.ptp(crop, axis=(0, 1)).max() <= 1
 
 
-def test_crops_differ_and_repeat_with_the_generator() -> None:
-    first, again = (
-        [photograph_crop(rng, Split.TRAIN) for _ in range(200)]
-        for rng in (np.random.default_rng(1), np.random.default_rng(1))
-    )
-    assert np.array_equal(first, again)
-    assert all(crop.shape == (96, 96, 3) and crop.dtype == np.uint8 for crop in first)
-    assert len({crop.tobytes() for crop in first}) == 200
-    assert all(crop.std() > 1 for crop in first)
-
-
 @pytest.mark.parametrize("package", ["skimage", "a_package_that_is_not_installed"])
 def test_missing_photograph_names_the_remedy(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = Photograph(package, "data/no_such_photograph.png", (0, 0, 400, 400))

@@ -135,10 +135,7 @@ class Answer:
 
     @property
     def choice(self) -> str | None:
-        """The answer as one of a closed set: label, count as digits, or commonest VQA answer.
-
-        Ties go to the first answer. None if the answer has none of these.
-        """
+        """The answer as one of a closed set: label, count as digits, or commonest answer."""
         if self.label is not None:
             return self.label
         if self.count is not None:
@@ -197,33 +194,24 @@ class Domain:
 
     def __post_init__(self) -> None:
         name, labels, spec, required = self.name, self.labels, self.task.spec, self.required
+        domain, wrong = f"domain {name}", ""
         if not name.isidentifier():
-            raise DataError(
-                f"domain name {name!r} must be letters, digits and underscores: rename it"
-            )
-        if len(set(labels)) != len(labels) or (spec.labels == "required" and not labels):
-            raise DataError(f"domain {name} needs a list of distinct labels, got {labels}")
-        if spec.labels == "none" and labels:
-            raise DataError(
-                f"domain {name} is of task {self.task}, which does not choose from labels: "
-                "leave its labels empty"
-            )
-        if spec.choice and len(labels) == 1:
-            raise DataError(
-                f"domain {name} has one class, {labels[0]!r}, so that there is nothing to "
-                "choose: add a label"
-            )
-        words = [label for label in labels if not label.isdecimal()]
-        if spec.answer == "count" and words:
-            raise DataError(
-                f"domain {name} counts, so that its labels must be digits, got {words[0]!r}"
-            )
-        if not 0.0 < required <= spec.largest:
-            percent = spec.largest == 1.0 < required <= 100.0
-            raise DataError(
-                f"required accuracy of domain {name} must lie in (0, {spec.largest:g}], "
-                f"got {required}" + f": {required:g} % is {required / 100:g}" * percent
-            )
+            domain, wrong = f"domain name {name!r}", "must be letters, digits and underscores"
+        elif len(set(labels)) != len(labels) or (spec.labels == "required" and not labels):
+            wrong = f"needs a list of distinct labels, got {labels}"
+        elif spec.labels == "none" and labels:
+            wrong = "does not choose from labels: leave its labels empty"
+        elif spec.choice and len(labels) == 1:
+            wrong = f"has one class, {labels[0]!r}, so there is nothing to choose: add a label"
+        elif spec.answer == "count" and (words := [one for one in labels if not one.isdecimal()]):
+            wrong = f"counts, so that its labels must be digits, got {words[0]!r}"
+        elif not 0.0 < required <= spec.largest:
+            domain = f"required accuracy of {domain}"
+            wrong = f"must lie in (0, {spec.largest:g}], got {required}"
+            if spec.largest == 1.0 < required <= 100.0:
+                wrong += f": {required:g} % is {required / 100:g}"
+        if wrong:
+            raise DataError(f"{domain} {wrong}")
 
     @property
     def metric(self) -> str:

@@ -10,12 +10,7 @@ _CHOICE = re.compile(r"([^\s|]+)\|([^\s|]+)")
 
 
 def plural(number: int, words: str) -> str:
-    """A number with the words that agree with it.
-
-    Args:
-        number: The number.
-        words: A noun whose plural ends in s, or words as in ``class|classes has|have no samples``.
-    """
+    """A number with a noun whose plural ends in s, or ``class|classes has|have no samples``."""
     if "|" not in words:
         words += f"|{words.rsplit(maxsplit=1)[-1]}s"
     return f"{number} {agreeing(number, words)}"

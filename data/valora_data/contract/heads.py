@@ -38,12 +38,8 @@ def write_head(file: Path, head: Head) -> None:
 def read_head(file: Path, width: int) -> Head:
     """Read a head that `write_head` wrote; its tensors become float32 on the CPU.
 
-    Args:
-        file: The safetensors file.
-        width: Size of the base model's hidden states.
-
-    Raises:
-        BundleError: The file is damaged, its kind is unknown, or it is for another width.
+    A `BundleError` says that the file is damaged, its kind unknown, or that it is for another
+    `width` of the base model's hidden states.
     """
     try:
         metadata, stored = read_safetensors(file, FILE_BYTES)

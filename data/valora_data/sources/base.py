@@ -108,10 +108,7 @@ class Location:
 
     @cached_property
     def entry(self) -> dict[str, Any]:
-        """The object of a JSON file or its first entry, or the first row of JSON Lines.
-
-        Empty if it is no object.
-        """
+        """The object or first entry of a JSON file, or the first of its lines; else empty."""
         content: Any = None
         if self.file.suffix in (".json", ".jsonl") and self.file.is_file():
             lines = self.file.suffix == ".jsonl"
@@ -139,10 +136,7 @@ class SourceFormat(ABC):
 
     @abstractmethod
     def open(self, source: Source) -> Splits:
-        """The splits of a source, as streams.
-
-        Args:
-            source: What to read. Its task is one that the format supports.
+        """The splits of a source, whose task the format supports, as streams.
 
         Raises:
             DataError: A setting or a file is missing, or a file is corrupt. The streams raise it
@@ -153,10 +147,7 @@ class SourceFormat(ABC):
         """Files whose content decides on the samples; some of them may be missing.
 
         By default these are the source's file, and all files in its folders. Formats whose files
-        name others override it.
-
-        Raises:
-            DataError: A file that names the others cannot be read.
+        name others override it, and raise a `DataError` if one cannot be read.
         """
         for place in (source.path, source.images):
             path = Path(place) if place is not None else None

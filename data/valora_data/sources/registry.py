@@ -48,12 +48,8 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
 def open_source(source: Source) -> Splits:
     """The splits that a source has, as streams that start when they are called.
 
-    Args:
-        source: What to read.
-
-    Raises:
-        DataError: If the kind is unknown or has no answers for the task, or a file is missing or
-            corrupt. The streams raise what their readers do.
+    A `DataError` says that the kind is unknown or has no answers for the task, or that a file is
+    missing or corrupt. The streams raise what their readers do.
     """
     found = FORMATS[source.kind]()
     if not found.supports(source.task):
@@ -77,23 +73,16 @@ def open_source(source: Source) -> Splits:
 
 
 def files_of(source: Source) -> Iterator[Path]:
-    """Files whose content decides on the samples; some of them may be missing.
-
-    Raises:
-        DataError: If the kind is unknown, or a file that names the others cannot be read.
-    """
+    """Files whose content decides on the samples; some of them may be missing."""
     yield from FORMATS[source.kind]().reads(source)
     if source.unlabelled is not None:
         yield from images_below(Path(source.unlabelled))
 
 
 def detect_kind(path: Path | str) -> str:
-    """The kind of source that a file, a folder or a name on the hub is.
+    """The kind of source that a file, a folder or a name on the hub is, or a `DataError`.
 
     Formats of other packages are asked before the built-in ones.
-
-    Raises:
-        DataError: If it does not exist or is of no known kind.
     """
     check_unpacked(Path(path))
     location = Location(str(path))

@@ -97,10 +97,7 @@ class Board:
     def add(
         self, rng: np.random.Generator, layer: Floats, region: Edges = EVERYWHERE
     ) -> Edges | None:
-        """Put a thing where it covers no other, its middle in a region (shares of the image).
-
-        Returns its box; None if no random place does.
-        """
+        """Put a thing where it covers no other, its middle in a region (shares of the image)."""
         x0, y0, x1, y1 = extent(layer)
         size = np.array([x1 - x0, y1 - y0])
         low = np.maximum(np.array(region[:2]) * SIZE - size / 2, 0)

@@ -76,9 +76,6 @@ def photograph_crop(
     """A random crop of one of `PHOTOGRAPHS`, by its number, or of any: RGB, (size, size, 3).
 
     Place, scale, flips, brightness, contrast and tint vary.
-
-    Raises:
-        DataError: If the photographs are not installed.
     """
     if photograph is None:
         photograph = int(rng.integers(len(PHOTOGRAPHS)))
@@ -118,11 +115,7 @@ def _pixels(photograph: int) -> Image.Image:
 
 
 def digit_samples(split: Split, count: int, seed: int = 0) -> Iterator[Sample]:
-    """The first `count` digits of a split, in an order that `seed` decides: grey on black.
-
-    Raises:
-        DataError: If the split holds fewer; they hold 719, 449, 270 and 359 for every seed.
-    """
+    """The first `count` digits of a split, in an order that `seed` decides: grey on black."""
     places = _places(split)
     if count > len(places):
         raise DataError(
@@ -164,13 +157,8 @@ def _places(split: Split) -> npt.NDArray[np.int64]:
 @cache
 def _digits() -> tuple[Pixels, list[int]]:
     """Images, (1797, 8, 8), and digits."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError(
-            "the digits lie in scikit-learn, which is not installed: run pip install "
-            "'valora[train]'"
-        ) from error
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     pixels = np.clip(np.round(digits.images * 255 / 16), 0, 255).astype(np.uint8)
     return pixels, [int(digit) for digit in digits.target]

@@ -16,7 +16,7 @@ BUDGETS = {
     "kernels/valora_kernels": 6_301,
     "valora_serve": 41_349,
     "tests/*/valora_train": 8_229,
-    "tests/*/valora_data": 5_058,
+    "tests/*/valora_data": 5_021,
     "tests/*/valora_teachers": 1_395,
     "tests/*/valora_kernels": 2_385,
     "tests/*/valora_serve": 30_790,

@@ -1,18 +1,16 @@
 """Checkpoints: read back as written, ignored when damaged, written when due, never in the way."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from valora_data.checkpoint import Checkpoint
 
 
-def state() -> dict:
+def state():
     return {"weights": torch.arange(5.0), "step": 3, "parts": [{"a": torch.ones(2)}]}
 
 
-def test_a_state_is_read_back(tmp_path: Path) -> None:
+def test_a_state_is_read_back(tmp_path):
     assert Checkpoint(tmp_path / "c").load("apple") is None
     assert Checkpoint(tmp_path / "c", every=0).save("apple", state)
     found = Checkpoint(tmp_path / "c").load("apple")
@@ -25,12 +23,12 @@ def test_a_state_is_read_back(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_it_is_written_seldom_and_cheaply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_written_seldom_and_cheaply(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     checkpoint = Checkpoint(tmp_path / "c", every=30)
 
-    def slow() -> dict:
+    def slow():
         now[0] += 2
         return state()
 
@@ -47,7 +45,7 @@ def test_it_is_written_seldom_and_cheaply(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "changed", "folder"])
-def test_damage_is_found(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_is_found(tmp_path, damage, caplog):
     path = tmp_path / "c"
     Checkpoint(path, every=0).save("apple", state)
     content = path.read_bytes()
@@ -62,9 +60,7 @@ def test_damage_is_found(tmp_path: Path, damage: str, caplog: pytest.LogCaptureF
     assert "the training starts anew" in caplog.text
 
 
-def test_a_full_disk_does_not_end_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_does_not_end_the_training(tmp_path, caplog):
     checkpoint = Checkpoint(tmp_path / "missing" / "c", every=0)
     assert not checkpoint.save("apple", state)
     assert not checkpoint.save("apple", state)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from PIL import Image, ImageEnhance
@@ -17,7 +16,7 @@ from valora_data.sources.scenes.builtin import builtin_domain, builtin_samples
 
 
 @pytest.fixture
-def pets(tmp_path: Path) -> Path:
+def pets(tmp_path):
     for index, name in enumerate(
         ["train/cat/a.png", "train/cat/b.png", "train/dog/c.png", "val/cat/d.png", "val/dog/e.png"]
     ):
@@ -26,11 +25,11 @@ def pets(tmp_path: Path) -> Path:
     return tmp_path / "pets"
 
 
-def check(path: Path, tmp_path: Path, *more: str) -> int:
+def check(path, tmp_path, *more):
     return main(["check", str(path), "--out", str(tmp_path / "out"), *more])
 
 
-def test_a_sound_set_passes(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_sound_set_passes(pets, tmp_path, capsys):
     assert check(pets, tmp_path) == 0
     out = capsys.readouterr().out
     assert "task classification" in out
@@ -41,9 +40,7 @@ def test_a_sound_set_passes(pets: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"train.png", "val.png"}
 
 
-def test_faults_copies_and_labels_that_differ(
-    pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_faults_copies_and_labels_that_differ(pets, tmp_path, capsys):
     for name in "ab":
         (pets / "train" / "dog" / f"{name}.png").write_bytes(b"broken")
     natural_picture(1).save(pets / "val" / "dog" / "copy.png")
@@ -66,15 +63,13 @@ def test_faults_copies_and_labels_that_differ(
     assert "not in train" not in capsys.readouterr().out
 
 
-def test_one_class(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_one_class(tmp_path, capsys):
     picture(tmp_path / "set" / "cat" / "a.png", 0)
     assert check(tmp_path / "set", tmp_path) == 1
     assert "there is only one class, 'cat'" in capsys.readouterr().out
 
 
-def test_questions_about_one_image_are_no_duplicates(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_questions_about_one_image_are_no_duplicates(tmp_path, capsys):
     picture(tmp_path / "set" / "a.png", 0)
     picture(tmp_path / "set" / "b.png", 0)
     rows = [("a.png", "one?", "1"), ("a.png", "two?", "2"), ("b.png", "one?", "1")]
@@ -86,7 +81,7 @@ def test_questions_about_one_image_are_no_duplicates(
 
 
 @pytest.mark.parametrize("task", [task for task in Task.all() if task is not Task.CONTEXT])
-def test_what_the_factory_wrote(task: Task, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_the_factory_wrote(task, tmp_path, capsys):
     from valora_data.sources.scenes.builtin import SCENES
 
     name = next(iter(SCENES[task]))
@@ -104,7 +99,7 @@ def test_what_the_factory_wrote(task: Task, tmp_path: Path, capsys: pytest.Captu
         assert image.height > 2 * 190
 
 
-def test_an_ultralytics_set(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_an_ultralytics_set(tmp_path, capsys):
     parts = {
         s: list(builtin_samples(Task.DETECTION, "person", Split(s), 6)) for s in ("train", "val")
     }
@@ -116,14 +111,14 @@ def test_an_ultralytics_set(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert sorted([row[3], row[5]]) == sorted(map(str, boxes))
 
 
-def test_videos(tmp_path: Path) -> None:
+def test_videos(tmp_path):
     for label in ("wave", "jump"):
         (tmp_path / "set" / label).mkdir(parents=True)
         write_video(tmp_path / "set" / label / "a.mp4", [len(label) * 9, 90, 160])
     assert check(tmp_path / "set", tmp_path, "--frames", "3") == 0
 
 
-def test_a_preview_shows_boxes(tmp_path: Path) -> None:
+def test_a_preview_shows_boxes(tmp_path):
     content = {
         "images": [{"id": 1, "file_name": "a.png"}],
         "annotations": [{"id": 1, "image_id": 1, "category_id": 3, "bbox": [24, 24, 48, 48]}],
@@ -139,9 +134,7 @@ def test_a_preview_shows_boxes(tmp_path: Path) -> None:
         assert image.getpixel((8 + 96, 8 + 96)) == (255, 255, 255)
 
 
-def test_mistakes_are_told_in_one_sentence(
-    tmp_path: Path, pets: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_mistakes_are_told_in_one_sentence(tmp_path, pets, capsys):
     cases = [
         (["check", str(tmp_path / "no")], "no does not exist: check the path"),
         (["check", str(pets), "--task", "vqa"], "has no metadata.jsonl, which task vqa needs"),
@@ -160,7 +153,7 @@ def test_mistakes_are_told_in_one_sentence(
         assert "Traceback" not in error
 
 
-def test_it_is_a_command(pets: Path, tmp_path: Path) -> None:
+def test_it_is_a_command(pets, tmp_path):
     command = [sys.executable, "-m", "valora_data.cli", "check", str(pets)]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, check=False)
     assert done.returncode == 0

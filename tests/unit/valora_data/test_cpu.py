@@ -20,9 +20,7 @@ from valora_data import cpu
         ({"cpu/cpu.cfs_quota_us": "500000\n"}, 8),
     ],
 )  # fmt: skip
-def test_cores_of_a_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
-) -> None:
+def test_cores_of_a_container(tmp_path, monkeypatch, files, expected):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -31,7 +29,7 @@ def test_cores_of_a_container(
     assert cpu.usable_cores() == expected
 
 
-def test_all_cores_where_the_system_knows_no_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cores_where_the_system_knows_no_affinity(monkeypatch):
     monkeypatch.setattr(cpu, "CGROUP", Path("/none"))
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     for counted, expected in ((5, 5), (None, 1)):

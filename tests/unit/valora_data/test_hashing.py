@@ -2,7 +2,6 @@
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from valora_data.hashing import hash_files
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     for number in range(20):
         path = tmp_path / "set" / f"{number % 3}" / f"{number}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -18,12 +17,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
-def hashed(folder: Path, cache: bool = True) -> str:
+def hashed(folder, cache=True):
     files = [path for path in folder.rglob("*") if path.is_file()]
     return hash_files(files, folder, folder.parent / "hashes.json" if cache else None)
 
 
-def test_content_and_names_decide(folder: Path, tmp_path: Path) -> None:
+def test_content_and_names_decide(folder, tmp_path):
     first = hashed(folder)
     assert hashed(folder, cache=False) == first
     os.utime(folder / "0" / "3.txt", (1, 1))  # another time, the same content
@@ -36,7 +35,7 @@ def test_content_and_names_decide(folder: Path, tmp_path: Path) -> None:
     assert hashed(tmp_path / "moved") == first
 
 
-def test_every_change_of_content_is_seen(folder: Path) -> None:
+def test_every_change_of_content_is_seen(folder):
     """Also where size and modification time are those of before."""
     first = hashed(folder)
     path = folder / "1" / "4.txt"
@@ -47,19 +46,19 @@ def test_every_change_of_content_is_seen(folder: Path) -> None:
     assert hashed(folder) != first
 
 
-def test_a_missing_file_is_part_of_the_hash(folder: Path) -> None:
+def test_a_missing_file_is_part_of_the_hash(folder):
     paths = [folder / "0" / "0.txt", folder / "none.txt"]
     hashes = [hash_files(paths, folder), hash_files(paths[:1], folder)]
     (folder / "none.txt").write_text("")
     assert len({*hashes, hash_files(paths, folder)}) == 3
 
 
-def test_unchanged_files_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_files_are_not_read(folder, monkeypatch):
     monkeypatch.setattr("valora_data.hashing.SETTLED", 0)
     time.sleep(0.05)
     first = hashed(folder)
 
-    def refuse(file: tuple[str, Path]) -> tuple[str, str]:
+    def refuse(file):
         raise AssertionError(f"{file[0]} was read again")
 
     monkeypatch.setattr("valora_data.hashing._hashed", refuse)
@@ -69,7 +68,7 @@ def test_unchanged_files_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPa
         hashed(folder)
 
 
-def test_a_damaged_cache_is_no_harm(folder: Path) -> None:
+def test_a_damaged_cache_is_no_harm(folder):
     first = hashed(folder)
     for text in ("no JSON", "[]", '{"a": 1}', '{"a": [1, 2]}'):
         (folder.parent / "hashes.json").write_text(text)

@@ -1,7 +1,6 @@
 """Hashes of code and models: whatever changes what they do changes the hash, and nothing else."""
 
 import sys
-from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -22,7 +21,7 @@ def answer(samples):
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path, monkeypatch):
     """A package of a user, whose module reads another one and a file."""
     folder = tmp_path / f"mine_{tmp_path.name.replace('-', '_')}"
     (folder / "deep").mkdir(parents=True)
@@ -47,7 +46,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [("teacher.py", True), ("deep/rules.py", True), ("third.py", True), ("other.py", True),
      ("weights.json", True), ("unread.json", False), ("strange.py", False)],
 )  # fmt: skip
-def test_what_a_module_needs_counts(package: Path, file: str, counts: bool) -> None:
+def test_what_a_module_needs_counts(package, file, counts):
     before = code_hash(f"{package.name}.teacher")
     assert before == code_hash(f"{package.name}.teacher") != ""
     path = package / file
@@ -56,18 +55,16 @@ def test_what_a_module_needs_counts(package: Path, file: str, counts: bool) -> N
 
 
 @pytest.mark.parametrize("module", ["valora_data.schema", "json", "nowhere.at_all", "no-name", ""])
-def test_our_own_modules_and_missing_ones_have_no_hash(module: str) -> None:
+def test_our_own_modules_and_missing_ones_have_no_hash(module):
     assert module == "json" or code_hash(module) == ""
 
 
-def test_a_broken_module_has_a_hash(package: Path) -> None:
+def test_a_broken_module_has_a_hash(package):
     (package / "teacher.py").write_text("def (")
     assert code_hash(f"{package.name}.teacher") != ""
 
 
-def test_places_are_hashed_by_content_and_hub_names_by_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_are_hashed_by_content_and_hub_names_by_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert hub_commit("owner/model") == "" == place_hash("owner/model")

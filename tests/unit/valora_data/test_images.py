@@ -1,7 +1,6 @@
 """Images of every mode and depth: decoded as other libraries decode them, or refused."""
 
 import io
-from collections.abc import Callable
 
 import cv2
 import numpy as np
@@ -18,31 +17,31 @@ RAMP = np.linspace(0, 1, HEIGHT * WIDTH).reshape(HEIGHT, WIDTH)
 COLOURS = np.random.default_rng(1).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
 
 
-def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+def saved(image, kind, **options):
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-def tiff(values: np.ndarray, **options: object) -> bytes:
+def tiff(values, **options):
     buffer = io.BytesIO()
     tifffile.imwrite(buffer, values, **options)
     return buffer.getvalue()
 
 
-def pixels(content: bytes) -> np.ndarray:
+def pixels(content):
     image = decode_image(content)
     assert image.mode == "RGB"
     return np.asarray(image).astype(int)
 
 
-def grey(levels: np.ndarray) -> np.ndarray:
+def grey(levels):
     return np.repeat(np.rint(levels)[..., None], 3, axis=2).astype(int)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tiff"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_16_bits_agree_with_opencv(suffix: str, channels: int) -> None:
+def test_16_bits_agree_with_opencv(suffix, channels):
     values = (np.stack([RAMP, RAMP**2, 1 - RAMP], -1) * 65535).astype(np.uint16)
     values = values if channels == 3 else values[..., 0]
     done, buffer = cv2.imencode(suffix, values)
@@ -54,7 +53,7 @@ def test_16_bits_agree_with_opencv(suffix: str, channels: int) -> None:
     assert found.max() == 255
 
 
-def test_16_bits_and_floating_point_of_other_formats() -> None:
+def test_16_bits_and_floating_point_of_other_formats():
     values = (RAMP * 65535).astype(np.uint16)
     pgm = f"P5 {WIDTH} {HEIGHT} 65535\n".encode() + values.astype(">u2").tobytes()
     for content in (
@@ -76,12 +75,12 @@ def test_16_bits_and_floating_point_of_other_formats() -> None:
         (np.full((4, 4, 3), 0.5, np.float32), "a TIFF of a kind that is not read"),
     ],
 )
-def test_values_without_a_known_white_are_refused(values: np.ndarray, message: str) -> None:
+def test_values_without_a_known_white_are_refused(values, message):
     with pytest.raises(DataError, match=message):
         decode_image(tiff(values))
 
 
-def test_transparency_lies_on_white() -> None:
+def test_transparency_lies_on_white():
     alpha = (RAMP * 255).astype(np.uint8)
     shown = COLOURS * (alpha[..., None] / 255) + 255 * (1 - alpha[..., None] / 255)
     rgba = Image.fromarray(np.dstack([COLOURS, alpha]))
@@ -95,7 +94,7 @@ def test_transparency_lies_on_white() -> None:
     assert np.array_equal(pixels(saved(opaque, "PNG")), COLOURS)
 
 
-def test_palettes() -> None:
+def test_palettes():
     indices = (np.arange(HEIGHT * WIDTH).reshape(HEIGHT, WIDTH) % 4).astype(np.uint8)
     image = Image.fromarray(indices, "P")
     palette = np.array([[255, 0, 0], [0, 255, 0], [9, 99, 199], [1, 2, 3]], np.uint8)
@@ -111,13 +110,13 @@ def test_palettes() -> None:
     assert np.array_equal(pixels(key), see_through[indices])
 
 
-def test_one_bit() -> None:
+def test_one_bit():
     bits = RAMP > 0.4
     for kind in ("PNG", "TIFF", "BMP"):
         assert np.array_equal(pixels(saved(Image.fromarray(bits), kind)), grey(bits * 255)), kind
 
 
-def test_cmyk_without_a_profile() -> None:
+def test_cmyk_without_a_profile():
     cmyk = Image.fromarray(COLOURS).convert("CMYK")
     assert np.array_equal(pixels(saved(cmyk, "TIFF")), np.asarray(cmyk.convert("RGB")))
     # A JPEG of print programs is inverted, which its Adobe marker says.
@@ -126,7 +125,7 @@ def test_cmyk_without_a_profile() -> None:
     assert np.abs(pixels(jpeg) - np.asarray(smooth.convert("RGB")).astype(int)).max() <= 6
 
 
-def test_lab() -> None:
+def test_lab():
     lab = ImageCms.createProfile("LAB")
     srgb = ImageCms.createProfile("sRGB")
     flat = Image.new("RGB", (8, 8), (180, 90, 40))
@@ -136,7 +135,7 @@ def test_lab() -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_of_pixels_and_boxes(orientation: int) -> None:
+def test_exif_orientation_of_pixels_and_boxes(orientation):
     stored = Image.fromarray(np.zeros((HEIGHT, WIDTH, 3), np.uint8))
     stored.paste((255, 255, 255), (2, 3, 9, 8))
     exif = Image.Exif()
@@ -165,12 +164,12 @@ def test_exif_orientation_of_pixels_and_boxes(orientation: int) -> None:
         lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>",
     ],
 )  # fmt: skip
-def test_damaged_files_are_refused(content: Callable[[], bytes]) -> None:
+def test_damaged_files_are_refused(content):
     with pytest.raises(DataError):
         decode_image(content())
 
 
-def test_bombs_and_drawings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bombs_and_drawings_are_refused(monkeypatch):
     """And no other program is asked to draw them."""
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", None)
     with pytest.raises(DataError, match=r"EPS, .*PNG or JPEG"):
@@ -180,14 +179,14 @@ def test_bombs_and_drawings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         decode_image(saved(Image.fromarray(COLOURS), "PNG"))
 
 
-def test_the_first_of_several_pages() -> None:
+def test_the_first_of_several_pages():
     frames = [Image.new("RGB", (8, 8), (level, 0, 0)) for level in (10, 200)]
     for kind in ("TIFF", "PNG"):
         content = saved(frames[0], kind, save_all=True, append_images=frames[1:])
         assert pixels(content)[0, 0, 0] == 10, kind
 
 
-def test_flipped_bytes_never_raise_anything_else() -> None:
+def test_flipped_bytes_never_raise_anything_else():
     random = np.random.default_rng(3)
     for kind in ("PNG", "JPEG", "TIFF", "GIF", "BMP", "WEBP"):
         sound = saved(Image.fromarray(COLOURS), kind)
@@ -201,7 +200,7 @@ def test_flipped_bytes_never_raise_anything_else() -> None:
                 continue
 
 
-def test_an_image_made_from_another_forgets_the_file() -> None:
+def test_an_image_made_from_another_forgets_the_file():
     content = saved(Image.fromarray(COLOURS), "PNG")
     image = decode_image(content)
     file = encoded_file(image)

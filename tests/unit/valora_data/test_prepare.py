@@ -2,9 +2,7 @@
 
 import io
 import logging
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 from PIL import Image, ImageOps
@@ -20,13 +18,13 @@ SHARES = {Split.TRAIN: 0.4, Split.UNLABELLED: 0.2, Split.VAL: 0.2, Split.TEST: 0
 LABELS = ("even", "odd")
 
 
-def stream(start: int, count: int, labelled: bool = True) -> Iterator[Sample]:
+def stream(start, count, labelled=True):
     for i in range(start, start + count):
         image = Image.new("RGB", (4, 4), (i % 256, i // 256, 7))
         yield Sample(f"s{i}", image, Answer(label=LABELS[i % 2]) if labelled else Answer())
 
 
-def test_a_set_in_one_piece(tmp_path: Path) -> None:
+def test_a_set_in_one_piece(tmp_path):
     seen: list[int] = []
     counts = prepare(
         {None: partial(stream, 0, 300)}, LABELS, SHARES, tmp_path, on_sample=seen.append
@@ -45,7 +43,7 @@ def test_a_set_in_one_piece(tmp_path: Path) -> None:
     assert all(s.answer.label == LABELS[int(s.id[1:]) % 2] for s in truth)
 
 
-def test_named_splits_stay_as_they_are(tmp_path: Path) -> None:
+def test_named_splits_stay_as_they_are(tmp_path):
     splits = {None: partial(stream, 0, 100), Split.TEST: partial(stream, 500, 9)}
     counts = prepare(splits, LABELS, SHARES, tmp_path)
     assert counts[Split.TEST] == 9
@@ -53,7 +51,7 @@ def test_named_splits_stay_as_they_are(tmp_path: Path) -> None:
     assert sum(counts.values()) == 109
 
 
-def test_images_that_nobody_labelled(tmp_path: Path) -> None:
+def test_images_that_nobody_labelled(tmp_path):
     splits = {split: partial(stream, 100 * i, 5) for i, split in enumerate(Split)}
     splits[Split.UNLABELLED] = partial(stream, 900, 7, labelled=False)
     assert prepare(splits, LABELS, {}, tmp_path)[Split.UNLABELLED] == 7
@@ -77,18 +75,16 @@ WHOLE = {None: partial(stream, 0, 50)}
          "the fractions of train, unlabelled, val, test are zero"),
     ],
 )  # fmt: skip
-def test_nothing_is_left_of_what_cannot_be(
-    splits: dict, labels: tuple[str, ...], shares: dict, message: str, tmp_path: Path
-) -> None:
+def test_nothing_is_left_of_what_cannot_be(splits, labels, shares, message, tmp_path):
     with pytest.raises(DataError, match=message):
         prepare(splits, labels, shares, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def scenes(*numbers: int, change: Callable[[Image.Image], Image.Image] = lambda image: image):
+def scenes(*numbers, change=lambda image: image):
     """A stream of drawn pictures; samples are named after their numbers and the change."""
 
-    def stream() -> Iterator[Sample]:
+    def stream():
         for number in numbers:
             picture = change(natural_picture(number))
             yield Sample(f"{number}-{picture.width}-{change.__name__}", picture,
@@ -97,18 +93,18 @@ def scenes(*numbers: int, change: Callable[[Image.Image], Image.Image] = lambda 
     return stream
 
 
-def smaller(image: Image.Image) -> Image.Image:
+def smaller(image):
     return image.resize((70, 70))
 
 
-def where(folder: Path) -> dict[str, Split]:
+def where(folder):
     return {s.id: split for split in Split for s in shards.read(folder / split)}
 
 
-def test_copies_of_a_picture_go_to_one_split(tmp_path: Path) -> None:
+def test_copies_of_a_picture_go_to_one_split(tmp_path):
     """Equal, resized and mirrored ones, which hashes of their ids would divide."""
 
-    def stream() -> Iterator[Sample]:
+    def stream():
         for change in (lambda image: image, smaller, ImageOps.mirror, ImageOps.exif_transpose):
             for sample in scenes(*range(12), change=change)():
                 yield Sample(f"{change.__name__}/{sample.id}", sample.image, sample.answer)
@@ -122,7 +118,7 @@ def test_copies_of_a_picture_go_to_one_split(tmp_path: Path) -> None:
     assert set.union(*splits.values()) == set(Split)
 
 
-def leaking() -> dict[Split | None, Callable[[], Iterator[Sample]]]:
+def leaking():
     """Pictures 0 and 1 are in training and test, 2 in validation and, smaller, in training."""
     train = scenes(*range(10))
     return {
@@ -135,9 +131,7 @@ def leaking() -> dict[Split | None, Callable[[], Iterator[Sample]]]:
     }
 
 
-def test_leaks_of_given_splits_are_named_or_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_leaks_of_given_splits_are_named_or_left_out(tmp_path, caplog):
     with pytest.raises(DataError, match=r"2 samples leak .*0-96-.*in train is that of t0-96-"):
         prepare(leaking(), LABELS, SHARES, tmp_path / "no")
     with caplog.at_level(logging.WARNING):
@@ -149,9 +143,7 @@ def test_leaks_of_given_splits_are_named_or_left_out(
     assert names == [both | {"t0", "t1"}, both | {"0", "1"}]
 
 
-def test_pictures_that_are_only_alike_are_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pictures_that_are_only_alike_are_a_warning(tmp_path, caplog):
     splits = leaking() | {Split.TEST: scenes(40, 41)}
     prepare(splits, LABELS, SHARES, tmp_path / "set")
     (record,) = caplog.records
@@ -161,10 +153,10 @@ def test_pictures_that_are_only_alike_are_a_warning(
     assert not caplog.records
 
 
-def test_files_are_kept_as_they_are(tmp_path: Path) -> None:
+def test_files_are_kept_as_they_are(tmp_path):
     contents = []
 
-    def stream() -> Iterator[Sample]:
+    def stream():
         for number in range(30):
             buffer = io.BytesIO()
             exif = Image.Exif()
@@ -185,7 +177,7 @@ def test_files_are_kept_as_they_are(tmp_path: Path) -> None:
             assert sample.image.tobytes() == decode_image(content).tobytes()
 
 
-def test_the_division_is_by_id_and_stable() -> None:
+def test_the_division_is_by_id_and_stable():
     """And all questions about one image are in one split."""
     names = [f"s{i}" for i in range(600)]
     shares = {Split.TRAIN: 0.5, Split.UNLABELLED: 0.0, Split.VAL: 0.3, Split.TEST: 0.2}

@@ -1,7 +1,5 @@
 """Shards: everything that a sample holds comes back, is readable by other tools, and streams."""
 
-from pathlib import Path
-
 import datasets
 import numpy as np
 import pytest
@@ -16,12 +14,12 @@ from valora_data.schema import Answer, Box, Domain, Sample, Task
 LABELS = ("cat", "dog", "eel")
 
 
-def picture(level: int, size: tuple[int, int] = (5, 4)) -> Image.Image:
+def picture(level, size=(5, 4)):
     pixels = np.random.default_rng(level).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
-def same(a: Sample, b: Sample) -> bool:
+def same(a, b):
     images = [image.tobytes() for image in a.images] == [image.tobytes() for image in b.images]
     return images and (a.id, a.prompt, a.answer) == (b.id, b.prompt, b.answer)
 
@@ -38,7 +36,7 @@ FULL = Sample(
 )  # fmt: skip
 
 
-def test_all_fields_come_back(tmp_path: Path) -> None:
+def test_all_fields_come_back(tmp_path):
     plain = Sample("plain", picture(3), Answer())
     assert shards.write([FULL, plain], LABELS, tmp_path / "set") == 2
     back = shards.read(tmp_path / "set")
@@ -47,7 +45,7 @@ def test_all_fields_come_back(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["set"]
 
 
-def test_other_tools_read_it(tmp_path: Path) -> None:
+def test_other_tools_read_it(tmp_path):
     shards.write([FULL], LABELS, tmp_path / "set")
     raw = datasets.load_from_disk(str(tmp_path / "set"))
     assert raw.features["label"].names == list(LABELS)
@@ -58,7 +56,7 @@ def test_other_tools_read_it(tmp_path: Path) -> None:
     assert [image.size for image in row["images"]] == [(5, 4), (2, 3), (5, 4)]
 
 
-def test_language_needs_no_label_set(tmp_path: Path) -> None:
+def test_language_needs_no_label_set(tmp_path):
     boxes = (Box(0, 0, 2, 2, "the left cat"),)
     sample = Sample("a", picture(0), Answer(boxes), "the left cat")
     shards.write([sample], (), tmp_path / "set")
@@ -67,7 +65,7 @@ def test_language_needs_no_label_set(tmp_path: Path) -> None:
     assert same(shard[0], sample)
 
 
-def test_samples_are_decoded_one_by_one(tmp_path: Path) -> None:
+def test_samples_are_decoded_one_by_one(tmp_path):
     made = [Sample(f"s{i}", picture(i), Answer(label=LABELS[i % 3])) for i in range(150)]
     with shards.ShardWriter(LABELS, tmp_path / "set") as writer:
         for sample in made:
@@ -93,7 +91,7 @@ def test_samples_are_decoded_one_by_one(tmp_path: Path) -> None:
         max_size=6,
     )
 )
-def test_any_mixture_of_answers(tmp_path_factory: pytest.TempPathFactory, answers) -> None:
+def test_any_mixture_of_answers(tmp_path_factory, answers):
     folder = tmp_path_factory.mktemp("any") / "set"
     made = [Sample(str(i), picture(i), answer) for i, answer in enumerate(answers)]
     shards.write(made, LABELS, folder)
@@ -109,15 +107,13 @@ def test_any_mixture_of_answers(tmp_path_factory: pytest.TempPathFactory, answer
         ([Sample("a", picture(0), Answer(soft=(0.5, 0.5)))], "a has 2 soft labels, expected 3"),
     ],
 )  # fmt: skip
-def test_nothing_is_left_of_a_failed_write(
-    samples: list[Sample], message: str, tmp_path: Path
-) -> None:
+def test_nothing_is_left_of_a_failed_write(samples, message, tmp_path):
     with pytest.raises(DataError, match=message):
         shards.write(samples, LABELS, tmp_path / "set")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_shard(tmp_path: Path) -> None:
+def test_what_is_no_shard(tmp_path):
     with pytest.raises(DataError, match="missing is not a readable data set"):
         shards.read(tmp_path / "missing")
     datasets.Dataset.from_list([{"id": "a"}]).save_to_disk(tmp_path / "other")
@@ -133,23 +129,23 @@ def test_what_is_no_shard(tmp_path: Path) -> None:
         ({"count": -1}, "a count must not be negative, got -1"),
     ],
 )
-def test_answers_that_cannot_be(answer: dict, message: str) -> None:
+def test_answers_that_cannot_be(answer, message):
     with pytest.raises(DataError, match=message):
         Answer(**answer)
 
 
-def test_choice() -> None:
+def test_choice():
     assert Answer(label="cat", count=3).choice == "cat"
     assert Answer(count=0).choice == "0"
     assert Answer(answers=("no", "yes", "yes")).choice == "yes"
     assert Answer().choice is None
 
 
-def domain(task: Task, *labels: str, required: float = 0.5) -> Domain:
+def domain(task, *labels, required=0.5):
     return Domain("d", task, labels, "what is this?", required)
 
 
-def test_domains_of_every_task() -> None:
+def test_domains_of_every_task():
     assert domain(Task.CAPTION, required=6.0).metric == "cider"
     assert domain(Task.VQA).metric == "vqa"
     assert domain(Task.VQA, "no", "yes").labels == ("no", "yes")
@@ -179,8 +175,6 @@ def test_domains_of_every_task() -> None:
         (Task.VQA, (), 97.0, r"must lie in \(0, 1\], got 97\.0: 97 % is 0\.97"),
     ],
 )
-def test_domains_that_cannot_be(
-    task: Task, labels: tuple[str, ...], required: float, message: str
-) -> None:
+def test_domains_that_cannot_be(task, labels, required, message):
     with pytest.raises(DataError, match=message):
         domain(task, *labels, required=required)

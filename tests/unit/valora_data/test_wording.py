@@ -16,13 +16,13 @@ from valora_data.wording import agreeing, first_line, plural
         (5, "class|classes has|have no samples", "5 classes have no samples"),
     ],
 )  # fmt: skip
-def test_words_agree_with_their_number(number: int, words: str, said: str) -> None:
+def test_words_agree_with_their_number(number, words, said):
     assert plural(number, words) == said
     assert agreeing(1.0, "request|requests") == "request"
 
 
 @pytest.mark.parametrize("kind", FaultKind)
-def test_every_kind_of_fault_is_a_sentence_of_one_and_of_several(kind: FaultKind) -> None:
+def test_every_kind_of_fault_is_a_sentence_of_one_and_of_several(kind):
     one, two = plural(1, kind.what), plural(2, kind.what)
     assert one != two and "|" not in one + two
     verbs = {"is": "are", "has": "have", "lies": "lie", "lacks": "lack", "differs": "differ",
@@ -34,5 +34,5 @@ def test_every_kind_of_fault_is_a_sentence_of_one_and_of_several(kind: FaultKind
 @pytest.mark.parametrize(
     ("said", "first"), [("one\ntwo", "one"), ("\n  late \nmore", "late"), ("", "ValueError")]
 )
-def test_the_first_line_of_an_error(said: str, first: str) -> None:
+def test_the_first_line_of_an_error(said, first):
     assert first_line(ValueError(said)) == first

@@ -25,7 +25,7 @@ CODES = torch.tensor([
 ])  # fmt: skip
 
 
-def nearest(weight: torch.Tensor) -> torch.Tensor:
+def nearest(weight):
     """A weight rounded to NF4 in blocks of 64, with exact scales."""
     blocks = weight.reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)

@@ -1,8 +1,5 @@
 """One door to all sources: kinds are recognised, splits are found, what does not fit is refused."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from tests.support.data_sets import picture, write_json, write_video
@@ -16,7 +13,7 @@ from valora_train.settings import DomainSettings, SourceSettings
 from valora_train.stages.data import build_data, data_stage
 
 
-def test_splits_of_a_folder(tmp_path: Path) -> None:
+def test_splits_of_a_folder(tmp_path):
     for index, name in enumerate(["train/cat/a.png", "train/dog/b.png", "test/cat/c.png"]):
         picture(tmp_path / name, index)
     splits = open_source(Source("imagefolder", Task.CLASSIFICATION, path=str(tmp_path)))
@@ -31,14 +28,14 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
     assert [s.answer for s in stream()] == [s.answer for s in stream()] == [Answer()]
 
 
-def test_built_in_scenes() -> None:
+def test_built_in_scenes():
     source = Source("scenes", Task.COUNTING, name="coin_count", counts={"train": 3, "val": 0})
     splits = open_source(source)
     assert set(splits) == {Split.TRAIN}
     assert [s.id for s in splits[Split.TRAIN]()] == [f"coin_count/train/{i:05d}" for i in range(3)]
 
 
-def test_kinds_are_recognised(tmp_path: Path) -> None:
+def test_kinds_are_recognised(tmp_path):
     for name, content, kind in (
         ("a.json", {"images": [], "annotations": []}, "coco"),
         ("b.json", [{"conversations": []}], "llava"),
@@ -62,7 +59,7 @@ def test_kinds_are_recognised(tmp_path: Path) -> None:
         detect_kind(tmp_path / "nowhere")
 
 
-def test_the_only_annotation_file_of_a_folder_is_found(tmp_path: Path) -> None:
+def test_the_only_annotation_file_of_a_folder_is_found(tmp_path):
     """People name the folder that they unpacked, not the file in it."""
     picture(tmp_path / "images" / "train" / "a.png", 0)
     label = tmp_path / "labels" / "train" / "a.txt"
@@ -83,14 +80,14 @@ def test_the_only_annotation_file_of_a_folder_is_found(tmp_path: Path) -> None:
         open_source(bare)
 
 
-def test_a_folder_of_classes_with_settings_beside_them_is_one(tmp_path: Path) -> None:
+def test_a_folder_of_classes_with_settings_beside_them_is_one(tmp_path):
     picture(tmp_path / "cat" / "a.png", 0)
     (tmp_path / "settings.yaml").write_text("{version: 1}")
     (tmp_path / "numbers.json").write_text("[1, 2]")
     assert detect_kind(tmp_path) == "imagefolder"
 
 
-def test_what_does_not_fit() -> None:
+def test_what_does_not_fit():
     with pytest.raises(
         DataError, match="unknown source kind 'tar': choose one of album, coco, cvat, doc"
     ):
@@ -143,9 +140,7 @@ extension = CsvFormat
 """
 
 
-def test_a_format_of_another_package(
-    installed: Callable[[str, str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_format_of_another_package(installed, tmp_path, capsys):
     installed("valora.sources", "csv", CSV)
     names = [f"{index}.png" for index in range(24)]
     for index, name in enumerate(names):

@@ -19,12 +19,12 @@ DOMAINS = [(task, name) for task in Task.all() for name in SCENES.get(task, ())]
 CHOICES = [(t, n) for t, n in DOMAINS if t is not Task.DETECTION and builtin_domain(t, n).labels]
 
 
-def samples(task: Task, name: str, split: Split = Split.TRAIN, count: int = 24, seed: int = 0):
+def samples(task, name, split=Split.TRAIN, count=24, seed=0):
     return list(builtin_samples(task, name, split, count, seed))
 
 
 @pytest.mark.parametrize("task", [task for task in Task.all() if task is not Task.CONTEXT])
-def test_every_task_has_at_least_four_domains(task: Task) -> None:
+def test_every_task_has_at_least_four_domains(task):
     names = SCENES[task]
     assert len(names) >= 4
     for name in names:
@@ -34,8 +34,8 @@ def test_every_task_has_at_least_four_domains(task: Task) -> None:
 
 
 @pytest.mark.parametrize(("task", "name"), DOMAINS)
-def test_samples_are_repeatable_and_their_own(task: Task, name: str) -> None:
-    def seen(count: int = 24, seed: int = 0) -> list:
+def test_samples_are_repeatable_and_their_own(task, name):
+    def seen(count=24, seed=0):
         some = samples(task, name, count=count, seed=seed)
         return [(s.answer, *map(Image.tobytes, s.images)) for s in some]
 
@@ -52,7 +52,7 @@ def test_samples_are_repeatable_and_their_own(task: Task, name: str) -> None:
 
 
 @pytest.mark.parametrize(("task", "name"), DOMAINS)
-def test_answers_are_what_the_task_asks_for(task: Task, name: str) -> None:
+def test_answers_are_what_the_task_asks_for(task, name):
     labels = builtin_domain(task, name).labels
     for sample in samples(task, name):
         answer = sample.answer
@@ -73,14 +73,14 @@ def test_answers_are_what_the_task_asks_for(task: Task, name: str) -> None:
 
 
 @pytest.mark.parametrize(("task", "name"), CHOICES)
-def test_labels_are_balanced(task: Task, name: str) -> None:
+def test_labels_are_balanced(task, name):
     labels = builtin_domain(task, name).labels
     found = Counter(s.answer.choice for s in samples(task, name, count=12 * len(labels)))
     assert set(found) == set(labels)
     assert max(found.values()) < 12 + 4 * 12**0.5  # four standard deviations of a fair draw
 
 
-def test_the_digits_are_those_of_scikit_learn() -> None:
+def test_the_digits_are_those_of_scikit_learn():
     real = load_digits()
     counts = {Split.TRAIN: 719, Split.UNLABELLED: 449, Split.VAL: 270, Split.TEST: 359}
     for split, count in counts.items():
@@ -95,7 +95,7 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
             samples(Task.CLASSIFICATION, "digits", split, count + 1)
 
 
-def test_colours_and_places_are_true() -> None:
+def test_colours_and_places_are_true():
     """Where a phrase says left, the box is left of the middle, and so on."""
     for sample in samples(Task.GROUNDING, "place_reference", count=60):
         (box,) = sample.answer.boxes
@@ -113,7 +113,7 @@ def test_colours_and_places_are_true() -> None:
         assert redness > (outside[..., 0] - outside[..., 1:].max(-1)).mean()
 
 
-def test_captions_name_what_is_there() -> None:
+def test_captions_name_what_is_there():
     for sample in samples(Task.CAPTION, "digit_caption"):
         digits = sample.answer.captions[2].removesuffix(" in a row").split()
         assert sum(caption_phrases(sample.answer.captions[0]).values()) == len(digits)
@@ -121,13 +121,13 @@ def test_captions_name_what_is_there() -> None:
     assert any(caption.startswith("two") for caption in plural)
 
 
-def test_surfaces_are_those_photographs() -> None:
+def test_surfaces_are_those_photographs():
     files = {"coins": "coins", "tissue": "ihc", "stars": "hubble"}
     for surface, number in SURFACES.items():
         assert files.get(surface, surface) in PHOTOGRAPHS[number].file
 
 
-def test_unknown_domains_are_named() -> None:
+def test_unknown_domains_are_named():
     with pytest.raises(DataError, match="unknown built-in domain 'fox' of task video: choose from"):
         samples(Task.VIDEO, "fox")
     with pytest.raises(DataError, match="unknown built-in domain 'digits' of task vqa"):

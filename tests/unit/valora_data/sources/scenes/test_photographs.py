@@ -15,7 +15,7 @@ from valora_data.sources.scenes.photographs import (
 
 
 @pytest.mark.parametrize("photograph", range(len(PHOTOGRAPHS)))
-def test_regions_of_splits_are_disjoint_and_inside_the_photograph(photograph: int) -> None:
+def test_regions_of_splits_are_disjoint_and_inside_the_photograph(photograph):
     width, height = photographs._pixels(photograph).size
     covered = np.zeros((height, width), dtype=int)
     for split in Split:
@@ -27,7 +27,7 @@ def test_regions_of_splits_are_disjoint_and_inside_the_photograph(photograph: in
     assert covered.max() == 1
 
 
-def test_crops_stay_inside_their_region(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crops_stay_inside_their_region(monkeypatch):
     """Each region painted in one grey level: a crop of a split shows its level alone."""
     levels = {split: 40 + 50 * place for place, split in enumerate(Split)}
     painted = {}
@@ -47,7 +47,7 @@ def test_crops_stay_inside_their_region(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("package", ["skimage", "a_package_that_is_not_installed"])
-def test_missing_photograph_names_the_remedy(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_photograph_names_the_remedy(package, monkeypatch):
     missing = Photograph(package, "data/no_such_photograph.png", (0, 0, 400, 400))
     monkeypatch.setattr(photographs, "PHOTOGRAPHS", (missing,))
     photographs._pixels.cache_clear()

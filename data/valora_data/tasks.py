@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from valora_data.errors import DataError
 from valora_data.registry import Registry
-
-if TYPE_CHECKING:
-    AnswerField = Literal["label", "boxes", "count", "answers", "captions"]
-    """A field of `valora_data.schema.Answer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +14,8 @@ class TaskSpec:
     """What is declared about a task type."""
 
     metric: str  # name of the standard metric
-    answer: AnswerField  # the field of `Answer` that holds the truth of a sample
+    # the field of `Answer` that holds the truth of a sample
+    answer: Literal["label", "boxes", "count", "answers", "captions"]
     # whether domains of this type list the possible answers
     labels: Literal["required", "optional", "none"] = "none"
     largest: float = 1.0  # largest value of the metric

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_477,
-    "data/valora_data": 11_105,
+    "data/valora_data": 11_032,
     "teachers/valora_teachers": 1_943,
     "kernels/valora_kernels": 6_301,
     "valora_serve": 41_349,

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, TypeAdapter, model_validator
@@ -24,9 +26,6 @@ from valora_data.contract.files import expect, read_safetensors, write_safetenso
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from PIL.Image import Image
     from torch import Tensor
 

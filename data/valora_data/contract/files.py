@@ -7,6 +7,8 @@ import json
 import os
 import reprlib
 import stat
+from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +17,6 @@ from pydantic import ValidationError
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from io import BufferedReader
-
     from torch import Tensor
 
 JSON_BYTES = 8 << 20  # most of a JSON file: a manifest of thousands of domains is smaller

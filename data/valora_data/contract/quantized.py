@@ -6,6 +6,7 @@ Training holds the rounded weights packed; serving unpacks them, or keeps them p
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from valora_data.models.base import ModelPart
 from valora_data.models.registry import architecture_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import torch
 
 NF4 = "nf4"  # 4-bit NormalFloat with double quantisation

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valora_data.errors import DataError
 from valora_data.registry import Registry
 from valora_data.schema import Split
 from valora_data.sources.base import Location, Source, SourceFormat, Splits, check_unpacked
 from valora_data.sources.formats.files import images_below
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FORMATS: Registry[type[SourceFormat]] = Registry(
     "valora.sources",

@@ -16,6 +16,7 @@ from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
 from valora_data.sources.generic.shapes import FREE_TURN, KEEP_ASPECT, KEEP_SIDE, SHAPES
 
+Rng = np.random.Generator
 Floats = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.uint8]
 Window = tuple[slice, slice]
@@ -129,7 +130,7 @@ def is_reserved(shape: str, color: str) -> bool:
     return (list(SHAPES).index(shape) + 5 * list(COLORS).index(color)) % RESERVED_EVERY == 0
 
 
-def color_of(name: str, rng: np.random.Generator) -> Floats:
+def color_of(name: str, rng: Rng) -> Floats:
     """A random RGB in [0, 1] that people call `name`, (3,)."""
     h, s, v = (float(rng.uniform(*limits)) for limits in COLORS[name])
     # Piecewise-linear hue: each channel is v · (1 − s · how far its own hue is away).
@@ -137,27 +138,27 @@ def color_of(name: str, rng: np.random.Generator) -> Floats:
     return np.asarray(v * (1.0 - s * (1.0 - np.clip(away - 1.0, 0.0, 1.0))), dtype=np.float32)
 
 
-def _field(rng: np.random.Generator, cells: int) -> Floats:
+def _field(rng: Rng, cells: int) -> Floats:
     """Smooth noise around 0 with about `cells` bumps across, (SIZE, SIZE)."""
     grid = Image.fromarray(rng.standard_normal((cells, cells)).astype(np.float32))
     return np.asarray(grid.resize((SIZE, SIZE), Image.Resampling.BICUBIC), dtype=np.float32)
 
 
-def _ramp(rng: np.random.Generator) -> Floats:
+def _ramp(rng: Rng) -> Floats:
     """A plane from about −1 to 1 in a random direction, (SIZE, SIZE)."""
     angle = rng.uniform(0, 2 * np.pi)
     at = np.linspace(-1, 1, SIZE, dtype=np.float32)
     return np.asarray(np.cos(angle) * at[None, :] + np.sin(angle) * at[:, None], dtype=np.float32)
 
 
-def _octaves(rng: np.random.Generator) -> Floats:
+def _octaves(rng: Rng) -> Floats:
     """Noise over several scales whose amplitude falls like a random power, (SIZE, SIZE)."""
     falloff, first = rng.uniform(0.4, 0.85), int(rng.integers(2, 7))
     octaves = [falloff**i * _field(rng, min(first * 2**i, SIZE)) for i in range(4)]
     return np.asarray(sum(octaves), dtype=np.float32)
 
 
-def _tiling(rng: np.random.Generator) -> Floats:
+def _tiling(rng: Rng) -> Floats:
     """Stripes, checks or bricks in perspective-free but warped coordinates, about −1 to 1."""
     angle = rng.uniform(0, np.pi)
     at = np.linspace(-1, 1, SIZE, dtype=np.float32)
@@ -176,7 +177,7 @@ def _tiling(rng: np.random.Generator) -> Floats:
     return np.asarray(np.where(seam < 0.15, -1.0, 0.4), dtype=np.float32)
 
 
-def _surface(rng: np.random.Generator) -> Floats:
+def _surface(rng: Rng) -> Floats:
     """One textured surface, RGB around [0, 1], (SIZE, SIZE, 3)."""
     tone = rng.uniform(0.1, 0.9)
     base = np.clip(tone + rng.normal(0, 0.13, 3), 0.03, 0.97)
@@ -187,7 +188,7 @@ def _surface(rng: np.random.Generator) -> Floats:
     return np.asarray(base + texture[:, :, None] * swing, dtype=np.float32)
 
 
-def draw_background(rng: np.random.Generator) -> Floats:
+def draw_background(rng: Rng) -> Floats:
     """Surfaces that meet at natural borders under one light, RGB in [0, 1], (SIZE, SIZE, 3)."""
     image = _surface(rng)
     for _ in range(int(rng.integers(0, 3))):
@@ -199,7 +200,7 @@ def draw_background(rng: np.random.Generator) -> Floats:
     return clipped
 
 
-def draw_clutter(image: Floats, rng: np.random.Generator) -> Floats:
+def draw_clutter(image: Floats, rng: Rng) -> Floats:
     """Adds unnamed scraps, threads and blots, which resemble no thing."""
     canvas = Image.fromarray((image * 255).astype(np.uint8))
     pen = ImageDraw.Draw(canvas, "RGBA")
@@ -216,7 +217,7 @@ def draw_clutter(image: Floats, rng: np.random.Generator) -> Floats:
 
 
 def _draw_masks(
-    shape: str, length: float, rng: np.random.Generator
+    shape: str, length: float, rng: Rng
 ) -> tuple[Image.Image, Image.Image, Image.Image]:
     """Oversampled silhouette, dark and light details of one specimen, turned and bent at random."""
     outline = SHAPES[shape]
@@ -260,7 +261,7 @@ def _draw_masks(
     return masks["fill"], masks["dark"], masks["light"]
 
 
-def _pattern(name: str, shape: tuple[int, int], rng: np.random.Generator) -> Floats:
+def _pattern(name: str, shape: tuple[int, int], rng: Rng) -> Floats:
     """Where the second tone of a pattern goes, in [0, 1], (h, w)."""
     y, x = np.mgrid[: shape[0], : shape[1]].astype(np.float32)
     angle = rng.uniform(0, np.pi)
@@ -275,9 +276,7 @@ def _pattern(name: str, shape: tuple[int, int], rng: np.random.Generator) -> Flo
     return np.asarray(np.clip(0.5 + 1.6 * wave, 0, 1), dtype=np.float32)
 
 
-def draw_sprite(
-    shape: str, color: str, pattern: str, length: float, rng: np.random.Generator
-) -> Sprite:
+def draw_sprite(shape: str, color: str, pattern: str, length: float, rng: Rng) -> Sprite:
     """Draws one specimen of a named thing, about `length` pixels long, at (0, 0)."""
     fill, dark, light = _draw_masks(shape, length, rng)
     if pattern == "outlined":
@@ -318,7 +317,7 @@ def _covered(a: Thing, b: Thing) -> float:
     return max(w, 0.0) * max(h, 0.0) / min(areas)
 
 
-def place(sprite: Sprite, others: list[Sprite], rng: np.random.Generator) -> Sprite | None:
+def place(sprite: Sprite, others: list[Sprite], rng: Rng) -> Sprite | None:
     """Moves a sprite to a random place where it hides little; None if none is found."""
     x0, y0, x1, y1 = (int(edge) for edge in sprite.thing.box)
     if x1 - x0 > SIZE or y1 - y0 > SIZE:
@@ -332,7 +331,7 @@ def place(sprite: Sprite, others: list[Sprite], rng: np.random.Generator) -> Spr
     return None
 
 
-def compose(background: Floats, sprites: list[Sprite], rng: np.random.Generator) -> Floats:
+def compose(background: Floats, sprites: list[Sprite], rng: Rng) -> Floats:
     """Puts sprites on a copy of a background from back to front, with borders where they vanish."""
     image = background.copy()
     shadow = rng.uniform(0, 0.5) if rng.random() < 0.4 else 0.0
@@ -351,7 +350,7 @@ def compose(background: Floats, sprites: list[Sprite], rng: np.random.Generator)
     return image
 
 
-def finish(image: Floats, rng: np.random.Generator) -> Pixels:
+def finish(image: Floats, rng: Rng) -> Pixels:
     """Light, blur and grain of a camera; colours keep their names."""
     light = rng.uniform(0.8, 1.12) * (1 + _ramp(rng) * rng.uniform(0, 0.14))
     tint = rng.normal(1.0, 0.02, 3)
@@ -359,7 +358,7 @@ def finish(image: Floats, rng: np.random.Generator) -> Pixels:
     return grainy((image * 255).astype(np.uint8), rng, 0.9, 9)
 
 
-def grainy(pixels: Pixels, rng: np.random.Generator, blur: float, strength: float) -> Pixels:
+def grainy(pixels: Pixels, rng: Rng, blur: float, strength: float) -> Pixels:
     """Blur, of half of all images, and grain of up to some radius and standard deviation."""
     photo = Image.fromarray(pixels)
     if rng.random() < 0.5:
@@ -368,9 +367,7 @@ def grainy(pixels: Pixels, rng: np.random.Generator, blur: float, strength: floa
     return np.clip(np.asarray(photo, dtype=np.float32) + grain, 0, 255).astype(np.uint8)
 
 
-def draw_sprites(
-    rng: np.random.Generator, most: int = MAX_THINGS, *, novel: bool = False
-) -> list[Sprite]:
+def draw_sprites(rng: Rng, most: int = MAX_THINGS, *, novel: bool = False) -> list[Sprite]:
     """One to `most` things of few kinds, so that counting and confusing them is possible.
 
     With `novel` the first one, if it finds a place, is a reserved combination.

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from valora_data.schema import Task
+from valora_data.schema import Answer, Split, Task
 from valora_data.sources.generic.scenes import (
     SIZE,
     Floats,
+    Rng,
     Thing,
     draw_sprite,
     grainy,
@@ -22,9 +23,6 @@ from valora_data.sources.generic.scenes import (
 )
 from valora_data.sources.scenes.drawing import Edges, bounds, chosen
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS, photograph_crop
-
-if TYPE_CHECKING:
-    from valora_data.schema import Answer, Split
 
 SOLID = 0.4  # coverage from which a pixel counts as part of a thing
 PLACEMENTS = 30
@@ -41,7 +39,7 @@ class Drawn(NamedTuple):
     prompt: str | None = None
 
 
-Draw = Callable[[np.random.Generator, "Split"], Drawn]
+Draw = Callable[[Rng, "Split"], Drawn]
 
 
 class SceneDomain(NamedTuple):
@@ -69,7 +67,7 @@ def scene(
     return register
 
 
-def scene_rng(domain: str, split: Split, index: int, seed: int) -> np.random.Generator:
+def scene_rng(domain: str, split: Split, index: int, seed: int) -> Rng:
     """The random numbers of one sample, whatever was drawn before it."""
     key = sha256(f"{seed}/{domain}/{split.value}/{index}".encode()).digest()
     return np.random.default_rng(int.from_bytes(key[:16], "little"))
@@ -83,20 +81,18 @@ class Board:
     boxes: list[Edges] = field(default_factory=list)
 
     @classmethod
-    def photograph(cls, rng: np.random.Generator, split: Split, without: str = "") -> Board:
+    def photograph(cls, rng: Rng, split: Split, without: str = "") -> Board:
         """A board with a crop that only this split shows, of a photograph of no file `without`."""
         files = [photograph.file for photograph in PHOTOGRAPHS]
         suitable = [n for n, file in enumerate(files) if not without or without not in file]
         return cls(photograph_crop(rng, split, SIZE, chosen(rng, suitable)).astype(np.float32))
 
     @classmethod
-    def slate(cls, rng: np.random.Generator) -> Board:
+    def slate(cls, rng: Rng) -> Board:
         """A board of one dark colour, to write on."""
         return cls(np.zeros((SIZE, SIZE, 3), np.float32) + np.float32(rng.uniform(0, 60, 3)))
 
-    def add(
-        self, rng: np.random.Generator, layer: Floats, region: Edges = EVERYWHERE
-    ) -> Edges | None:
+    def add(self, rng: Rng, layer: Floats, region: Edges = EVERYWHERE) -> Edges | None:
         """Put a thing where it covers no other, its middle in a region (shares of the image)."""
         x0, y0, x1, y1 = extent(layer)
         size = np.array([x1 - x0, y1 - y0])
@@ -117,7 +113,7 @@ class Board:
         return None
 
     def put(
-        self, rng: np.random.Generator, shape: str, color: str, *, pattern: str = "plain",
+        self, rng: Rng, shape: str, color: str, *, pattern: str = "plain",
         length: tuple[float, float] = (18.0, 32.0), region: Edges = EVERYWHERE,
     ) -> Thing | None:  # fmt: skip
         """Draw one of the base model's named things where there is room; None if there is none."""
@@ -144,7 +140,7 @@ class Board:
         board.paste(layer, round(x - layer.shape[1] / 2), round(y - layer.shape[0] / 2))
         return board
 
-    def image(self, rng: np.random.Generator) -> Image.Image:
+    def image(self, rng: Rng) -> Image.Image:
         """What a camera makes of it: light, tint, blur and grain."""
         tint = rng.uniform(0.88, 1.1) * (1 + rng.uniform(-0.03, 0.03, 3)).astype(np.float32)
         pixels = np.clip(self.pixels * tint, 0, 255).astype(np.uint8)
@@ -157,9 +153,7 @@ def extent(layer: Floats) -> tuple[int, int, int, int]:
     return bounds(solid if solid.any() else np.ones_like(solid))
 
 
-def thing(
-    rng: np.random.Generator, shape: str, color: str, length: float, pattern: str = "plain"
-) -> Floats:
+def thing(rng: Rng, shape: str, color: str, length: float, pattern: str = "plain") -> Floats:
     """One of the base model's named things as a layer; `length` in pixels."""
     sprite = draw_sprite(shape, color, pattern, length, rng)
     return np.dstack([sprite.rgb * 255, sprite.alpha]).astype(np.float32)
@@ -179,9 +173,7 @@ def resized(layer: Floats, factor: float) -> Floats:
     return result
 
 
-def fitted(
-    rng: np.random.Generator, layer: Floats, length: tuple[float, float] = (20.0, 30.0)
-) -> Floats:
+def fitted(rng: Rng, layer: Floats, length: tuple[float, float] = (20.0, 30.0)) -> Floats:
     """The layer at a size of which the longer side lies in a range of pixels."""
     x0, y0, x1, y1 = extent(layer)
     return resized(layer, rng.uniform(*length) / max(x1 - x0, y1 - y0))
@@ -190,7 +182,7 @@ def fitted(
 WEATHERS = ("clear", "rain", "snow", "fog", "night")
 
 
-def add_weather(rng: np.random.Generator, board: Board, weather: str) -> None:
+def add_weather(rng: Rng, board: Board, weather: str) -> None:
     """Change a board so that it shows one of `WEATHERS`."""
     pixels = board.pixels
     if weather == "rain":
@@ -216,7 +208,7 @@ def add_weather(rng: np.random.Generator, board: Board, weather: str) -> None:
             pixels += (glow[..., None] * np.array([255, 225, 150], np.float32)).astype(np.float32)
 
 
-def _streaks(rng: np.random.Generator, count: int, slant: float) -> Floats:
+def _streaks(rng: Rng, count: int, slant: float) -> Floats:
     """Parallel strokes as coverage, (SIZE, SIZE, 1)."""
     sheet = Image.new("L", (SIZE, SIZE))
     pen = ImageDraw.Draw(sheet)
@@ -227,7 +219,7 @@ def _streaks(rng: np.random.Generator, count: int, slant: float) -> Floats:
     return np.asarray(sheet, dtype=np.float32)[..., None] / np.float32(255)
 
 
-def _flakes(rng: np.random.Generator, count: int) -> Floats:
+def _flakes(rng: Rng, count: int) -> Floats:
     """Soft dots as coverage, (SIZE, SIZE, 1)."""
     sheet = Image.new("L", (SIZE * 2, SIZE * 2))
     pen = ImageDraw.Draw(sheet)

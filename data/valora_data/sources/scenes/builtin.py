@@ -6,16 +6,13 @@ without the ones before it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.scenes import classification, detection, language  # noqa: F401 - register
 from valora_data.sources.scenes.boards import SCENES, SceneDomain, scene_rng
 from valora_data.sources.scenes.photographs import DIGITS, digit_samples
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["SCENES", "builtin_domain", "builtin_samples"]
 SCENES[Task.CLASSIFICATION] = {

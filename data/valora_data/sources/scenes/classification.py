@@ -6,15 +6,15 @@ and cameras move.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import cos, pi, sin
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
-from valora_data.schema import Answer, Task
-from valora_data.sources.generic.scenes import COLORS, SIZE, Floats
+from valora_data.schema import Answer, Split, Task
+from valora_data.sources.generic.scenes import COLORS, SIZE, Floats, Rng
 from valora_data.sources.generic.shapes import SHAPES
 from valora_data.sources.scenes import objects
 from valora_data.sources.scenes.boards import (
@@ -27,16 +27,10 @@ from valora_data.sources.scenes.boards import (
     scene,
     thing,
 )
-from valora_data.sources.scenes.drawing import Pen, Point, chosen, pick, scaled
+from valora_data.sources.scenes.drawing import Colour, Pen, Point, chosen, pick, scaled
 from valora_data.sources.scenes.language import TABLE_SHAPES
 from valora_data.sources.scenes.objects import PLANTS, SIGNS, VEHICLES
 from valora_data.sources.scenes.photographs import photograph_crop
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from valora_data.schema import Split
-    from valora_data.sources.scenes.drawing import Colour
 
 VEHICLE_LABELS = (*VEHICLES, "bicycle")
 SURFACES = {"brick": 0, "gravel": 1, "grass": 2, "coins": 4, "tissue": 7, "stars": 8}
@@ -44,28 +38,26 @@ SURFACES = {"brick": 0, "gravel": 1, "grass": 2, "coins": 4, "tissue": 7, "stars
 
 
 @scene(Task.CLASSIFICATION, "which vehicle is this?", VEHICLE_LABELS)
-def _vehicle_type(rng: np.random.Generator, split: Split) -> Drawn:
+def _vehicle_type(rng: Rng, split: Split) -> Drawn:
     label = chosen(rng, VEHICLE_LABELS)
     pen = {**VEHICLES, "bicycle": objects.bicycle}[label](rng)
     return _shown(rng, split, pen, label, other=chosen(rng, list(PLANTS)))
 
 
 @scene(Task.CLASSIFICATION, "which plant is this?", PLANTS)
-def _plant_type(rng: np.random.Generator, split: Split) -> Drawn:
+def _plant_type(rng: Rng, split: Split) -> Drawn:
     label = chosen(rng, list(PLANTS))
     return _shown(rng, split, PLANTS[label](rng), label)
 
 
 @scene(Task.CLASSIFICATION, "which sign is this?", SIGNS)
-def _sign_type(rng: np.random.Generator, split: Split) -> Drawn:
+def _sign_type(rng: Rng, split: Split) -> Drawn:
     kind = int(rng.integers(len(SIGNS)))
     pen = objects.traffic_sign(rng, kind, rng.uniform(30, 60))
     return _shown(rng, split, pen, SIGNS[kind], other=chosen(rng, list(PLANTS)))
 
 
-def _shown(
-    rng: np.random.Generator, split: Split, pen: Pen, label: str, other: str | None = None
-) -> Drawn:
+def _shown(rng: Rng, split: Split, pen: Pen, label: str, other: str | None = None) -> Drawn:
     """A thing on a photograph, sometimes with a plant beside it."""
     board = Board.photograph(rng, split, "grass")
     board.add(rng, fitted(rng, pen.layer(), (44.0, 80.0)))
@@ -75,7 +67,7 @@ def _shown(
 
 
 @scene(Task.CLASSIFICATION, "how is the weather?", WEATHERS)
-def _weather(rng: np.random.Generator, split: Split) -> Drawn:
+def _weather(rng: Rng, split: Split) -> Drawn:
     label = chosen(rng, WEATHERS)
     board = Board.photograph(rng, split)
     pens = [VEHICLES[chosen(rng, list(VEHICLES))](rng), objects.person(rng)]
@@ -86,7 +78,7 @@ def _weather(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.CLASSIFICATION, "which surface is this?", SURFACES)
-def _surface(rng: np.random.Generator, split: Split) -> Drawn:
+def _surface(rng: Rng, split: Split) -> Drawn:
     label = chosen(rng, list(SURFACES))
     pixels = photograph_crop(rng, split, photograph=SURFACES[label])
     return Drawn((Image.fromarray(pixels),), Answer(label=label))
@@ -97,16 +89,12 @@ COUNTS = tuple(str(count) for count in range(MOST + 1))
 METALS = ((214, 172, 60), (190, 192, 196), (184, 110, 62))
 
 
-def _small_sign(rng: np.random.Generator) -> Floats:
-    return objects.traffic_sign(rng, size=rng.uniform(20, 30)).layer()
-
-
-def _potted_plant(rng: np.random.Generator) -> Floats:
+def _potted_plant(rng: Rng) -> Floats:
     potted = ("conifer", "palm", "cactus", "grass")  # keep their form when small
     return fitted(rng, PLANTS[chosen(rng, potted)](rng).layer())
 
 
-def _coin(rng: np.random.Generator) -> Floats:
+def _coin(rng: Rng) -> Floats:
     """A round of gold, silver or copper with a raised rim and a number."""
     metal = pick(rng, METALS, 25)
     size = rng.uniform(18, 28)
@@ -118,12 +106,7 @@ def _coin(rng: np.random.Generator) -> Floats:
     return pen.layer()
 
 
-def _count(
-    painter: Callable[[np.random.Generator], Floats],
-    without: str,
-    rng: np.random.Generator,
-    split: Split,
-) -> Drawn:
+def _count(painter: Callable[[Rng], Floats], without: str, rng: Rng, split: Split) -> Drawn:
     """Some of what is counted, and up to two other things."""
     board = Board.photograph(rng, split, without)
     wanted = int(rng.integers(MOST + 1))
@@ -136,7 +119,7 @@ def _count(
 for _name, _what, _painter, _without in (
     ("people", "people", lambda rng: fitted(rng, objects.person(rng).layer()), ""),
     ("vehicle", "vehicles", lambda rng: fitted(rng, objects.vehicle(rng).layer()), ""),
-    ("sign", "signs", _small_sign, ""),
+    ("sign", "signs", lambda rng: objects.traffic_sign(rng, size=rng.uniform(20, 30)).layer(), ""),
     ("plant", "plants", _potted_plant, "grass"),
     ("coin", "coins", _coin, "coins"),
 ):
@@ -157,7 +140,7 @@ CAMERA_MOVES = ("pan left", "pan right", "zoom in", "zoom out", "still")
 CHANGES = ("appear", "vanish", "grow", "shrink", "recolor")
 
 
-def _clip(rng: np.random.Generator, boards: Sequence[Board], label: str) -> Drawn:
+def _clip(rng: Rng, boards: Sequence[Board], label: str) -> Drawn:
     """Frames as one camera takes them: the same light, blur and strength of grain."""
     state = rng.bit_generator.state
     images = []
@@ -168,7 +151,7 @@ def _clip(rng: np.random.Generator, boards: Sequence[Board], label: str) -> Draw
 
 
 @scene(Task.VIDEO, "which way does the vehicle move?", DRIVES)
-def _vehicle_motion(rng: np.random.Generator, split: Split) -> Drawn:
+def _vehicle_motion(rng: Rng, split: Split) -> Drawn:
     label = chosen(rng, DRIVES)
     board = Board.photograph(rng, split)
     layer = VEHICLES[chosen(rng, list(VEHICLES))](rng).layer()
@@ -219,7 +202,7 @@ def _figure(
 
 
 @scene(Task.VIDEO, "which action is this?", ACTIONS)
-def _person_action(rng: np.random.Generator, split: Split) -> Drawn:
+def _person_action(rng: Rng, split: Split) -> Drawn:
     label = chosen(rng, ACTIONS)
     board = Board.photograph(rng, split)
     top, bottom = pick(rng, objects.CLOTHES), pick(rng, objects.CLOTHES)
@@ -254,7 +237,7 @@ def _person_action(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.VIDEO, "how does the ball move?", BALL_PATHS)
-def _ball_path(rng: np.random.Generator, split: Split) -> Drawn:
+def _ball_path(rng: Rng, split: Split) -> Drawn:
     label = chosen(rng, BALL_PATHS)
     board = Board.photograph(rng, split)
     size, paint = rng.uniform(16, 26), pick(rng, objects.PAINTS)
@@ -287,7 +270,7 @@ def _ball_path(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.VIDEO, "how does the camera move?", CAMERA_MOVES)
-def _camera_motion(rng: np.random.Generator, split: Split) -> Drawn:
+def _camera_motion(rng: Rng, split: Split) -> Drawn:
     """Windows into a larger picture with some things in it."""
     label = chosen(rng, CAMERA_MOVES)
     world = Board(photograph_crop(rng, split, 2 * SIZE).astype(np.float32))
@@ -314,7 +297,7 @@ def _camera_motion(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.VIDEO, "what does the thing do?", CHANGES)
-def _change(rng: np.random.Generator, split: Split) -> Drawn:
+def _change(rng: Rng, split: Split) -> Drawn:
     label = chosen(rng, CHANGES)
     board = Board.photograph(rng, split)
     shape = chosen(rng, list(SHAPES))

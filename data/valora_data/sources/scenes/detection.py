@@ -10,23 +10,18 @@ from functools import partial
 from io import BytesIO
 from itertools import combinations
 from math import cos, sin
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFilter
 
 from valora_data.images import decode_image
-from valora_data.schema import Answer, Box, Task
-from valora_data.sources.generic.scenes import SIZE, Floats, softened, windows
+from valora_data.schema import Answer, Box, Split, Task
+from valora_data.sources.generic.scenes import SIZE, Floats, Rng, softened, windows
 from valora_data.sources.scenes.boards import Drawn, scene
-from valora_data.sources.scenes.drawing import bounds, chosen, lit, shade
+from valora_data.sources.scenes.drawing import Pen, bounds, chosen, lit, shade
 from valora_data.sources.scenes.objects import NEAR_MISSES, TARGETS
 from valora_data.sources.scenes.photographs import photograph_crop
-
-if TYPE_CHECKING:
-    from valora_data.schema import Split
-    from valora_data.sources.scenes.drawing import Pen
 
 Mask = npt.NDArray[np.bool_]
 """Pixels of the image, (SIZE, SIZE)."""
@@ -50,9 +45,7 @@ PLACEMENTS = 12
 MIN_CONTRAST = 38.0  # of 255, in lightness and (weaker) hue, between a thing and what it covers
 
 
-def draw_scene(
-    domain: str, rng: np.random.Generator, split: Split
-) -> tuple[Image.Image, list[Mask]]:
+def draw_scene(domain: str, rng: Rng, split: Split) -> tuple[Image.Image, list[Mask]]:
     """An image of a domain, and the visible pixels of each target."""
     angle = rng.uniform(0, 2 * np.pi)
     canvas = _Canvas(
@@ -74,7 +67,7 @@ def draw_scene(
     return _photographed(rng, canvas.pixels), canvas.masks
 
 
-def _sample(domain: str, rng: np.random.Generator, split: Split) -> Drawn:
+def _sample(domain: str, rng: Rng, split: Split) -> Drawn:
     image, masks = draw_scene(domain, rng, split)
     return Drawn((image,), Answer(tuple(Box(*bounds(mask), domain) for mask in masks)))
 
@@ -96,7 +89,7 @@ class _Canvas:
     areas: list[int] = field(default_factory=list)
     taken: Mask = field(default_factory=lambda: np.zeros((SIZE, SIZE), np.bool_))
 
-    def add(self, rng: np.random.Generator, pen: Pen, is_target: bool) -> None:
+    def add(self, rng: Rng, pen: Pen, is_target: bool) -> None:
         """Put a thing where it fits; leave it out where none of some random places does."""
         thing = lit(pen.layer(), self.light, self.lighting)
         solid = thing[..., 3] > MASK_COVERAGE
@@ -124,9 +117,7 @@ class _Canvas:
                 self.taken |= mask
                 return
 
-    def _stack(
-        self, rng: np.random.Generator, pen: Pen, thing: Floats, left: int, top: int
-    ) -> None:
+    def _stack(self, rng: Rng, pen: Pen, thing: Floats, left: int, top: int) -> None:
         if pen.behind is not None:
             behind = lit(pen.behind.layer(), self.light, self.lighting)
             # What holds a thing never covers what was there before.
@@ -193,7 +184,7 @@ def _iou(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> float:
     return width * height / union
 
 
-def _photographed(rng: np.random.Generator, pixels: Floats) -> Image.Image:
+def _photographed(rng: Rng, pixels: Floats) -> Image.Image:
     """What a camera makes of the scene: exposure, tint, blur, noise and compression."""
     gain = 1 + rng.uniform(-EXPOSURE, EXPOSURE)
     contrast = 1 + rng.uniform(-EXPOSURE, EXPOSURE / 2)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from functools import cache
 from math import cos, pi, radians, sin
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageDraw
 
-from valora_data.sources.generic.scenes import Floats
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
+from valora_data.sources.generic.scenes import Floats, Rng
 
 T = TypeVar("T")
 Colour = tuple[int, int, int]
@@ -172,7 +169,7 @@ def _unit_arc(start: float, end: float) -> tuple[Point, ...]:
     return tuple((cos(a), sin(a)) for a in angles)
 
 
-def blob(rng: np.random.Generator, x: float, y: float, rx: float, ry: float) -> list[float]:
+def blob(rng: Rng, x: float, y: float, rx: float, ry: float) -> list[float]:
     """An irregular rounded outline that fills about the ellipse."""
     angles = np.linspace(0, 2 * pi, CURVE_POINTS, endpoint=False)
     waves = np.arange(2, 5)[:, None] * angles + rng.uniform(0, 2 * pi, (3, 1))
@@ -182,12 +179,12 @@ def blob(rng: np.random.Generator, x: float, y: float, rx: float, ry: float) -> 
     return points
 
 
-def chosen(rng: np.random.Generator, options: Sequence[T]) -> T:
+def chosen(rng: Rng, options: Sequence[T]) -> T:
     """One of some things."""
     return options[int(rng.integers(len(options)))]
 
 
-def varied(rng: np.random.Generator, colour: Colour, spread: int = 25) -> Colour:
+def varied(rng: Rng, colour: Colour, spread: int = 25) -> Colour:
     """A colour near the given one: brightness moves most, hue a little."""
     lightness = rng.uniform(-spread, spread)
     r, g, b = (
@@ -197,7 +194,7 @@ def varied(rng: np.random.Generator, colour: Colour, spread: int = 25) -> Colour
     return (r, g, b)
 
 
-def pick(rng: np.random.Generator, options: Sequence[Colour], spread: int = 18) -> Colour:
+def pick(rng: Rng, options: Sequence[Colour], spread: int = 18) -> Colour:
     """One of some colours, varied."""
     return varied(rng, chosen(rng, options), spread)
 

@@ -5,22 +5,15 @@ Where things found no room, a picture is drawn anew.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
-from valora_data.schema import Answer, Box, Task
-from valora_data.sources.generic.scenes import PATTERNS, Thing, color_of, plural
+from valora_data.schema import Answer, Box, Split, Task
+from valora_data.sources.generic.scenes import PATTERNS, Rng, Thing, color_of, plural
 from valora_data.sources.generic.shapes import SHAPES
 from valora_data.sources.scenes.boards import Board, Drawn, add_weather, resized, scene
 from valora_data.sources.scenes.drawing import Edges, chosen
 from valora_data.sources.scenes.objects import SIGNS, TARGETS, VEHICLES, traffic_sign
 from valora_data.sources.scenes.photographs import DIGITS, digit_layer
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    import numpy as np
-
-    from valora_data.schema import Split
 
 ANNOTATORS = 10
 """Answers per question, as in VQA v2."""
@@ -37,14 +30,12 @@ CLEAR_COLORS = ("red", "yellow", "green", "blue", "purple", "pink", "white", "bl
 TABLE_SHAPES = tuple(shape for shape in SHAPES if not shape.startswith("letter"))
 
 
-def _several(rng: np.random.Generator, options: Collection[str], count: int) -> list[str]:
+def _several(rng: Rng, options: Collection[str], count: int) -> list[str]:
     """Different ones of some words."""
     return [str(word) for word in rng.choice(list(options), count, replace=False)]
 
 
-def _in_places(
-    rng: np.random.Generator, split: Split, count: int
-) -> tuple[Board, dict[str, Thing]]:
+def _in_places(rng: Rng, split: Split, count: int) -> tuple[Board, dict[str, Thing]]:
     """A board with things of different shapes, by the name of their place."""
     while True:
         board = Board.photograph(rng, split)
@@ -79,9 +70,7 @@ SIGN_FACTS = {
 """Kind of sign to its outline and colour."""
 
 
-def _asked(
-    board: Board, rng: np.random.Generator, question: str, answer: str, options: Sequence[str]
-) -> Drawn:
+def _asked(board: Board, rng: Rng, question: str, answer: str, options: Sequence[str]) -> Drawn:
     """What ten people answer: at least seven agree, the rest says another one of the options."""
     others = [option for option in options if option != answer]
     strays = [chosen(rng, others) for _ in range(int(rng.integers(0, 4)))]
@@ -90,7 +79,7 @@ def _asked(
 
 
 @scene(Task.VQA, "{}")
-def _vehicle_color(rng: np.random.Generator, split: Split) -> Drawn:
+def _vehicle_color(rng: Rng, split: Split) -> Drawn:
     kind, color = chosen(rng, list(VEHICLES)), chosen(rng, CLEAR_COLORS)
     red, green, blue = (int(level) for level in color_of(color, rng) * 255)
     board = Board.photograph(rng, split)
@@ -100,7 +89,7 @@ def _vehicle_color(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.VQA, "{}", ("no", "yes"))
-def _street_presence(rng: np.random.Generator, split: Split) -> Drawn:
+def _street_presence(rng: Rng, split: Split) -> Drawn:
     board = Board.photograph(rng, split, "grass")
     kinds = [str(kind) for kind in rng.permutation(list(STREET))]
     tried = kinds[: int(rng.integers(1, 3))]
@@ -112,7 +101,7 @@ def _street_presence(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.VQA, "{}")
-def _place_content(rng: np.random.Generator, split: Split) -> Drawn:
+def _place_content(rng: Rng, split: Split) -> Drawn:
     board, things = _in_places(rng, split, 3)
     place, *_ = things
     where = "in the center" if place == "center" else f"at the {place}"
@@ -121,7 +110,7 @@ def _place_content(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.VQA, "{}")
-def _digit_facts(rng: np.random.Generator, split: Split) -> Drawn:
+def _digit_facts(rng: Rng, split: Split) -> Drawn:
     board = Board.slate(rng)
     layer, digit = digit_layer(rng, split, rng.uniform(56, 88), (235, 235, 228))
     board.add(rng, layer)
@@ -133,7 +122,7 @@ def _digit_facts(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.VQA, "{}")
-def _sign_facts(rng: np.random.Generator, split: Split) -> Drawn:
+def _sign_facts(rng: Rng, split: Split) -> Drawn:
     kind = chosen(rng, list(SIGN_FACTS))
     board = Board.photograph(rng, split)
     board.add(rng, traffic_sign(rng, SIGNS.index(kind), rng.uniform(28, 56)).layer())
@@ -165,12 +154,12 @@ def _joined(phrases: Sequence[str]) -> str:
     return " and ".join([", ".join(phrases[:-1]), phrases[-1]] if phrases[1:] else phrases)
 
 
-def _captioned(board: Board, rng: np.random.Generator, *captions: str) -> Drawn:
+def _captioned(board: Board, rng: Rng, *captions: str) -> Drawn:
     return Drawn((board.image(rng),), Answer(captions=captions))
 
 
 @scene(Task.CAPTION, "describe the places.")
-def _place_caption(rng: np.random.Generator, split: Split) -> Drawn:
+def _place_caption(rng: Rng, split: Split) -> Drawn:
     board, things = _in_places(rng, split, int(rng.integers(1, 3)))
     named = [
         (_article(one.name), "in the center" if place == "center" else f"at the {place}")
@@ -182,7 +171,7 @@ def _place_caption(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.CAPTION, "describe the numbers.")
-def _count_caption(rng: np.random.Generator, split: Split) -> Drawn:
+def _count_caption(rng: Rng, split: Split) -> Drawn:
     board = Board.photograph(rng, split)
     phrases, bare = [], []
     for shape in _several(rng, TABLE_SHAPES, int(rng.integers(1, 3))):
@@ -198,7 +187,7 @@ def _count_caption(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.CAPTION, "describe the weather.")
-def _weather_caption(rng: np.random.Generator, split: Split) -> Drawn:
+def _weather_caption(rng: Rng, split: Split) -> Drawn:
     weather, count = chosen(rng, list(WEATHER_WORDS)), int(rng.integers(1, 3))
     found: list[Thing] = []
     while len(found) < count:
@@ -216,7 +205,7 @@ def _weather_caption(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.CAPTION, "describe the patterns.")
-def _pattern_caption(rng: np.random.Generator, split: Split) -> Drawn:
+def _pattern_caption(rng: Rng, split: Split) -> Drawn:
     described: list[tuple[float, str, str, str]] = []
     while not described:
         board = Board.photograph(rng, split)
@@ -235,7 +224,7 @@ def _pattern_caption(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.CAPTION, "read the digits.")
-def _digit_caption(rng: np.random.Generator, split: Split) -> Drawn:
+def _digit_caption(rng: Rng, split: Split) -> Drawn:
     board, found = Board.slate(rng), []
     count = int(rng.integers(1, 3))
     for place in range(count):
@@ -256,12 +245,12 @@ HALVES = {
 OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 
 
-def _referred(board: Board, rng: np.random.Generator, phrase: str, box: Edges) -> Drawn:
+def _referred(board: Board, rng: Rng, phrase: str, box: Edges) -> Drawn:
     return Drawn((board.image(rng),), Answer((Box(*box, phrase),)), phrase)
 
 
 @scene(Task.GROUNDING, "locate {}")
-def _color_reference(rng: np.random.Generator, split: Split) -> Drawn:
+def _color_reference(rng: Rng, split: Split) -> Drawn:
     """Two or three things of one shape in different colours."""
     shape = chosen(rng, TABLE_SHAPES)
     while True:
@@ -273,7 +262,7 @@ def _color_reference(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.GROUNDING, "locate {}")
-def _place_reference(rng: np.random.Generator, split: Split) -> Drawn:
+def _place_reference(rng: Rng, split: Split) -> Drawn:
     """Two equal things, one on each side."""
     side = chosen(rng, list(HALVES))
     while True:
@@ -286,7 +275,7 @@ def _place_reference(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.GROUNDING, "locate {}")
-def _size_reference(rng: np.random.Generator, split: Split) -> Drawn:
+def _size_reference(rng: Rng, split: Split) -> Drawn:
     """Two things of one shape, one twice as long as the other."""
     while True:
         board, shape = Board.photograph(rng, split), chosen(rng, TABLE_SHAPES)
@@ -298,7 +287,7 @@ def _size_reference(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.GROUNDING, "locate {}")
-def _pattern_reference(rng: np.random.Generator, split: Split) -> Drawn:
+def _pattern_reference(rng: Rng, split: Split) -> Drawn:
     """Two things of one shape, one with a pattern."""
     while True:
         board, shape = Board.photograph(rng, split), chosen(rng, TABLE_SHAPES)
@@ -312,7 +301,7 @@ def _pattern_reference(rng: np.random.Generator, split: Split) -> Drawn:
 
 
 @scene(Task.GROUNDING, "locate {}")
-def _digit_reference(rng: np.random.Generator, split: Split) -> Drawn:
+def _digit_reference(rng: Rng, split: Split) -> Drawn:
     """Two handwritten digits, not the same."""
     while True:
         board, found = Board.slate(rng), dict[str, Edges]()

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from math import cos, pi, sin
 from typing import Literal
 
-import numpy as np
-
+from valora_data.sources.generic.scenes import Rng
 from valora_data.sources.scenes.drawing import (
     GLYPHS,
     Colour,
@@ -27,7 +26,7 @@ from valora_data.sources.scenes.drawing import (
     varied,
 )
 
-Painter = Callable[[np.random.Generator], Pen]
+Painter = Callable[[Rng], Pen]
 
 WHITE, BLACK, GREY = (236, 236, 230), (24, 24, 28), (125, 125, 128)
 RED, BLUE, YELLOW = (196, 30, 36), (30, 70, 170), (240, 190, 30)
@@ -57,7 +56,7 @@ def _sheet(
     """
 
     def with_pen(draw: Callable[..., None]) -> Callable[..., Pen]:
-        def paint(rng: np.random.Generator, *colour: Colour) -> Pen:
+        def paint(rng: Rng, *colour: Colour) -> Pen:
             first = rng.uniform(*length)
             second = first * (ratio if isinstance(ratio, float) else rng.uniform(*ratio))
             turn = 0.0 if pose == "upright" else rng.normal(0, 3)
@@ -81,7 +80,7 @@ PLATES = (
 """Colours of ground and characters."""
 
 
-def _board(rng: np.random.Generator, width: float, height: float, mounted: float) -> Pen:
+def _board(rng: Rng, width: float, height: float, mounted: float) -> Pen:
     """A pen for a flat thing seen at an angle, sometimes on the bumper of a car with lights."""
     turn, slant, rise = rng.normal(0, 4), rng.normal(0, 0.08), rng.normal(0, 0.05)
     pen = Pen(width, height, turn=turn, slant=slant, rise=rise, margin=0.6)
@@ -94,7 +93,7 @@ def _board(rng: np.random.Generator, width: float, height: float, mounted: float
     return pen
 
 
-def _license_plate(rng: np.random.Generator) -> Pen:
+def _license_plate(rng: Rng) -> Pen:
     ground, ink = chosen(rng, PLATES)
     ground = varied(rng, ground, 15)
     double = rng.random() < 0.25
@@ -118,7 +117,7 @@ def _license_plate(rng: np.random.Generator) -> Pen:
     return pen
 
 
-def _plain_board(rng: np.random.Generator) -> Pen:
+def _plain_board(rng: Rng) -> Pen:
     """A plate-sized board: blank, with lines, with a picture, or striped; no characters."""
     width = rng.uniform(22, 48)
     pen = _board(rng, width, max(9.0, width / rng.uniform(1.6, 4.2)), 0.4)
@@ -160,21 +159,21 @@ def _regular(corners: int, start: float, radius: float) -> list[float]:
     return [c for a in angles for c in (0.5 + radius * cos(a), 0.5 + radius * sin(a))]
 
 
-def _sign_sheet(rng: np.random.Generator, size: float | None = None) -> Pen:
+def _sign_sheet(rng: Rng, size: float | None = None) -> Pen:
     margin = 1.2 if size is None else 0.1
     size = rng.uniform(16, 38) if size is None else size
     turn, rise = rng.normal(0, 5), rng.normal(0, 0.05)
     return Pen(size * rng.uniform(0.72, 1.0), size, turn=turn, rise=rise, margin=margin)
 
 
-def _on_pole(rng: np.random.Generator, pen: Pen, probability: float) -> Pen:
+def _on_pole(rng: Rng, pen: Pen, probability: float) -> Pen:
     if rng.random() < probability:
         foot = rng.uniform(1.6, 2.2)
         pen.backing().line(varied(rng, (140, 140, 145), 30), 2.0, 0.5, 0.5, 0.5, foot)
     return pen
 
 
-def _symbol(rng: np.random.Generator, pen: Pen, ink: Colour, r: float) -> None:
+def _symbol(rng: Rng, pen: Pen, ink: Colour, r: float) -> None:
     """A pictogram around the middle; `r` is its radius as a share of the sign."""
     size = pen.height * r
     stroke = max(1.2, size * 0.28)
@@ -201,9 +200,7 @@ def _symbol(rng: np.random.Generator, pen: Pen, ink: Colour, r: float) -> None:
             pen.line(ink, stroke * 0.8, 0.5, 0.5 + r * 0.1, 0.5 + side * r * 0.5, 0.5 + r)
 
 
-def traffic_sign(
-    rng: np.random.Generator, kind: int | None = None, size: float | None = None
-) -> Pen:
+def traffic_sign(rng: Rng, kind: int | None = None, size: float | None = None) -> Pen:
     """A road sign: coloured border and symbol, often on a pole; of a height in pixels if given."""
     pen = _sign_sheet(rng, size)
     red, blue, yellow = varied(rng, RED), varied(rng, BLUE), varied(rng, YELLOW)
@@ -243,7 +240,7 @@ def traffic_sign(
     return pen if size else _on_pole(rng, pen, 0.6)
 
 
-def _sign_like(rng: np.random.Generator) -> Pen:
+def _sign_like(rng: Rng) -> Pen:
     """A plain disc, ball, triangle, hoop, clock or poster: a sign's colours, no symbol."""
     pen = _sign_sheet(rng)
     colour = varied(rng, chosen(rng, (RED, BLUE, YELLOW, (230, 230, 225), (220, 110, 40))))
@@ -285,7 +282,7 @@ def _wheels(pen: Pen, y: float, share: float, *xs: float) -> None:
 
 
 @_sheet("width", (30, 58), (0.36, 0.46), "facing")
-def _car_side(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) -> None:
+def _car_side(rng: Rng, pen: Pen, colour: Colour | None = None) -> None:
     paint = colour or pick(rng, PAINTS)
     front, back = rng.uniform(0.2, 0.32), rng.uniform(0.02, 0.2)
     left, right = front + rng.uniform(0.1, 0.16), 1 - back - rng.uniform(0.04, 0.14)
@@ -304,7 +301,7 @@ def _car_side(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) 
 
 
 @_sheet("width", (24, 42), (0.75, 0.95), "tilted")
-def _car_front(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) -> None:
+def _car_front(rng: Rng, pen: Pen, colour: Colour | None = None) -> None:
     paint, rear = colour or pick(rng, PAINTS), rng.random() < 0.5
     for x in (0.08, 0.74):
         pen.box(TYRE, x, 0.75, x + 0.18, 1.0)
@@ -317,12 +314,12 @@ def _car_front(rng: np.random.Generator, pen: Pen, colour: Colour | None = None)
     pen.box(scaled(paint, 0.6), 0.02, 0.76, 0.98, 0.87)
 
 
-def _car(rng: np.random.Generator, *colour: Colour) -> Pen:
+def _car(rng: Rng, *colour: Colour) -> Pen:
     return (_car_side if rng.random() < 0.7 else _car_front)(rng, *colour)
 
 
 @_sheet("width", (30, 50), (0.46, 0.58), "facing")
-def _van(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) -> None:
+def _van(rng: Rng, pen: Pen, colour: Colour | None = None) -> None:
     paint, glass = colour or pick(rng, PAINTS), varied(rng, GLASS, 30)
     pen.fill(paint, 0.0, 0.55, 0.16, 0.08, 0.24, 0.02, 1, 0.02, 1, 0.86, 0, 0.86)
     pen.fill(glass, 0.07, 0.48, 0.19, 0.13, 0.36, 0.13, 0.36, 0.48)
@@ -333,7 +330,7 @@ def _van(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) -> No
 
 
 @_sheet("width", (38, 60), (0.38, 0.48), "facing")
-def _bus(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) -> None:
+def _bus(rng: Rng, pen: Pen, colour: Colour | None = None) -> None:
     paint, glass = colour or pick(rng, PAINTS), varied(rng, GLASS, 30)
     pen.box(paint, 0.0, 0.04, 1.0, 0.86)
     for x in (0.04, 0.23, 0.42, 0.61, 0.8):
@@ -344,7 +341,7 @@ def _bus(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) -> No
 
 
 @_sheet("width", (36, 60), (0.42, 0.52), "facing")
-def _truck(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) -> None:
+def _truck(rng: Rng, pen: Pen, colour: Colour | None = None) -> None:
     cab, cargo = colour or pick(rng, PAINTS), colour or pick(rng, PAINTS)
     pen.box(cargo, 0.3, 0.0, 1.0, 0.74)
     pen.box(scaled(cargo, 0.7), 0.3, 0.66, 1.0, 0.74)
@@ -354,7 +351,7 @@ def _truck(rng: np.random.Generator, pen: Pen, colour: Colour | None = None) -> 
     _wheels(pen, 0.85, 0.14, 0.15, 0.68, 0.86)
 
 
-def _van_or_bus(rng: np.random.Generator) -> Pen:
+def _van_or_bus(rng: Rng) -> Pen:
     return (_bus if rng.random() < 0.5 else _van)(rng)
 
 
@@ -364,13 +361,13 @@ VEHICLES: Mapping[str, Callable[..., Pen]] = {
 """Painters of each type of vehicle; they take its colour, too."""
 
 
-def vehicle(rng: np.random.Generator) -> Pen:
+def vehicle(rng: Rng) -> Pen:
     """A car from the side, front or rear, a van, a bus or a truck."""
     return chosen(rng, (_car_side, _car_side, _car_front, _van_or_bus, _truck))(rng)
 
 
 @_sheet("width", (26, 54), (0.45, 0.75), "facing")
-def _box_like(rng: np.random.Generator, pen: Pen) -> None:
+def _box_like(rng: Rng, pen: Pen) -> None:
     """A container, kiosk, suitcase or crate: a vehicle's size and paint, no wheels."""
     paint = pick(rng, PAINTS)
     kind = int(rng.integers(4))
@@ -398,9 +395,7 @@ def _box_like(rng: np.random.Generator, pen: Pen) -> None:
 # ---- vegetation --------------------------------------------------------------------------------
 
 
-def _foliage(
-    rng: np.random.Generator, pen: Pen, leaf: Colour, x: float, y: float, rx: float, ry: float
-) -> None:
+def _foliage(rng: Rng, pen: Pen, leaf: Colour, x: float, y: float, rx: float, ry: float) -> None:
     """A crown: clumps of leaves, darker below, lighter above."""
     pen.fill(scaled(leaf, 0.62), *blob(rng, x, y, rx * 0.85, ry * 0.85))
     for _ in range(int(rng.integers(14, 24))):
@@ -412,7 +407,7 @@ def _foliage(
 
 
 @_sheet("height", (28, 56), (0.6, 0.9), "tilted")
-def _tree(rng: np.random.Generator, pen: Pen) -> None:
+def _tree(rng: Rng, pen: Pen) -> None:
     wood = varied(rng, WOOD)
     pen.fill(wood, 0.44, 1, 0.47, 0.5, 0.53, 0.5, 0.56, 1)
     for side in (-1, 1):
@@ -421,7 +416,7 @@ def _tree(rng: np.random.Generator, pen: Pen) -> None:
 
 
 @_sheet("height", (28, 56), (0.42, 0.6), "tilted")
-def _conifer(rng: np.random.Generator, pen: Pen) -> None:
+def _conifer(rng: Rng, pen: Pen) -> None:
     pen.box(varied(rng, WOOD), 0.45, 0.8, 0.55, 1)
     leaf = pick(rng, LEAVES[:4])
     tiers = int(rng.integers(4, 6))
@@ -439,7 +434,7 @@ def _conifer(rng: np.random.Generator, pen: Pen) -> None:
 
 
 @_sheet("width", (24, 48), (0.55, 0.85), "upright")
-def _bush(rng: np.random.Generator, pen: Pen) -> None:
+def _bush(rng: Rng, pen: Pen) -> None:
     leaf = pick(rng, LEAVES)
     for x in (0.28, 0.72, 0.5):
         high = rng.uniform(0.36, 0.48)
@@ -447,7 +442,7 @@ def _bush(rng: np.random.Generator, pen: Pen) -> None:
 
 
 @_sheet("height", (32, 56), (0.65, 0.85), "facing")
-def _palm(rng: np.random.Generator, pen: Pen) -> None:
+def _palm(rng: Rng, pen: Pen) -> None:
     lean = rng.uniform(-0.12, 0.12)
     pen.line(varied(rng, WOOD), 2.4, 0.5 - lean, 1, 0.5 - lean * 0.3, 0.65, 0.5, 0.3)
     leaf = pick(rng, LEAVES[:4])
@@ -459,7 +454,7 @@ def _palm(rng: np.random.Generator, pen: Pen) -> None:
 
 
 @_sheet("height", (26, 48), (0.5, 0.7), "facing")
-def _cactus(rng: np.random.Generator, pen: Pen) -> None:
+def _cactus(rng: Rng, pen: Pen) -> None:
     leaf = pick(rng, LEAVES[:3])
     thick = pen.height * rng.uniform(0.17, 0.23)
     for x, y, top in ((0.12, 0.62, 0.28), (0.88, 0.5, 0.16)):
@@ -471,7 +466,7 @@ def _cactus(rng: np.random.Generator, pen: Pen) -> None:
 
 
 @_sheet("height", (24, 42), (0.75, 1.05), "upright")
-def _tuft(rng: np.random.Generator, pen: Pen) -> None:
+def _tuft(rng: Rng, pen: Pen) -> None:
     leaf = pick(rng, LEAVES[:4])
     for _ in range(int(rng.integers(18, 26))):
         lean = rng.uniform(-0.46, 0.46)
@@ -487,13 +482,13 @@ PLANTS: Mapping[str, Painter] = {
 """Painters of each type of plant."""
 
 
-def vegetation(rng: np.random.Generator) -> Pen:
+def vegetation(rng: Rng) -> Pen:
     """A tree, conifer, bush, palm, cactus or tuft of grass."""
     return chosen(rng, (_tree, _tree, _conifer, _bush, _bush, _palm, _cactus, _tuft))(rng)
 
 
 @_sheet("width", (22, 44), (0.65, 1.0), "upright")
-def _plant_like(rng: np.random.Generator, pen: Pen) -> None:
+def _plant_like(rng: Rng, pen: Pen) -> None:
     """A rock, banded green ball, tent or umbrella: a plant's colour or outline, no leaves."""
     kind = int(rng.integers(4))
     green = pick(rng, LEAVES if rng.random() < 0.6 else PAINTS)
@@ -532,7 +527,7 @@ def _spoked(pen: Pen, x: float, y: float, radius: float, tyre: Colour) -> None:
 
 
 @_bicycle_sheet
-def bicycle(rng: np.random.Generator, pen: Pen) -> None:
+def bicycle(rng: Rng, pen: Pen) -> None:
     """A bicycle: two spoked wheels, a frame, handlebars and a saddle."""
     radius = pen.width * rng.uniform(0.19, 0.225)
     hub = 0.97 - radius / pen.height
@@ -558,7 +553,7 @@ def bicycle(rng: np.random.Generator, pen: Pen) -> None:
 
 
 @_bicycle_sheet
-def _bicycle_like(rng: np.random.Generator, pen: Pen) -> None:
+def _bicycle_like(rng: Rng, pen: Pen) -> None:
     """Two rings, a frame without wheels, a lone wheel, spectacles or a hand cart."""
     radius = pen.width * rng.uniform(0.18, 0.23)
     tyre, paint = varied(rng, TYRE, 20), pick(rng, PAINTS)
@@ -588,7 +583,7 @@ def _bicycle_like(rng: np.random.Generator, pen: Pen) -> None:
 
 
 @_sheet("height", (30, 60), 0.42, "facing", margin=0.3)
-def person(rng: np.random.Generator, pen: Pen) -> None:
+def person(rng: Rng, pen: Pen) -> None:
     """Someone who stands, walks or waves, in trousers or a skirt, sometimes with hat or bag."""
     skin, hair = pick(rng, SKIN, 12), pick(rng, HAIR, 12)
     top, bottom = pick(rng, CLOTHES), pick(rng, CLOTHES)
@@ -630,7 +625,7 @@ def person(rng: np.random.Generator, pen: Pen) -> None:
 
 
 @_sheet("height", (28, 54), 0.42, "tilted")
-def _person_like(rng: np.random.Generator, pen: Pen) -> None:
+def _person_like(rng: Rng, pen: Pen) -> None:
     """A lamp post, bottle, bust on a plinth, skittle, traffic cone or hydrant."""
     kind = int(rng.integers(6))
     colour = pick(rng, CLOTHES)

@@ -7,22 +7,19 @@ is all there is to find. The handwritten digits are those of UCI Optdigits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split
-from valora_data.sources.generic.scenes import SIZE, Floats, Pixels
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
+from valora_data.sources.generic.scenes import SIZE, Floats, Pixels, Rng
 
 MIN_SIDE = 60
 """Shortest side of a crop in pixels of its photograph: smaller ones are mush when enlarged."""
@@ -71,7 +68,7 @@ def region_of(photograph: int, split: Split) -> tuple[int, int, int, int]:
 
 
 def photograph_crop(
-    rng: np.random.Generator, split: Split, size: int = SIZE, photograph: int | None = None
+    rng: Rng, split: Split, size: int = SIZE, photograph: int | None = None
 ) -> Pixels:
     """A random crop of one of `PHOTOGRAPHS`, by its number, or of any: RGB, (size, size, 3).
 
@@ -128,7 +125,7 @@ def digit_samples(split: Split, count: int, seed: int = 0) -> Iterator[Sample]:
 
 
 def digit_layer(
-    rng: np.random.Generator, split: Split, length: float, colour: tuple[int, int, int]
+    rng: Rng, split: Split, length: float, colour: tuple[int, int, int]
 ) -> tuple[Floats, str]:
     """A digit of a split as a layer of one colour (see `Pen.layer`), and its name."""
     places = _places(split)

@@ -11,17 +11,17 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_477,
-    "data/valora_data": 11_032,
+    "data/valora_data": 11_021,
     "teachers/valora_teachers": 1_943,
     "kernels/valora_kernels": 6_301,
     "valora_serve": 41_349,
     "tests/*/valora_train": 8_229,
-    "tests/*/valora_data": 5_021,
+    "tests/*/valora_data": 5_022,
     "tests/*/valora_teachers": 1_395,
     "tests/*/valora_kernels": 2_385,
     "tests/*/valora_serve": 30_790,
     "tests/unit/bench": 1_657,
-    BENCH: 10_319,
+    BENCH: 10_330,
 }
 
 

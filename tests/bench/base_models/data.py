@@ -26,12 +26,13 @@ from tests.bench.base_models.questions import (
     CAPTIONED,
     TASKS,
     Question,
+    ask_about_album,
     ask_motion,
     ask_which_image,
     vocabulary,
 )
 from valora_data.sources.documents.albums import MAX_THINGS as ALBUM_THINGS
-from valora_data.sources.documents.albums import AlbumFact, album_facts, ask_about_album
+from valora_data.sources.documents.albums import AlbumFact, album_facts
 from valora_data.sources.generic.scenes import (
     COLORS,
     MAX_THINGS,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from valora_data.sources.documents.albums import WORDINGS, AlbumFact
 from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE, Scene, Thing, plural
 from valora_data.sources.generic.shapes import SHAPES
 
@@ -289,3 +290,12 @@ def vocabulary() -> list[str]:
         "no, a, two, three, four, five, six",
         " ".join(ORDINALS),
     ]
+
+
+def ask_about_album(
+    rng: np.random.Generator, facts: list[AlbumFact], questions: int
+) -> list[tuple[AlbumFact, str]]:
+    """Ask about some facts of an album, each once, in any wording."""
+    chosen = [facts[place] for place in rng.permutation(len(facts))[:questions].tolist()]
+    wordings = rng.integers(len(WORDINGS["color"]), size=len(chosen)).tolist()
+    return [(fact, fact.question(wording)) for fact, wording in zip(chosen, wordings, strict=True)]

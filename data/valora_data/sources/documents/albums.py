@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from valora_data.sources.generic.scenes import Scene, draw_scene
 
 MAX_THINGS = 3
@@ -64,12 +62,3 @@ def album_facts(scenes: Sequence[Scene]) -> list[AlbumFact]:
         if counts[thing.shape] == 1
         for attribute, value in (("color", thing.color), ("pattern", thing.pattern))
     ]
-
-
-def ask_about_album(
-    rng: np.random.Generator, facts: list[AlbumFact], questions: int
-) -> list[tuple[AlbumFact, str]]:
-    """Ask about some facts of an album, each once, in any wording."""
-    chosen = [facts[place] for place in rng.permutation(len(facts))[:questions].tolist()]
-    wordings = rng.integers(len(WORDINGS["color"]), size=len(chosen)).tolist()
-    return [(fact, fact.question(wording)) for fact, wording in zip(chosen, wordings, strict=True)]

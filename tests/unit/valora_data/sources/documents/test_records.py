@@ -5,8 +5,9 @@ from collections import Counter
 import numpy as np
 
 from tests.bench.base_models.clips import domain_words_in
+from tests.bench.base_models.questions import ask_about_album
 from valora_data.contract.base_model import base_folder
-from valora_data.sources.documents.albums import ask_about_album, draw_album
+from valora_data.sources.documents.albums import draw_album
 from valora_data.sources.documents.records import (
     RECORD_TOKENS,
     VALUES,

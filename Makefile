@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRAIN := $(BIN)/valora-train task=$(TASK) $(ARGS)
-BASE := $(BIN)/python -m tests.bench.base_models.pretrain --out data/valora_data/tiny
+BASE := $(BIN)/python -m tests.bench.base_models.pretrain
 
 # The first Python that we support.
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.13 python3.11 python3.14 python3,$(shell \
@@ -21,7 +21,7 @@ PYTHON ?= $(firstword $(foreach p,python3.12 python3.13 python3.11 python3.14 py
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  TASK=detection  the task (classification, detection, video, vqa, caption, grounding, counting,'
-	@echo '                  mixed, own); ARGS="fusion=paper train.seed=1" sets further settings'
+	@echo '                  own); ARGS="fusion=paper train.seed=1" sets further settings'
 
 # With an NVIDIA GPU, also the attention library of all our figures.
 EXTRAS ?= $(if $(wildcard /proc/driver/nvidia/version),all$(comma)gpu,all)
@@ -65,7 +65,7 @@ ui: $(READY) ## Show every attempt of every fusion in MLflow, and print links (A
 	@$(BIN)/python -m valora_train.reporting.ui $(ARGS)
 
 .PHONY: base
-base: $(READY) ## Train the base model valora-tiny from scratch (37 minutes on a GPU); continues
+base: $(READY) ## Train the base model valora-tiny from scratch (37 minutes on a GPU; BASE_MODEL=photo: 20); continues
 	@$(BASE) --questions 300
 
 # Exit status of pytest where ARGS chooses no test.

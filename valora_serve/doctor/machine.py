@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from valora_data.contract.base_model import SHIPPED
 from valora_data.cpu import CGROUP, usable_cores
 from valora_data.errors import ValoraError
 from valora_serve.doctor.base import Finding, Level, server_settings
@@ -130,7 +131,7 @@ def check_files(patient: Patient) -> Iterator[Finding]:
         folder = local_folder(base)
         found = folder and f"{folder} (sha256 {base_hash(str(folder))[:12]})"
     except (ValoraError, OSError) as error:
-        remedy = "install the package again" if base == "tiny" else "name a folder that holds one"
+        remedy = "install the package again" if base in SHIPPED else "name a folder that holds one"
         found = str(error)
         if isinstance(error, ValoraError):  # it says what to do
             found = found.partition(": ")[0]

@@ -59,6 +59,8 @@ class SplitReader:
         """
         from transformers import AutoConfig, AutoModelForImageTextToText
 
+        import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
+
         config = AutoConfig.from_pretrained(source)
         kind: Any = AutoModelForImageTextToText._model_mapping[type(config)]
         device = self.group.device
@@ -221,6 +223,8 @@ def check_split(base: str, size: int) -> None:
         SettingsError: It cannot be split over so many processes.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
+
+    import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
 
     source = base_folder(base)
     try:

@@ -75,9 +75,13 @@ class Lmm(BaseModel):
         self.coordinate_step = settings.coordinate_step  # their numbers are multiples of this
         self.batch_size = settings.batch_size
         self.adapters = Adapters(self, lora)
-        # While adapters change neither vision tower nor projector, images are encoded once. Else
-        # their pixels stay on the host: those of some thousand images would fill a GPU.
-        self._keep = settings.keep_features and not (lora.vision_tower or lora.projector)
+        # While adapters leave the vision tower alone, images are encoded once: up to a projector
+        # that adapters change. Else their pixels stay on the host, since those of some thousand
+        # images would fill a GPU.
+        name = self.architecture.token_projector if lora.projector else ""
+        self._projector = getattr(self.model.model, name, None) if name else None
+        fixed = not lora.vision_tower and (self._projector is not None or not lora.projector)
+        self._keep = settings.keep_features and fixed
         self._place = self.device if self._keep else torch.device("cpu")
         self._answers: dict[str, Tensor] = {}
         self._prompts: dict[tuple[str, int], Tensor] = {}
@@ -218,8 +222,17 @@ class Lmm(BaseModel):
 
     @torch.no_grad()
     def _with_features(self, batch: Sequence[Encoded]) -> list[Encoded]:
-        """Replace pixels by features."""
-        features, deep = _visual_features(self, batch)
+        """Replace pixels by features, those that the projector reads if adapters change it."""
+        seen: list[Tensor] = []
+        hook = self._projector and self._projector.register_forward_pre_hook(
+            lambda _, given: seen.append(given[0].flatten(0, -2))
+        )
+        features, deep = self._visual_features(batch)
+        if hook:
+            hook.remove()
+            features = torch.cat(seen)
+        short = features.bfloat16()
+        features = short if torch.equal(short.to(features.dtype), features) else features
         counts = [int(item.visual.sum()) for item in batch]
         rows = zip(*(part.split(counts) for part in (features, *deep)), strict=True)
         return [
@@ -243,7 +256,7 @@ class Lmm(BaseModel):
         ids = pad_sequence([item.ids for item in batch], batch_first=True).to(self.device)
         visual = pad_sequence([item.visual for item in batch], batch_first=True).to(self.device)
         embedded = self.model.get_input_embeddings()(ids)
-        features, deep = _visual_features(self, batch)
+        features, deep = self._visual_features(batch)
         embedded = embedded.masked_scatter(visual[..., None], features.to(embedded.dtype))
         extra: dict[str, Any] = {}
         if batch[0].positions is not None:
@@ -255,6 +268,23 @@ class Lmm(BaseModel):
         self.adapters.act_from([item.prompt - 1 for item in batch], ids.shape[1])
         output = self.language_model(inputs_embeds=embedded, use_cache=use_cache, **extra)
         return ids, visual, output
+
+    def _visual_features(self, batch: Sequence[Encoded]) -> tuple[Tensor, list[Tensor]]:
+        """Return the visual features of a batch, (visual tokens, width), kept or encoded now.
+
+        And the same for each of the first layers to whose outputs features are added.
+        """
+        if batch[0].features is not None:
+            kept = zip(*((item.features, *item.deep) for item in batch), strict=True)
+            features, *deep = (torch.cat(parts).to(self.dtype) for parts in kept)
+            return features if self._projector is None else self._projector(features), deep
+        names = list(batch[0].pixels)
+        if any(list(item.pixels) != names for item in batch):  # images and videos
+            found = [self._visual_features([item]) for item in batch]
+            layers = zip(*(deep for _, deep in found), strict=True)
+            return torch.cat([part for part, _ in found]), [torch.cat(layer) for layer in layers]
+        parts, deep = self.visual_features([item.pixels for item in batch])
+        return torch.cat(parts), deep
 
     @torch.no_grad()
     def write(self, batch: Sequence[Encoded], max_tokens: int) -> list[str]:
@@ -314,24 +344,6 @@ def _shard(decoder: Any, device: str) -> None:
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()) - inside)
-
-
-def _visual_features(model: BaseModel, batch: Sequence[Encoded]) -> tuple[Tensor, list[Tensor]]:
-    """Return the visual features of a batch, (visual tokens, width), kept or encoded now.
-
-    And the same for each of the first layers to whose outputs features are added.
-    """
-    if batch[0].features is not None:
-        kept = zip(*((item.features, *item.deep) for item in batch), strict=True)
-        features, *deep = (torch.cat(parts) for parts in kept)
-        return features, deep
-    names = list(batch[0].pixels)
-    if any(list(item.pixels) != names for item in batch):  # images and videos
-        found = [_visual_features(model, [item]) for item in batch]
-        layers = zip(*(deep for _, deep in found), strict=True)
-        return torch.cat([part for part, _ in found]), [torch.cat(layer) for layer in layers]
-    parts, deep = model.visual_features([item.pixels for item in batch])
-    return torch.cat(parts), deep
 
 
 def _batches(examples: Sequence[Example], most: int) -> Iterator[Sequence[Example]]:

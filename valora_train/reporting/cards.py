@@ -67,7 +67,7 @@ domain; where the adapter is null, the base model answers without LoRA.
 PEFT = """, or load an adapter with PEFT:
 
 ```python
-from peft import PeftModel
+{}from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json
@@ -101,6 +101,8 @@ def bundle_card(manifest: dict[str, Any]) -> str:
     ]
     if manifest.get("rejected"):
         decisions += ["", "Rejected attempts:", "", *manifest["rejected"]]
+    photo = manifest["base"]["id"] == "photo"
+    tower = "import valora_data.models.lite_tower  # registers its vision tower\n" if photo else ""
     return CARD.format(
         name=manifest["name"],
         version=manifest["version"],
@@ -114,7 +116,7 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         bars=BARS,
         pictures="\n".join(pictures),
         decisions="\n".join(decisions),
-        peft=PEFT.format(next(iter(adapters.values()))["path"]) if adapters else ".",
+        peft=PEFT.format(tower, next(iter(adapters.values()))["path"]) if adapters else ".",
     )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-TINY = "tiny"
+SHIPPED = ("tiny", "photo")  # base models that are part of the package
 # Suffixes of the files that tokenizers, processors and further heads are read from.
 PROCESSOR_FILES = {".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt"}
 _MARK = "\ufdd0"  # a noncharacter of Unicode
@@ -32,13 +32,13 @@ MANY_PIXELS = 4_000_000  # images of more together are processed one by one, in 
 def base_folder(base: str) -> str:
     """Return the folder, or the name on the hub, that a base model's id stands for.
 
-    The id is ``tiny`` (shipped with the project), a folder, or a name on the hub; a `BundleError`
-    says that it is empty, a folder that holds no model, or a path to nothing.
+    The id is ``tiny`` or ``photo`` (shipped with the project), a folder, or a name on the hub; a
+    `BundleError` says that it is empty, a folder that holds no model, or a path to nothing.
     """
     if not base:
         raise BundleError("the base model's name is empty: name a folder, or a model on the hub")
-    if base == TINY:
-        return str(Path(__file__).parents[1] / "tiny")
+    if base in SHIPPED:
+        return str(Path(__file__).parents[1] / base)
     path = expanded(base)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -109,6 +109,8 @@ def load_model(
         BundleError: There is no such model, it takes no images, or it cannot be rounded.
     """
     from transformers import PretrainedConfig
+
+    import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
 
     source = base_folder(base)
     try:

@@ -68,6 +68,7 @@ class Architecture:
     # may change every linear layer in them.
     vision_modules: tuple[str, ...] = ()
     projector: str = ""  # matches the component of a path that is, or holds, the projector
+    token_projector: str = ""  # attribute of ``model.model`` that maps each visual token alone
     # Match whole paths of the linear layers that train.lora.vision_tower and .projector adapt.
     tower_targets: tuple[str, ...] = ()
     projector_targets: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ class Llava(Architecture):
     """LLaVA-1.5, and families that differ from it in the names of their modules only."""
 
     vision_modules: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
-    projector = "multi_modal_projector"
+    projector = token_projector = "multi_modal_projector"
     tower_targets: tuple[str, ...] = (r".*vision_tower.*\.(q_proj|k_proj|v_proj|out_proj)",)
     projector_targets: tuple[str, ...] = (r".*multi_modal_projector\.linear_[12]",)
 

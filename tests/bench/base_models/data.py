@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import threading
 from collections.abc import Sequence
@@ -45,8 +46,13 @@ from valora_data.sources.generic.scenes import (
 from valora_data.sources.generic.shapes import SHAPES
 
 VOCABULARY = 2048
-PATCH = 12
-VISUAL_TOKENS = (SIZE // PATCH) ** 2
+NAME = os.environ.get("BASE_MODEL", "tiny")
+"""What is made: ``tiny`` or ``photo``."""
+PHOTO = NAME == "photo"
+SIDE, CELLS = (448, 14) if PHOTO else (SIZE, 8)
+"""Sides of an image, in pixels and in visual tokens; scenes are drawn at `SIZE`."""
+PATCH = SIZE / CELLS
+VISUAL_TOKENS = CELLS**2
 SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<|system|>", "<|user|>", "<|assistant|>")
 MARKUP = ("<ref>", "</ref>", "<box>", "</box>")
 
@@ -130,7 +136,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def build_processor() -> Any:
-    """The processor that ships with the model: resizing to 96 × 96, and the chat template."""
+    """The processor that ships with the model: resizing, and the chat template."""
     from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
@@ -140,10 +146,10 @@ def build_processor() -> Any:
         pad_token="<pad>",
         additional_special_tokens=["<image>", "<|system|>", "<|user|>", "<|assistant|>"],
         padding_side="left",
-        model_max_length=2048,
+        model_max_length=4096 if PHOTO else 2048,
         clean_up_tokenization_spaces=False,
     )
-    size = {"height": SIZE, "width": SIZE}
+    size = {"height": SIDE, "width": SIDE}
     return LlavaProcessor(
         image_processor=CLIPImageProcessor(
             size=size,
@@ -153,9 +159,9 @@ def build_processor() -> Any:
             image_std=[0.5] * 3,
         ),
         tokenizer=tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
+        patch_size=SIDE // CELLS,
+        vision_feature_select_strategy="full" if PHOTO else "default",
+        num_additional_image_tokens=0 if PHOTO else 1,
         chat_template=CHAT_TEMPLATE,
     )
 
@@ -280,7 +286,7 @@ def _things_of(images: Sequence[Scene]) -> npt.NDArray[np.float32]:
 def _cell(box: tuple[float, float, float, float]) -> int:
     """Index of the visual token at the centre of a box in pixels."""
     column, row = (int((low + high) / 2 // PATCH) for low, high in (box[::2], box[1::2]))
-    return row * (SIZE // PATCH) + column
+    return row * CELLS + column
 
 
 class SampleMaker:

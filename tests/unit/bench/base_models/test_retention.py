@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def task(monkeypatch):
     """Losses of the checkpoint that ships; images are not augmented."""
     monkeypatch.setattr(
-        pretrain, "augment", lambda pixels: pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0
+        pretrain, "augment", lambda pixels, _: pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0
     )
     return Pretraining(*load(TINY), CPU)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.training_lmm import load, questions, visual
+from tests.support.training_lmm import disturb, load, questions, visual
 from valora_data.errors import DataError
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example
@@ -34,3 +34,19 @@ def test_features_may_be_kept_or_not(family, checkpoint, keep):
 def test_a_video_without_frames_is_refused(random_llava):
     with pytest.raises(DataError, match="a video no frames"):
         load(random_llava).encode([Example("what?", (), video=True)])
+
+
+def test_what_an_adapted_projector_reads_may_be_kept(random_llava, images):
+    results = []
+    for keep in (True, False):
+        lora = LoraSettings(rank=4, projector=True)
+        lmm = Lmm(ModelSettings(id=str(random_llava), keep_features=keep), lora)
+        lmm.adapters.add("one", seed=1)
+        disturb(lmm, "one")
+        batch = lmm.encode([Example("a", (image,)) for image in images], whole=False)
+        assert (batch[0].features is not None) == keep
+        lmm.states(batch).hidden.square().sum().backward()
+        weights = lmm.adapters.parameters("one")
+        results.append({name: weight.grad for name, weight in weights.items()})
+    assert any("multi_modal_projector" in name for name in results[0])
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-3)

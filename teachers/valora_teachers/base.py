@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from valora_data.errors import ValoraError
 from valora_data.identity import code_hash, place_hash
-from valora_data.schema import Answer
+from valora_data.schema import Answer, Box
 from valora_data.wording import plural
 
 if TYPE_CHECKING:
@@ -96,10 +96,9 @@ class Teacher(ABC):
     def inputs(
         cls, weights: str | None, options: Mapping[str, Any], cache: Path | None
     ) -> dict[str, str]:
-        """Content hashes of what answers depend on, besides the arguments of a teacher.
+        """Content hashes of the model, of files that options name, and of code elsewhere.
 
-        These are the model (`weights`, None if it is hashed elsewhere), the files and folders that
-        options name, and the code of a kind of another package.
+        `weights` is None where the model is hashed by others.
         """
         found = {"code": code_hash(cls.__module__)}
         if weights is not None:
@@ -142,11 +141,11 @@ class Teacher(ABC):
         on_epoch: OnEpoch | None = None,
         validation: Sequence[Sample] = (),
     ) -> dict[str, Any]:
-        """Train a model and save it as `folder` / `artefact`.
+        """Train a model on labelled samples and save it as `folder` / `artefact`.
 
         Args:
             samples: Labelled training samples.
-            folder: A folder, which may hold the `CHECKPOINT` of an interrupted training.
+            folder: May hold the `CHECKPOINT` of an interrupted training.
             on_epoch: Called after each epoch.
             validation: Labelled samples for a curve; nothing that is trained depends on them.
 
@@ -158,6 +157,20 @@ class Teacher(ABC):
         """
         raise TeacherError("a teacher of this kind is not trained here: name a trained one")
 
+    def check_labelled(
+        self, samples: Sequence[Sample], labels_of: Callable[[Sample], list[str | None]]
+    ) -> None:
+        """Refuse training samples that are too few, or have labels that the domain lacks."""
+        if len(samples) < 2:
+            raise TeacherError(f"training a teacher needs at least 2 samples, got {len(samples)}")
+        for sample in samples:
+            for label in labels_of(sample):
+                if label not in self.labels:
+                    raise TeacherError(
+                        f"sample {sample.id} has label {label!r}, which is none of "
+                        f"{', '.join(self.labels)}: correct the label or add it"
+                    )
+
     def question(self, sample: Sample) -> str:
         """The prompt for a sample: its own prompt, inserted at the domain's ``{}``."""
         if sample.prompt is None:
@@ -166,24 +179,19 @@ class Teacher(ABC):
 
     def match_classes(self, who: str, classes: Mapping[int, str]) -> None:
         """Match the domain's labels to the classes of a model, ignoring case and underscores."""
-        known = ", ".join(list(classes.values())[:10]) + (", …" if len(classes) > 10 else "")
-        strange = [name for name in self.names if name not in classes.values()]
-        if strange:
-            raise TeacherError(
-                f"{who} has no class {strange[0]!r}, only {known}: correct teacher.options.names"
-            )
         by_name = {_plain(label): label for label in self.labels}
         by_name |= {label: label for label in self.labels}
-        self.label_of = {}
-        for index, name in classes.items():
-            own = self.names.get(name, name)
-            if label := by_name.get(own) or by_name.get(_plain(own)):
-                self.label_of[index] = label
-        missing = [label for label in self.labels if label not in self.label_of.values()]
-        if missing:
+        own = {index: self.names.get(name, name) for index, name in classes.items()}
+        found = {i: by_name.get(name) or by_name.get(_plain(name)) for i, name in own.items()}
+        self.label_of = {index: label for index, label in found.items() if label}
+        strange = [name for name in self.names if name not in classes.values()]
+        missing = [label for label in self.labels if label not in found.values()]
+        if strange or missing:
+            known = ", ".join(list(classes.values())[:10]) + (", …" if len(classes) > 10 else "")
+            remedy = "correct" if strange else "map one of its classes to it in"
             raise TeacherError(
-                f"{who} has no class {', '.join(map(repr, missing))}, only {known}: map one of its "
-                "classes to it in teacher.options.names"
+                f"{who} has no class {', '.join(map(repr, strange[:1] or missing))}, only {known}: "
+                f"{remedy} teacher.options.names"
             )
 
     def choose(self, scores: Sequence[float]) -> Answer:
@@ -211,11 +219,8 @@ def _texts(value: Any) -> list[str]:
     """Strings in an option that may be paths."""
     if isinstance(value, str):
         return [value] if 0 < len(value) < PATH_LENGTH and "\0" not in value else []
-    if isinstance(value, Mapping):
-        value = value.values()
-    if isinstance(value, Iterable):
-        return [text for item in value for text in _texts(item)]
-    return []
+    items = value.values() if isinstance(value, Mapping) else value
+    return [text for one in items for text in _texts(one)] if isinstance(items, Iterable) else []
 
 
 def _plain(name: str) -> str:
@@ -227,6 +232,22 @@ def choice_answer(task: Task, labels: Sequence[str], soft: Sequence[float]) -> A
     total = sum(soft)
     shares = tuple(share / total for share in soft) if total > 0 else ()
     return Answer.chosen(task, labels[max(range(len(labels)), key=lambda i: soft[i])], shares)
+
+
+def boxes_inside(
+    edges: Iterable[Sequence[float]], labels: Iterable[str | None], scores: Iterable[float],
+    size: tuple[int, int],
+) -> Answer:  # fmt: skip
+    """Boxes (x0, y0, x1, y1) cut to an image of (width, height), most confident first.
+
+    Those without a label or an area are left out.
+    """
+    boxes = [
+        Box(max(0.0, x0), max(0.0, y0), min(x1, size[0]), min(y1, size[1]), label, score)
+        for (x0, y0, x1, y1), label, score in zip(edges, labels, scores, strict=True)
+        if label is not None and min(x1, size[0]) > max(0.0, x0) and min(y1, size[1]) > max(0.0, y0)
+    ]
+    return Answer(tuple(sorted(boxes, key=lambda box: -box.confidence)))
 
 
 def phrase_of(sample: Sample) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.errors import DataError
@@ -17,15 +18,10 @@ if TYPE_CHECKING:
 
 
 class FunctionOptions(TeacherOptions):
-    """Options of a function.
+    """Options of a function."""
 
-    Attributes:
-        batch: Samples per call.
-        files: Files or folders that the function reads, where its code does not name them.
-    """
-
-    batch: Count = BATCH
-    files: Any = ()
+    batch: Count = BATCH  # samples per call
+    files: Any = ()  # files or folders that the function reads, where its code does not name them
 
 
 class Function(Teacher):
@@ -63,14 +59,31 @@ class Function(Teacher):
         return [self._read(sample, value) for sample, value in zip(samples, said, strict=True)]
 
     def _read(self, sample: Sample, value: Any) -> Answer:
+        """The answer with the domain's labels, which it must not leave."""
         try:
-            answer = value if isinstance(value, Answer) else self._made(value)
+            given = value if isinstance(value, Answer) else self._made(value)
         except (DataError, TypeError, ValueError) as error:
             raise TeacherError(
                 f"{self._name} says {value!r} of sample {sample.id}, which is no answer for task "
                 f"{self.task} ({error}): return what the task asks for"
             ) from error
-        return self._named(sample, answer)
+        answer = replace(
+            given,
+            boxes=tuple(replace(box, label=self._label(box.label)) for box in given.boxes),
+            label=None if given.label is None else self._label(given.label),
+            answers=tuple(map(self._label, given.answers)),
+        )
+        used = [box.label for box in answer.boxes] if self.task.spec.detects else []
+        if self.task.spec.choice and answer.choice is not None:
+            used.append(answer.choice)
+        for word in used:
+            self._check(word, f" (sample {sample.id})")
+        if answer.soft and len(answer.soft) != len(self.labels):
+            raise TeacherError(
+                f"{self._name} gave {plural(len(answer.soft), 'soft label')} for sample "
+                f"{sample.id}, expected {len(self.labels)}: give one for each label"
+            )
+        return answer
 
     def _made(self, value: Any) -> Answer:
         if value is None:
@@ -78,9 +91,7 @@ class Function(Teacher):
         if isinstance(value, Mapping):
             soft = dict.fromkeys(self.labels, 0.0)
             for key, share in value.items():
-                label = self._label(key)
-                if label not in soft:
-                    raise TeacherError(self._stray(label))
+                self._check(label := self._label(key))
                 soft[label] += float(share)
             return choice_answer(self.task, self.labels, list(soft.values()))
         field = self.task.spec.answer
@@ -89,58 +100,32 @@ class Function(Teacher):
             if not all(isinstance(box, Box) for box in boxes):
                 raise TypeError("expected boxes")
             return Answer(tuple(sorted(boxes, key=lambda box: -box.confidence)))
-        texts = [value] if isinstance(value, str | int) else list(value)
+        texts = tuple(map(str, [value] if isinstance(value, str | int) else value))
         if field == "captions":
-            return Answer(captions=tuple(map(str, texts)))
+            return Answer(captions=texts)
         if field == "answers":
-            return Answer(answers=tuple(map(str, texts)))
-        if len(texts) != 1:
-            raise ValueError("expected one label")
-        return Answer.chosen(self.task, self._label(texts[0]))
+            return Answer(answers=texts)
+        (label,) = texts
+        return Answer.chosen(self.task, self._label(label))
 
     def _label(self, value: Any) -> str:
         return self.names.get(str(value), str(value))
 
-    def _named(self, sample: Sample, answer: Answer) -> Answer:
-        """The answer with the domain's labels, which it must not leave."""
-        boxes = tuple(Box(*b.xyxy, self._label(b.label), b.confidence) for b in answer.boxes)
-        label = None if answer.label is None else self._label(answer.label)
-        answers = tuple(self._label(text) for text in answer.answers)
-        named = Answer(boxes, label, answer.soft, answers, answer.captions, answer.count)
-        used = [box.label for box in boxes] if self.task.spec.detects else []
-        if self.task.spec.choice and named.choice is not None:
-            used.append(named.choice)
-        for word in used:
-            if self.labels and word not in self.labels:
-                raise TeacherError(f"{self._stray(word)} (sample {sample.id})")
-        if named.soft and len(named.soft) != len(self.labels):
+    def _check(self, word: str, where: str = "") -> None:
+        if self.labels and word not in self.labels:
             raise TeacherError(
-                f"{self._name} gave {plural(len(named.soft), 'soft label')} for sample "
-                f"{sample.id}, expected {len(self.labels)}: give one for each label"
+                f"{self._name} says {word!r}, which is not one of {', '.join(self.labels)}: name "
+                f"the label that it stands for in teacher.options.names{where}"
             )
-        return named
-
-    def _stray(self, word: str) -> str:
-        return (
-            f"{self._name} says {word!r}, which is not one of {', '.join(self.labels)}: name the "
-            "label that it stands for in teacher.options.names"
-        )
 
 
 def look_up(name: str) -> Callable[[list[Sample]], Sequence[Any]]:
-    """The callable that ``package.module:function`` names.
-
-    Raises:
-        TeacherError: If there is none.
-    """
-    module, _, path = name.partition(":")
-    if not module or not path:
+    """The callable that ``package.module:function`` names; a `TeacherError` if there is none."""
+    if ":" not in name:
         raise TeacherError(f"{name!r} names no function: write package.module:function")
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        found: Any = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise TeacherError(
             f"function {name} cannot be loaded ({error}): check the name and that it is installed"
         ) from error

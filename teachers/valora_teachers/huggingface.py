@@ -9,20 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.contract.files import expanded
-from valora_data.schema import Answer, Box
+from valora_data.schema import Answer
 from valora_data.sources.formats.videos import frame_places
 from valora_data.wording import first_line
-from valora_teachers.base import (
-    BATCH,
-    Count,
-    Dtype,
-    NotNegative,
-    Teacher,
-    TeacherError,
-    TeacherOptions,
-    choice_answer,
-    phrase_of,
-)  # fmt: skip
+from valora_teachers import base
+from valora_teachers.base import BATCH, Count, Dtype, Teacher, TeacherError, TeacherOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,21 +33,13 @@ IMAGES_ALONE = ("ImageClassification", "VideoClassification", "ObjectDetection")
 
 
 class HuggingFaceOptions(TeacherOptions):
-    """Options of a model of transformers.
+    """Options of a model of transformers."""
 
-    Attributes:
-        threshold: Confidence from which a box counts.
-        max_new_tokens: Longest answer of a vision-language model, in tokens.
-        batch: Samples per batch.
-        device: Device in torch's terms, such as ``cpu`` or ``cuda``.
-        dtype: Data type of the weights, such as ``float32``.
-    """
-
-    threshold: NotNegative = 0.05
-    max_new_tokens: Count = 40
-    batch: Count = BATCH
-    device: str = "cpu"
-    dtype: Dtype = "float32"
+    threshold: base.NotNegative = 0.05  # confidence from which a box counts
+    max_new_tokens: Count = 40  # longest answer of a vision-language model, in tokens
+    batch: Count = BATCH  # samples per batch
+    device: str = "cpu"  # device in torch's terms, such as ``cpu`` or ``cuda``
+    dtype: Dtype = "float32"  # data type of the weights, such as ``float32``
 
 
 class HuggingFace(Teacher):
@@ -110,13 +93,12 @@ class HuggingFace(Teacher):
 
         found = []
         for auto in AUTO:
-            known = getattr(transformers, f"AutoModelFor{auto}")._model_mapping
-            classes = known.get(type(config), ())
+            loader = getattr(transformers, f"AutoModelFor{auto}")
+            classes = loader._model_mapping.get(type(config), ())
             classes = classes if isinstance(classes, tuple) else (classes,)
             if {one.__name__ for one in classes} & set(config.architectures or ()):
                 found.append(auto)
-        spec = self.task.spec
-        wanted = []
+        spec, wanted = self.task.spec, list[str]()
         if spec.choice:
             wanted.append("VideoClassification" if spec.video else "ImageClassification")
         if spec.detects:
@@ -202,16 +184,14 @@ class HuggingFace(Teacher):
 
     def _look_for(self, samples: Sequence[Sample]) -> list[Answer]:
         if not self.task.spec.detects:
-            phrases = [phrase_of(sample) for sample in samples]
+            phrases = [base.phrase_of(sample) for sample in samples]
             return [Answer(found.boxes[:1]) for found in self._find(samples, phrases, phrases)]
         parts = [
             self._find(samples, [phrase] * len(samples), [label] * len(samples))
             for phrase, label in self._phrases.items()
         ]
-        return [
-            _sorted([box for answer in row for box in answer.boxes])
-            for row in zip(*parts, strict=True)
-        ]
+        found = [[box for one in row for box in one.boxes] for row in zip(*parts, strict=True)]
+        return [Answer(tuple(sorted(boxes, key=lambda box: -box.confidence))) for boxes in found]
 
     def _find(
         self, samples: Sequence[Sample], phrases: Sequence[str], labels: Sequence[str]
@@ -243,8 +223,7 @@ class HuggingFace(Teacher):
         content: list[dict[str, str]] = [{"type": "image"} for _ in sample.images]
         content += [{"type": "text", "text": question}] if question else []
         turns = [{"role": "user", "content": content}]
-        text: str = self._processor.apply_chat_template(turns, add_generation_prompt=True)
-        return text
+        return str(self._processor.apply_chat_template(turns, add_generation_prompt=True))
 
     def _encode(self, samples: Sequence[Sample], texts: Sequence[str]) -> dict[str, Tensor]:
         images: list[Any] = [_images(sample) for sample in samples]
@@ -254,15 +233,13 @@ class HuggingFace(Teacher):
             return self._put(self._processor(images=images, return_tensors="pt"))
         begin = self._processor.tokenizer.bos_token
         begun = self._talks and bool(begin) and all(text.startswith(begin) for text in texts)
-        inputs = self._processor(
-            text=list(texts),
-            images=images,
-            padding=True,
-            return_tensors="pt",
-            # A template that has written the token which begins a text must not get a second one.
-            **({"add_special_tokens": False} if begun else {}),
+        # A template that has written the token which begins a text must not get a second one.
+        more: dict[str, Any] = {"add_special_tokens": False} if begun else {}
+        return self._put(
+            self._processor(
+                text=list(texts), images=images, padding=True, return_tensors="pt", **more
+            )
         )
-        return self._put(inputs)
 
     def _write(self, samples: Sequence[Sample]) -> list[Answer]:
         inputs = self._encode(samples, [self._text(sample) for sample in samples])
@@ -295,7 +272,7 @@ class HuggingFace(Teacher):
                 logits = self._model(**inputs).logits[0, start - 1 : -1].float()
                 rows.append(logits.log_softmax(-1).gather(1, ids[0, start:, None]).sum())
             soft = torch.stack(rows).softmax(-1)
-            answers.append(choice_answer(self.task, self.labels, soft.tolist()))
+            answers.append(base.choice_answer(self.task, self.labels, soft.tolist()))
         return answers
 
 
@@ -308,19 +285,5 @@ def _sizes(samples: Sequence[Sample]) -> list[tuple[int, int]]:
 
 
 def _boxes(sample: Sample, result: Mapping[str, Any], labels: Sequence[str | None]) -> Answer:
-    """Boxes inside the image; those without a label are left out."""
-    width, height = sample.image.size
-    boxes = []
-    for edges, score, label in zip(
-        result["boxes"].float().tolist(), result["scores"].float().tolist(), labels, strict=True
-    ):
-        x0, y0 = max(0.0, edges[0]), max(0.0, edges[1])
-        x1, y1 = min(float(width), edges[2]), min(float(height), edges[3])
-        if label is not None and x1 > x0 and y1 > y0:
-            boxes.append(Box(x0, y0, x1, y1, label, score))
-    return _sorted(boxes)
-
-
-def _sorted(boxes: list[Box]) -> Answer:
-    """The boxes, most confident first."""
-    return Answer(tuple(sorted(boxes, key=lambda box: -box.confidence)))
+    edges, scores = result["boxes"].float().tolist(), result["scores"].float().tolist()
+    return base.boxes_inside(edges, labels, scores, sample.image.size)

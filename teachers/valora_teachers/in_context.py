@@ -23,19 +23,12 @@ TOKENS_AT_ONCE = 131_072
 
 
 class InContextOptions(TeacherOptions):
-    """Options of a base model that reads.
+    """Options of a base model that reads."""
 
-    Attributes:
-        max_tokens: Most tokens of an answer.
-        batch: Questions that are answered at once; fewer about long documents.
-        dtype: Data type of the weights, such as ``float32``.
-        device: Device in torch's terms, such as ``cpu`` or ``cuda``.
-    """
-
-    max_tokens: Count = 32
-    batch: Count = 64
-    dtype: Dtype = "float32"
-    device: str = "cpu"
+    max_tokens: Count = 32  # most tokens of an answer
+    batch: Count = 64  # questions that are answered at once; fewer about long documents
+    dtype: Dtype = "float32"  # data type of the weights, such as ``float32``
+    device: str = "cpu"  # device in torch's terms, such as ``cpu`` or ``cuda``
 
 
 class InContext(Teacher):

@@ -20,7 +20,7 @@ KINDS: Registry[type[Teacher]] = Registry(
     "teacher kind",
     {
         "yolo": "valora_teachers.yolo:Yolo",
-        "yolo_world": "valora_teachers.yolo_world:YoloWorld",
+        "yolo_world": "valora_teachers.yolo:YoloWorld",
         "small": "valora_teachers.small:Small",
         "huggingface": "valora_teachers.huggingface:HuggingFace",
         "function": "valora_teachers.function:Function",
@@ -56,14 +56,11 @@ def make_teacher(
     except ValidationError as error:
         (problem, *_) = error.errors()
         name = ".".join(map(str, problem["loc"]))
+        message = f"teacher.options.{name}={problem['input']!r} is not possible: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
             known = ", ".join(found.options_type.model_fields)
-            raise TeacherError(
-                f"unknown option {name} of teacher {kind}: expected {known}"
-            ) from error
-        raise TeacherError(
-            f"teacher.options.{name}={problem['input']!r} is not possible: {problem['msg']}"
-        ) from error
+            message = f"unknown option {name} of teacher {kind}: expected {known}"
+        raise TeacherError(message) from error
 
 
 def load_teacher(
@@ -86,8 +83,7 @@ def load_teacher(
         prompt: Prompt of the domain, for vision-language models.
 
     Raises:
-        TeacherError: The kind or an option is unknown, or the model does not fit the task or the
-            labels.
+        TeacherError: An argument is not possible, or the model does not fit the others.
     """
     teacher = make_teacher(kind, task, labels, options, prompt)
     teacher.load(weights)
@@ -101,20 +97,10 @@ def teacher_facts(
     prompt: str = "",
     cache: Path | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the answers of a teacher depend on, besides its task, its labels and the samples.
+    """Settings (JSON) and content hashes that a teacher's answers depend on.
 
-    Args:
-        kind: A name of `KINDS`.
-        weights: What names the model; None if its file or folder is hashed elsewhere.
-        options: As in `load_teacher`.
-        prompt: Prompt of the domain.
-        cache: As in `valora_data.hashing.hash_files`.
-
-    Returns:
-        Settings, ready for JSON, and content hashes by name.
-
-    Raises:
-        TeacherError: The kind is unknown, or a file cannot be read.
+    Task, labels and samples are left out; so is the model where `weights` is None, as its file is
+    hashed elsewhere. `cache` is that of `valora_data.hashing.hash_files`.
     """
     found = KINDS[kind]
     counting = {k: value for k, value in (options or {}).items() if k not in found.without_effect}

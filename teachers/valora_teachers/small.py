@@ -21,33 +21,20 @@ if TYPE_CHECKING:
 
 
 class SmallOptions(TeacherOptions):
-    """How a small classifier is trained; the defaults suit 96-pixel scenes and one core.
+    """How a small classifier is trained; the defaults suit 96-pixel scenes and one core."""
 
-    Attributes:
-        size: Side in pixels that images are resized to.
-        width: Channels of the first stage; each further one has twice as many.
-        depth: Blocks of each of the three stages.
-        frames: Frames that are taken of a clip; images have one.
-        epochs: Passes over the training samples.
-        batch: Samples per step.
-        lr: Peak learning rate of AdamW; it warms up and falls along a cosine.
-        weight_decay: Decay of AdamW.
-        shift: Largest shift in augmentation, as a share of the side.
-        jitter: Largest relative change of brightness, and half of it for each channel.
-        seed: Seed of weights, order and augmentation.
-    """
-
-    size: Annotated[int, Field(ge=16)] = 64
-    width: Count = 24
-    depth: Count = 1
-    frames: Count = 4
-    epochs: Count = 24
-    batch: Annotated[int, Field(ge=2)] = 32
-    lr: NotNegative = 6e-3
-    weight_decay: NotNegative = 0.05
-    shift: NotNegative = 0.12
+    size: Annotated[int, Field(ge=16)] = 64  # side in pixels that images are resized to
+    width: Count = 24  # channels of the first stage; each further one has twice as many
+    depth: Count = 1  # blocks of each of the three stages
+    frames: Count = 4  # frames that are taken of a clip; images have one
+    epochs: Count = 24  # passes over the training samples
+    batch: Annotated[int, Field(ge=2)] = 32  # samples per step
+    lr: NotNegative = 6e-3  # peak learning rate of AdamW; it warms up and falls along a cosine
+    weight_decay: NotNegative = 0.05  # decay of AdamW
+    shift: NotNegative = 0.12  # largest shift in augmentation, as a share of the side
+    # Largest relative change of brightness, and half of it for each channel.
     jitter: NotNegative = 0.15
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0)] = 0  # seed of weights, order and augmentation
 
 
 class Small(Teacher):
@@ -98,14 +85,7 @@ class Small(Teacher):
                 f"a small classifier cannot do task {self.task}: let labels stand in for a teacher "
                 "(teacher: labels), or name a trained one"
             )
-        if len(samples) < 2:
-            raise TeacherError(f"training a teacher needs at least 2 samples, got {len(samples)}")
-        for sample in samples:
-            if sample.answer.choice not in self.labels:
-                raise TeacherError(
-                    f"sample {sample.id}: label {sample.answer.choice!r} is not one of "
-                    f"{', '.join(self.labels)}"
-                )
+        self.check_labelled(samples, lambda sample: [sample.answer.choice])
         frames = self.options.frames if spec.video else 1
         known = [sample for sample in validation if sample.answer.choice in self.labels]
         return train(

@@ -69,7 +69,7 @@ def train(
     parts = {"model": model, "optimiser": optimiser, "schedule": schedule}
     checkpoint = Checkpoint(folder.with_name(CHECKPOINT))
     training = f"a small classifier by epochs: {settings.epochs} of {len(samples)} by {batch}"
-    done, mean = 0, math.nan
+    done, loss = 0, math.nan
     if state := checkpoint.load(training):
         done = state["epochs"]
         rng.set_state(state["random"])
@@ -80,17 +80,16 @@ def train(
         losses = []
         for chosen in torch.randperm(len(samples), generator=rng)[: steps * batch].split(batch):
             logits = model(_augmented(pixels[chosen], settings, rng)).logits
-            loss = functional.cross_entropy(logits, targets[chosen])
+            losses.append(functional.cross_entropy(logits, targets[chosen]))
             optimiser.zero_grad()
-            loss.backward()
+            losses[-1].backward()
             optimiser.step()
             schedule.step()
-            losses.append(loss.item())
-        mean = sum(losses) / steps
+        loss = sum(one.item() for one in losses) / steps
         if on_epoch is not None:
             figures = {"lr": float(schedule.get_last_lr()[0])}
             figures |= _validated(model, validation, labels, settings.size, frames)
-            on_epoch(epoch, settings.epochs, mean, figures)
+            on_epoch(epoch, settings.epochs, loss, figures)
         if epoch < settings.epochs:
             state = {"epochs": epoch, "random": rng.get_state()}
             state |= {name: part.state_dict() for name, part in parts.items()}
@@ -98,7 +97,7 @@ def train(
     _save(model, folder)
     seconds = checkpoint.spent + time.perf_counter() - started
     checkpoint.discard()
-    return {"loss": mean, "epochs": settings.epochs, "images": len(samples), "seconds": seconds}
+    return {"loss": loss, "epochs": settings.epochs, "images": len(samples), "seconds": seconds}
 
 
 def _validated(
@@ -130,14 +129,14 @@ def _targets(samples: Sequence[Sample], labels: Sequence[str]) -> Tensor:
 
 def _pixels(samples: Sequence[Sample], size: int, frames: int) -> Tensor:
     """(samples, 3 · frames, size, size) uint8."""
-    rows = []
-    for sample in samples:
-        images = [sample.images[i] for i in frame_places(len(sample.images), frames)]
-        small = [
-            np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
-            for image in images
-        ]
-        rows.append(np.concatenate(small, axis=-1))
+
+    def small(image: Image.Image) -> Any:
+        return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+
+    rows = [
+        np.concatenate([small(one.images[i]) for i in frame_places(len(one.images), frames)], -1)
+        for one in samples
+    ]
     return torch.from_numpy(np.stack(rows)).permute(0, 3, 1, 2)
 
 

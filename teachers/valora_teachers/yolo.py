@@ -1,48 +1,60 @@
-"""Ultralytics' YOLO: detectors, also segmentation and pose models, and classifiers."""
+"""Ultralytics' models: YOLO (boxes or classes) and YOLO-World (boxes of labels or phrases).
+
+Ultralytics is AGPL-3.0 and optional: it is imported only when one of its models is trained or
+loaded, quietly, offline, and away from the user's settings; never by the serving side.
+
+A `.pt` file is a pickle, and loading it runs whatever code it holds. Load only files that you
+trust, on the machine where you train; bundles contain none.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from PIL import Image
 from pydantic import Field
 
+from valora_data.identity import place_hash
+from valora_data.schema import Answer
+from valora_teachers import base
 from valora_teachers.base import Count, Share, Teacher, TeacherError, TeacherOptions
-from valora_teachers.ultralytics_plugin import load_ultralytics, open_weights, predict, read_boxes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from valora_data.schema import Answer, Sample
+    from torch import Tensor
+
+    from valora_data.schema import Sample
     from valora_teachers.base import OnEpoch
+
+BOX_MODELS = ["detect", "segment", "pose"]
+MIN_CONFIDENCE = 0.01
+TEXT_ENCODER = "openai/clip-vit-base-patch32"
+TEXT_WIDTH = 512
 
 
 class YoloOptions(TeacherOptions):
-    """How a small YOLO is trained; the defaults suit 96-pixel scenes and two cores.
+    """How a small YOLO is trained; the defaults suit 96-pixel scenes and two cores."""
 
-    Attributes:
-        size: Side in pixels that images are resized to; a multiple of 32.
-        width: Channels as a share of Ultralytics' full width; YOLO11n has 0.25.
-        epochs: Passes over the training images.
-        batch: Images per step.
-        lr: Peak learning rate of AdamW; it warms up and falls along a cosine.
-        weight_decay: Decay of AdamW.
-        scale: Largest change of size in augmentation, as a share.
-        shift: Largest shift in augmentation, as a share of the side.
-        jitter: Largest relative change of brightness and of saturation.
-        seed: Seed of weights, order and augmentation.
-    """
-
+    # Side in pixels that images are resized to; a multiple of 32.
     size: Annotated[int, Field(ge=32, multiple_of=32)] = 96
+    # Channels as a share of Ultralytics' full width; YOLO11n has 0.25.
     width: Annotated[float, Field(gt=0)] = 0.25
-    epochs: Count = 18
-    batch: Annotated[int, Field(ge=2)] = 16
-    lr: Share = 3e-3
-    weight_decay: Share = 0.01
-    scale: Share = 0.3
-    shift: Share = 0.15
-    jitter: Share = 0.25
-    seed: Annotated[int, Field(ge=0)] = 0
+    epochs: Count = 18  # passes over the training images
+    batch: Annotated[int, Field(ge=2)] = 16  # images per step
+    lr: Share = 3e-3  # peak learning rate of AdamW; it warms up and falls along a cosine
+    weight_decay: Share = 0.01  # decay of AdamW
+    scale: Share = 0.3  # largest change of size in augmentation, as a share
+    shift: Share = 0.15  # largest shift in augmentation, as a share of the side
+    jitter: Share = 0.25  # largest relative change of brightness and of saturation
+    seed: Annotated[int, Field(ge=0)] = 0  # seed of weights, order and augmentation
 
 
 class Yolo(Teacher):
@@ -56,25 +68,24 @@ class Yolo(Teacher):
 
     def load(self, weights: Path | str) -> None:
         """Load a `.pt` file. It is a pickle: loading runs its code, so load only what you trust."""
-        spec, path = self.task.spec, Path(weights)
+        spec = self.task.spec
         self._classifies = spec.choice and spec.labels == "required" and not spec.video
         if not spec.detects and not self._classifies:
             raise TeacherError(
                 f"a YOLO gives no answers for task {self.task}: use it for detection, "
                 "classification or counting, or yolo_world for grounding"
             )
-        self._model, kind, classes = open_weights(path)
-        if self._classifies and kind != "classify":
+        path = Path(weights)
+        self._model, kind = open_weights(path)
+        what, wanted = "boxes", BOX_MODELS
+        if self._classifies:
+            what, wanted = "class of an image", ["classify"]
+        if kind not in wanted:
             raise TeacherError(
-                f"{path.name} is a model for {kind!r}, which gives no class of an image: give one "
-                "that was trained with task 'classify'"
+                f"{path.name} is a model for {kind!r}, which gives no {what}: give one that was "
+                f"trained with task {wanted[0]!r}"
             )
-        if not self._classifies and kind not in ("detect", "segment", "pose"):
-            raise TeacherError(
-                f"{path.name} is a model for {kind!r}, which gives no boxes: give one that was "
-                "trained with task 'detect'"
-            )
-        self.match_classes(path.name, classes)
+        self.match_classes(path.name, self._model.names)
 
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
         """Find boxes, or choose a label."""
@@ -92,31 +103,194 @@ class Yolo(Teacher):
         validation: Sequence[Sample] = (),
     ) -> dict[str, Any]:
         """Train a small detector from its yaml; Ultralytics' tools open the file."""
-        self._check(samples)
-        load_ultralytics()
-        from valora_teachers.yolo_training import train_yolo
-
-        known = [x for x in validation if {box.label for box in x.answer.boxes} <= {*self.labels}]
-        return train_yolo(
-            samples, self.labels, self.options, folder / str(self.artefact), on_epoch, known
-        )
-
-    def _check(self, samples: Sequence[Sample]) -> None:
         if not self.task.spec.detects:
             raise TeacherError(
                 f"a YOLO is trained here for detection only, not for {self.task}: choose teacher "
                 "small"
             )
-        if len(samples) < 2:
-            raise TeacherError(
-                f"training a YOLO needs at least 2 training images, got {len(samples)}: add samples"
-            )
-        for sample in samples:
-            for box in sample.answer.boxes:
-                if box.label not in self.labels:
-                    raise TeacherError(
-                        f"sample {sample.id} has label {box.label!r}, which is none of "
-                        f"{', '.join(self.labels)}: correct the label or add it"
-                    )
+        self.check_labelled(samples, lambda sample: [box.label for box in sample.answer.boxes])
         if not any(sample.answer.boxes for sample in samples):
             raise TeacherError("no training image has a box: a YOLO has nothing to learn from")
+        load_ultralytics()
+        from valora_teachers.yolo_training import train_yolo
+
+        known = [x for x in validation if {box.label for box in x.answer.boxes} <= {*self.labels}]
+        path = folder / str(self.artefact)
+        with threads_kept():
+            return train_yolo(samples, self.labels, self.options, path, on_epoch, known)
+
+
+class YoloWorldOptions(TeacherOptions):
+    """Options of a YOLO-World."""
+
+    text_encoder: str = TEXT_ENCODER  # folder, or name on the hub, of CLIP's text encoder
+
+
+class YoloWorld(Teacher):
+    """Detects a domain's labels, which it looks for together, or each sample's phrase, alone.
+
+    What it looks for at once changes what it sees. Ultralytics would download a text encoder
+    through a package of its own; here the same one, CLIP ViT-B/32, comes from transformers.
+    """
+
+    options_type = YoloWorldOptions
+    artefact: ClassVar[str | None] = "teacher.pt"
+    reads_prompt: ClassVar[bool] = False
+
+    @classmethod
+    def inputs(
+        cls, weights: str | None, options: Mapping[str, Any], cache: Path | None
+    ) -> dict[str, str]:
+        """The model, and the text encoder."""
+        encoder = place_hash(options.get("text_encoder", TEXT_ENCODER))
+        return super().inputs(weights, options, cache) | {"text_encoder": encoder}
+
+    def load(self, weights: Path | str) -> None:
+        """Load a `.pt` file. It is a pickle: loading runs its code, so load only what you trust."""
+        path = Path(weights)
+        self._model, _ = open_weights(path)
+        kind = type(self._model.model).__name__
+        if kind != "WorldModel":
+            hint = " (YOLOE's text encoder comes by download only)" if "YOLOE" in kind else ""
+            raise TeacherError(
+                f"{path.name} is a {kind}, which cannot be asked for a phrase{hint}: give a "
+                "YOLO-World"
+            )
+        if self.task.spec.detects:
+            self._phrases = self.find_phrases(path.name)
+        self._encode = text_encoder(self.options.text_encoder)
+        self._prompted: list[str] = []
+
+    def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
+        """Find the labels, or what each sample's phrase refers to."""
+        if self.task.spec.detects:
+            return self._find(samples, self._phrases)
+        asked = [base.phrase_of(sample) for sample in samples]
+        answers = [Answer()] * len(samples)
+        for phrase in dict.fromkeys(asked):
+            rows = [row for row, one in enumerate(asked) if one == phrase]
+            found = self._find([samples[row] for row in rows], {phrase: phrase})
+            for row, answer in zip(rows, found, strict=True):
+                answers[row] = Answer(answer.boxes[:1])
+        return answers
+
+    def _find(self, samples: Sequence[Sample], phrases: Mapping[str, str]) -> list[Answer]:
+        if list(phrases) != self._prompted:  # as `WorldModel.set_classes`, with our text encoder
+            self._prompted = list(phrases)
+            network = self._model.model
+            network.txt_feats = self._encode(self._prompted)[None]
+            network.model[-1].nc = len(phrases)
+            network.names = dict(enumerate(phrases))
+            self._model.predictor = None
+        label_of = dict(enumerate(phrases.values()))
+        return [read_boxes(found, label_of) for found in predict(self._model, samples)]
+
+
+@cache
+def text_encoder(name: str) -> Callable[[Sequence[str]], Tensor]:
+    """CLIP's text encoder: phrases to embeddings, (phrases, 512) float32, each of length 1."""
+    import torch
+    from transformers import AutoTokenizer, CLIPTextModelWithProjection
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = CLIPTextModelWithProjection.from_pretrained(name, use_safetensors=True).eval()
+    except (OSError, ValueError) as error:
+        raise TeacherError(
+            f"the text encoder {name} of YOLO-World cannot be loaded: set "
+            f"teacher.options.text_encoder to a folder that holds {TEXT_ENCODER}"
+        ) from error
+    if (width := model.config.projection_dim) != TEXT_WIDTH:
+        raise TeacherError(
+            f"text encoder {name} gives {width} numbers, expected {TEXT_WIDTH}: YOLO-World was "
+            f"trained with {TEXT_ENCODER}"
+        )
+
+    @torch.no_grad()
+    def encode(phrases: Sequence[str]) -> Tensor:
+        inputs = tokenizer(list(phrases), padding=True, truncation=True, return_tensors="pt")
+        return torch.nn.functional.normalize(model(**inputs).text_embeds.float(), dim=-1)
+
+    return encode
+
+
+@cache
+def load_ultralytics() -> Any:
+    """Import Ultralytics, which is optional."""
+    import torch
+
+    # It writes settings when imported; a folder of this process alone keeps the user's as they are.
+    settings_folder = tempfile.mkdtemp(prefix="valora-ultralytics-")
+    atexit.register(shutil.rmtree, settings_folder, ignore_errors=True)
+    wanted = {
+        "YOLO_CONFIG_DIR": settings_folder, "YOLO_OFFLINE": "1", "YOLO_AUTOINSTALL": "0",
+        "YOLO_VERBOSE": "0",
+        # It would set 1 for every process that we start.
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }  # fmt: skip
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in added})
+    # It replaces PIL's Image.open by one that asks for a HEIF reader when an image is broken.
+    opens = Image.open
+    try:
+        import ultralytics
+        import ultralytics.utils.patches
+    except ImportError as error:
+        raise TeacherError(
+            "Ultralytics is not installed (it is AGPL-3.0 and optional): "
+            "run pip install 'valora[yolo]'"
+        ) from error
+    finally:
+        Image.open = opens
+        for name in added:
+            if name != "YOLO_OFFLINE":  # read again on every use
+                del os.environ[name]
+    return ultralytics
+
+
+@contextmanager
+def threads_kept() -> Iterator[None]:
+    """Restore torch's number of threads, which Ultralytics lowers when it picks the CPU."""
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def open_weights(path: Path) -> tuple[Any, str]:
+    """The `ultralytics.YOLO` of a `.pt` file, and its task."""
+    if not path.is_file():
+        raise TeacherError(f"teacher {path} does not exist: check the path")
+    ultralytics = load_ultralytics()
+    try:
+        with threads_kept():
+            model = ultralytics.YOLO(str(path))
+            if not isinstance(model.model, ultralytics.nn.tasks.BaseModel):
+                raise TypeError(f"it holds a {type(model.model).__name__}")  # noqa: TRY301
+            return model, model.task
+    except Exception as error:  # a pickle may raise anything
+        reason = " ".join(str(error).removeprefix("ERROR ❌️ ").split()) or type(error).__name__
+        raise TeacherError(
+            f"{path.name} is no YOLO that Ultralytics {ultralytics.__version__} can load "
+            f"({reason}): give one of its .pt files"
+        ) from error
+
+
+def predict(model: Any, samples: Sequence[Sample], **settings: Any) -> list[Any]:
+    """Ultralytics' results for the images of samples, after non-maximum suppression."""
+    images = [sample.image.convert("RGB") for sample in samples]
+    settings |= {"conf": MIN_CONFIDENCE, "iou": 0.5, "device": "cpu", "save": False}
+    with threads_kept():
+        found: list[Any] = model.predict(images, verbose=False, **settings)
+    return found
+
+
+def read_boxes(result: Any, label_of: Mapping[int, str]) -> Answer:
+    """Boxes of one of Ultralytics' results, inside the image, most confident first."""
+    found = result.boxes
+    labels = [label_of[int(index)] for index in found.cls]
+    height, width = result.orig_shape
+    return base.boxes_inside(found.xyxy.tolist(), labels, found.conf.tolist(), (width, height))

@@ -27,7 +27,6 @@ from ultralytics.utils.torch_utils import init_seeds
 from valora_data.checkpoint import Checkpoint
 from valora_data.cpu import cpu_multiplies_bfloat16
 from valora_teachers.base import CHECKPOINT
-from valora_teachers.ultralytics_plugin import threads_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,32 +38,25 @@ if TYPE_CHECKING:
 ARGUMENTS = {
     "task": "detect", "model": "yolo11.yaml", "optimizer": "AdamW", "momentum": 0.9, "cos_lr": True,
     "lrf": 0.02, "warmup_bias_lr": 0.0, "mosaic": 0.0, "close_mosaic": 0, "patience": 0,
-    "device": "cpu", "amp": False, "plots": False, "verbose": False,
+    "device": "cpu", "amp": False, "plots": False, "verbose": False, "cache": "ram",
 }  # fmt: skip
+# YOLO11 without its 32-pixel level: nothing in a 96-pixel image needs so coarse a grid, and whole
+# YOLO11n takes 70 % more time.
 YOLO11 = {
     "depth_multiple": 0.5,
     "backbone": [
-        [-1, 1, "Conv", [64, 3, 2]],
-        [-1, 1, "Conv", [128, 3, 2]],
-        [-1, 2, "C3k2", [256, False, 0.25]],
-        [-1, 1, "Conv", [256, 3, 2]],
-        [-1, 2, "C3k2", [512, False, 0.25]],
-        [-1, 1, "Conv", [512, 3, 2]],
-        [-1, 2, "C3k2", [512, True]],
-        [-1, 1, "SPPF", [512, 5]],
+        [-1, 1, "Conv", [64, 3, 2]], [-1, 1, "Conv", [128, 3, 2]],
+        [-1, 2, "C3k2", [256, False, 0.25]], [-1, 1, "Conv", [256, 3, 2]],
+        [-1, 2, "C3k2", [512, False, 0.25]], [-1, 1, "Conv", [512, 3, 2]],
+        [-1, 2, "C3k2", [512, True]], [-1, 1, "SPPF", [512, 5]],
     ],
     "head": [
-        [-1, 1, "nn.Upsample", [None, 2, "nearest"]],
-        [[-1, 4], 1, "Concat", [1]],
-        [-1, 2, "C3k2", [256, False]],
-        [-1, 1, "Conv", [256, 3, 2]],
-        [[-1, 7], 1, "Concat", [1]],
-        [-1, 2, "C3k2", [512, False]],
+        [-1, 1, "nn.Upsample", [None, 2, "nearest"]], [[-1, 4], 1, "Concat", [1]],
+        [-1, 2, "C3k2", [256, False]], [-1, 1, "Conv", [256, 3, 2]],
+        [[-1, 7], 1, "Concat", [1]], [-1, 2, "C3k2", [512, False]],
         [[10, 13], 1, "Detect", ["nc"]],
     ],
-}
-"""YOLO11 without its 32-pixel level: nothing in a 96-pixel image needs so coarse a grid, and whole
-YOLO11n takes 70 % more time."""
+}  # fmt: skip
 
 
 def train_yolo(
@@ -89,9 +81,9 @@ def train_yolo(
         trainer.train()
         trainer.export(path)
     seconds = trainer.checkpoint.spent + time.perf_counter() - started
-    loss = trainer.mean_loss()
     trainer.checkpoint.discard()
-    return {"loss": loss, "epochs": settings.epochs, "images": len(samples), "seconds": seconds}
+    return {"loss": trainer.mean_loss(), "epochs": settings.epochs, "images": len(samples),
+            "seconds": seconds}  # fmt: skip
 
 
 @contextmanager
@@ -103,7 +95,7 @@ def _global_state_kept() -> Iterator[None]:
     names = ("CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
     variables = {name: os.environ[name] for name in names if name in os.environ}
     try:
-        with threads_kept(), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(randoms[0])
@@ -113,17 +105,19 @@ def _global_state_kept() -> Iterator[None]:
 
 
 class _Images(YOLODataset):  # type: ignore[misc]
-    """A labelled data set in memory."""
-
-    def __init__(self, samples: Sequence[Sample], **more: Any) -> None:
-        super().__init__(samples, task="detect", **more)
-        for i, sample in enumerate(samples):
-            image = ImageOps.contain(sample.image.convert("RGB"), (self.imgsz, self.imgsz))
-            self.ims[i] = np.ascontiguousarray(np.asarray(image)[..., ::-1])  # as OpenCV has it
-            self.im_hw0[i], self.im_hw[i] = sample.image.size[::-1], self.ims[i].shape[:2]
+    """A labelled data set whose cache in memory is filled with the samples."""
 
     def get_img_files(self, img_path: Sequence[Sample]) -> list[str]:
         return [sample.id for sample in img_path]
+
+    def check_cache_ram(self, safety_margin: float = 1.0) -> bool:
+        return True
+
+    def cache_images(self) -> None:
+        for i, sample in enumerate(self.img_path):
+            image = ImageOps.contain(sample.image.convert("RGB"), (self.imgsz, self.imgsz))
+            self.ims[i] = np.ascontiguousarray(np.asarray(image)[..., ::-1])  # as OpenCV has it
+            self.im_hw0[i], self.im_hw[i] = sample.image.size[::-1], self.ims[i].shape[:2]
 
     def get_labels(self) -> list[dict[str, Any]]:
         index = {label: number for number, label in self.data["names"].items()}
@@ -166,14 +160,9 @@ class _Trainer(DetectionTrainer):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        samples: Sequence[Sample],
-        validation: Sequence[Sample],
-        labels: Sequence[str],
-        settings: Any,
-        folder: str,
-        checkpoint: Path,
-    ) -> None:
+        self, samples: Sequence[Sample], validation: Sequence[Sample], labels: Sequence[str],
+        settings: Any, folder: str, checkpoint: Path,
+    ) -> None:  # fmt: skip
         self.splits = {"train": samples, "val": validation or samples[:1]}
         self.labels, self.settings, self.looks = labels, settings, bool(validation)
         self.checkpoint = Checkpoint(checkpoint)
@@ -196,11 +185,11 @@ class _Trainer(DetectionTrainer):  # type: ignore[misc]
         return self.splits | {"names": names, "nc": len(names), "channels": 3}
 
     def build_dataset(
-        self, img_path: Sequence[Sample], mode: str = "train", batch: int | None = None
+        self, img_path: Any, mode: str = "train", batch: int | None = None
     ) -> _Images:
         return _Images(
-            img_path, data=self.data, imgsz=self.args.imgsz, augment=mode == "train", hyp=self.args,
-            batch_size=batch,
+            img_path, task="detect", data=self.data, imgsz=self.args.imgsz, batch_size=batch,
+            augment=mode == "train", hyp=self.args, cache=self.args.cache,
         )  # fmt: skip
 
     def get_model(self, cfg: Any = None, weights: Any = None, verbose: bool = True) -> Any:
@@ -243,11 +232,9 @@ class _Trainer(DetectionTrainer):  # type: ignore[misc]
             loss = float(self.ema.ema(batch)[0].sum()) / len(images)
         return {"validation loss": loss}, 0.0
 
-    def save_metrics(self, metrics: dict[str, float]) -> None:
-        """Write no table."""
+    def save_metrics(self, metrics: dict[str, float]) -> None: ...  # no table
 
-    def final_eval(self) -> None:
-        """Validate no more."""
+    def final_eval(self) -> None: ...
 
     def mean_loss(self) -> float:
         return sum(map(float, self.tloss.values()))
@@ -259,11 +246,12 @@ class _Trainer(DetectionTrainer):  # type: ignore[misc]
     def export(self, path: Path) -> None:
         model = copy.deepcopy(self.ema.ema).half().to(memory_format=torch.contiguous_format)
         model.__class__, model.criterion = DetectionModel, None
-        arguments = {"task": "detect", "imgsz": self.settings.size, "seed": self.settings.seed}
-        model.args = get_cfg(overrides={"task": "detect", "imgsz": self.settings.size})
+        arguments = {"task": "detect", "imgsz": self.settings.size}
+        model.args = get_cfg(overrides=arguments)
         torch.save(
             {
-                "epoch": -1, "model": model, "ema": None, "train_args": arguments,
+                "epoch": -1, "model": model, "ema": None,
+                "train_args": arguments | {"seed": self.settings.seed},
                 "train_settings": self.settings.model_dump(), "version": __version__,
             },
             path,

@@ -99,18 +99,6 @@ def test_what_cannot_be_loaded(kind, weights, options, task, message, installed)
         load_teacher(kind, weights, ["cat"], options, task)
 
 
-@pytest.mark.parametrize(
-    ("kind", "task", "message"),
-    [
-        ("huggingface", Task.CLASSIFICATION, "is not trained here: name a trained one"),
-        ("yolo", Task.VIDEO, "trained here for detection only, not for video"),
-    ],
-)
-def test_what_cannot_be_trained(kind, task, message, tmp_path):
-    with pytest.raises(TeacherError, match=message):
-        make_teacher(kind, task, ["cat", "dog"]).train([], tmp_path)
-
-
 @pytest.mark.parametrize("name", ["function", "huggingface", "small", "yolo", "yolo_world"])
 def test_builtin_kinds_declare_themselves(name):
     kind = KINDS[name]

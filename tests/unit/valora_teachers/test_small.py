@@ -1,6 +1,6 @@
 """The small classifier: learns from pictures and clips, keeps probabilities, opens elsewhere."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,23 +11,13 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file
 
-import valora_data.checkpoint
-from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Answer, Sample, Split, Task
 from valora_data.sources.scenes.builtin import builtin_domain, builtin_samples
-from valora_teachers.base import CHECKPOINT, Teacher, TeacherError
+from valora_teachers.base import Teacher, TeacherError
 from valora_teachers.registry import load_teacher, make_teacher
 
 QUICK = {"size": 32, "width": 8, "epochs": 8, "batch": 16, "lr": 6e-3}
 WAYS = ("left", "right")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def clip(seed: int) -> Sample:
@@ -127,43 +117,6 @@ def test_validation_samples_draw_a_curve_and_change_nothing(tmp_path: Path) -> N
     assert figures["b"] == [{"lr"}] * 3  # unknown answers are left out
     assert same(tmp_path / "a", tmp_path / "b")
     assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("killed_at", [1, 2])
-def test_a_training_that_was_killed_continues_to_the_bit(
-    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"epochs": 3, "batch": 5, "size": 16}
-    loss = train(tmp_path / "whole", CLIPS, **options)["loss"]
-    monkeypatch.setattr(valora_data.checkpoint, "SECONDS", 0)
-    save, epochs = Checkpoint.save, []
-
-    def kill(self, *arguments):
-        epochs.append(save(self, *arguments))
-        if len(epochs) == killed_at:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Checkpoint, "save", kill)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "killed", CLIPS, **options)
-    assert (tmp_path / "killed" / CHECKPOINT).is_file()
-    assert train(tmp_path / "killed", CLIPS, **options)["loss"] == loss
-    assert len(epochs) == 2
-    assert same(tmp_path / "whole", tmp_path / "killed")
-    assert not (tmp_path / "killed" / CHECKPOINT).exists()
-
-
-@pytest.mark.parametrize(
-    ("count", "task", "labels", "message"),
-    [
-        (4, Task.VQA, WAYS, "cannot do task vqa: let labels stand in"),
-        (4, Task.VIDEO, ("left", "up"), "sample c1: label 'right' is not one of left, up"),
-        (1, Task.VIDEO, WAYS, "needs at least 2 samples, got 1"),
-    ],
-)
-def test_what_it_cannot_learn(count: int, task: Task, labels, message: str, tmp_path: Path) -> None:
-    with pytest.raises(TeacherError, match=message):
-        train(tmp_path, CLIPS[:count], task, labels)
 
 
 def test_what_is_no_small_classifier(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Ultralytics' classifiers and YOLO-World as teachers, beside Ultralytics' own predictions."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +12,9 @@ from tests.unit.valora_teachers.test_huggingface import samples, word_tokenizer
 from valora_data.schema import Task
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import load_teacher
-from valora_teachers.ultralytics_plugin import load_ultralytics
-from valora_teachers.yolo_world import text_features
+from valora_teachers.yolo import load_ultralytics, text_encoder
 
 NAMES = {0: "cat", 1: "dog", 2: "eel"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def save(model: object, path: Path, task: str, size: int) -> Path:
@@ -134,7 +124,7 @@ def expected_boxes(world: Path, clip: Path, image: Image.Image, phrases: list[st
     from ultralytics import YOLOWorld
 
     model = YOLOWorld(str(world))
-    model.model.get_text_pe = lambda text, **_: text_features(str(clip), text)[None]
+    model.model.get_text_pe = lambda text, **_: text_encoder(str(clip))(text)[None]
     model.set_classes(phrases)
     (result,) = model.predict(image, conf=0.01, iou=0.5, verbose=False, device="cpu")
     return sorted(
@@ -174,7 +164,7 @@ def test_each_phrase_is_looked_for_alone(world: Path, clip: Path) -> None:
 def test_text_features_are_those_of_transformers(clip: Path) -> None:
     model = transformers.CLIPTextModelWithProjection.from_pretrained(clip).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(clip)
-    found = text_features(str(clip), ["cat", "the red dog"])
+    found = text_encoder(str(clip))(["cat", "the red dog"])
     for row, phrase in zip(found, ["cat", "the red dog"], strict=True):
         with torch.inference_mode():
             alone = model(**tokenizer([phrase], return_tensors="pt")).text_embeds[0]

@@ -4,8 +4,7 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ import torch
 from PIL import Image, ImageDraw
 from torchvision.ops import box_iou
 
-import valora_data.checkpoint
-from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Answer, Box, Sample, Task
-from valora_teachers import ultralytics_plugin
-from valora_teachers.base import CHECKPOINT, TeacherError
+from valora_teachers import yolo
+from valora_teachers.base import TeacherError
 from valora_teachers.registry import load_teacher, make_teacher
 
 TINY = {"size": 64, "width": 0.0625, "epochs": 2, "batch": 8, "seed": 3}
@@ -58,14 +55,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def same(first: Path, second: Path) -> bool:
     one, other = weights(first), weights(second)
     return all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """So small a model gains nothing from a second thread, and loses much on a busy machine."""
-    with ultralytics_plugin.threads_kept():
-        torch.set_num_threads(1)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +120,9 @@ def test_training_is_repeatable_and_leaves_the_process_alone(
     def state() -> list:
         numbers = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1][0]]
         flags = [torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()]
-        return [*numbers, *flags, dict(ultralytics_plugin.os.environ)]
+        return [*numbers, *flags, dict(yolo.os.environ)]
 
-    ultralytics_plugin.load_ultralytics()
+    yolo.load_ultralytics()
     before = state()
     train(tmp_path / "a", on_epoch=lambda *args: calls.append(args), validation=SCENES[18:30])
     assert state() == before
@@ -149,82 +138,32 @@ def test_training_is_repeatable_and_leaves_the_process_alone(
     assert list((tmp_path / "work").iterdir()) == []
 
 
-@pytest.mark.parametrize("killed_at", [1, 2])
-def test_a_training_that_was_killed_continues_to_the_bit(
-    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loss = train(tmp_path / "whole", epochs=3)["loss"]
-    monkeypatch.setattr(valora_data.checkpoint, "SECONDS", 0)
-    save, epochs = Checkpoint.save, []
-
-    def kill(self, *arguments):
-        written = save(self, *arguments)
-        epochs.append(written)
-        if len(epochs) == killed_at:
-            raise KeyboardInterrupt
-        return written
-
-    monkeypatch.setattr(Checkpoint, "save", kill)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "killed", epochs=3)
-    assert (tmp_path / "killed" / CHECKPOINT).is_file()
-    torch.manual_seed(77)
-    random.seed(77)
-    assert train(tmp_path / "killed", epochs=3)["loss"] == loss
-    assert len(epochs) == 2  # each epoch but the last has one, and none was trained again
-    assert same(tmp_path / "whole", tmp_path / "killed")
-    assert not (tmp_path / "killed" / CHECKPOINT).exists()
-
-
-def save_text(path: Path) -> None:
-    path.write_text("not a model")
-
-
-def save_weights(path: Path) -> None:
-    torch.save({"weights": torch.zeros(3)}, path)
-
-
-def save_pickle(path: Path) -> None:
-    path.write_bytes(pickle.dumps([1, 2, 3]))
-
-
 @pytest.mark.parametrize(
-    ("save", "message"),
+    ("content", "message"),
     [
-        (lambda path: None, r"teacher .*x\.pt does not exist: check the path"),
-        (save_text, r"x\.pt is no YOLO that .* corrupted \(Unpickl"),
-        (save_weights, r"x\.pt is no YOLO"),
-        (save_pickle, r"x\.pt is no YOLO"),
+        (None, r"teacher .*x\.pt does not exist: check the path"),
+        (b"not a model", r"x\.pt is no YOLO that .* corrupted \(Unpickl"),
+        (pickle.dumps([1, 2, 3]), r"x\.pt is no YOLO"),
+        ({"weights": torch.zeros(3)}, r"x\.pt is no YOLO"),
     ],
 )
-def test_loading_refuses(save, message: str, tmp_path: Path) -> None:
-    save(tmp_path / "x.pt")
+def test_loading_refuses(content, message: str, tmp_path: Path) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / "x.pt").write_bytes(content)
+    elif content is not None:
+        torch.save(content, tmp_path / "x.pt")
     with pytest.raises(TeacherError, match=message):
         load_teacher("yolo", tmp_path / "x.pt", LABELS)
-
-
-@pytest.mark.parametrize(
-    ("train_samples", "message"),
-    [
-        (SCENES[:1], "at least 2 training images, got 1"),
-        ([replace(s, answer=Answer()) for s in SCENES[:4]], "no training image has a box"),
-        ([*SCENES[:4], Sample("odd", SCENES[0].image, Answer((Box(0, 0, 9, 9, "cone"),)))],
-         "sample odd has label 'cone', which is none of ball, box"),
-    ],
-)  # fmt: skip
-def test_training_refuses(train_samples: list[Sample], message: str, tmp_path: Path) -> None:
-    with pytest.raises(TeacherError, match=message):
-        train(tmp_path, train_samples)
 
 
 def test_ultralytics_missing_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch, trained: Path
 ) -> None:
-    ultralytics_plugin.load_ultralytics.cache_clear()
+    yolo.load_ultralytics.cache_clear()
     monkeypatch.setitem(sys.modules, "ultralytics", None)
     with pytest.raises(TeacherError, match=r"not installed .* run pip install 'valora\[yolo\]'"):
         load_teacher("yolo", trained, LABELS)
-    ultralytics_plugin.load_ultralytics.cache_clear()
+    yolo.load_ultralytics.cache_clear()
 
 
 def test_importing_ultralytics_leaves_the_environment_alone(tmp_path: Path) -> None:
@@ -232,15 +171,15 @@ def test_importing_ultralytics_leaves_the_environment_alone(tmp_path: Path) -> N
     code = (
         "import os, torch\n"
         "before = dict(os.environ)\n"
-        "from valora_teachers import ultralytics_plugin\n"
-        "ultralytics_plugin.load_ultralytics()\n"
+        "from valora_teachers import yolo\n"
+        "yolo.load_ultralytics()\n"
         "ours = [k for k in os.environ if k.startswith('YOLO_') or k == 'OMP_NUM_THREADS']\n"
         "changed = [k for k in ours if os.environ[k] != before.get(k)]\n"
         "from pathlib import Path\n"
         "print(sorted(changed), [p.name for p in Path.home().rglob('*Ultralytics*')])"
     )
     drop = ("YOLO_CONFIG_DIR", "YOLO_OFFLINE", "OMP_NUM_THREADS")
-    environ = ultralytics_plugin.os.environ
+    environ = yolo.os.environ
     environment = {key: value for key, value in environ.items() if key not in drop}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment | {"HOME": str(tmp_path)},

@@ -12,7 +12,7 @@ from valora_data.faults import FaultKind
 from valora_data.schema import Answer, Box, Sample, Split, Task
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import FORMATS, detect_kind
-from valora_teachers.ultralytics_plugin import load_ultralytics
+from valora_teachers.yolo import load_ultralytics
 
 LABELS = ("dog", "cat")
 

@@ -16,7 +16,7 @@ BUDGETS = {
     "kernels/valora_kernels": 6_301,
     "valora_serve": 41_354,
     "tests/*/valora_train": 8_246,
-    "tests/*/valora_data": 5_117,
+    "tests/*/valora_data": 4_929,
     "tests/*/valora_teachers": 1_346,
     "tests/*/valora_kernels": 2_385,
     "tests/*/valora_serve": 30_790,

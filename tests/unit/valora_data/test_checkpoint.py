@@ -10,17 +10,21 @@ def state():
     return {"weights": torch.arange(5.0), "step": 3, "parts": [{"a": torch.ones(2)}]}
 
 
-def test_a_state_is_read_back(tmp_path):
-    assert Checkpoint(tmp_path / "c").load("apple") is None
-    assert Checkpoint(tmp_path / "c", every=0).save("apple", state)
+def test_a_state_is_read_back(tmp_path, caplog):
+    checkpoint = Checkpoint(tmp_path / "c", every=0)
+    assert checkpoint.load("apple") is None
+    assert checkpoint.save("apple", state)
     found = Checkpoint(tmp_path / "c").load("apple")
     assert torch.equal(found["weights"], torch.arange(5.0)) and found["step"] == 3
     assert torch.equal(found["parts"][0]["a"], torch.ones(2))
     assert Checkpoint(tmp_path / "c").load("pear") is None
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
-    Checkpoint(tmp_path / "c").discard()
-    Checkpoint(tmp_path / "c").discard()
+    checkpoint.discard()
+    checkpoint.discard()
     assert not list(tmp_path.iterdir())
+    nowhere = Checkpoint(tmp_path / "missing" / "c", every=0)  # as on a full disk
+    assert not nowhere.save("apple", state) and not nowhere.save("apple", state)
+    assert caplog.text.count("no checkpoint could be written") == 1
 
 
 def test_it_is_written_seldom_and_cheaply(tmp_path, monkeypatch):
@@ -58,10 +62,3 @@ def test_damage_is_found(tmp_path, damage, caplog):
         path.write_bytes({"empty": b"", "truncated": content[:-1], "changed": changed}[damage])
     assert Checkpoint(path).load("apple") is None
     assert "the training starts anew" in caplog.text
-
-
-def test_a_full_disk_does_not_end_the_training(tmp_path, caplog):
-    checkpoint = Checkpoint(tmp_path / "missing" / "c", every=0)
-    assert not checkpoint.save("apple", state)
-    assert not checkpoint.save("apple", state)
-    assert caplog.text.count("no checkpoint could be written") == 1

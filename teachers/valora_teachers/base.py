@@ -70,6 +70,7 @@ class Teacher(ABC):
         without_effect: Options that answers do not depend on, such as a device.
         batch: Samples that `answer_batch` gets at once.
         label_of: Label of each class index of the model, see `match_classes`.
+        remark: What a loaded model knows that is not kept, as a sentence; or empty.
     """
 
     options_type: ClassVar[type[TeacherOptions]] = TeacherOptions
@@ -90,6 +91,7 @@ class Teacher(ABC):
         self.task, self.labels, self.prompt = task, tuple(labels), prompt
         self.names = dict(names or {})
         self.label_of: dict[int, str] = {}
+        self.remark = ""
         self.options: Any = self.options_type.model_validate(options or {})
 
     @classmethod

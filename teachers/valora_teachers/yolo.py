@@ -85,6 +85,8 @@ class Yolo(Teacher):
                 f"{path.name} is a model for {kind!r}, which gives no {what}: give one that was "
                 f"trained with task {wanted[0]!r}"
             )
+        if extra := {"segment": "masks", "pose": "keypoints"}.get(kind):
+            self.remark = f"{path.name} also gives {extra}, which are dropped: only boxes are kept"
         self.match_classes(path.name, self._model.names)
 
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:

@@ -6,6 +6,7 @@ training data by running the small models. The report says how well these agree 
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from dataclasses import replace
@@ -27,6 +28,8 @@ from valora_train.settings import LABELS, DomainSettings, TeacherSettings, as_di
 from valora_train.stage import Stage, digest, intact, read_json, write_json
 from valora_train.stages.data import HASHES
 from valora_train.tasks.registry import TASK_TYPES
+
+log = logging.getLogger(__name__)
 
 Answers = dict[Split, list[Answer]]
 
@@ -66,7 +69,9 @@ def build_teacher(
 ) -> None:
     """Write the teacher's file or folder into the stage's folder."""
     if domain.teacher != TRAIN:
-        _load(domain.teacher, domain, teacher)  # raises unless it is a teacher of these labels
+        model = _load(domain.teacher, domain, teacher)  # raises unless it knows these labels
+        if model.remark:
+            log.warning("teacher of domain %s: %s", domain.name, model.remark)
         copy = shutil.copytree if Path(domain.teacher).is_dir() else shutil.copyfile
         copy(domain.teacher, folder / str(KINDS[teacher.kind].artefact))
         return

@@ -76,6 +76,25 @@ def test_each_model_for_its_own_task(kind, model, labels, task, message, request
         load_teacher(kind, request.getfixturevalue(model), labels, task=task)
 
 
+@pytest.mark.parametrize(
+    ("task", "remark"), [("segment", "also gives masks"), ("pose", "keypoints"), ("detect", "")]
+)
+def test_only_boxes_are_kept(task: str, remark: str, tmp_path: Path) -> None:
+    """Of a segmentation or pose model, which says what it knows besides."""
+    load_ultralytics()
+    from ultralytics import YOLO
+
+    name = (
+        "yolo11n.yaml"
+        if task == "detect"
+        else f"yolo11n-{'seg' if task == 'segment' else task}.yaml"
+    )
+    model = YOLO(name, task=task)
+    model.save(tmp_path / "x.pt")
+    teacher = load_teacher("yolo", tmp_path / "x.pt", [model.names[0]])
+    assert remark in teacher.remark and bool(teacher.remark) == bool(remark)
+
+
 # ---- YOLO-World --------------------------------------------------------------------------------
 
 

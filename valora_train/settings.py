@@ -122,6 +122,9 @@ class DomainSettings(Section):
     # Or `labels`, a path, a name on the hub, ``package.module:function``.
     teacher: HomePath = "train"
     taught_by: TeacherSettings | None = None  # null for those of the task
+    # Licences of data and teacher, for the bundle; null: what their files say.
+    license: Text | None = None
+    teacher_license: Text | None = None
     mirror: bool | None = None  # mirrored images have mirrored answers; null: see `mirrors`
     source: SourceSettings = SourceSettings()
 
@@ -429,6 +432,7 @@ class Settings(Section):
     domains: dict[str, DomainSettings] = field(default_factory=dict)
     teacher: TeacherSettings = TeacherSettings()  # of domains without their own
     model: ModelSettings = ModelSettings()
+    base_license: Text | None = None  # of the base model, for the bundle; null: what its card says
     fusion: FusionSettings = FusionSettings()
     heads: HeadSettings = HeadSettings()
     context: ContextSettings = ContextSettings()  # `heads.options.context` of task `context`

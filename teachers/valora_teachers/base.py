@@ -68,6 +68,7 @@ class Teacher(ABC):
         trainable: Whether `train` is implemented.
         reads_prompt: Whether answers depend on the domain's prompt.
         without_effect: Options that answers do not depend on, such as a device.
+        license: Licence of all models of this kind; None where each has its own.
         batch: Samples that `answer_batch` gets at once.
         label_of: Label of each class index of the model, see `match_classes`.
         remark: What a loaded model knows that is not kept, as a sentence; or empty.
@@ -78,6 +79,7 @@ class Teacher(ABC):
     trainable: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = True
     without_effect: ClassVar[frozenset[str]] = frozenset()
+    license: ClassVar[str | None] = None
     batch: int = BATCH
 
     def __init__(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from valora_data.schema import Sample
     from valora_teachers.base import OnEpoch
 
+ULTRALYTICS = "AGPL-3.0"  # of its weights, architectures and trainer
 BOX_MODELS = ["detect", "segment", "pose"]
 MIN_CONFIDENCE = 0.01
 TEXT_ENCODER = "openai/clip-vit-base-patch32"
@@ -62,6 +63,7 @@ class Yolo(Teacher):
 
     options_type = YoloOptions
     artefact: ClassVar[str | None] = "teacher.pt"
+    license: ClassVar[str | None] = ULTRALYTICS
     trainable: ClassVar[bool] = True
     reads_prompt: ClassVar[bool] = False
     batch = 64
@@ -137,6 +139,7 @@ class YoloWorld(Teacher):
 
     options_type = YoloWorldOptions
     artefact: ClassVar[str | None] = "teacher.pt"
+    license: ClassVar[str | None] = ULTRALYTICS
     reads_prompt: ClassVar[bool] = False
 
     @classmethod

@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from rich.filesize import decimal
 
 from valora_data.wording import plural
+from valora_train.reporting.licences import licence_lines
 from valora_train.reporting.texts import BESIDE_OTHERS, REPORTED, domain_table, markdown_table
 
 BARS = "pictures/accuracy-of-all-domains.png"
@@ -56,6 +57,12 @@ answer stands in grey below a wrong one.
 ## Decisions
 
 {decisions}
+
+## Licences
+As settings, model cards and data sets say. What a licence asks of adapters that were trained on \
+data or on a teacher's answers is for their user to judge.
+
+{licences}
 
 ## Use
 Serve the bundle with `valora-serve`{peft}
@@ -116,6 +123,9 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         bars=BARS,
         pictures="\n".join(pictures),
         decisions="\n".join(decisions),
+        licences="\n".join(
+            markdown_table(("", "data", "teacher"), licence_lines(manifest.get("licenses")))
+        ),
         peft=PEFT.format(tower, next(iter(adapters.values()))["path"]) if adapters else ".",
     )
 

@@ -25,6 +25,7 @@ from valora_train.errors import GateError
 from valora_train.fusion.state import FUSION
 from valora_train.reporting.cards import BARS, bundle_card, confusion_file
 from valora_train.reporting.fusion_report import run_of
+from valora_train.reporting.licences import find_licences, licence_tags
 from valora_train.reporting.pictures import accuracy_bars, confusion_matrix
 from valora_train.reporting.texts import rejected_lines
 from valora_train.reporting.tracking import register_bundle
@@ -171,6 +172,7 @@ def _manifest(
             for name, facts in result["domains"].items()
         },
         **({"contexts": contexts} if contexts else {}),
+        "licenses": find_licences(settings, list(result["domains"])),
         "attempts": len(result["attempts"]),
         "rejected": rejected_lines(result["attempts"]),
         "lineage": {
@@ -245,5 +247,6 @@ def _register(bundle: Bundle) -> None:
         "strategy": bundle.manifest["strategy"],
         FUSION_KEY: bundle.manifest["lineage"][FUSION_KEY],
     } | accuracy
+    tags |= licence_tags(bundle.manifest["licenses"])
     run = bundle.manifest["lineage"]["mlflow_run_id"]
     register_bundle(run, f"valora-{bundle.name}", bundle.folder, tags)

@@ -12,8 +12,21 @@ from typing import Any
 import torch
 from transformers import (
     CLIPImageProcessor,
+    GotOcr2ImageProcessor,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessor,
+    Idefics3Processor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLProcessor,
+    InternVLVideoProcessor,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
     LlavaProcessor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -28,7 +41,13 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+    SmolVLMImageProcessor,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
 )
+from transformers.models.smolvlm import processing_smolvlm
 
 from valora_data.contract.base_model import base_folder
 
@@ -48,15 +67,36 @@ QWEN_TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As in llava-v1.6-mistral-7b-hf: images first, and a blank before an answer.
+MISTRAL_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{{ ' ' + m['content'][0]['text'] + eos_token + ' ' }}{% else %}{{ '[INST] ' }}"
+    "{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"
+    "{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] }}"
+    "{% endfor %}{{ ' [/INST]' }}{% endif %}{% endfor %}"
+)
+# As SmolVLM2 and Idefics3 have it.
+SMOLVLM_TEMPLATE = processing_smolvlm.DEFAULT_CHAT_TEMPLATE
+SMOLVLM_TOKENS = [
+    "<|im_start|>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+]  # fmt: skip
+# SmolVLM's processor needs a package that writes the number of a video's frames as a word.
+processing_smolvlm.num2words = processing_smolvlm.num2words or str
 PATCH = 8
+CROP = 4 * PATCH  # the side of a crop
 WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 3, 4, 2, 16
 
 
-def _tokenizer(extra: list[str]) -> Any:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(base_folder("tiny"))
+def _tokenizer(extra: list[str], end: str = "<|im_end|>", **named: str) -> Any:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        base_folder("tiny"), **({"extra_special_tokens": named} if named else {})
+    )
     if extra:
-        tokenizer.add_special_tokens({"extra_special_tokens": extra})
-        tokenizer.eos_token = "<|im_end|>"
+        tokenizer.add_special_tokens(
+            {"extra_special_tokens": extra}, replace_extra_special_tokens=not named
+        )
+        tokenizer.eos_token = end
     return tokenizer
 
 
@@ -65,7 +105,7 @@ def _randomize(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or "ln_q" in name:
+            if any(word in name for word in ("norm", "ln_q", "lambda")):
                 centre = 0.0 if name.endswith("bias") else 1.0
                 parameter.normal_(centre, 0.1, generator=generator)
             elif parameter.ndim == 1:
@@ -212,10 +252,137 @@ def save_qwen3_vl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Qwen3VLForConditionalGeneration(config), processor, seed)
 
 
+SIGLIP: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": CROP, "patch_size": PATCH,
+}  # fmt: skip
+
+
+def _text(tokenizer: Any, model_type: str) -> dict[str, Any]:
+    return {
+        "model_type": model_type, "vocab_size": len(tokenizer), "hidden_size": WIDTH,
+        "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "max_position_embeddings": 1024,
+        "tie_word_embeddings": False, "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
+
+
+def save_llava_next(folder: Path, seed: int = 0) -> Path:
+    """LLaVA-NeXT: a crop is 16 tokens, an image has up to four beside the whole."""
+    tokenizer = _tokenizer([])
+    sizes = [[CROP, 2 * CROP], [2 * CROP, CROP], [2 * CROP, 2 * CROP], [CROP, 3 * CROP]]
+    processor = LlavaNextProcessor(
+        image_processor=LlavaNextImageProcessor(
+            size={"shortest_edge": CROP},
+            crop_size={"height": CROP, "width": CROP},
+            image_grid_pinpoints=sizes,
+        ),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=MISTRAL_TEMPLATE,
+    )
+    config = LlavaNextConfig(
+        vision_config={"model_type": "clip_vision_model", **SIGLIP, "num_hidden_layers": 3},
+        text_config={**_text(tokenizer, "mistral"), "sliding_window": None},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=sizes,
+        tie_word_embeddings=False,
+    )
+    return _save(folder, LlavaNextForConditionalGeneration(config), processor, seed)
+
+
+def _idefics3(processor: Any, config: Any, model: Any, folder: Path, seed: int) -> Path:
+    tokenizer = processor.tokenizer
+    made = config(
+        vision_config=SIGLIP,
+        text_config=_text(tokenizer, "llama"),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+    return _save(folder, model(made), processor, seed)
+
+
+def save_idefics3(folder: Path, seed: int = 0) -> Path:
+    """Idefics3: a crop is 4 tokens, an image up to 3 x 3 crops and the whole."""
+    processor = Idefics3Processor(
+        Idefics3ImageProcessor(
+            size={"longest_edge": 3 * CROP}, max_image_size={"longest_edge": CROP}
+        ),
+        _tokenizer(SMOLVLM_TOKENS, "<end_of_utterance>"),
+        image_seq_len=4,
+        chat_template=SMOLVLM_TEMPLATE.replace("<|im_start|>", "{{ bos_token }}"),
+    )
+    kinds = (Idefics3Config, Idefics3ForConditionalGeneration)
+    return _idefics3(processor, *kinds, folder, seed)
+
+
+def save_smolvlm(folder: Path, seed: int = 0) -> Path:
+    """SmolVLM2: as Idefics3, with videos, whose frames are not split."""
+    limit = {"longest_edge": CROP}
+    tokenizer = _tokenizer(SMOLVLM_TOKENS, "<end_of_utterance>")
+    tokenizer.bos_token = "<|im_start|>"
+    processor = SmolVLMProcessor(
+        SmolVLMImageProcessor(size={"longest_edge": 3 * CROP}, max_image_size=limit),
+        tokenizer,
+        SmolVLMVideoProcessor(
+            size=limit,
+            max_image_size=limit,
+            video_sampling={"max_frames": 64, "fps": 1, "video_size": limit},
+        ),
+        image_seq_len=4,
+        chat_template=SMOLVLM_TEMPLATE,
+    )
+    return _idefics3(processor, SmolVLMConfig, SmolVLMForConditionalGeneration, folder, seed)
+
+
+def save_internvl(folder: Path, seed: int = 0) -> Path:
+    """InternVL3: a crop is 4 tokens, an image up to six crops and the whole."""
+    names = {
+        "start_image_token": "<img>", "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>",
+    }  # fmt: skip
+    tokenizer = _tokenizer(["<|im_start|>", "<|im_end|>"], **names)
+    sides = {"height": CROP, "width": CROP}
+    shown = {"<|image_pad|>": "<IMG_CONTEXT>\n", "VIDEO": "<video>\n"}
+    template = QWEN_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    for old, new in shown.items():
+        template = template.replace(old, new)
+    processor = InternVLProcessor(
+        GotOcr2ImageProcessor(size=sides, max_patches=6),
+        tokenizer,
+        InternVLVideoProcessor(size=sides),
+        image_seq_length=4,
+        chat_template=template,
+    )
+    config = InternVLConfig(
+        vision_config={
+            **SIGLIP, "image_size": [CROP, CROP], "patch_size": [PATCH, PATCH],
+            "use_mean_pooling": True,
+        },
+        text_config=_text(tokenizer, "qwen2"),
+        image_token_id=tokenizer.context_image_token_id,
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return _save(folder, InternVLForConditionalGeneration(config), processor, seed)
+
+
 CHECKPOINTS: dict[str, Callable[..., Path]] = {
+    "idefics3": save_idefics3,
+    "internvl": save_internvl,
     "llava": save_llava,
+    "llava_next": save_llava_next,
     "qwen2_vl": save_qwen2_vl,
     "qwen2_5_vl": save_qwen2_5_vl,
     "qwen3_vl": save_qwen3_vl,
+    "smolvlm": save_smolvlm,
 }
 """Builders by family; each takes a folder and a seed."""
+FRAMES_AS_IMAGES = ("idefics3", "llava", "llava_next")
+"""Families without videos."""
+APART = ("internvl", "smolvlm")
+"""Families whose prompts have images or videos, not both."""

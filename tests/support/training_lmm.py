@@ -5,6 +5,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.support.lmm_checkpoints import FRAMES_AS_IMAGES
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
@@ -54,7 +55,7 @@ def questions(family):
     return [
         Example("Say it.", (picture(40, 30, 1),)),
         Example("Which one is the larger of both?", (picture(20, 48, 2), picture(64, 24, 3))),
-        Example("What happens?", frames, video=family != "llava"),
+        Example("What happens?", frames, video=family not in FRAMES_AS_IMAGES),
     ]
 
 

@@ -98,10 +98,10 @@ class Intake:
             head = prepared.head or EMBEDDING
         ids = list(prompt.ids)
         if head is not None:
-            visual = sum(len(item.at) for item in prompt.visuals)
+            visual = sum(len(item.read) for item in prompt.visuals)
             check_visual(head, visual, len(prompt.visuals))
             if head.reads_visual:  # tokens after the last one that it reads change nothing
-                ids = ids[: max(int(item.at[-1]) for item in prompt.visuals) + 1]
+                ids = ids[: max(int(item.read.max()) for item in prompt.visuals) + 1]
         # Behind a prefix, positions may go on later than at its last token.
         last = len(ids) + max(prompt.delta if prompt.given else 0, 0)
         most = self._answer_length(request, last, generates=head is None)

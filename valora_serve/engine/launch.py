@@ -286,6 +286,10 @@ class Launcher:
         assert head is not None
         hidden = torch.cat(sequence.hidden)
         sequence.hidden.clear()
+        if head.reads_visual and any(item.cells is not None for item in visuals):
+            # They were kept in the order of the prompt, and a head reads whole rows of the grid.
+            order = np.concatenate([item.read for item in visuals]).argsort().argsort()
+            hidden = hidden[torch.from_numpy(order).to(hidden.device)]
         visual = torch.ones(len(hidden), dtype=torch.bool) if head.reads_visual else None
         sizes = [item.size for item in visuals] if head.reads_visual else ()
         places = None

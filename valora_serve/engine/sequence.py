@@ -215,5 +215,5 @@ class SequenceState:
         if not self.head.reads_visual:
             first = max(self.prompt_tokens - self.head.last_tokens, start)
             return np.arange(first, max(min(end, self.prompt_tokens), first)) - start
-        at = np.concatenate([visual.at for visual in self.prompt.visuals])
+        at = np.sort(np.concatenate([visual.read for visual in self.prompt.visuals]))
         return at[(at >= start) & (at < end)] - start

@@ -47,6 +47,7 @@ class Visual:
         at: [visual tokens] int64, indices of its tokens in the prompt.
         size: Width and height of the image as it was sent, in pixels.
         grid: Frames, rows and columns of visual tokens; None if the architecture does not say.
+        cells: Which of its tokens are the cells of the grid, row by row; None for all, in order.
     """
 
     kind: str
@@ -55,6 +56,12 @@ class Visual:
     at: NDArray[np.int64]
     size: tuple[int, int]
     grid: tuple[int, int, int] | None
+    cells: NDArray[np.int64] | None = None
+
+    @property
+    def read(self) -> NDArray[np.int64]:
+        """Indices in the prompt of the tokens that heads read, row by row of the grid."""
+        return self.at if self.cells is None else self.at[self.cells]
 
     def spans(self, key: bytes) -> list[ImageSpan]:
         """Return the runs of its tokens, for the keys of the prefix cache.
@@ -70,7 +77,7 @@ class Visual:
         ]
 
     def places(self) -> Tensor:
-        """Return the place of each visual token, see `label_head.places_of`: [tokens] int64."""
+        """Return the place of each token that heads read, see `label_head.places_of`."""
         assert self.grid is not None, "heads are trained only where the grid is known"
         times, rows, columns = self.grid
         return places_of(rows, columns, times)
@@ -262,8 +269,8 @@ def _process(
 ) -> Prompt:
     """Return the prompt of a text; a `tail` gets no beginning-of-sequence token."""
     special = False if tail else None
-    _check_placeholders(model, "images", model.image_token, text, len(images))
-    _check_placeholders(model, "videos", model.video_token, text, len(videos))
+    _check_placeholders(model, IMAGE, text, len(images))
+    _check_placeholders(model, VIDEO, text, len(videos))
     if not (images or videos):
         words = model.tokenize(text, special=special)
         if not words:
@@ -272,14 +279,14 @@ def _process(
     _check_resized(model, images, videos)
     try:
         inputs = model.process(text, images, videos, special=special)
+        ids = inputs["input_ids"][0]
+        visuals = _visuals(model, inputs, ids, images, videos)
     except (ValueError, TypeError, StopIteration, IndexError) as error:
         if "temporal" in str(error) and any(len(video) == 1 for video in videos):
             raise ImageError(
                 "a video has one frame, and this model needs more: send the frame as an image"
             ) from error
         raise ImageError(f"images and prompt do not fit each other: {error}") from error
-    ids = inputs["input_ids"][0]
-    visuals = _visuals(model, inputs, ids, images, videos)
     found = model.architecture.positions(model.model, inputs, model.config)
     if found is None:
         return Prompt(ids.tolist(), tuple(visuals))
@@ -287,17 +294,16 @@ def _process(
     return Prompt(ids.tolist(), tuple(visuals), positions.numpy(), delta)
 
 
-def _check_placeholders(
-    model: BaseModel, kind: str, token: int | None, text: str, given: int
-) -> None:
+def _check_placeholders(model: BaseModel, kind: str, text: str, given: int) -> None:
     """Check that a prompt names as many images or videos as were sent; not all processors do."""
-    if token is None:
+    word = model.placeholders.get(kind)
+    if word is None:
         if given:
-            raise RequestError(f"The base model takes no {kind} in such a prompt: leave them out")
+            raise RequestError(f"The base model takes no {kind}s in such a prompt: leave them out")
         return
-    named = text.count(model.tokenizer.convert_ids_to_tokens(token))
+    named = text.count(word)
     if named != given:
-        raise RequestError(f"prompt: names {named} {kind}, but {given} were sent: send as many")
+        raise RequestError(f"prompt: names {named} {kind}s, but {given} were sent: send as many")
 
 
 def _check_resized(
@@ -338,8 +344,8 @@ def _visuals(
         parts = model.architecture.split(kind, inputs, len(at), model.config)
         if len(parts) > len(sizes):
             raise RequestError(
-                "The base model cuts images into several parts, which is not served: use "
-                "LLaVA-1.5 or the Qwen-VL family"
+                "This base model cuts images into several parts, which is not served: use "
+                "LLaVA-NeXT, SmolVLM, InternVL3 or Qwen-VL"
             )
         counts = [part.tokens for part in parts]
         if len(parts) < len(sizes) or sum(counts) != len(at):
@@ -350,7 +356,8 @@ def _visuals(
         indices = np.split(at, np.cumsum(counts)[:-1])
         for part, where, size in zip(parts, indices, sizes, strict=True):
             key = _hash(kind, part.tensors)
-            found.append(Visual(kind, key, part.tensors, where, size, part.grid))
+            cells = None if part.cells is None else part.cells.numpy()
+            found.append(Visual(kind, key, part.tensors, where, size, part.grid, cells))
     return sorted(found, key=lambda visual: int(visual.at[0]))
 
 

@@ -140,7 +140,7 @@ class Adapters:
 
 def target_pattern(lora: LoraSettings, architecture: Architecture) -> str:
     """Return the regular expression, over full module paths, of the layers that PEFT adapts."""
-    parts = [rf".*language_model.*\.({'|'.join(map(re.escape, lora.targets))})"]
+    parts = [rf".*{architecture.decoder}.*\.({'|'.join(map(re.escape, lora.targets))})"]
     if lora.vision_tower:
         parts += architecture.tower_targets
     if lora.projector:

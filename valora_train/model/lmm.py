@@ -23,6 +23,7 @@ from valora_data.contract.recall import write_on
 from valora_data.cpu import cpu_multiplies_bfloat16
 from valora_data.errors import BundleError, DataError
 from valora_data.models.base import IMAGE, PIXELS, VIDEO
+from valora_data.wording import plural
 from valora_train.model.adapters import Adapters
 from valora_train.model.prompts import Encoded, Example, HiddenStates
 from valora_train.settings import LoraSettings, ModelSettings
@@ -89,7 +90,8 @@ class Lmm(BaseModel):
     @property
     def crops(self) -> bool:
         """Whether the image processor keeps only the middle of an image."""
-        return bool(getattr(self.processor.image_processor, "do_center_crop", False))
+        cut = getattr(self.processor.image_processor, "do_center_crop", False)
+        return bool(cut) and not self.architecture.in_crops
 
     # --- encoding -----------------------------------------------------------------------------
 
@@ -119,7 +121,8 @@ class Lmm(BaseModel):
         parts = [{"type": "text", "text": example.question}]
         ids = torch.tensor(tail_tokens(self, [{"role": "user", "content": parts}]))
         none = torch.zeros(0, dtype=torch.int64)
-        item = Encoded(ids, torch.zeros_like(ids, dtype=torch.bool), len(ids), (0, 0), (0, 0), none)
+        seen = torch.zeros_like(ids, dtype=torch.bool)
+        item = Encoded(ids, seen, len(ids), (0, 0), (0, 0), none, none)
         return self._with_answer(item, example)
 
     def _render(self, question: str, kind: str, count: int, answer: str | None = None) -> str:
@@ -147,32 +150,43 @@ class Lmm(BaseModel):
                 self._prompts[key] = self.process(text, [blank] * key[1])["input_ids"][0]
             ids, places = self._prompts[key], places_of(*grid, len(part))
             visual = ids == self.image_token
-            self._check_places(places, visual, len(part))
+            cells = visual.nonzero()[:, 0]
+            self._check_tokens(len(places), len(cells), len(part))
             size, kept = (part.shape[-1], part.shape[-2]), {PIXELS[IMAGE]: part}
-            item = Encoded(ids, visual, len(ids), size, grid, places, kept)
+            item = Encoded(ids, visual, len(ids), size, grid, cells, places, kept)
             found.append(self._with_answer(item, example))
         return found
 
-    def _check_places(self, places: Tensor, visual: Tensor, images: int) -> None:
-        if len(places) != visual.sum():
+    def _check_tokens(self, expected: int, found: int, images: int) -> None:
+        if expected != found:
             raise BundleError(
-                f"expected {len(places)} visual tokens for {images} images, got "
-                f"{int(visual.sum())}: check the processor of the base model"
+                f"expected {expected} visual tokens for {images} images, got {found}: check the "
+                "processor of the base model"
             )
 
     def _processed(self, example: Example) -> Encoded:
         """Encode an example by the processor, which knows how many tokens each image has."""
-        if example.video and self.video_token is not None:
-            kind, token = VIDEO, self.video_token
-            text = self._render(example.question, VIDEO, 1)
-            inputs = self.process(text, videos=[example.images])
-        else:
-            kind, token = IMAGE, self.image_token
-            text = self._render(example.question, IMAGE, len(example.images))
-            inputs = self.process(text, example.images)
+        video = example.video and self.video_token is not None
+        kind, token = (VIDEO, self.video_token) if video else (IMAGE, self.image_token)
+        text = self._render(example.question, kind, 1 if video else len(example.images))
+        width, height = example.images[0].size
+        shown = f"{plural(len(example.images), 'image')} of {width} × {height} pixels"
+        try:
+            if video:
+                inputs = self.process(text, videos=[example.images])
+            else:
+                inputs = self.process(text, example.images)
+            visual = inputs["input_ids"][0] == token
+            parts = self.architecture.split(kind, inputs, int(visual.sum()), self.config)
+        except ValueError as error:
+            raise DataError(f"base model {self.base} cannot take {shown}: {error}") from error
         ids = inputs["input_ids"][0]
-        visual = ids == token
-        parts = self.architecture.split(kind, inputs, int(visual.sum()), self.config)
+        if len(ids) > self.context_length:
+            raise DataError(
+                f"{shown} are {len(ids)} tokens with the question, but base model {self.base} "
+                f"reads at most {self.context_length}: set a smaller size in its processor, which "
+                "makes fewer crops, or use another model"
+            )
         grids = [part.grid for part in parts if part.grid is not None]
         if len(grids) < len(parts):
             raise BundleError(
@@ -180,7 +194,10 @@ class Lmm(BaseModel):
                 "register its architecture, with the grid, in valora.architectures"
             )
         places = torch.cat([places_of(rows, columns, times) for times, rows, columns in grids])
-        self._check_places(places, visual, len(parts))
+        counts = [part.tokens for part in parts]
+        self._check_tokens(sum(counts), int(visual.sum()), len(parts))
+        own = zip(visual.nonzero()[:, 0].split(counts), parts, strict=True)
+        cells = torch.cat([at if part.cells is None else at[part.cells] for at, part in own])
         pixels = {
             name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors
         }
@@ -190,8 +207,9 @@ class Lmm(BaseModel):
         }
         positions = (self.architecture.positions(self.model, inputs, self.config) or (None,))[0]
         item = Encoded(
-            ids, visual, len(ids), parts[0].size, grids[0][1:], places, pixels, positions=positions
-        )
+            ids, visual, len(ids), parts[0].size, grids[0][1:], cells, places, pixels,
+            positions=positions,
+        )  # fmt: skip
         return self._with_answer(item, example)
 
     def _with_answer(self, item: Encoded, example: Example) -> Encoded:
@@ -246,11 +264,11 @@ class Lmm(BaseModel):
         """Compute the last hidden states with the active adapter; `training`: see `precision`."""
         self.language_model.train(self._checkpointing and torch.is_grad_enabled())
         with self.precision(training):
-            ids, visual, output = self._run(batch, use_cache=False)
-        return HiddenStates.of(batch, output.last_hidden_state, visual, ids)
+            ids, output = self._run(batch, use_cache=False)
+        return HiddenStates.of(batch, output.last_hidden_state, ids)
 
-    def _run(self, batch: Sequence[Encoded], use_cache: bool) -> tuple[Tensor, Tensor, Any]:
-        """Token ids, which of them are visual, and the language model's output."""
+    def _run(self, batch: Sequence[Encoded], use_cache: bool) -> tuple[Tensor, Any]:
+        """Token ids, and the language model's output."""
         # Padded on the right of a causal model: what is read never sees the padding, so no
         # attention mask is needed.
         ids = pad_sequence([item.ids for item in batch], batch_first=True).to(self.device)
@@ -267,7 +285,7 @@ class Lmm(BaseModel):
             extra |= self.architecture.deep_arguments(visual, deep)
         self.adapters.act_from([item.prompt - 1 for item in batch], ids.shape[1])
         output = self.language_model(inputs_embeds=embedded, use_cache=use_cache, **extra)
-        return ids, visual, output
+        return ids, output
 
     def _visual_features(self, batch: Sequence[Encoded]) -> tuple[Tensor, list[Tensor]]:
         """Return the visual features of a batch, (visual tokens, width), kept or encoded now.
@@ -298,7 +316,7 @@ class Lmm(BaseModel):
             for start in range(0, len(rows), self.batch_size):
                 some = rows[start : start + self.batch_size]
                 with self.precision():
-                    _, _, output = self._run([batch[row] for row in some], use_cache=True)
+                    _, output = self._run([batch[row] for row in some], use_cache=True)
                     self.adapters.act_everywhere()
                     texts = write_on(
                         self, output.last_hidden_state, output.past_key_values, end, max_tokens

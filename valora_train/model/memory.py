@@ -148,7 +148,7 @@ def states(
         part = F.pad(part, (0, 0, 0, ids.shape[1] - part.shape[1]))
         hidden |= dict(zip(rows, part, strict=True))
     whole = torch.stack([hidden[row] for row in range(len(batch))])
-    return HiddenStates.of(batch, whole, torch.zeros_like(ids, dtype=torch.bool), ids)
+    return HiddenStates.of(batch, whole, ids)
 
 
 @torch.no_grad()

@@ -36,7 +36,8 @@ class Encoded:
     prompt: int  # tokens of the prompt
     seen: Size  # of the first image as the encoder sees it
     grid: tuple[int, int]  # rows and columns of visual tokens of the first image
-    places: Tensor  # (visual tokens,) int64 on the CPU, see `contract.label_head.places_of`
+    cells: Tensor  # (cells,) int64 on the CPU, the tokens that heads read, row by row of the grids
+    places: Tensor  # (cells,) int64 on the CPU, see `contract.label_head.places_of`
     pixels: Mapping[str, Tensor] = field(default_factory=dict)  # arguments of the vision encoder
     features: Tensor | None = None  # (visual tokens, width), kept instead of pixels
     deep: tuple[Tensor, ...] = ()  # the same for each of the first layers (Qwen3-VL)
@@ -98,28 +99,26 @@ class HiddenStates:
     """Last hidden states of a batch that was padded on the right."""
 
     hidden: Tensor  # (n, length, width), after the final norm
-    visual: Tensor  # (n, length) bool, whether a token is visual
     prompts: tuple[int, ...]  # tokens of each prompt
     lengths: tuple[int, ...]  # tokens of each prompt and answer
     answers: Tensor  # (n, length) int64 token ids; those behind the prompts are answers
+    cells: tuple[Tensor, ...]  # see `Encoded.cells`
     places: tuple[Tensor, ...]  # see `Encoded.places`
 
     @classmethod
-    def of(
-        cls, batch: Sequence[Encoded], hidden: Tensor, visual: Tensor, ids: Tensor
-    ) -> HiddenStates:
-        """Describe the hidden states of a batch, padded as `visual` and `ids` are."""
+    def of(cls, batch: Sequence[Encoded], hidden: Tensor, ids: Tensor) -> HiddenStates:
+        """Describe the hidden states of a batch, padded as `ids` are."""
         prompts, lengths = [item.prompt for item in batch], [item.length for item in batch]
-        places = tuple(item.places for item in batch)
-        return cls(hidden, visual, tuple(prompts), tuple(lengths), ids, places)
+        cells, places = zip(*((item.cells, item.places) for item in batch), strict=True)
+        return cls(hidden, tuple(prompts), tuple(lengths), ids, cells, places)
 
     def split(self, counts: Sequence[int]) -> list[HiddenStates]:
         """Split the batch into batches of `counts` rows."""
         rows = [slice(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
         return [
             HiddenStates(
-                hidden, self.visual[some], self.prompts[some], self.lengths[some],
-                self.answers[some], self.places[some],
+                hidden, self.prompts[some], self.lengths[some], self.answers[some],
+                self.cells[some], self.places[some],
             )
             for some, hidden in zip(rows, self.hidden.split(list(counts)), strict=True)
         ]  # fmt: skip
@@ -131,9 +130,8 @@ class HiddenStates:
         last = self.hidden[torch.arange(len(at), device=device), at]
         counts = [len(one) for one in self.places]  # on the CPU: a GPU is not waited for
         most = max(counts)
-        # The first in a stable order of places without and with a visual token.
-        order = (~self.visual).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
-        visual = self.hidden.gather(1, order[..., None].expand(-1, -1, width))
+        cells = pad_sequence(list(self.cells), batch_first=True).to(device)
+        visual = self.hidden.gather(1, cells[..., None].expand(-1, -1, width))
         real = torch.arange(most, device=device) < torch.tensor(counts, device=device)[:, None]
         if min(counts) < most:
             visual = visual.masked_fill(~real[..., None], 0)

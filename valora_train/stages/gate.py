@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ class BundleModel:
         # Features must not be cached if an adapter changes the vision side.
         weights = [bundle.folder / facts["path"] / WEIGHTS for facts in bundle.adapters.values()]
         names = [name for file in weights for name in read_safetensors(file, FILE_BYTES)[1]]
-        lora = LoraSettings(vision_tower=any("language_model" not in name for name in names))
+        decoder = re.compile(r"\.(language|text)_model\.")
+        lora = LoraSettings(vision_tower=not all(map(decoder.search, names)))
         facts = bundle.manifest["base"]
         model = ModelSettings(
             id=base or facts["id"],

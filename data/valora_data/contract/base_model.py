@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from valora_data.contract import quantized
 from valora_data.contract.files import expanded
 from valora_data.errors import BundleError
 from valora_data.hashing import hash_files
-from valora_data.models.base import Architecture
+from valora_data.models.base import IMAGE, PIXELS, VIDEO, Architecture
 from valora_data.models.registry import ARCHITECTURES, architecture_of
 from valora_data.wording import first_line
 
@@ -138,8 +138,8 @@ def check_image_token(base: str, config: Any, processor: Any) -> None:
     tokenizer = getattr(processor, "tokenizer", None)
     if token is None or tokenizer is None or not hasattr(processor, "image_processor"):
         raise BundleError(
-            f"base model {base} has no image token, so it takes no images: choose a LLaVA or "
-            "Qwen-VL model"
+            f"base model {base} has no image token, so it takes no images: choose a LLaVA, "
+            "SmolVLM, InternVL or Qwen-VL model"
         )
     word = str(getattr(processor, "image_token", None) or tokenizer.convert_ids_to_tokens(token))
     ids = tokenizer(word, add_special_tokens=False)["input_ids"]
@@ -150,33 +150,52 @@ def check_image_token(base: str, config: Any, processor: Any) -> None:
         )
 
 
-class _OneByOne:
-    """An image processor that never holds all images as tensors before they are resized."""
+class _ImageProcessor:
+    """An image processor whose last output is kept, of which processors drop parts.
 
-    def __init__(self, image_processor: Any) -> None:
-        self._image_processor = image_processor
+    If `one_by_one`, not all images are held as tensors before they are resized.
+    """
+
+    def __init__(self, image_processor: Any, one_by_one: bool) -> None:
+        self._image_processor, self._one_by_one = image_processor, one_by_one
+        self.made: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._image_processor, name)
 
     def __call__(self, images: Sequence[Any], *others: Any, **options: Any) -> Any:
+        function = self._each if self._one_by_one else self._image_processor
+        self.made = function(images, *others, **options)
+        return copy.copy(self.made)
+
+    def _each(self, images: Sequence[Any], *others: Any, **options: Any) -> Any:
         import numpy as np
         import torch
 
-        parts = []
-        for image in images:
+        parts, nested = [], isinstance(images[0], list)  # nested: the images of one prompt
+        for image in images[0] if nested else images:
             one = image
             if image.mode == "RGB" and getattr(self, "backend", "") == "torchvision":
                 one = torch.empty((3, image.height, image.width), dtype=torch.uint8)
                 for channel, plane in enumerate(one.numpy()):  # which it would copy three times
                     plane[:] = np.asarray(image.getchannel(channel))
-            parts.append(self._image_processor([one], *others, **options))
+            parts.append(self._image_processor([[one] if nested else one], *others, **options))
         found = parts[0]
         for name in list(found):
             values = [part[name] for part in parts]
-            if len({value.shape[1:] for value in values}) > 1:
+            if not torch.is_tensor(values[0]):
+                found[name] = [[one for value in values for one in value[0]]]
+                continue
+            if not nested and values[0].dim() == 5:  # filled up to the most crops
+                most = max(value.shape[1] for value in values)
+                fill = (0,) * 7
+                values = [
+                    torch.nn.functional.pad(value, (*fill, most - value.shape[1]))
+                    for value in values
+                ]
+            if len({value.shape[1 + nested :] for value in values}) > 1:
                 raise ValueError("images of different sizes do not fit into one batch")
-            found[name] = torch.cat(values)
+            found[name] = torch.cat(values, dim=int(nested))
         return found
 
 
@@ -185,10 +204,12 @@ class PlainText:
 
     They are marked before a chat template writes special tokens around them, and the tokenizer
     drops the mark again when special tokens have been found. `placeholders` are ids of tokens that
-    are special here, whatever the tokenizer says.
+    are special here, whatever the tokenizer says, and `words` texts that need not be tokens.
     """
 
-    def __init__(self, tokenizer: Any, placeholders: Sequence[int | None] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, placeholders: Sequence[int | None] = (), words: Iterable[str] = ()
+    ) -> None:
         from tokenizers import normalizers
 
         self._marked: dict[str, str] = {}
@@ -200,6 +221,8 @@ class PlainText:
             if token.special or number in placeholders:
                 mark = _KEPT if token.normalized else _MARK
                 self._marked[token.content] = token.content[:1] + mark + token.content[1:]
+        for word in words:
+            self._marked.setdefault(word, word[:1] + _MARK + word[1:])
         self._longest = max(map(len, self._marked), default=0)
         found = backend.normalizer or normalizers.Sequence([])
         if _MARK in found.normalize_str(_MARK):
@@ -254,7 +277,17 @@ class BaseModel:
         ends = getattr(model.generation_config, "eos_token_id", None)
         ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
         self.stop_ids = frozenset(int(token) for token in ends if token is not None)
-        self.plain = PlainText(self.tokenizer, (self.image_token, self.video_token))
+        # What stands for an image, or a video, in a prompt before it is processed.
+        self.placeholders = {
+            kind: str(
+                getattr(processor, f"{kind}_token", None)
+                or self.tokenizer.convert_ids_to_tokens(token)
+            )
+            for kind, token in ((IMAGE, self.image_token), (VIDEO, self.video_token))
+            if token is not None
+        }
+        tokens = (self.image_token, self.video_token)
+        self.plain = PlainText(self.tokenizer, tokens, self.placeholders.values())
 
     def to(self, device: torch.device | str) -> None:
         """Move the model to a device."""
@@ -308,12 +341,24 @@ class BaseModel:
         if videos:
             media["videos"] = [np.stack([np.asarray(frame) for frame in video]) for video in videos]
             media["videos_kwargs"] = {"do_sample_frames": False}
-        processor = self.processor
-        if sum(image.width * image.height for image in images) > MANY_PIXELS:
+        processor, family = self.processor, self.architecture
+        if images and videos and self.image_token == self.video_token:
+            raise ValueError("this base model takes images or videos in a prompt, not both")
+        many = sum(image.width * image.height for image in images) > MANY_PIXELS
+        if images and (many or family.in_crops):
             processor = copy.copy(processor)
-            processor.image_processor = _OneByOne(processor.image_processor)
+            processor.image_processor = _ImageProcessor(processor.image_processor, many)
         options = {"return_tensors": "pt", "add_special_tokens": self._special(text, special)}
-        return processor(text=[text], **options, **media)
+        found = processor(text=[text], **options, **media)
+        if images and family.in_crops:
+            made = processor.image_processor.made
+            crops = family.crops(self.processor.image_processor, made, [i.size for i in images])
+            if crops is not None:
+                found["crops"] = crops
+        if videos and PIXELS[VIDEO] not in found:  # frames are encoded as images are
+            found[PIXELS[VIDEO]] = found.pop(PIXELS[IMAGE])
+            found["frames"] = [len(video) for video in videos]
+        return found
 
     def _special(self, text: str, wanted: bool | None) -> bool:
         bos = self.tokenizer.bos_token

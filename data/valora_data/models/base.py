@@ -33,6 +33,8 @@ class EncoderInput:
     tokens: int  # visual tokens in the prompt
     grid: tuple[int, int, int] | None  # frames, rows and columns of them, if the family says
     size: tuple[int, int]  # width and height that the encoder sees, in pixels
+    # [cells of the grid] int64, which of its tokens they are; None: all of them, in order.
+    cells: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Architecture:
     """
 
     linears: LinearNames = LLAMA
+    decoder: str = "language_model"  # the component of a path that is the decoder
     # Last component of the paths of the modules that encode images, tower and projector: adapters
     # may change every linear layer in them.
     vision_modules: tuple[str, ...] = ()
@@ -74,6 +77,7 @@ class Architecture:
     projector_targets: tuple[str, ...] = ()
     three_positions: bool = False  # whether rotary positions are time, height and width
     pixels_per_token: int = 2048  # most that a visual token stands for: two frames' 32 x 32
+    in_crops: bool = False  # whether images are split into crops that are encoded one by one
 
     # --- loading and prompts
 
@@ -97,7 +101,7 @@ class Architecture:
 
     def language_model(self, model: Any) -> Any:
         """Return the decoder: a module with ``layers``, without the output embeddings."""
-        return model.model.language_model
+        return getattr(model.model, self.decoder)
 
     def adaptable(self, model: Any) -> dict[str, ModelPart]:
         """Return the modules whose linear layers adapters may change, by path.
@@ -119,7 +123,16 @@ class Architecture:
     # --- visual tokens
 
     def video_token(self, config: Any) -> int | None:
-        """Return the id of the placeholder of videos; None if frames are passed as images."""
+        """Return the id of a video's visual tokens; None if frames are passed as images."""
+        return None
+
+    def crops(
+        self, image_processor: Any, made: Mapping[str, Any], sizes: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, int]] | None:
+        """Return the rows and columns of the crops of images, for `split` as ``crops``.
+
+        `made` is the image processor's output for images of these widths and heights.
+        """
         return None
 
     def fixed_grid(self, config: Any) -> tuple[int, int] | None:

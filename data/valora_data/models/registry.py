@@ -18,10 +18,14 @@ ARCHITECTURES: Registry[type[Architecture]] = Registry(
     "valora.architectures",
     "LMM architecture",
     {
+        "idefics3": "valora_data.models.idefics3:Idefics3",
+        "internvl": "valora_data.models.internvl:InternVL",
         "llava": "valora_data.models.llava:Llava",
+        "llava_next": "valora_data.models.llava_next:LlavaNext",
         "qwen2_vl": "valora_data.models.qwen_vl:QwenVL",
         "qwen2_5_vl": "valora_data.models.qwen_vl:QwenVL",
         "qwen3_vl": "valora_data.models.qwen_vl:QwenVL",
+        "smolvlm": "valora_data.models.idefics3:Idefics3",
     },
     BundleError,
 )

@@ -15,13 +15,13 @@ from transformers import (
     VipLlavaForConditionalGeneration,
 )
 
-from tests.support.engine_reference import ask, make_engine, noise
+from tests.support.engine_reference import add_requests, ask, make_engine, noise
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract import base_model
 from valora_data.contract.base_model import BaseModel, check_image_token, load_model
-from valora_data.errors import BundleError
+from valora_data.errors import BundleError, DataError
 from valora_data.models.registry import GenericSquare
-from valora_serve.errors import ImageError
+from valora_serve.errors import ImageError, TooLongError
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.types import Request
 from valora_train.model.lmm import Lmm
@@ -83,8 +83,37 @@ def test_sizes_after_resizing_are_known_before(base):
     for size in ((64, 48), (40, 600), (900, 31), (300, 300)):
         made = model.process(text, [noise(*size, 1)])["pixel_values"].numel() // 3
         # Qwen-VL's sides are rounded to whole patches, and each patch is stored twice.
-        expected = resized(model, *size) * (1 if model.fixed_grid else 2)
+        expected = resized(model, *size) * (2 if model.three_positions else 1)
         assert expected / 2 <= made <= 2 * expected, size
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 3000), (3000, 1), (5, 400)])
+def test_small_and_narrow_images_are_read_or_refused_alike(base, size):
+    trained, served = Lmm(ModelSettings(id=base), LoraSettings()), loaded(base)
+    asked = Request("x", messages=ask("What?", images=1), images=[noise(*size, 1)])
+    said = []
+    for read, wrong in (
+        (lambda: prepare_prompt(served, asked), ImageError),
+        (lambda: trained.encode([Example("What?", asked.images)]), DataError),
+    ):
+        try:
+            read()
+        except wrong as error:
+            assert "\n" not in str(error)
+            said.append(str(error).partition(": ")[2])
+    assert len(said) in (0, 2)
+    assert len(set(said)) < 2
+
+
+def test_crops_that_do_not_fit_into_the_context(base):
+    engine = make_engine(base)
+    trained = Lmm(ModelSettings(id=base), LoraSettings())
+    images = [noise(90, 90, n) for n in range(120)]
+    with pytest.raises(TooLongError):
+        add_requests(engine, Request("x", messages=ask("What?", images=120), images=images))
+    if trained.fixed_grid is None:
+        with pytest.raises(DataError, match="reads at most 1024: set a smaller size"):
+            trained.encode([Example("What?", images)])
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 4_000_000), (4_000_000, 1), (1, 30_000)])

@@ -1,6 +1,7 @@
 """A base model in 4 bits: what is rounded and how, and what is refused."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,7 @@ def test_the_language_models_layers_are_rounded_and_nothing_else(base):
     rounded = dict(unpack(packed, torch.float32).named_parameters())
     assert rounded.keys() == plain.keys()
     for name, weight in plain.items():
-        inside = ".language_model.layers." in name and name.endswith("proj.weight")
+        inside = re.search(r"\.(language|text)_model\.layers\..*proj\.weight$", name)
         assert kinds[name] == (torch.uint8 if inside else torch.float32), name
         if not inside:
             assert torch.equal(rounded[name], weight), name

@@ -178,7 +178,7 @@ def test_the_shape_of_llava_or_qwen_vl_is_enough():
     [
         ("llama", TEXT, "it has no image token"),
         ("paligemma", {"text_config": GEMMA, "vision_config": SIGLIP}, "attend to those behind"),
-        ("llava_next", {"text_config": LLAMA, "vision_config": CLIP}, "needs image_sizes"),
+        ("llava_onevision", {"text_config": LLAMA, "vision_config": CLIP}, "needs image_sizes"),
     ],
 )
 def test_others_are_refused_with_the_list_of_known_ones(kind, parts, reason):
@@ -186,6 +186,6 @@ def test_others_are_refused_with_the_list_of_known_ones(kind, parts, reason):
         architecture_of(build(kind, parts), "some/model")
     message = str(caught.value)
     assert f"base model some/model has the architecture {kind!r}" in message
-    assert "llava, qwen2_5_vl, qwen2_vl, qwen3_vl" in message
-    with pytest.raises(BundleError, match="unknown LMM architecture 'kite': choose one of llava, "):
+    assert "llava_next, qwen2_5_vl, qwen2_vl, qwen3_vl, smolvlm" in message
+    with pytest.raises(BundleError, match="LMM architecture 'kite': choose one of idefics3, "):
         ARCHITECTURES["kite"]

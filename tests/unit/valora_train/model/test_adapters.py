@@ -96,9 +96,15 @@ def test_vision_and_projector_are_found_in_every_family(family, checkpoint):
     lmm = load(checkpoint, vision_tower=True, projector=True)
     lmm.adapters.add("one", seed=1)
     names = set(lmm.adapters.parameters("one"))
-    inner = "vision_tower" if family == "llava" else "visual.blocks"
-    outer = "multi_modal_projector" if family == "llava" else "merger"
-    for part in ("language_model", inner, outer):
+    parts = {
+        "idefics3": ("text_model", "vision_model", "connector"),
+        "smolvlm": ("text_model", "vision_model", "connector"),
+        **dict.fromkeys(
+            ("internvl", "llava", "llava_next"),
+            ("language_model", "vision_tower", "multi_modal_projector"),
+        ),
+    }
+    for part in parts.get(family, ("language_model", "visual.blocks", "merger")):
         assert any(part in name for name in names), part
 
 

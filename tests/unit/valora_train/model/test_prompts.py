@@ -5,22 +5,19 @@ import torch
 from valora_train.model.prompts import HiddenStates
 
 LENGTH, WIDTH = 9, 3
-VISUAL = [[1, 2, 5], [0, 3], [2, 3, 4, 6, 7], []]
-"""Places of the visual tokens of each row."""
+VISUAL = [[1, 2, 5], [0, 3], [6, 2, 3, 7, 4], []]
+"""Which tokens heads read of each row, in the order of the grid."""
 PROMPTS = (8, 6, 9, 2)
 
 
 def states():
     generator = torch.Generator().manual_seed(4)
-    visual = torch.zeros(len(VISUAL), LENGTH, dtype=torch.bool)
-    for row, places in enumerate(VISUAL):
-        visual[row, places] = True
     return HiddenStates(
         torch.randn(len(VISUAL), LENGTH, WIDTH, generator=generator, requires_grad=True),
-        visual,
         PROMPTS,
         (9, 9, 9, 4),
         torch.arange(len(VISUAL) * LENGTH).view(len(VISUAL), LENGTH),
+        tuple(torch.tensor(places, dtype=torch.int64) for places in VISUAL),
         tuple(torch.arange(len(places)) + 7 * row for row, places in enumerate(VISUAL)),
     )
 

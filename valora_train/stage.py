@@ -14,13 +14,13 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -208,3 +208,19 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+class Span(NamedTuple):
+    """A piece of work that has ended: its name, and when it began and ended, in ns since 1970."""
+
+    name: str
+    start: int
+    end: int
+
+
+@contextmanager
+def timed(spans: list[Span], name: str) -> Iterator[None]:
+    """Append the span of a `with` block that does not raise an error."""
+    start = time.time_ns()
+    yield
+    spans.append(Span(name, start, time.time_ns()))

@@ -26,6 +26,7 @@ from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.fusion.trainer import DivergedError, OnStep, Trainer
 from valora_train.model.distributed import agree
 from valora_train.settings import FusionSettings
+from valora_train.stage import Span, timed
 from valora_train.tasks.base import Evaluation
 
 
@@ -51,6 +52,8 @@ class Outcome:
     decision: AttemptDecision
     evaluations: Mapping[str, Evaluation]  # on validation, of all its domains; none if it diverged
     seconds: float  # of training, evaluation and snapshot
+    span: Span  # of what this process did
+    spans: tuple[Span, ...] = ()  # inside: training, and the evaluation of each domain
 
 
 def make_plan(
@@ -135,7 +138,7 @@ class Packing:
 
     def run(self, attempt: Attempt, on_step: OnStep = lambda *_: None) -> Outcome:
         """Train and judge what `FusionPlan.next` returned, then commit it or roll it back."""
-        start = time.monotonic()
+        began, start = time.time_ns(), time.monotonic()
         trainer, adapter = self.trainer, attempt.adapter
         # Everything random in an attempt follows from these two numbers and from the snapshot.
         seed = self.seed * 1_000 + attempt.number
@@ -149,14 +152,17 @@ class Packing:
             trainer.restore(adapter, alone.read())
             self.taken.add(attempt.number)
         evaluations: dict[str, Evaluation] = {}
+        spans: list[Span] = []
         try:
             if alone is None:
-                trainer.train(
-                    adapter, attempt.new, held=attempt.held, rehearse=attempt.rehearse, seed=seed,
-                    on_step=on_step, checkpoint=self.state.checkpoint,
-                )  # fmt: skip
+                with timed(spans, "train"):
+                    trainer.train(
+                        adapter, attempt.new, held=attempt.held, rehearse=attempt.rehearse,
+                        seed=seed, on_step=on_step, checkpoint=self.state.checkpoint,
+                    )  # fmt: skip
             for name in attempt.domains:
-                evaluations[name] = trainer.evaluate(adapter, name, Split.VAL)
+                with timed(spans, f"evaluate {name}"):
+                    evaluations[name] = trainer.evaluate(adapter, name, Split.VAL)
             reached = {name: evaluation.accuracy for name, evaluation in evaluations.items()}
         except DivergedError:
             reached = dict.fromkeys(attempt.domains, math.nan)
@@ -174,7 +180,9 @@ class Packing:
         else:
             trainer.close(adapter)
         seconds = self.state.checkpoint.spent + time.monotonic() - start
-        return Outcome(decision, evaluations, seconds)
+        return Outcome(
+            decision, evaluations, seconds, Span(attempt.name, began, time.time_ns()), tuple(spans)
+        )
 
     def _take_out(self, moved: Collection[str], adapter: str) -> None:
         """Take domains out of the adapters that held them, and drop adapters that hold nothing."""

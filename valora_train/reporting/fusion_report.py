@@ -18,16 +18,17 @@ from PIL.Image import Image
 from valora_data.schema import Split
 from valora_data.wording import plural
 from valora_train.errors import TrackingError, UnreachableError
-from valora_train.fusion.decision import Attempt, HeadOnlyDecision, Verdict
+from valora_train.fusion.decision import Attempt, AttemptDecision, HeadOnlyDecision, Verdict
 from valora_train.fusion.packing import Outcome
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.state import FusionState
 from valora_train.fusion.trainer import OnStep, Trainer
 from valora_train.reporting import pictures, texts, tracking
 from valora_train.reporting.progress import Display
+from valora_train.reporting.trace import Trace
 from valora_train.reporting.tracking import ATTEMPT, FUSION, HEAD_ONLY, NOTE, PARENT, storing
 from valora_train.settings import Settings, as_dict
-from valora_train.stage import digest
+from valora_train.stage import Span, digest
 from valora_train.tasks.base import Evaluation
 
 SHEET_IMAGES = 12  # images on a contact sheet
@@ -68,10 +69,16 @@ class FusionReport:
         self._key = ""
         self.records: Callable[[], Sequence[Mapping[str, Any]]] = list
         self.run_id = ""
+        self._trace: Trace | None = None
 
     @contextmanager
-    def running(self, settings: Settings, key: str, state: FusionState) -> Iterator[None]:
-        """Log the fusion (the stage of a key) into its run, which is remembered in its state."""
+    def running(
+        self, settings: Settings, key: str, state: FusionState, before: Sequence[Span]
+    ) -> Iterator[None]:
+        """Log the fusion (the stage of a key) into its run, which is remembered in its state.
+
+        Its trace begins with the stages `before`, and with attempts of a fusion that continues.
+        """
         self._key = key
         note = f"Packs {', '.join(self._required)} into the fewest adapters."
         with _fusion_run(settings, key, note, state.mlflow_run_id) as self.run_id:
@@ -81,12 +88,23 @@ class FusionReport:
             self.display.note("fuse", f"every step, live (make ui): {link}")
             uses = ("training", "validation, test")
             self._log_data_sets([(name, use) for name in self._required for use in uses])
+            with storing():
+                earlier = sum(state.seconds)
+                self._trace = Trace(f"fuse {settings.task.name}", self._required, before, earlier)
             try:
                 yield
-            except UnreachableError as error:
+            except BaseException as error:
                 with suppress(TrackingError), storing():
-                    mlflow.set_tag(NOTE, str(error))
+                    self._trace.end(error=str(error) or type(error).__name__)
+                    if isinstance(error, UnreachableError):
+                        mlflow.set_tag(NOTE, str(error))
                 raise
+
+    @_logged
+    def resumed(self, decisions: Sequence[AttemptDecision], seconds: Sequence[float]) -> None:
+        """Add the attempts before an interruption to the trace."""
+        assert self._trace is not None
+        self._trace.add_earlier(decisions, seconds)
 
     @_logged
     def _log_data_sets(self, uses: Sequence[tuple[str, str]]) -> None:
@@ -120,6 +138,8 @@ class FusionReport:
         """
         figures: dict[str, float] = {}
         with ExitStack() as stack:
+            if not new and self._trace is not None:  # attempts have spans with more facts
+                stack.enter_context(self._trace.around(what))
             log = stack.enter_context(tracking.curve()) if self.run_id else None
             show = stack.enter_context(self.display.work("fuse", what))
 
@@ -198,6 +218,8 @@ class FusionReport:
     @_logged
     def _log_outcome(self, outcome: Outcome) -> None:
         decision, values = outcome.decision, {"seconds": outcome.seconds}
+        assert self._trace is not None
+        self._trace.add_attempt(outcome.span, decision, outcome.spans)
         for name, evaluation in outcome.evaluations.items():
             values |= {f"{key}/{name}": value for key, value in evaluation.details.items()}
             sheet = self.contact_sheet(name, evaluation, Split.VAL)
@@ -256,6 +278,8 @@ class FusionReport:
     @_logged
     def finish(self, result: Mapping[str, Any]) -> None:
         """Log the result of the fusion, the content of `fusion.json`."""
+        assert self._trace is not None
+        self._trace.end(packing=result["packing"], without_adapter=result.get("head_only", []))
         _log_result(result)
 
 

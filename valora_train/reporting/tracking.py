@@ -37,8 +37,11 @@ FUSION, ATTEMPT, HEAD_ONLY = "valora.fusion", "valora.attempt", "valora.head_onl
 TEACHER = "valora.teacher"
 """Tags that say what a run is of: keys of stages, number of the attempt, domain."""
 PARENT, NOTE, TABLES = "mlflow.parentRunId", "mlflow.note.content", "mlflow.loggedArtifacts"
-KIND, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
-"""Tag of experiments with runs and metrics instead of chat traces."""
+EXPERIMENT_NOTE = (
+    "A trace is a fusion: its stages, then each attempt to pack domains into an adapter with what "
+    "was reached, asked and decided; those that were rolled back are marked. Runs, with curves and "
+    "pictures, are under Model training."
+)
 LOCAL_SERVER = "http://127.0.0.1:5000"  # where `make ui` and `mlflow ui` listen
 SERVERS = ("http:", "https:", "databricks")
 REMEDIES = {
@@ -64,6 +67,7 @@ def use_store(uri: str | None) -> None:
     logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # `storing` says more of what fails
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # 8 s, not four minutes
     os.environ.setdefault("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS", "2")  # a request for many steps
+    os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")  # a trace ends with its run
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # with passwords
     mlflow.set_tracking_uri(uri or mlflow.get_tracking_uri())
 
@@ -80,7 +84,7 @@ def connect(paths: PathSettings, experiment: str) -> None:
         if found is not None and found.lifecycle_stage == "deleted":
             mlflow.MlflowClient().restore_experiment(found.experiment_id)
         mlflow.set_experiment(experiment)
-        mlflow.set_experiment_tag(KIND, MODEL_TRAINING)  # it must be writable, too
+        mlflow.set_experiment_tag(NOTE, EXPERIMENT_NOTE)  # it must be writable, too
         ours = mlflow.search_experiments(filter_string="name LIKE 'valora/%'")
         for run in search("attributes.status = 'RUNNING'", [one.experiment_id for one in ours]):
             key = run.data.tags.get(TEACHER) or run.data.tags.get(FUSION)

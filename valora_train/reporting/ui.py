@@ -1,9 +1,4 @@
-"""`make ui`: MLflow's pages, with links that land on the latest fusions.
-
-MLflow 3 has two halves, GenAI and Model training, and each browser begins in the first, where an
-experiment of runs looks empty. The browser's choice decides, not the kind of the experiment. So
-the page that is served here chooses Model training in browsers that have not chosen yet.
-"""
+"""`make ui`: MLflow's pages, after links to the latest fusions."""
 
 from __future__ import annotations
 
@@ -11,32 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import mlflow
-from fastapi import FastAPI
 
 from valora_train.errors import TrackingError
 from valora_train.reporting import tracking
 from valora_train.reporting.tracking import LOCAL_SERVER
-
-CHOOSE = (
-    "<script>localStorage.getItem('mlflow.workflowType_v1')||"
-    "localStorage.setItem('mlflow.workflowType_v1','\"machine_learning\"')</script>"
-)
-
-
-def create_app() -> FastAPI:
-    """MLflow's server, whose start page chooses Model training (an ``mlflow.app``)."""
-    from mlflow.server import app as pages
-    from mlflow.server.fastapi_app import app
-
-    page = Path(pages.static_folder, "index.html").read_text(encoding="utf-8")
-    changed = page.replace("<head>", f"<head>{CHOOSE}", 1)
-    # Not cached: a browser may have a copy of the page from MLflow itself.
-    pages.view_functions["serve"] = lambda: (changed, {"Cache-Control": "no-store"})
-    served: FastAPI = app
-    return served
 
 
 def latest_fusions() -> list[tuple[str, str, str | None]]:
@@ -74,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return  # that server shows the pages
     # Jobs are for evaluations of language models; their runners only take memory here.
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
-    command = ["mlflow", "server", "--app-name", "valora", "--workers", "1", *rest]
+    command = ["mlflow", "server", "--workers", "1", *rest]
     command += ["--backend-store-uri", uri, "--host", options.host, "--port", str(options.port)]
     os.execv(sys.executable, [sys.executable, "-m", *command])  # Ctrl-C reaches MLflow itself
 

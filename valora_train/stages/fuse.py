@@ -43,7 +43,7 @@ from valora_train.model.lmm import Lmm
 from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.progress import Display, stopwatch
 from valora_train.settings import DomainSettings, Settings, as_dict
-from valora_train.stage import Stage, digest, intact, read_json, write_json
+from valora_train.stage import Span, Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import (
     PSEUDO_LABELLED,
     teacher_accuracy,
@@ -200,10 +200,11 @@ class Fusion:
         folder: Path,
         display: Display,
         accelerator: Accelerator,
+        before: Sequence[Span] = (),
     ) -> None:
         make_deterministic(settings.train.threads)
         self.settings, self.display, self.accelerator = settings, display, accelerator
-        self.folder, self.key = folder, stage.key
+        self.folder, self.key, self.before = folder, stage.key, before  # stages that ran
         self.inputs = {item.settings.name: item for item in domains}
         self.requirements = _asked(settings, domains)
         self.parent = parent_of(settings, domains, stage)
@@ -231,7 +232,7 @@ class Fusion:
     def run(self) -> None:
         """Measure, pack, measure on the test split, and write the result."""
         report, state = self.report, self.state
-        running = report.running(self.settings, self.key, state)
+        running = report.running(self.settings, self.key, state, self.before)
         with running if self.accelerator.is_main_process else nullcontext():
             for name in self.inputs:
                 if name not in state.head_only:
@@ -256,6 +257,7 @@ class Fusion:
                 report.placed_without_adapter(decision, self.folder / HEAD_ONLY)
             if resumed := packing.resume():
                 self.display.note("fuse", f"continuing after attempt {resumed}")
+                report.resumed(plan.decisions, state.seconds)
                 report.log_progress(plan, state)
             self._stop_if_unreachable(plan)
             while (attempt := plan.next()) is not None:

@@ -1,6 +1,7 @@
 """A fusion in MLflow: attempts lie below its run, which is continued and shows what was kept."""
 
 import json
+import time
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from valora_train.reporting.fusion_report import FusionReport, run_of
 from valora_train.reporting.progress import Display
 from valora_train.reporting.ui import latest_fusions, main
 from valora_train.settings import DomainSettings, Settings, TaskSettings
+from valora_train.stage import Span
 
 
 @pytest.fixture
@@ -37,14 +39,19 @@ def report(paths, tmp_path, monkeypatch):  # noqa: F811
     def made(key: str = "a1"):
         display = Display(Console(file=StringIO()))
         made = FusionReport(display, None, dict.fromkeys(START, 0.5), folders)
-        return made, made.running(settings, key, state)
+        now = time.time_ns()
+        before = [Span("teach person", now - 3_000_000_000, now - 1_000_000_000)]
+        return made, made.running(settings, key, state, before)
 
     made.settings = settings
     return made
 
 
 def outcome(decision):
-    return SimpleNamespace(decision=decision, seconds=2.0, evaluations={})
+    now = time.time_ns()
+    inside = (Span("train", now - 2000, now - 1000), Span("evaluate person", now - 1000, now))
+    span = Span(decision.attempt.name, now - 2000, now)
+    return SimpleNamespace(decision=decision, seconds=2.0, evaluations={}, span=span, spans=inside)
 
 
 def nested(parent: str) -> dict[str, mlflow.entities.Run]:
@@ -202,3 +209,46 @@ def test_links_name_the_latest_fusions_and_the_server_that_is_started(
     main(given)
     assert address.replace(":5000", ":5055") in capsys.readouterr().out
     assert "--port 5055" in " ".join(started[-1])
+
+
+def test_the_trace_has_a_span_for_every_stage_and_attempt(report):
+    shown, running = report()
+    with running:
+        shown.records = records(DECISIONS)
+        with shown.training("without LoRA: person"):
+            pass
+        for decision in DECISIONS[:1]:  # of an earlier process
+            shown.resumed([decision], [0.0])
+        for decision in DECISIONS[1:]:
+            with shown.attempt(decision.attempt):
+                shown.attempted(outcome(decision))
+        shown.finish(result())
+    (trace,) = mlflow.search_traces(return_type="list")
+    assert trace.info.trace_metadata["mlflow.sourceRun"] == shown.run_id
+    assert mlflow.get_run(shown.run_id).data.tags["valora.trace"] == trace.info.trace_id
+    root, *_ = trace.data.spans
+    assert root.name == "fuse detection" and root.inputs == {"required": dict.fromkeys(START, 0.5)}
+    names = [one.name for one in trace.data.spans if one.parent_id == root.span_id]
+    attempts = [
+        one.attempt.name + ("" if one.verdict == "committed" else f" ({one.verdict})")
+        for one in DECISIONS
+    ]
+    assert names == ["teach person", attempts[0], "without LoRA: person", *attempts[1:]]
+    for decision, name in zip(DECISIONS, attempts, strict=True):
+        (span,) = (one for one in trace.data.spans if one.name == name)
+        committed = decision.verdict == "committed"
+        assert span.status.status_code == ("OK" if committed else "ERROR")
+        assert span.attributes["reason"] == decision.reason
+        reached = {key: one["accuracy"] for key, one in span.attributes["domains"].items()}
+        assert reached == dict(decision.accuracy)
+    inside = [one.name for one in trace.data.spans if one.parent_id == span.span_id]
+    assert inside == ["train", "evaluate person", "decide"]
+
+
+def test_a_trace_says_what_ended_a_fusion(report):
+    _, running = report()
+    with pytest.raises(UnreachableError), running:
+        raise UnreachableError("person is out of reach")
+    (trace,) = mlflow.search_traces(return_type="list")
+    assert trace.info.state == "ERROR"
+    assert trace.data.spans[0].status.description == "person is out of reach"

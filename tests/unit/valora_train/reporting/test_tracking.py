@@ -139,14 +139,12 @@ def test_links_land_on_the_run_under_model_training(paths, monkeypatch):
     assert find_run("x").startswith("https://***@mlflow.example/#/experiments/7/runs/x?")
 
 
-@pytest.mark.parametrize("tags", [{}, {"mlflow.experimentKind": "genai_development_inferred"}])
-def test_experiments_get_their_kind_and_come_back_from_the_trash(paths, tags):
+def test_experiments_come_back_from_the_trash(paths):
     tracking.use_store(paths.tracking)
-    mlflow.create_experiment("valora/video", tags=tags)
+    mlflow.create_experiment("valora/video")
     for _ in range(2):
         connect(paths, "valora/video")
         found = mlflow.get_experiment_by_name("valora/video")
-        assert found.tags["mlflow.experimentKind"] == "custom_model_development"
         assert found.lifecycle_stage == "active"
         mlflow.delete_experiment(found.experiment_id)
 

@@ -167,10 +167,13 @@ def sentence(error: BaseException) -> str | None:
 
 
 def _of_hydra(error: BaseException, text: str) -> str:
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        unknown = f"unknown {group or 'config'} {name!r}: choose from {', '.join(error.options)}"
-        return removed(f"{group}/{name}") or unknown
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        path = str(error.missing_cfg_file)  # of a command line, or of `defaults` in a file
+        if went := removed(path):
+            return went
+        if error.options:
+            group, _, name = path.rpartition("/")
+            return f"unknown {group or 'config'} {name!r}: choose from {', '.join(error.options)}"
     if "recognition error" in text or "Lexer" in text:
         return f"{text}: put text in quotes, as in 'task.only=[\"Übung\"]'"
     return f"{text}: `valora-train --help` lists the settings"

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hydra.errors import MissingConfigException
 from PIL import Image
 from safetensors import SafetensorError
 
@@ -329,3 +330,8 @@ def test_skipped_faults_are_one_warning_in_the_terminal(tmp_path):
     assert "(such as " in line
     assert line.endswith("`valora-data check` lists all faults")
     assert "skipped" not in done.stdout
+
+
+def test_a_file_that_builds_on_a_removed_format_is_told_what_to_write():
+    error = MissingConfigException("Could not load 'domain/vqa'.", "domain/vqa")
+    assert cli.sentence(error).startswith("domain/vqa was removed: write a metadata.jsonl")

@@ -164,6 +164,15 @@ def _tell_of_shares(settings: EngineSettings, models: Iterable[ServedModel]) -> 
         logs.LOG.warning("shares: there is no adapter %s, so its share goes to nobody", name)
 
 
+def _follow_bundles(settings: EngineSettings, folders: Sequence[Path]) -> EngineSettings:
+    """Settings with what the first bundle says of its base model."""
+    from valora_serve.server.loading import startup
+
+    base, quantize = startup.find_base(folders, settings.base), settings.quantize
+    quantize = startup.find_rounding(folders) if quantize == "auto" else quantize
+    return replace(settings, base=base, quantize=quantize)
+
+
 async def _serve_at(
     sockets: list[socket.socket],
     bundles: Sequence[str],
@@ -198,8 +207,7 @@ async def _serve_at(
     shared_pool().start()  # ready by the time that the model is loaded
     state = Path(settings.state_file)
     folders = startup.find_bundles(bundles, state.parent / "downloads")
-    if engine_settings.quantize == "auto":
-        engine_settings = replace(engine_settings, quantize=startup.find_rounding(folders))
+    engine_settings = _follow_bundles(engine_settings, folders)
     engine: AsyncEngine | ReplicatedEngine
     own: AsyncEngine | None = None
     if replica_settings.replicas is None:

@@ -43,7 +43,7 @@ class EngineSettings:
     """How the engine runs; the defaults suit one GPU, or a CPU for tests and small models.
 
     Attributes:
-        base: Base model: ``tiny``, a folder or a hub name.
+        base: Base model: ``tiny`` or ``photo``, whichever a bundle needs, a folder or a hub name.
         device: ``cuda``, ``cpu``, or ``auto`` for the GPU if there is one.
         dtype: Data type of the weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
         quantize: ``nf4`` to round the language model to 4 bits, as bundles need that were trained

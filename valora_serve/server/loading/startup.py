@@ -7,10 +7,12 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from valora_data.contract.base_model import SHIPPED
 from valora_data.contract.bundle import MANIFEST, read_manifest
 from valora_data.contract.files import expanded
 from valora_data.errors import BundleError
@@ -93,6 +95,20 @@ def find_rounding(folders: Sequence[Path]) -> str:
         except BundleError:
             continue
     return "none"
+
+
+def find_base(folders: Sequence[Path], base: str) -> str:
+    """Return the base model to serve: that of the first bundle, where both are shipped ones.
+
+    Args:
+        folders: Folders of bundles; damaged ones are skipped here.
+        base: Setting, whose default is the first of the shipped models.
+    """
+    for folder in folders if base in SHIPPED else ():
+        with suppress(BundleError):
+            wanted = str(read_manifest(folder)["base"]["id"])
+            return wanted if wanted in SHIPPED else base
+    return base
 
 
 def _download(uri: str, downloads: Path) -> Path:

@@ -41,3 +41,16 @@ def _with_tracking(store, uri, place):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", store)
         return startup.find_bundles([uri], place)[0]
+
+
+@pytest.mark.parametrize(
+    ("bundle", "asked", "served"),
+    [("photo", "tiny", "photo"), ("tiny", "photo", "tiny"), ("/a/llava", "tiny", "tiny"),
+     ("photo", "/a/llava", "/a/llava"), (None, "tiny", "tiny")],
+)  # fmt: skip
+def test_the_shipped_base_model_of_the_first_bundle_is_served(
+    monkeypatch, tmp_path, bundle, asked, served
+):
+    manifest = {"base": {"id": bundle}}
+    monkeypatch.setattr(startup, "read_manifest", lambda _: manifest)
+    assert startup.find_base([tmp_path] if bundle else [], asked) == served

@@ -18,7 +18,8 @@ NOTEBOOK = ROOT / "docs" / "examples" / "three_yolos_one_adapter.ipynb"
 SMALL = """
 NAMES = ["vehicle", "bicycle"]
 IMAGES, EPOCHS = 16, 1  # detectors that have learnt nothing: any box counts, nothing is in reach
-SETTINGS = ["train.steps=4", "train.probe_steps=4", "train.validations=0", "processes=1",
+SETTINGS = ["model=tiny", "train=default", "train.steps=4", "train.probe_steps=4",
+            "train.validations=0", "processes=1",
             "teacher.min_confidence=1.0e-6", "teacher.threshold=1.0e-6", "fusion.unreachable=keep"]
 SETTINGS += [f"+domains.{name}.{given}" for name in NAMES
              for given in ("of_teacher=null", "required=0.01")]

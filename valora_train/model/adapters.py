@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from valora_data.contract.base_model import BaseModel
 from valora_data.models.base import Architecture
+from valora_train.errors import SettingsError
 from valora_train.settings import LoraSettings
 
 # Of PEFT, which say nothing to a user.
@@ -54,11 +55,22 @@ class Adapters:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             if self.peft is None:
+                self._check_tower()
                 self.peft = peft.get_peft_model(self._model.model, config, adapter_name=name)
             else:
                 self.peft.add_adapter(name, config)
         self.adopt(name, lora.decode_only if decode_only is None else decode_only)
         self.activate(name)
+
+    def _check_tower(self) -> None:
+        """Refuse LoRA on a vision tower without linear layers, which would change nothing."""
+        wanted = "|".join(self._model.architecture.tower_targets)
+        paths = (path for path, _ in self._model.model.named_modules())
+        if self._lora.vision_tower and not any(re.fullmatch(wanted, path) for path in paths):
+            raise SettingsError(
+                f"the vision tower of base model {self._model.base} has no linear layers for LoRA: "
+                "set train.lora.vision_tower=false, or use train=photo with model=photo"
+            )
 
     def load(self, name: str, folder: Path, decode_only: bool = False) -> None:
         """Load an adapter from a PEFT folder."""

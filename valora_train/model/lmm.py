@@ -242,13 +242,18 @@ class Lmm(BaseModel):
     def _with_features(self, batch: Sequence[Encoded]) -> list[Encoded]:
         """Replace pixels by features, those that the projector reads if adapters change it."""
         seen: list[Tensor] = []
-        hook = self._projector and self._projector.register_forward_pre_hook(
-            lambda _, given: seen.append(given[0].flatten(0, -2))
+        watched = (
+            nullcontext()
+            if self._projector is None
+            else (
+                self._projector.register_forward_pre_hook(
+                    lambda _, given: seen.append(given[0].flatten(0, -2))
+                )
+            )
         )
-        features, deep = self._visual_features(batch)
-        if hook:
-            hook.remove()
-            features = torch.cat(seen)
+        with watched:
+            features, deep = self._visual_features(batch)
+        features = torch.cat(seen) if seen else features
         short = features.bfloat16()
         features = short if torch.equal(short.to(features.dtype), features) else features
         counts = [int(item.visual.sum()) for item in batch]

@@ -279,8 +279,8 @@ class FusionReport:
     def finish(self, result: Mapping[str, Any]) -> None:
         """Log the result of the fusion, the content of `fusion.json`."""
         assert self._trace is not None
-        self._trace.end(packing=result["packing"], without_adapter=result.get("head_only", []))
         _log_result(result)
+        self._trace.end(packing=result["packing"], without_adapter=result.get("head_only", []))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import mlflow
@@ -51,7 +52,7 @@ class Trace:
         start = self._earlier
         for decision, took in zip(decisions, seconds, strict=True):
             end = start + int(SECOND * took)
-            self.add_attempt(Span("", start, end), decision, ())
+            self.add_attempt(Span(decision.attempt.name, start, end), decision, ())
             start = end
 
     @contextmanager
@@ -60,40 +61,45 @@ class Trace:
         spans: list[Span] = []
         with timed(spans, name):
             yield
-        self.add(*spans)
+        self.add(spans[0])
 
     def add(
-        self, span: Span, *inside: Span, failed: str = "", facts: Mapping[str, Any] | None = None
+        self,
+        span: Span,
+        inside: Sequence[tuple[Span, Mapping[str, Any]]] = (),
+        facts: Mapping[str, Any] = MappingProxyType({}),
+        failed: str = "",
     ) -> None:
-        """Add a span with others inside; `failed` says why it is marked, `facts` are shown."""
-        opened = self._start(span, self._root, facts or {})
-        for one in inside:
-            part = dict(facts or {}).get("domains", {}).get(one.name.removeprefix("evaluate "), {})
-            self._start(one, opened, part).end(end_time_ns=one.end)
+        """Add a span, and others with facts inside; `failed` says why it is marked as an error."""
+        opened = self._start(span, self._root, facts)
+        for one, theirs in inside:
+            self._start(one, opened, theirs).end(end_time_ns=one.end)
         if failed:
             opened.set_status(SpanStatus(SpanStatusCode.ERROR, failed))
         opened.end(end_time_ns=span.end)
 
     def add_attempt(self, span: Span, decision: AttemptDecision, inside: Sequence[Span]) -> None:
-        """Add an attempt: what its domains reached, what was asked, what it cost, the verdict."""
-        rolled_back = decision.verdict is not Verdict.COMMITTED
-        domains = {
+        """Add an attempt: what its domains reached, what was asked, what it cost, the verdict.
+
+        Of an earlier process nothing is known of what is inside, nor of its memory.
+        """
+        committed = decision.verdict is Verdict.COMMITTED
+        domains: dict[str, dict[str, Any]] = {
             name: {
-                "accuracy": accuracy,
-                "asked": decision.asked.get(name),
-                "kept": name in decision.kept,
+                "accuracy": accuracy, "required": self._required.get(name),
+                "asked": decision.asked.get(name), "kept": name in decision.kept,
             }
             for name, accuracy in decision.accuracy.items()
-        }
-        facts = {
-            "verdict": str(decision.verdict), "reason": decision.reason, "domains": domains,
-            "required": {name: self._required.get(name) for name in domains},
-            "seconds": (span.end - span.start) / SECOND, "peak_memory_gb": peak_memory(),
         }  # fmt: skip
-        mark = f" ({decision.verdict})" if rolled_back else ""
-        span = span._replace(name=f"{decision.attempt.name}{mark}")
-        decided = Span("decide", span.end, span.end)
-        self.add(span, *inside, decided, failed=decision.reason if rolled_back else "", facts=facts)
+        verdict = {"verdict": str(decision.verdict), "reason": decision.reason}
+        facts = verdict | {"domains": domains, "seconds": (span.end - span.start) / SECOND}
+        if inside:
+            facts["peak_memory_gb"] = peak_memory()
+        parts = [(one, domains.get(one.name.removeprefix("evaluate "), {})) for one in inside]
+        parts.append((Span("decide", span.end, span.end), verdict))
+        if not committed:
+            span = span._replace(name=f"{span.name} ({decision.verdict})")
+        self.add(span, parts, facts, "" if committed else decision.reason)
 
     def end(self, error: str = "", **outputs: Any) -> None:
         """End the trace, with what the fusion made or the error that ended it."""

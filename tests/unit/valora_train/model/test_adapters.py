@@ -16,6 +16,7 @@ from tests.support.training_lmm import (
     visual,
     whole,
 )
+from valora_train.errors import SettingsError
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
@@ -167,3 +168,8 @@ def test_at_decoding_only_it_acts_from_the_last_token_on(random_llava, images, t
         for row, prompt in enumerate(states.prompts):
             torch.testing.assert_close(found[row, : prompt - 1], plain[row, : prompt - 1])
             assert not torch.allclose(found[row, prompt - 1], plain[row, prompt - 1])
+
+
+def test_lora_on_a_tower_without_linear_layers_is_refused():
+    with pytest.raises(SettingsError, match="photo has no linear layers for LoRA"):
+        load("photo", vision_tower=True).adapters.add("one", seed=0)

@@ -23,45 +23,59 @@ help: ## List the targets
 	@echo '  TASK=detection  the task (classification, detection, video, vqa, caption, grounding, counting,'
 	@echo '                  own); ARGS="fusion=paper train.seed=1" sets further settings'
 
-# With an NVIDIA GPU, also the attention library of all our figures.
-EXTRAS ?= $(if $(wildcard /proc/driver/nvidia/version),all$(comma)gpu,all)
+# Each target installs the extras that it needs, and no more; with an NVIDIA GPU, the server also takes
+# the attention library of all our figures. EXTRAS=… replaces those of the tests.
+GPU := $(if $(wildcard /proc/driver/nvidia/version),gpu)
 comma := ,
+EXTRAS ?= all$(GPU:%=$(comma)%)
+FACTORY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.factory)
+SERVER := $(if $(wildcard $(READY)),$(READY),$(VENV)/.server)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): extras = $(EXTRAS)
+$(VENV)/.factory: extras = train,yolo
+$(VENV)/.server: extras = serve$(GPU:%=$(comma)%)
+$(READY) $(VENV)/.factory $(VENV)/.server: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.14 is required: install it, or give its path with PYTHON=…" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV)/ (takes some minutes, once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@echo "Installing $(extras) into $(VENV)/ (takes some minutes, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(extras)]'
 	@touch $@
 
-.PHONY: setup
-setup: $(READY) ## Create the virtual environment
+.PHONY: setup demo
+setup: $(READY) ## Create the virtual environment with all extras, as `make test` needs it
+demo: $(SERVER) ## Serve six detectors that come with the package, in your browser
+	@$(BIN)/valora demo $(ARGS)
+
+.PHONY: wheel
+wheel: ## Build the wheel, which brings the base models and the demo, in dist/
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist/valora-*.whl
 
 .PHONY: fuse teach distill export
-fuse: $(READY) ## Train, fuse and export: from small models to a checked bundle in bundles/TASK
+fuse: $(FACTORY) ## Train, fuse and export: from small models to a checked bundle in bundles/TASK
 	@$(TRAIN)
-teach: $(READY) ## Train or load the small models only
+teach: $(FACTORY) ## Train or load the small models only
 	@$(TRAIN) command=teach
-distill: $(READY) ## Train the small models and label the unlabelled images with them
+distill: $(FACTORY) ## Train the small models and label the unlabelled images with them
 	@$(TRAIN) command=distill
 export: fuse ## The same as fuse; stages that are up to date are skipped
 
 .PHONY: verify
-verify: $(READY) ## Check the files, the base model and the golden examples of bundles/TASK
+verify: $(FACTORY) ## Check the files, the base model and the golden examples of bundles/TASK
 	@$(BIN)/python -m valora_train.stages.gate bundles/$(TASK)
 
 .PHONY: serve
-serve: $(READY) ## Serve bundles/TASK at localhost:8000 (ARGS="--port 8001")
+serve: $(SERVER) ## Serve bundles/TASK at localhost:8000 (ARGS="--port 8001")
 	@test -f bundles/$(TASK)/bundle.json || { echo "bundles/$(TASK) does not exist yet: run make fuse TASK=$(TASK)" >&2; exit 1; }
 	@$(BIN)/valora-serve bundles/$(TASK) $(ARGS)
 
 .PHONY: curve
-curve: $(READY) ## Plot accuracy against the number of domains in one adapter (docs/tasks.md)
+curve: $(FACTORY) ## Plot accuracy against the number of domains in one adapter (docs/tasks.md)
 	@$(BIN)/valora-train task=$(TASK) command=fuse fusion=rehearsal fusion.of_dedicated=1e-6 fusion.margin=0 fusion.head_only=false $(ARGS)
 	@$(BIN)/python -m tests.bench.valora_train.accuracy_curve "$$(ls -td .valora/fuse-$(TASK)-*[0-9a-f]/ | head -1)" --picture curve-$(TASK).png
 
 .PHONY: ui
-ui: $(READY) ## Show every attempt of every fusion in MLflow, and print links (ARGS="--port 5001")
+ui: $(FACTORY) ## Show every attempt of every fusion in MLflow, and print links (ARGS="--port 5001")
 	@$(BIN)/python -m valora_train.reporting.ui $(ARGS)
 
 .PHONY: base

@@ -268,6 +268,38 @@ def test_the_workflow_runs_what_contributors_run():
     assert tuple((3, minor) for minor in minors) == PYTHONS
 
 
+def test_a_release_publishes_what_the_repository_builds():
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    assert {"run": "make wheel"} in jobs["wheel"]["steps"]
+    assert jobs["index"]["permissions"] == {"id-token": "write"}
+    assert not re.search(r"secrets\.|password: (?!\${{ github\.token }})", text)
+    images = jobs["images"]["strategy"]["matrix"]["include"]
+    stages = {rest.split()[-1] for name, rest in instructions() if name == "FROM"}
+    assert {image["target"] for image in images} == stages - {"base"}
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    notes = re.search(r"awk .*notes\.md$", text, re.MULTILINE)[0].replace("notes.md", "/dev/stdout")
+    notes = notes.replace("${GITHUB_REF_NAME#v}", version)
+    said = subprocess.run(
+        ["bash", "-c", notes], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.startswith(f"## {version}")
+    assert said.stdout.count("\n## ") == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "installs"),
+    [("fuse", "train,yolo"), ("ui", "train,yolo"), ("serve", "serve"), ("test-fast", "all")],
+)
+def test_a_target_installs_what_it_runs(target, installs, tmp_path):
+    command = ["make", "-n", f"VENV={tmp_path}", "GPU=", target]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"--editable '\.\[(.*)\]'", said) == [installs]
+    (tmp_path / ".ready").touch()  # has all
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "pip" not in said
+
+
 def test_the_citation_is_of_this_version():
     content = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -66,6 +66,7 @@ class FusionReport:
         self.display, self._trainer = display, trainer
         self._required, self._folders = required, data_sets
         self._timed: tuple[int, float] | None = None
+        self._steps = 0  # of the latest attempt
         self._key = ""
         self.records: Callable[[], Sequence[Mapping[str, Any]]] = list
         self.run_id = ""
@@ -107,6 +108,12 @@ class FusionReport:
         self._trace.add_earlier(decisions, seconds)
 
     @_logged
+    def log_stages(self, stages: Sequence[tuple[Path, str]]) -> None:
+        """Log the stages before the fusion, each with a note, as nested runs."""
+        for folder, note in stages:
+            tracking.log_stage(self.run_id, folder, note)
+
+    @_logged
     def _log_data_sets(self, uses: Sequence[tuple[str, str]]) -> None:
         """Log what the active run does with domains."""
         inputs = []
@@ -137,6 +144,7 @@ class FusionReport:
         of steps, loss, and further figures.
         """
         figures: dict[str, float] = {}
+        self._steps = 0
         with ExitStack() as stack:
             if not new and self._trace is not None:  # attempts have spans with more facts
                 stack.enter_context(self._trace.around(what))
@@ -145,6 +153,7 @@ class FusionReport:
 
             def on_step(step: int, steps: int, loss: float, found: Mapping[str, float]) -> None:
                 figures.update(found)
+                self._steps = step
                 if log is not None:
                     values = {"loss": loss} | figures
                     log(step, {f"{key}{name}": value for key, value in values.items()})
@@ -217,9 +226,10 @@ class FusionReport:
 
     @_logged
     def _log_outcome(self, outcome: Outcome) -> None:
-        decision, values = outcome.decision, {"seconds": outcome.seconds}
+        decision = outcome.decision
+        values = {"seconds": outcome.seconds, "steps": float(self._steps)}
         assert self._trace is not None
-        self._trace.add_attempt(outcome.span, decision, outcome.spans)
+        self._trace.add_attempt(outcome.span, decision, outcome.spans, self._steps)
         for name, evaluation in outcome.evaluations.items():
             values |= {f"{key}/{name}": value for key, value in evaluation.details.items()}
             sheet = self.contact_sheet(name, evaluation, Split.VAL)
@@ -230,6 +240,9 @@ class FusionReport:
             values |= {f"accuracy/{name}": accuracy, f"required/{name}": self._required[name]}
         mlflow.log_metrics(values)
         mlflow.set_tags({"valora.decision": decision.verdict, "valora.reason": decision.reason})
+        for domain in decision.below:  # a page shows the first 40 characters of each tag
+            reached, floor = decision.accuracy[domain], decision.floor[domain]
+            mlflow.set_tag(f"below.{domain}", f"{reached:.3f} < {floor:.3f}")
         name = f"{decision.attempt.name} ({decision.verdict})"
         mlflow.MlflowClient().update_run(tracking.active(), name=name)
         if decision.verdict is Verdict.UNREACHABLE:
@@ -280,7 +293,9 @@ class FusionReport:
         """Log the result of the fusion, the content of `fusion.json`."""
         assert self._trace is not None
         _log_result(result)
-        self._trace.end(packing=result["packing"], without_adapter=result.get("head_only", []))
+        attempts = {one["name"]: f"{one['verdict']}: {one['reason']}" for one in result["attempts"]}
+        without = result.get("head_only", [])
+        self._trace.end(packing=result["packing"], without_adapter=without, attempts=attempts)
 
 
 @contextmanager

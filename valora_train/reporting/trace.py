@@ -66,22 +66,26 @@ class Trace:
     def add(
         self,
         span: Span,
-        inside: Sequence[tuple[Span, Mapping[str, Any]]] = (),
+        parent: Any = None,
         facts: Mapping[str, Any] = MappingProxyType({}),
         failed: str = "",
-    ) -> None:
-        """Add a span, and others with facts inside; `failed` says why it is marked as an error."""
-        opened = self._start(span, self._root, facts)
-        for one, theirs in inside:
-            self._start(one, opened, theirs).end(end_time_ns=one.end)
+    ) -> Any:
+        """Add a span below another one; `failed` says why it is marked as an error."""
+        added = mlflow.start_span_no_context(
+            span.name, SpanType.TASK, parent or self._root, attributes=dict(facts),
+            start_time_ns=span.start,
+        )  # fmt: skip
         if failed:
-            opened.set_status(SpanStatus(SpanStatusCode.ERROR, failed))
-        opened.end(end_time_ns=span.end)
+            added.set_status(SpanStatus(SpanStatusCode.ERROR, failed))
+        added.end(end_time_ns=span.end)
+        return added
 
-    def add_attempt(self, span: Span, decision: AttemptDecision, inside: Sequence[Span]) -> None:
+    def add_attempt(
+        self, span: Span, decision: AttemptDecision, inside: Sequence[Span], steps: int = 0
+    ) -> None:
         """Add an attempt: what its domains reached, what was asked, what it cost, the verdict.
 
-        Of an earlier process nothing is known of what is inside, nor of its memory.
+        Of an earlier process nothing is known of what is inside, nor of its memory and steps.
         """
         committed = decision.verdict is Verdict.COMMITTED
         domains: dict[str, dict[str, Any]] = {
@@ -94,12 +98,16 @@ class Trace:
         verdict = {"verdict": str(decision.verdict), "reason": decision.reason}
         facts = verdict | {"domains": domains, "seconds": (span.end - span.start) / SECOND}
         if inside:
-            facts["peak_memory_gb"] = peak_memory()
-        parts = [(one, domains.get(one.name.removeprefix("evaluate "), {})) for one in inside]
-        parts.append((Span("decide", span.end, span.end), verdict))
-        if not committed:
-            span = span._replace(name=f"{span.name} ({decision.verdict})")
-        self.add(span, parts, facts, "" if committed else decision.reason)
+            facts |= {"steps": steps, "peak_memory_gb": peak_memory()}
+        if not committed or decision.left_out:  # first, as pages cut off the ends of names
+            what = f"{', '.join(decision.left_out)} left out" if committed else decision.verdict
+            span = span._replace(name=f"{what}: {span.name}")
+        added = self.add(span, None, facts, "" if committed else decision.reason)
+        for one in inside:
+            name = one.name.removeprefix("evaluate ")
+            missed = f"below {decision.asked[name]}" if name in decision.below else ""
+            self.add(one, added, domains.get(name, {}), missed)
+        self.add(Span("decide", span.end, span.end), added, verdict)
 
     def end(self, error: str = "", **outputs: Any) -> None:
         """End the trace, with what the fusion made or the error that ended it."""
@@ -107,11 +115,6 @@ class Trace:
         if error:
             self._root.set_status(SpanStatus(SpanStatusCode.ERROR, error))
         self._root.end()
-
-    def _start(self, span: Span, parent: Any, facts: Mapping[str, Any]) -> Any:
-        return mlflow.start_span_no_context(
-            span.name, SpanType.TASK, parent, attributes=dict(facts), start_time_ns=span.start
-        )
 
 
 def peak_memory() -> float:

@@ -15,27 +15,35 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import mlflow
 from alembic.util import CommandError
 from filelock import FileLock
-from mlflow.entities import Metric, Run
+from mlflow.entities import Metric, Param, Run
 from mlflow.exceptions import MlflowException
 from sqlalchemy import create_engine
+from sqlalchemy import text as sql
 from sqlalchemy.exc import SQLAlchemyError
 
 from valora_train.errors import TrackingError, without_passwords
 from valora_train.reporting.pictures import confusion_matrix
 from valora_train.settings import PathSettings
-from valora_train.stage import was_killed
+from valora_train.stage import RECORD, read_json, was_killed
 
 Curve = Callable[[int, Mapping[str, float]], None]  # logs the figures of a step
 
 FUSION, ATTEMPT, HEAD_ONLY = "valora.fusion", "valora.attempt", "valora.head_only"
-TEACHER = "valora.teacher"
-"""Tags that say what a run is of: keys of stages, number of the attempt, domain."""
+TEACHER, STAGE = "valora.teacher", "valora.stage"
+"""Tags that say what a run is of: keys of stages, number of the attempt, domain, folder."""
+FILES = (
+    ("experiments", "artifact_location"), ("runs", "artifact_uri"), ("model_versions", "source"),
+    ("model_versions", "storage_location"), ("logged_models", "artifact_location"),
+    ("trace_tags", "value"),
+)  # fmt: skip
+"""Tables and columns of MLflow's databases that say where files are."""
 PARENT, NOTE, TABLES = "mlflow.parentRunId", "mlflow.note.content", "mlflow.loggedArtifacts"
 EXPERIMENT_NOTE = (
     "A trace is a fusion: its stages, then each attempt to pack domains into an adapter with what "
@@ -84,12 +92,34 @@ def connect(paths: PathSettings, experiment: str) -> None:
         if found is not None and found.lifecycle_stage == "deleted":
             mlflow.MlflowClient().restore_experiment(found.experiment_id)
         mlflow.set_experiment(experiment)
+        find_moved(mlflow.get_tracking_uri())
         mlflow.set_experiment_tag(NOTE, EXPERIMENT_NOTE)  # it must be writable, too
         ours = mlflow.search_experiments(filter_string="name LIKE 'valora/%'")
         for run in search("attributes.status = 'RUNNING'", [one.experiment_id for one in ours]):
             key = run.data.tags.get(TEACHER) or run.data.tags.get(FUSION)
             if key is not None and was_killed(Path(paths.work), key):
                 mlflow.MlflowClient().set_terminated(run.info.run_id, "KILLED")
+
+
+def find_moved(uri: str) -> None:
+    """Let a database whose folder was moved find its files again: MLflow keeps whole paths."""
+    if not uri.startswith("sqlite:///"):
+        return
+    engine = create_engine(uri)
+    here = Path(engine.url.database or "").resolve().parent
+    with engine.begin() as database:
+        known = database.execute(sql("SELECT artifact_location FROM experiments")).scalars()
+        roots = {location.rpartition("/mlruns/")[::2] for location in known}
+        for root in {old for old, rest in roots if (here / "mlruns" / rest).is_dir()}:
+            if Path(root, "mlruns").exists():
+                continue
+            for table, column in FILES:
+                change = f"UPDATE {table} SET {column} = :new || substr({column}, :length + 1) "
+                change += f"WHERE substr({column}, 1, :length) = :old"
+                old = f"{root}/mlruns/"
+                values = {"new": f"{here}/mlruns/", "old": old, "length": len(old)}
+                database.execute(sql(change), values)
+    engine.dispose()
 
 
 def try_store(paths: PathSettings, experiment: str) -> None:
@@ -167,7 +197,7 @@ def search(condition: str, experiments: list[str] | None = None) -> list[Run]:
 
 def is_fusion(run: Run) -> bool:
     """Whether a run is that of a whole fusion, which may lie below that of a sweep."""
-    return not {ATTEMPT, HEAD_ONLY} & set(run.data.tags)
+    return not {ATTEMPT, HEAD_ONLY, STAGE} & set(run.data.tags)
 
 
 @contextmanager
@@ -242,13 +272,32 @@ def teacher_run(
         yield add
 
 
+def log_stage(parent: str, folder: Path, note: str) -> None:
+    """Log a stage that has ended, by the record in its output folder, into a run of its own."""
+    record, client = read_json(folder / RECORD), mlflow.MlflowClient()
+    if search(f"tags.`{PARENT}` = '{parent}' and tags.`{STAGE}` = '{folder.name}'"):
+        return
+    end = int(datetime.fromisoformat(record["finished"]).timestamp() * 1000)
+    tags = {PARENT: parent, STAGE: folder.name, NOTE: note, "mlflow.source.name": "valora-train"}
+    experiment = mlflow.get_run(parent).info.experiment_id
+    start, name = end - int(1000 * record["seconds"]), record["name"].replace("-", " ", 1)
+    run = client.create_run(experiment, start, tags, name).info.run_id
+    params = [Param(key, str(value)) for key, value in _flat(record["settings"]).items()]
+    client.log_batch(run, [Metric("seconds", record["seconds"], end, 0)], params)
+    client.set_terminated(run, "FINISHED", end)
+
+
 def log_config(config: Mapping[str, Any]) -> None:
     """Log a configuration into the active run: as flat parameters, and as a file."""
+    with storing():
+        mlflow.log_params(_flat(config))
+        mlflow.log_dict(dict(config), "config.yaml")
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     from transformers.utils import flatten_dict
 
-    with storing():
-        mlflow.log_params(flatten_dict(dict(config)))
-        mlflow.log_dict(dict(config), "config.yaml")
+    return dict(flatten_dict(dict(config)))
 
 
 def log_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], file: str) -> None:

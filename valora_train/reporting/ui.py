@@ -19,6 +19,7 @@ def latest_fusions() -> list[tuple[str, str, str | None]]:
     found: dict[str, tuple[str, str, str | None]] = {}
     with tracking.storing():
         ours = mlflow.search_experiments(filter_string="name LIKE 'valora/%'")
+        tracking.find_moved(mlflow.get_tracking_uri())
         names = {one.experiment_id: one.name for one in ours}
         for run in tracking.search(f"tags.`{tracking.FUSION}` LIKE '%'", list(names)):
             name = names[run.info.experiment_id]

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.schema import Split
+from valora_data.shards import open_shard
 from valora_train.errors import SettingsError
 from valora_train.fusion.decision import HeadOnlyDecision, attempts_as_json
 from valora_train.fusion.packing import DedicatedAdapter, Packing, check_reachable, make_plan
@@ -46,6 +47,7 @@ from valora_train.settings import DomainSettings, Settings, as_dict
 from valora_train.stage import Span, Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import (
     PSEUDO_LABELLED,
+    describe_distilled,
     teacher_accuracy,
     teacher_figures,
     teacher_speed,
@@ -91,6 +93,12 @@ class DomainInputs:
     def teacher(self, split: Split) -> float | None:
         """The teacher's accuracy on a split; None where there is no teacher or no truth."""
         return teacher_accuracy(self.distilled, split)
+
+    def stages(self) -> list[tuple[Path, str]]:
+        """Output of the stages before, and what people are told of each."""
+        counts = [f"{len(open_shard(self.data / split))} {split}" for split in Split]
+        labelled = describe_distilled(self.distilled).removeprefix(": ")
+        return [(self.data, f"Samples: {', '.join(counts)}."), (self.distilled, f"{labelled}.")]
 
     def load(self, settings: Settings, lmm: Lmm) -> DomainData:
         """Its samples, encoded."""
@@ -234,6 +242,7 @@ class Fusion:
         report, state = self.report, self.state
         running = report.running(self.settings, self.key, state, self.before)
         with running if self.accelerator.is_main_process else nullcontext():
+            report.log_stages([one for item in self.inputs.values() for one in item.stages()])
             for name in self.inputs:
                 if name not in state.head_only:
                     self._measure_alone(name)

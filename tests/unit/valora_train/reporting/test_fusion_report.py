@@ -22,7 +22,7 @@ from valora_train.reporting.fusion_report import FusionReport, run_of
 from valora_train.reporting.progress import Display
 from valora_train.reporting.ui import latest_fusions, main
 from valora_train.settings import DomainSettings, Settings, TaskSettings
-from valora_train.stage import Span
+from valora_train.stage import Span, write_json
 
 
 @pytest.fixture
@@ -104,9 +104,10 @@ def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report
     back = runs["02 bicycle → adapter-1 (rolled back)"]
     assert back.data.metrics == {
         "accuracy/person": 0.91, "accuracy/bicycle": 0.85, "required/person": 0.5,
-        "required/bicycle": 0.5, "loss": 0.5, "lr": 0.1, "seconds": 2.0,
+        "required/bicycle": 0.5, "loss": 0.5, "lr": 0.1, "seconds": 2.0, "steps": 1.0,
     }  # fmt: skip
     assert back.data.tags["valora.decision"] == "rolled back"
+    assert back.data.tags["below.person"] == "0.910 < 0.920"
     # What became of its domain later is said, too.
     assert "bicycle went to adapter-1 with attempt 07" in back.data.tags["mlflow.note.content"]
     uses = [(one.dataset.name, one.tags[0].value) for one in back.inputs.dataset_inputs]
@@ -220,7 +221,8 @@ def test_the_trace_has_a_span_for_every_stage_and_attempt(report):
         for decision in DECISIONS[:1]:  # of an earlier process
             shown.resumed([decision], [0.0])
         for decision in DECISIONS[1:]:
-            with shown.attempt(decision.attempt):
+            with shown.attempt(decision.attempt) as on_step:
+                on_step(7, 9, 0.5, {})
                 shown.attempted(outcome(decision))
         shown.finish(result())
     (trace,) = mlflow.search_traces(return_type="list")
@@ -230,9 +232,10 @@ def test_the_trace_has_a_span_for_every_stage_and_attempt(report):
     assert root.name == "fuse detection" and root.inputs == {"required": dict.fromkeys(START, 0.5)}
     names = [one.name for one in trace.data.spans if one.parent_id == root.span_id]
     attempts = [
-        one.attempt.name + ("" if one.verdict == "committed" else f" ({one.verdict})")
+        ("" if one.verdict == "committed" else f"{one.verdict}: ") + one.attempt.name
         for one in DECISIONS
     ]
+    attempts[2] = f"vehicle left out: {attempts[2]}"
     assert names == ["teach person", attempts[0], "without LoRA: person", *attempts[1:]]
     for decision, name in zip(DECISIONS, attempts, strict=True):
         (span,) = (one for one in trace.data.spans if one.name == name)
@@ -241,8 +244,31 @@ def test_the_trace_has_a_span_for_every_stage_and_attempt(report):
         assert span.attributes["reason"] == decision.reason
         reached = {key: one["accuracy"] for key, one in span.attributes["domains"].items()}
         assert reached == dict(decision.accuracy)
-    inside = [one.name for one in trace.data.spans if one.parent_id == span.span_id]
-    assert inside == ["train", "evaluate person", "decide"]
+        inside = [one for one in trace.data.spans if one.parent_id == span.span_id]
+        if decision is DECISIONS[0]:  # of whose process nothing more is known
+            assert [one.name for one in inside] == ["decide"]
+            continue
+        assert [one.name for one in inside] == ["train", "evaluate person", "decide"]
+        assert span.attributes["steps"] == 7 and span.attributes["peak_memory_gb"] > 0
+        missed = inside[1].status.status_code == "ERROR"
+        assert missed == ("person" in decision.below)
+
+
+def test_stages_before_a_fusion_are_nested_runs(report, tmp_path):
+    folder = tmp_path / "distill-person-0123"
+    folder.mkdir()
+    record = {"name": "distill-person", "settings": {"teacher": {"kind": "yolo"}}, "seconds": 4.5}
+    write_json(folder / "stage.json", record | {"finished": "2026-11-27T12:00:00+00:00"})
+    for _ in range(2):  # a fusion that continues
+        shown, running = report()
+        with running:
+            shown.log_stages([(folder, "3 labelled samples.")])
+    ((name, run),) = nested(shown.run_id).items()
+    assert (name, run.info.status) == ("distill person", "FINISHED")
+    assert run.info.end_time - run.info.start_time == 4500
+    assert run.data.params == {"teacher.kind": "yolo"} and run.data.metrics == {"seconds": 4.5}
+    assert run.data.tags["mlflow.note.content"] == "3 labelled samples."
+    assert latest_fusions()[0][1] == "detection · rehearsal · seed 0"
 
 
 def test_a_trace_says_what_ended_a_fusion(report):

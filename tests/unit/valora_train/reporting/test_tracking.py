@@ -202,6 +202,29 @@ def test_a_store_that_cannot_be_used_is_one_sentence(paths, tmp_path, damage, me
         assert "\n" not in str(caught.value) and str(file) in str(caught.value)
 
 
+def test_a_folder_that_moved_finds_its_files(tmp_path, monkeypatch):
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    monkeypatch.chdir(before)
+    new_store(before)
+    for folder in (before, after):
+        given = PathSettings(work=str(folder / "work"), tracking=f"sqlite:///{folder}/mlflow.db")
+        if folder == after:
+            before.rename(after)
+            monkeypatch.chdir(after)
+        connect(given, "valora/detection")
+        if folder == before:
+            with open_run("fusion", {}) as run:
+                mlflow.log_text("told", "note.txt")
+                tracking.register_bundle(run, "own", Path("mlflow.db"), {})
+    assert mlflow.artifacts.load_text(f"runs:/{run}/note.txt") == "told"
+    (version,) = MlflowClient().search_model_versions(f"run_id = '{run}'")
+    assert Path(version.source).is_relative_to(after)
+    with open_run("another", {}) as other:
+        mlflow.log_text("told", "note.txt")
+    assert Path(mlflow.get_run(other).info.artifact_uri).is_relative_to(after)
+
+
 def test_a_user_without_a_name(paths, monkeypatch):
     def fail() -> str:
         raise KeyError("getpwuid(): uid not found: 12345")

@@ -30,7 +30,7 @@ from yaml import YAMLError
 from valora_data.errors import ValoraError
 from valora_data.sources.shelf import read_shelf
 from valora_train.checks import check, check_contracts_asked, check_with_libraries
-from valora_train.errors import SweepError, without_passwords
+from valora_train.errors import without_passwords
 from valora_train.removed import refuse_removed, removed
 from valora_train.reporting.progress import Display
 from valora_train.settings import Settings, from_config
@@ -146,7 +146,7 @@ def _job(config: DictConfig) -> dict[str, Any]:
             said = f"{type(error).__name__}: {error}"
         said = without_passwords(f"job {number} failed: {said}")
         print(said, file=sys.stderr, flush=True)
-        raise SweepError(f"{said}; run the same command again to continue") from None
+        raise ValoraError(f"{said}; run the same command again to continue") from None
     return figures
 
 

@@ -15,28 +15,12 @@ class SettingsError(ValoraError):
     """The configuration asks for something that does not exist or does not fit."""
 
 
-class StrategyError(ValoraError):
-    """A fusion strategy asks for something that a fusion cannot do."""
-
-
 class StageError(ValoraError):
     """A stage's output is damaged, or another process is working on it."""
 
 
 class UnreachableError(ValoraError):
     """A domain misses its requirement even in an adapter of its own."""
-
-
-class GateError(ValoraError):
-    """A bundle does not reproduce the answers or the accuracy measured in training."""
-
-
-class PushError(ValoraError):
-    """A bundle could not be uploaded."""
-
-
-class SweepError(ValoraError):
-    """Jobs of a sweep failed, or cannot be started."""
 
 
 class TrackingError(ValoraError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from omegaconf import DictConfig, OmegaConf
@@ -428,7 +427,7 @@ class Settings(Section):
     command: Literal["teach", "distill", "fuse", "export", "push"] = "export"  # the last stage
     processes: Whole = 1  # that prepare domains side by side; 0: see `preparing_processes`
     task: TaskSettings = TaskSettings()
-    shelf: HomePath | None = None  # folder that Ultralytics trains into (see `add_shelf`)
+    shelf: HomePath | None = None  # folder that Ultralytics trains into (see `_with_shelf`)
     domains: dict[str, DomainSettings] = field(default_factory=dict)
     teacher: TeacherSettings = TeacherSettings()  # of domains without their own
     model: ModelSettings = ModelSettings()
@@ -500,10 +499,7 @@ def from_config(config: DictConfig) -> Settings:
     """Turn Hydra's configuration into settings; a `ValoraError` names what cannot be."""
     values: Any = OmegaConf.to_container(config, resolve=True)
     if values.get("shelf"):
-        values["domains"] = add_shelf(
-            expanded(str(values["shelf"])), values.get("domains") or {},
-            (values.get("task") or {}).get("of_teacher") or SHELF_SHARE, values.get("teacher"),
-        )  # fmt: skip
+        values["domains"] = _with_shelf(values)
     try:
         # Strictly, dataclasses can be made of JSON only.
         settings = TypeAdapter(Settings).validate_json(json.dumps(values))
@@ -517,18 +513,13 @@ def from_config(config: DictConfig) -> Settings:
     return settings
 
 
-def add_shelf(
-    folder: Path,
-    domains: dict[str, Any],
-    share: float = SHELF_SHARE,
-    teacher: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Domains of the models in a folder, changed by the settings of domains and completed by them.
+def _with_shelf(values: dict[str, Any]) -> Any:
+    """Domains of the models on the shelf, changed by the settings of domains and completed by them.
 
-    Each must keep a share of its teacher's accuracy; `teacher` holds the settings of that name.
+    Each must keep a share of its teacher's accuracy.
     """
-    taken = {key: value for key, value in (teacher or {}).items()
-             if key in ("min_confidence", "threshold")}  # fmt: skip
+    teacher = values.get("teacher") or {}
+    taken = {key: teacher[key] for key in ("min_confidence", "threshold") if key in teacher}
     found = {
         name: {
             "name": name,
@@ -536,7 +527,7 @@ def add_shelf(
             "labels": list(model.labels),
             "prompt": f"{_SHELF_PROMPTS[model.task]} {name.replace('_', ' ')}",
             "required": None,
-            "of_teacher": share,
+            "of_teacher": (values.get("task") or {}).get("of_teacher") or SHELF_SHARE,
             "teacher": str(model.weights),
             "taught_by": {"kind": "yolo", **taken},
             "source": {
@@ -545,7 +536,6 @@ def add_shelf(
                 "fractions": {"train": 0.3, "unlabelled": 0.4, "val": 0.15, "test": 0.15},
             },
         }
-        for name, model in read_shelf(folder).models.items()
+        for name, model in read_shelf(expanded(str(values["shelf"]))).models.items()
     }
-    merged: Any = OmegaConf.to_container(OmegaConf.merge(found, domains))
-    return dict(merged)
+    return OmegaConf.to_container(OmegaConf.merge(found, values.get("domains") or {}))

@@ -23,7 +23,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from valora_train.errors import SettingsError, SweepError
+from valora_data.errors import ValoraError
+from valora_train.errors import SettingsError
 
 SWEEP = "_VALORA_SWEEP"
 """Environment variable that names the sweep; the processes of a launcher inherit it. (Names that
@@ -134,7 +135,7 @@ def _join(ray: Any, address: str | None) -> None:
         ray.init(address=address, include_dashboard=False, logging_level="ERROR")
     except Exception as error:  # some of Ray's own are nothing more
         said = " ".join(str(error).split())[:300]
-        raise SweepError(
+        raise ValoraError(
             f"the Ray cluster {where or 'on this machine'} cannot be joined ({said}): start it, "
             "with the Ray and Python of this environment, or correct hydra.launcher.address"
         ) from error
@@ -165,6 +166,6 @@ def _outcome(ray: Any, job: Job, task: Any) -> JobReturn:
         found: JobReturn = ray.get(task)
     except ray.exceptions.RayError as error:
         said = str(getattr(error, "cause", error)).strip().partition("\n")[0]
-        lost = SweepError(f"job {job.number} failed: {said}; run the same command again")
+        lost = ValoraError(f"job {job.number} failed: {said}; run the same command again")
         return JobReturn(job.overrides, status=JobStatus.FAILED, _return_value=lost)
     return found

@@ -102,6 +102,13 @@ class Box:
         """Area in square pixels."""
         return (self.x1 - self.x0) * (self.y1 - self.y0)
 
+    def iou(self, other: Box) -> float:
+        """The area shared with another box, as a share of what both cover."""
+        width = min(self.x1, other.x1) - max(self.x0, other.x0)
+        height = min(self.y1, other.y1) - max(self.y0, other.y0)
+        shared = max(width, 0) * max(height, 0)
+        return shared / (self.area + other.area - shared)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

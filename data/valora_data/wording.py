@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from collections.abc import Sequence
 
 _CHOICE = re.compile(r"([^\s|]+)\|([^\s|]+)")
 
@@ -19,6 +20,11 @@ def plural(number: int, words: str) -> str:
 def agreeing(number: float, words: str) -> str:
     """Words alone that agree with a number, e.g. ``has|have``."""
     return _CHOICE.sub(lambda found: found[1 if number == 1 else 2], words)
+
+
+def joined(words: Sequence[str]) -> str:
+    """Words in a sentence: ``a``, ``a and b`` or ``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def first_line(error: BaseException) -> str:

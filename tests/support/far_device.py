@@ -176,13 +176,13 @@ def far_device() -> Iterator[None]:
 
 def main() -> None:
     """Run `valora-train` with the arguments of the command line."""
+    from valora_data.errors import ValoraError
     from valora_train import cli
-    from valora_train.errors import GateError
     from valora_train.stages import export, gate
 
     def run_gate(command: list[str], **_: object) -> Any:
         if gate.main(command[command.index("valora_train.stages.gate") + 1 :]):
-            raise GateError("the gate rejected the bundle")
+            raise ValoraError("the gate rejected the bundle")
         return type("Done", (), {"returncode": 0})
 
     export.subprocess = type("Here", (), {"run": staticmethod(run_gate)})  # type: ignore[assignment]

@@ -13,7 +13,9 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
-from valora_train.errors import SettingsError, StrategyError
+from valora_data.errors import ValoraError
+from valora_data.wording import joined
+from valora_train.errors import SettingsError
 from valora_train.fusion.decision import Attempt, AttemptDecision, HeadOnlyDecision, Verdict
 from valora_train.fusion.requirement import ROUNDING, Requirement
 from valora_train.fusion.strategies.base import Probes, Proposal, Strategy, View
@@ -155,8 +157,8 @@ class FusionPlan:
         rehearse, name = self._strategy.rehearse and bool(held), f"adapter-{self.used + 1}"
         return Attempt(len(self.decisions) + 1, new, adapter or name, held, rehearse, moved)
 
-    def _error(self, what: str) -> StrategyError:
-        return StrategyError(f"fusion strategy {type(self._strategy).__name__} {what}")
+    def _error(self, what: str) -> ValoraError:
+        return ValoraError(f"fusion strategy {type(self._strategy).__name__} {what}")
 
     # --- its verdict ------------------------------------------------------------------------------
 
@@ -223,7 +225,7 @@ class FusionPlan:
         kept: Sequence[str],
     ) -> str:
         """Who misses what, by how much, and where the new domains go."""
-        adapter, new, floor = attempt.adapter, _and(attempt.new), self._floor
+        adapter, new, floor = attempt.adapter, joined(attempt.new), self._floor
         if any(math.isnan(value) for value in accuracy.values()):
             return "training diverged (loss or weights infinite or NaN): lower train.lr"
         if not below:
@@ -238,7 +240,7 @@ class FusionPlan:
             for name in below
         )
         if verdict is Verdict.COMMITTED:
-            fitting = _and([name for name in attempt.new if name in kept])
+            fitting = joined([name for name in attempt.new if name in kept])
             return f"{misses}: left out, {fitting} → {adapter}"
         if verdict is Verdict.ROLLED_BACK:
             return f"{misses}: {new} not in {adapter}"
@@ -256,8 +258,3 @@ class FusionPlan:
         if alone - requirement.margin < floor - ROUNDING:
             return f"{floor:.3f} (reached without LoRA)"
         return f"{floor:.3f} (reached {alone:.3f} alone − margin {requirement.margin:.3f})"
-
-
-def _and(names: Sequence[str]) -> str:
-    """``a, b and c``."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

@@ -255,8 +255,6 @@ class FusionReport:
         columns, rows = texts.steps_table(records, state.seconds, self._required)
         tracking.log_table(columns, rows, "steps.json")
         mlflow.log_figure(pictures.heat_map(decisions, self._required), "accuracy_heat_map.png")
-        timeline = pictures.packing_timeline(decisions, state.seconds)
-        mlflow.log_figure(timeline, "packing_timeline.png")
         # Later attempts change where the domains of earlier ones went.
         pages = {
             str(one["number"]): texts.attempt_page(one)[: texts.NOTE_LENGTH] for one in records

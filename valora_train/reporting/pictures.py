@@ -1,4 +1,4 @@
-"""Pictures for people: contact sheets, the fusion in bars, the heat map, the packing timeline."""
+"""Pictures for people: contact sheets, the fusion in bars, the heat map."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def answer_sheet(samples: Sequence[Sample], answers: Sequence[Answer], domain: D
         tile, scale = show_photograph(sample.images or (sample.image,), TILE)
         truth = sample.answer
         right = (
-            any(_iou(box, truth.boxes[0]) >= 0.5 for box in answer.boxes[:1])
+            any(box.iou(truth.boxes[0]) >= 0.5 for box in answer.boxes[:1])
             if truth.boxes
             else _text(answer) in (_text(truth), *truth.captions)
         )
@@ -81,18 +81,11 @@ def _hits(found: Sequence[Box], truth: Sequence[Box]) -> list[bool]:
     """Whether each detection, the most confident first, is matched to a true box of its own."""
     left, hits = list(truth), []
     for box in found:
-        near = [other for other in left if other.label == box.label and _iou(box, other) >= 0.5]
+        near = [other for other in left if other.label == box.label and box.iou(other) >= 0.5]
         hits.append(bool(near))
         if near:
-            left.remove(max(near, key=lambda other: _iou(box, other)))
+            left.remove(max(near, key=box.iou))
     return hits
-
-
-def _iou(one: Box, other: Box) -> float:
-    width = min(one.x1, other.x1) - max(one.x0, other.x0)
-    height = min(one.y1, other.y1) - max(one.y0, other.y0)
-    shared = max(width, 0.0) * max(height, 0.0)
-    return shared / (one.area + other.area - shared)
 
 
 def _text(answer: Answer) -> str:
@@ -207,26 +200,6 @@ def heat_map(decisions: Sequence[AttemptDecision], required: Mapping[str, float]
     for tick, decision in zip(axes.get_xticklabels(), decisions, strict=True):
         tick.set_color(VERDICTS[decision.verdict])
     figure.colorbar(picture, ax=axes, label="accuracy − required")
-    figure.tight_layout()
-    return figure
-
-
-def packing_timeline(decisions: Sequence[AttemptDecision], seconds: Sequence[float]) -> Figure:
-    """A timeline of attempts: one bar each, by adapter, coloured by verdict."""
-    adapters = sorted({one.attempt.adapter for one in decisions}, reverse=True)
-    figure = _figure(11, 1.6 + 0.7 * len(adapters))
-    axes = figure.add_subplot(title="Packing timeline", xlabel="seconds of fusion")
-    start, shown = 0.0, {}
-    for decision, took in zip(decisions, seconds, strict=True):
-        row, colour = adapters.index(decision.attempt.adapter), VERDICTS[decision.verdict]
-        bar = axes.barh(row, took, left=start, color=colour, edgecolor="white")
-        axes.bar_label(
-            bar, [decision.attempt.label], label_type="center", color="white", fontsize=8
-        )
-        shown[str(decision.verdict)] = bar
-        start += took
-    axes.set_yticks(range(len(adapters)), adapters)
-    axes.legend(shown.values(), shown, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     return figure
 

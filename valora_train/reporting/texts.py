@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rich.markdown import Markdown
 
 from valora_data.contract.bundle import Bundle
-from valora_data.wording import plural
+from valora_data.wording import joined, plural
 from valora_train.fusion.decision import Verdict
 
 AttemptRecord = Mapping[str, Any]  # an entry of `fusion.decision.attempts_as_json`
@@ -21,11 +21,6 @@ NOTE_LENGTH = 8000  # most characters of a description in MLflow
 
 
 # --- words and figures ----------------------------------------------------------------------------
-
-
-def joined(names: Sequence[str]) -> str:
-    """Names in a sentence: ``a``, ``a and b`` or ``a, b and c``."""
-    return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
 
 
 def accuracy_text(accuracy: float | None) -> str:

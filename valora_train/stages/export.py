@@ -19,9 +19,8 @@ from accelerate.utils.memory import clear_device_cache
 from valora_data import shards
 from valora_data.contract.base_model import base_hash
 from valora_data.contract.bundle import GOLDEN, MANIFEST, Bundle, read_bundle, write_manifest
-from valora_data.errors import BundleError
+from valora_data.errors import BundleError, ValoraError
 from valora_data.schema import Split
-from valora_train.errors import GateError
 from valora_train.fusion.state import FUSION
 from valora_train.reporting.cards import BARS, bundle_card, confusion_file
 from valora_train.reporting.fusion_report import run_of
@@ -236,7 +235,8 @@ def _run_gate(folder: Path, domains: Sequence[DomainInputs], device: str) -> Non
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        raise GateError(f"the export gate rejected the bundle: {reason[0].removeprefix('error: ')}")
+        why = reason[0].removeprefix("error: ")
+        raise ValoraError(f"the export gate rejected the bundle: {why}")
 
 
 def _register(bundle: Bundle) -> None:

@@ -23,7 +23,6 @@ from valora_data.contract.files import read_safetensors
 from valora_data.errors import ValoraError
 from valora_data.schema import Answer, Domain, Sample, Split, Task, no_image
 from valora_data.wording import plural
-from valora_train.errors import GateError
 from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
 from valora_train.tasks.base import DomainTask, Prediction
@@ -99,7 +98,7 @@ def check_golden(model: BundleModel, bundle: Bundle) -> int:
         threshold = bundle.domains[domain].get("threshold")
         found = model.tasks[domain].golden(model.answer(domain, [sample])[0], threshold)
         if not model.tasks[domain].matches(found, example["expected"], threshold):
-            raise GateError(
+            raise ValoraError(
                 f"golden example {named} of {domain} came out differently: expected "
                 f"{example['expected']}, got {found}; export the bundle again"
             )
@@ -112,7 +111,7 @@ def check_accuracy(model: BundleModel, bundle: Bundle, data: Mapping[str, Path])
         reached = model.accuracy(name, shards.read(folder / Split.TEST))
         on_test = bundle.domains[name]["accuracy"]["test"]
         if abs(reached - on_test) > ACCURACY_TOLERANCE:
-            raise GateError(
+            raise ValoraError(
                 f"{name} reaches {reached:.4f} on test after reloading, but {on_test:.4f} was "
                 "measured in training: the bundle is not what was trained, fuse again"
             )

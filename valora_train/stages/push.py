@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from valora_data.contract.bundle import read_bundle, write_manifest
-from valora_train.errors import PushError
+from valora_data.errors import ValoraError
 from valora_train.reporting.cards import with_metadata
 from valora_train.settings import Settings
 
@@ -30,7 +30,7 @@ def push(settings: Settings) -> str:
     """
     asked = settings.push
     if not asked.repo:
-        raise PushError("command=push needs a repository: set push.repo=owner/name")
+        raise ValoraError("command=push needs a repository: set push.repo=owner/name")
     bundle = read_bundle(Path(asked.bundle or f"{settings.paths.bundles}/{settings.task.name}"))
     # What the HTTP library of this version of huggingface_hub raises: httpx, or httpx2.
     unreachable = cast("type[Exception]", HfHubHTTPError.__mro__[1])
@@ -52,7 +52,7 @@ def push(settings: Settings) -> str:
             )  # fmt: skip
         except (OSError, ValueError, unreachable) as error:
             said = str(getattr(error, "server_message", None) or error).strip().splitlines()
-            raise PushError(
+            raise ValoraError(
                 f"the hub does not take {asked.repo} ({type(error).__name__}: "
                 f"{said[0] if said else 'no reason given'}): check push.repo=owner/name, the "
                 "network and HF_ENDPOINT, and log in with `hf auth login`, or set HF_TOKEN, to a "

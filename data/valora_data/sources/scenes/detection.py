@@ -160,13 +160,11 @@ def _tell_apart(masks: list[Mask], areas: list[int]) -> bool:
     shown = zip(masks, areas, strict=True)
     if any(np.count_nonzero(mask) < MIN_VISIBLE * area for mask, area in shown):
         return False
-    boxes = [bounds(mask) for mask in masks]
-    cell = 2 * SIZE // GRID
-    cells = {((x0 + x1) // cell, (y0 + y1) // cell) for x0, y0, x1, y1 in boxes}
+    boxes, cell = [Box(*bounds(mask), "") for mask in masks], 2 * SIZE // GRID
     return (
-        len(cells) == len(boxes)
-        and all(min(x1 - x0, y1 - y0) >= MIN_SIDE for x0, y0, x1, y1 in boxes)
-        and all(_iou(one, other) <= MAX_IOU for one, other in combinations(boxes, 2))
+        len({((box.x0 + box.x1) // cell, (box.y0 + box.y1) // cell) for box in boxes}) == len(boxes)
+        and all(min(box.x1 - box.x0, box.y1 - box.y0) >= MIN_SIDE for box in boxes)
+        and all(one.iou(other) <= MAX_IOU for one, other in combinations(boxes, 2))
     )
 
 
@@ -175,13 +173,6 @@ def _placed(solid: Mask, left: int, top: int) -> Mask:
     view, part = windows(solid.shape, left, top)
     mask[view] = solid[part]
     return mask
-
-
-def _iou(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> float:
-    width = max(0, min(a[2], b[2]) - max(a[0], b[0]))
-    height = max(0, min(a[3], b[3]) - max(a[1], b[1]))
-    union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - width * height
-    return width * height / union
 
 
 def _photographed(rng: Rng, pixels: Floats) -> Image.Image:

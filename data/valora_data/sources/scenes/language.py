@@ -14,6 +14,7 @@ from valora_data.sources.scenes.boards import Board, Drawn, add_weather, resized
 from valora_data.sources.scenes.drawing import Edges, chosen
 from valora_data.sources.scenes.objects import SIGNS, TARGETS, VEHICLES, traffic_sign
 from valora_data.sources.scenes.photographs import DIGITS, digit_layer
+from valora_data.wording import joined
 
 ANNOTATORS = 10
 """Answers per question, as in VQA v2."""
@@ -149,11 +150,6 @@ def _middle(thing: Thing) -> float:
     return thing.box[0] + thing.box[2]
 
 
-def _joined(phrases: Sequence[str]) -> str:
-    """Phrases as a list: commas, and `and` before the last."""
-    return " and ".join([", ".join(phrases[:-1]), phrases[-1]] if phrases[1:] else phrases)
-
-
 def _captioned(board: Board, rng: Rng, *captions: str) -> Drawn:
     return Drawn((board.image(rng),), Answer(captions=captions))
 
@@ -165,8 +161,8 @@ def _place_caption(rng: Rng, split: Split) -> Drawn:
         (_article(one.name), "in the center" if place == "center" else f"at the {place}")
         for place, one in sorted(things.items(), key=lambda item: _middle(item[1]))
     ]
-    plain = _joined([f"{name} {where}" for name, where in named])
-    turned = _joined([f"{where} {name}" for name, where in named])
+    plain = joined([f"{name} {where}" for name, where in named])
+    turned = joined([f"{where} {name}" for name, where in named])
     return _captioned(board, rng, plain, f"there is {plain}", turned)
 
 
@@ -182,8 +178,8 @@ def _count_caption(rng: Rng, split: Split) -> Drawn:
             name = shape if count == 1 else plural(shape)
             phrases.append(f"{NUMBERS[count]} {color} {name}")
             bare.append(f"{NUMBERS[count]} {name}")
-    plain = _joined(phrases)
-    return _captioned(board, rng, plain, f"there are {plain}", _joined(bare))
+    plain = joined(phrases)
+    return _captioned(board, rng, plain, f"there are {plain}", joined(bare))
 
 
 @scene(Task.CAPTION, "describe the weather.")
@@ -200,7 +196,7 @@ def _weather_caption(rng: Rng, split: Split) -> Drawn:
         found = [one for one in placed if one is not None]
     add_weather(rng, board, weather)
     first, second = WEATHER_WORDS[weather]
-    names = _joined([_article(one.shape) for one in sorted(found, key=_middle)])
+    names = joined([_article(one.shape) for one in sorted(found, key=_middle)])
     return _captioned(board, rng, f"{names} {first}", f"{names} {second}", f"{first} {names}")
 
 
@@ -218,8 +214,8 @@ def _pattern_caption(rng: Rng, split: Split) -> Drawn:
             if one is not None:
                 described.append((_middle(one), size, pattern, shape))
     described.sort()
-    plain = _joined([f"a {size} {pattern} {shape}" for _, size, pattern, shape in described])
-    bare = _joined([f"a {pattern} {shape}" for _, _, pattern, shape in described])
+    plain = joined([f"a {size} {pattern} {shape}" for _, size, pattern, shape in described])
+    bare = joined([f"a {pattern} {shape}" for _, _, pattern, shape in described])
     return _captioned(board, rng, plain, f"there is {plain}", bare)
 
 
@@ -232,7 +228,7 @@ def _digit_caption(rng: Rng, split: Split) -> Drawn:
         middle = (place + 0.5) / count
         if board.add(rng, layer, (middle - 0.1, 0.3, middle + 0.1, 0.7)) is not None:
             found.append(digit)
-    digits = _joined(found)
+    digits = joined(found)
     return _captioned(board, rng, digits, f"the numbers {digits}", f"{' '.join(found)} in a row")
 
 

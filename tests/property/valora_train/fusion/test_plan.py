@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_tests import examples
-from valora_train.errors import SettingsError, StrategyError
+from valora_data.errors import ValoraError
+from valora_train.errors import SettingsError
 from valora_train.fusion.decision import Verdict
 from valora_train.fusion.plan import FusionPlan, order_domains
 from valora_train.fusion.requirement import Requirement
@@ -198,7 +199,7 @@ def test_a_strategy_may_only_name_open_adapters():
         def candidates(self, domain, adapters, history, probes):
             return ["adapter-7"]
 
-    with pytest.raises(StrategyError, match=r"Lost wants to try 'adapter-7' for a"):
+    with pytest.raises(ValoraError, match=r"Lost wants to try 'adapter-7' for a"):
         FusionPlan(at_least({"a": 0.5}), Lost()).next()
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from valora_train.errors import StrategyError
+from valora_data.errors import ValoraError
 from valora_train.fusion.decision import Attempt, Verdict
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
@@ -148,7 +148,7 @@ def test_what_no_strategy_may_propose(script, message):
     plan = plan_of(*script)
     for proposal in script[1:]:
         plan.tell(dict.fromkeys(plan.next().domains, 0.9 if proposal.adapter else 0.5))
-    with pytest.raises(StrategyError, match=f"fusion strategy Scripted .*{message}"):
+    with pytest.raises(ValoraError, match=f"fusion strategy Scripted .*{message}"):
         plan.next()
 
 
@@ -160,7 +160,7 @@ def test_a_strategy_that_does_not_end_is_stopped():
             return Proposal(("a",), next(n for n, held in view.adapters.items() if "a" not in held))
 
     plan = FusionPlan({name: Requirement(0.5) for name in "abc"}, Restless())
-    with pytest.raises(StrategyError, match="after 300 attempts: it must end"):
+    with pytest.raises(ValoraError, match="after 300 attempts: it must end"):
         while (attempt := plan.next()) is not None:
             plan.tell(dict.fromkeys(attempt.domains, 0.9))
 

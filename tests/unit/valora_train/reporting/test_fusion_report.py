@@ -94,8 +94,7 @@ def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report
     assert len(parent.inputs.dataset_inputs) == 2 * len(START)
     client = MlflowClient()
     files = {one.path for one in client.list_artifacts(shown.run_id)}
-    assert files >= {"accuracy.png", "accuracy_heat_map.png", "config.yaml",
-                     "packing_timeline.png", "steps.json"}  # fmt: skip
+    assert files >= {"accuracy.png", "accuracy_heat_map.png", "config.yaml", "steps.json"}
     steps = json.loads(Path(client.download_artifacts(shown.run_id, "steps.json")).read_text())
     assert len(steps["data"]) == len(DECISIONS)
     assert list(runs)[::-1] == [f"{one.attempt.name} ({one.verdict})" for one in DECISIONS] + [

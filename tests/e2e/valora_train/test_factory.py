@@ -87,7 +87,7 @@ def runs(cwd: Path):
     experiment = client.get_experiment_by_name("valora/own")
     found = client.search_runs([experiment.experiment_id])
     parents = [r for r in found if "mlflow.parentRunId" not in r.data.tags]
-    nested = [r for r in found if "mlflow.parentRunId" in r.data.tags]
+    nested = [r for r in found if "valora.attempt" in r.data.tags]
     return client, parents, nested
 
 
@@ -135,7 +135,9 @@ def test_mlflow_shows_every_step(done):
     client, (parent,), nested = runs(cwd)
     assert parent.info.status == "FINISHED"
     assert len(nested) == len(result["attempts"])
-    names = {run.info.run_name for run in nested}
+    below = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    names = {r.info.run_name for r in client.search_runs([parent.info.experiment_id], below)}
+    assert {f"{stage} {name}" for stage in ("data", "distill") for name in COLOURS} <= names
     for attempt in result["attempts"]:
         (domain,) = attempt["new"]
         assert (

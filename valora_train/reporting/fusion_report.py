@@ -33,6 +33,7 @@ from valora_train.tasks.base import Evaluation
 
 SHEET_IMAGES = 12  # images on a contact sheet
 TIMED_STEPS = 10  # of the first attempt, after its first step
+REPEATED = 0.005  # seconds; a step before a checkpoint, which is only repeated, takes less
 COLOURS = {"committed": "green", "rolled back": "red", "unreachable": "magenta"}
 
 
@@ -66,6 +67,7 @@ class FusionReport:
         self.display, self._trainer = display, trainer
         self._required, self._folders = required, data_sets
         self._timed: tuple[int, float] | None = None
+        self._latest = 0.0  # time of the latest step
         self._steps = 0  # of the latest attempt
         self._key = ""
         self.records: Callable[[], Sequence[Mapping[str, Any]]] = list
@@ -202,7 +204,10 @@ class FusionReport:
     def _time_step(self, new: int, step: int, steps: int) -> None:
         """Say once how long attempts take, by the first steps that this process trains."""
         now = time.monotonic()
-        first, began = self._timed = self._timed or (step, now)
+        repeated, self._latest = now - self._latest < REPEATED, now
+        if self._timed is None or (repeated and self._timed[0] > 0):
+            self._timed = (step, now)
+        first, began = self._timed
         if step - first != TIMED_STEPS:
             return
         self._timed = (-TIMED_STEPS, now)  # no later step is so far from it

@@ -1,6 +1,7 @@
 """A fusion in MLflow: attempts lie below its run, which is continued and shows what was kept."""
 
 import json
+import re
 import time
 from io import StringIO
 from pathlib import Path
@@ -173,6 +174,16 @@ def test_a_run_that_the_store_lost_is_logged_anew(report, tmp_path, lost):
         pictures = [one.path for one in MlflowClient().list_artifacts(run, "pictures")]
         assert pictures == ["pictures/bicycle.png"]
     assert run_of(report.settings, fused, result(mlflow_run_id="gone")) == run
+
+
+def test_an_attempt_that_continues_is_timed_by_the_steps_that_are_trained(report):
+    shown, _ = report()
+    with shown.attempt(DECISIONS[0].attempt) as on_step:
+        for step in range(1, 42):
+            time.sleep(0.02 if step > 30 else 0)  # up to 30, steps of a checkpoint are repeated
+            on_step(step, 100, 0.5, {})
+    (rate,) = re.findall(r"100 steps × (\S+) s =", shown.display.console.file.getvalue())
+    assert 0.02 <= float(rate) < 1
 
 
 def test_without_a_run_nothing_is_logged(report, tmp_path):

@@ -259,6 +259,8 @@ class AugmentSettings(Section):
     views: int = 0  # of each image, encoded once; every other one is mirrored where that is allowed
     color: float = 0.0  # largest relative change of brightness, contrast and saturation
     crop: float = 0.0  # largest share of the area that is cut off
+    zoom_out: float = 0.0  # largest grey border around half the views, as a share of the sides
+    stretch: float = 0.0  # largest change of the ratio of width to height, as a logarithm
     rotate: float = 0.0  # largest angle, in degrees
     shift: float = 0.0  # largest shift, as a share of width and height
     blur: float = 0.0  # largest standard deviation of a Gaussian blur, in pixels
@@ -269,8 +271,8 @@ class AugmentSettings(Section):
 
     @model_validator(mode="after")
     def _within_limits(self) -> Self:
-        changes = {"color": 1, "crop": 0.95, "rotate": 180, "shift": 0.95, "blur": 10, "noise": 1,
-                   "jpeg": 1}  # fmt: skip
+        changes = {"color": 1, "crop": 0.95, "zoom_out": 3, "stretch": 1, "rotate": 180,
+                   "shift": 0.95, "blur": 10, "noise": 1, "jpeg": 1}  # fmt: skip
         limits = {**changes, "least_visible": 1, "views": 100, "memory_gb": float("inf")}
         for name, most in limits.items():
             if not 0 <= (value := getattr(self, name)) <= most:

@@ -8,6 +8,7 @@ costs nothing in a training step.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -62,8 +63,10 @@ class Augmenter:
         if self._geometric and (asked.rotate or asked.shift):
             bilinear, shift = v2.InterpolationMode.BILINEAR, (asked.shift, asked.shift)
             yield v2.RandomAffine(asked.rotate, shift, interpolation=bilinear, fill=GREY)
-        if self._geometric and asked.crop:
-            shape = (width / height, width / height)  # undistorted
+        if self._geometric and asked.zoom_out:
+            yield v2.RandomZoomOut(GREY, (1.0, 1.0 + asked.zoom_out))
+        if self._geometric and (asked.crop or asked.zoom_out or asked.stretch):
+            shape = [width / height * math.exp(sign * asked.stretch) for sign in (-1, 1)]
             yield v2.RandomResizedCrop((height, width), (1 - asked.crop, 1.0), shape)
         if asked.color:
             yield v2.ColorJitter(asked.color, asked.color, asked.color)

@@ -15,7 +15,7 @@ BUDGETS = {
     "teachers/valora_teachers": 1_782,
     "kernels/valora_kernels": 6_301,
     "valora_serve": 41_389,
-    "tests/*/valora_train": 8_430,
+    "tests/*/valora_train": 8_437,
     "tests/*/valora_data": 4_959,
     "tests/*/valora_teachers": 1_365,
     "tests/*/valora_kernels": 2_385,

@@ -31,7 +31,14 @@ def bounds(image):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"crop": 0.5}, {"zoom_out": 0.5, "crop": 0.3}, {"stretch": 0.4}, {"rotate": 12.0}, {"shift": 0.2}, {"crop": 0.3, "rotate": 8.0, "shift": 0.1}],
+    [
+        {"crop": 0.5},
+        {"zoom_out": 0.5, "crop": 0.3},
+        {"stretch": 0.4},
+        {"rotate": 12.0},
+        {"shift": 0.2},
+        {"crop": 0.3, "rotate": 8.0, "shift": 0.1},
+    ],
 )
 def test_a_box_is_where_the_pixels_are(changes):
     settings = AugmentSettings(1, least_visible=0.0, **changes)

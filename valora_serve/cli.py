@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -17,6 +18,7 @@ from valora_data.errors import ValoraError
 from valora_data.wording import encode_all_output, plural
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import StorageError
+from valora_serve.pauses import short_pauses
 from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.server.access.keys import ROLES, new_key
 from valora_serve.server.settings import ServerSettings
@@ -25,9 +27,10 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterable, Sequence
 
+    import uvicorn
+
     from valora_serve.engine.async_engine import AsyncEngine
     from valora_serve.replicas.client import ReplicatedEngine
-    from valora_serve.server.app import Server
     from valora_serve.types import ServedModel
 
 _ABOUT = """\
@@ -230,7 +233,7 @@ async def _serve_at(
             share_by=engine_settings.share_by,
             shares=engine_settings.shares,
         )
-        server = make_server(app, settings, sockets)
+        server = make_server(app, settings)
     except BaseException:
         await engine.close()
         raise
@@ -246,8 +249,6 @@ async def _serve_at(
         if settings.unix_socket
         else f"{scheme}://{settings.host}:{sockets[0].getsockname()[1]}/"
     )
-    if on_started is not None:
-        server.on_started = partial(on_started, address)
     console.print(
         f"{plural(found.examples, 'golden example')} reproduced; ready after "
         f"{time.monotonic() - began:.1f} s "
@@ -255,26 +256,32 @@ async def _serve_at(
         markup=False,
         highlight=False,
     )
-    if own is None:
-        await server.serve()
-        return 0
-    watching = asyncio.create_task(_end_with_group(own, server))
-    await server.serve()
+    watching = asyncio.create_task(_watch(server, own, on_started and partial(on_started, address)))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # uvicorn raises those that it has handled again
+    with short_pauses():
+        await server.serve(sockets)
     watching.cancel()
-    if own.lost is None:
+    if own is None or own.lost is None:
         return 0
     print(f"error: {own.lost}", file=sys.stderr, flush=True)
     os._exit(1)  # collectives may wait for the lost process for ever
 
 
-async def _end_with_group(engine: AsyncEngine, server: Server) -> None:
-    """End the server if a process of the tensor-parallel group has ended, without which it is lost.
+async def _watch(
+    server: uvicorn.Server, engine: AsyncEngine | None, on_started: Callable[[], None] | None
+) -> None:
+    """Call `on_started`, and end the server when its engine has lost a process of its group.
 
     Requests have been answered with the error by then.
     """
-    while engine.lost is None or engine.healthy:
+    while not server.started:
+        await asyncio.sleep(0.02)
+    if on_started:
+        on_started()
+    while engine is None or engine.lost is None or engine.healthy:
         await asyncio.sleep(WATCH_SECONDS)
-    server.end()
+    server.should_exit = True
 
 
 def make_key(arguments: Sequence[str]) -> int:

@@ -9,15 +9,14 @@ import logging
 import socket
 import threading
 import time
-from unittest import mock
 
 import httpx
 import uvicorn.server
 from PIL import Image
 
 from tests.support.fake_engine import FakeEngine
-from valora_serve.server import app as server_app
 from valora_serve.server.app import create_app, make_server
+from valora_serve.server.listen import bind
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.settings import ServerSettings
 
@@ -80,7 +79,7 @@ def serving(engine=None, tracer=None, served=None, *, share_by="none", **setting
     chosen = ServerSettings(**({"port": 0, "drain_seconds": 1.0} | settings))
     app = create_app(engine, chosen, served, tracer=tracer, share_by=share_by)
     server = make_server(app, chosen)
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, args=(bind(chosen),), daemon=True)
     thread.start()
     until(lambda: server.started)
     running = Running(engine, app, server, thread)
@@ -88,8 +87,7 @@ def serving(engine=None, tracer=None, served=None, *, share_by="none", **setting
         yield running
     finally:
         running.client.close()
-        with mock.patch.object(server_app, "_LAST_SECONDS", 0.01):  # nobody comes any more
-            running.stop()
+        running.stop()
 
 
 @contextlib.contextmanager

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import os
+import json
 import resource
-import select
-import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -19,45 +16,38 @@ from typing import TYPE_CHECKING, Any
 import anyio.to_thread
 import uvicorn
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route as BaseRoute
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
-from uvicorn.server import HANDLED_SIGNALS
 
-from valora_serve.pauses import short_pauses
 from valora_serve.server.access.admission import Admission, RateLimiter
 from valora_serve.server.access.guard import Guard
 from valora_serve.server.access.keys import KeyRing
-from valora_serve.server.access.rules import JSON, Access, RouteTable, Rules
+from valora_serve.server.access.rules import JSON, Access, rules_of
 from valora_serve.server.access.sites import Sites
 from valora_serve.server.api.registry import endpoints
-from valora_serve.server.api.schema import ErrorAnswer
 from valora_serve.server.api.system import own_version
-from valora_serve.server.bodies import BodyParser, JsonRoute
+from valora_serve.server.bodies import Bodies, Route
 from valora_serve.server.constrain import Grammars
 from valora_serve.server.context import ServerContext
-from valora_serve.server.drain import Drain
-from valora_serve.server.envelope import AsciiJson, Envelope, handle_errors
-from valora_serve.server.listen import bind, ready, take_no_more
+from valora_serve.server.errors import handle_errors
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.media.reader import MediaReader
-from valora_serve.server.protocol import protocol
+from valora_serve.server.middleware import Middleware
 from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.service import Service
-from valora_serve.server.telemetry import logs
 from valora_serve.server.telemetry.adapter_states import follow_adapters
 from valora_serve.server.telemetry.metrics import Metrics
 from valora_serve.server.telemetry.spans import Tracer
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-    from types import FrameType
+    from collections.abc import AsyncIterator, Mapping
+
+    from starlette.types import Receive, Scope, Send
 
     from valora_serve.server.settings import ServerSettings
     from valora_serve.types import EngineClient
@@ -66,17 +56,9 @@ DESCRIPTION = (
     "OpenAI's chat and completions endpoints and a vision endpoint, over one large multimodal "
     "model with many LoRA adapters and heads. `model` names a domain, an adapter or the base model."
 )
-
-_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20  # of malloc.h; bytes
-
-_LAST_SECONDS = 0.1
-"""Time to accept the connections that wait in the queues of the sockets."""
-_MOST_LAST_SECONDS = 2.0
-"""Most of that time, while more of them come."""
-
 WORKERS = 4
 """Threads for file access and for building large answers."""
-
+_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20  # of malloc.h; bytes
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the server asks for one"}
 
 
@@ -122,8 +104,12 @@ def create_app(
         metrics=metrics,
         served=served,
         on_request=on_request,
-        parser=BodyParser(),
-        drain=Drain(),
+        guard=Guard(
+            KeyRing.from_settings(settings),
+            RateLimiter(settings.rate, settings.burst),
+            Sites(settings.host, settings.allowed_hosts, settings.allowed_origins),
+        ),
+        bodies=Bodies(settings),
         started=time.monotonic(),
     )
 
@@ -138,11 +124,9 @@ def create_app(
             for name in filter(on_request.allows, served.missing):
                 on_request.begin(name)
         yield
-        context.drain.begun = True
         await context.media.close()
         if on_request is not None:
             await on_request.close()
-        context.parser.close()
         context.grammars.close()
         await engine.close(drain=0.0)
         tracer.close()
@@ -154,191 +138,76 @@ def create_app(
         redirect_slashes=False,  # to an absolute URL of whatever the Host header says
     )  # fmt: skip
     app.state.context = context
-
-    @cache
-    def described() -> bytes:
-        return bytes(AsciiJson(app.openapi()).body)
-
-    async def document(_: Request) -> Response:
-        # FastAPI would make it on the event loop.
-        return Response(await asyncio.to_thread(described), media_type=JSON)
-
-    app.router.routes.insert(0, Route("/openapi.json", document, include_in_schema=False))
-    routes = RouteTable()
-    routes.add(app.routes, Rules(Access.OPEN))  # so far only the documentation at /docs
-    for endpoint in endpoints():
-        router = endpoint(context)
-        for route in router.routes:
-            if type(route) is APIRoute:
-                route.__class__ = JsonRoute  # also routes of other packages
-        app.include_router(router)
-        routes.add(router.routes)
-    guard = Guard(
-        KeyRing.from_settings(settings),
-        RateLimiter(settings.rate, settings.burst),
-        Sites(settings.host, settings.allowed_hosts, settings.allowed_origins),
-    )
+    _add_routes(app, context)
     handle_errors(app, metrics)
-    app.add_middleware(
-        Envelope, settings=settings, routes=routes, guard=guard, metrics=metrics,
-        drain=context.drain,
-    )  # fmt: skip
+    app.add_middleware(Middleware, settings=settings, metrics=metrics)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"],
             allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"],
         )  # fmt: skip
     if settings.trusted_proxies:
-        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
-    app.openapi = _openapi(app, routes)  # type: ignore[method-assign]
+        app.add_middleware(_Proxies, trusted_hosts=list(settings.trusted_proxies))
     return app
 
 
-def _openapi(app: FastAPI, routes: RouteTable) -> Callable[[], dict[str, Any]]:
-    """The schema with the key that a route asks for, and without FastAPI's own 422.
+def _add_routes(app: FastAPI, context: ServerContext) -> None:
+    """Add the endpoints' routes, which check their rules, and the OpenAPI document."""
+    for endpoint in endpoints():
+        router = endpoint(context)
+        for route in router.routes:
+            if type(route) is not APIRoute:
+                raise TypeError(f"{route} is no APIRoute of FastAPI, whose access is checked")
+            route.__class__ = Route
+            if rules_of(route.endpoint).access is not Access.OPEN:
+                secured: dict[str, Any] = {"security": [{"HTTPBearer": []}]}
+                route.openapi_extra = (route.openapi_extra or {}) | secured
+        app.include_router(router)
 
-    Invalid requests get a 400 in OpenAI's form.
-    """
+    plain = app.openapi
 
-    def schema() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            made = get_openapi(
-                title=app.title, version=app.version, description=app.description,
-                routes=app.routes, servers=app.servers,
-            )  # fmt: skip
-            for path in made["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
-            for route, rules in routes:
-                if rules.access is not Access.OPEN and isinstance(route, APIRoute):
-                    for method in route.methods or ():
-                        operation = made["paths"].get(route.path_format, {}).get(method.lower(), {})
-                        operation["security"] = [{"HTTPBearer": []}]
-            made["components"]["securitySchemes"] = {"HTTPBearer": _KEY}
-            schemas = made["components"]["schemas"]
-            for name in ("HTTPValidationError", "ValidationError"):
-                schemas.pop(name, None)
-            schemas.setdefault("ErrorAnswer", ErrorAnswer.model_json_schema())
-            app.openapi_schema = made
-        return app.openapi_schema
+    @cache
+    def described() -> dict[str, Any]:
+        made = plain()
+        for operation in (one for path in made["paths"].values() for one in path.values()):
+            operation["responses"].pop("422", None)  # invalid requests get a 400
+        made["components"]["securitySchemes"] = {"HTTPBearer": _KEY}
+        return made
 
-    return schema
+    async def document(_: Request) -> Response:  # FastAPI would make it on the event loop
+        return Response(json.dumps(await asyncio.to_thread(described)), media_type=JSON)
 
-
-class Server(uvicorn.Server):
-    """uvicorn server that keeps answering while it drains.
-
-    uvicorn itself closes its listening sockets first, so that new clients are refused without a
-    word, and cuts the connections of requests that take too long.
-
-    Args:
-        config: uvicorn's configuration.
-        drain: State of the shutdown.
-        drain_seconds: Time in seconds that running requests have to finish.
-        sockets: Bound sockets.
-
-    Attributes:
-        on_started: Called once the server listens; None for nothing.
-    """
-
-    on_started: Callable[[], None] | None = None
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        drain: Drain,
-        drain_seconds: float,
-        sockets: list[socket.socket],
-    ) -> None:
-        super().__init__(config)
-        self._drain = drain
-        self._drain_seconds = drain_seconds
-        self._sockets = sockets
-        self._signal: str | None = None
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal comes, and drain."""
-        own = threading.current_thread() is threading.main_thread()  # not one of several, in tests
-        with short_pauses() if own else contextlib.nullcontext():
-            await super().serve(ready(self._sockets if sockets is None else sockets))
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
-        await super().startup(sockets)
-        if self.started and self.on_started is not None:
-            self.on_started()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals while serving; unlike uvicorn's, the process then exits with status 0."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in HANDLED_SIGNALS}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
-
-    def end(self) -> None:
-        """Begin to drain, as after a signal."""
-        self._drain.begun = True
-        self.should_exit = True
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; a second signal stops the process at once.
-
-        Logs nothing itself: it may interrupt a line that the main thread is writing, and the
-        stream then raises an error instead of taking another one.
-        """
-        if self.should_exit:
-            os._exit(128 + sig)  # threads that decode images may take seconds to end
-        self._drain.begun = True
-        self._signal = signal.Signals(sig).name
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new requests until running ones have finished, and then stop listening."""
-        if self._signal is not None:
-            logs.LOG.info("draining after %s", self._signal)
-        await self._drain.finish(self._drain_seconds)
-        await self._accept_last(sockets or [])
-        await super().shutdown(sockets)
-
-    async def _accept_last(self, sockets: list[socket.socket]) -> None:
-        """Take the connections that the kernel has accepted; later ones are refused.
-
-        Closing a socket resets those that wait in its queue. They get their 503 instead.
-        """
-        for sock in sockets:
-            take_no_more(sock)
-        await asyncio.sleep(_LAST_SECONDS)
-        # Bounded: whoever connects again and again would keep the server from ending.
-        end = time.monotonic() + _MOST_LAST_SECONDS
-        while select.select(sockets, [], [], 0)[0] and time.monotonic() < end:
-            await asyncio.sleep(0.01)
+    app.openapi = described  # type: ignore[method-assign]
+    app.router.routes.insert(0, BaseRoute("/openapi.json", document, include_in_schema=False))
 
 
-def make_server(
-    app: FastAPI, settings: ServerSettings, sockets: list[socket.socket] | None = None
-) -> Server:
-    """Make a uvicorn server for the application.
+class _Proxies(ProxyHeadersMiddleware):
+    """uvicorn's middleware, for which clients of a Unix socket have the address ``unix``."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
+        client = scope.get("client") or ("unix", 0)
+        await super().__call__({**scope, "client": client}, receive, send)  # type: ignore[arg-type]
+
+
+def make_server(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
+    """Make a uvicorn server for the application; it serves sockets made by `listen.bind`.
 
     Args:
         app: Application made by `create_app`.
         settings: Settings that the application was made with.
-        sockets: Sockets made by `listen.bind`; made from the settings if None.
     """
-    _allow_files(settings.max_connections + 256)
-    _return_memory()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = settings.max_connections + 256
+    if most == resource.RLIM_INFINITY or most >= files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        # glibc returns large blocks (bodies, images) to the system as soon as they are freed.
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+    drain: Any = settings.drain_seconds
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
-        http=protocol(
-            min(20.0, settings.body_seconds), settings.send_seconds, settings.body_seconds
-        ),
+        # h11, unlike httptools, bounds a request's head, and an offer to upgrade keeps its body.
+        http="h11",
         ws="none",
         lifespan="on",
         loop="asyncio",
@@ -349,27 +218,8 @@ def make_server(
         backlog=2048,
         limit_concurrency=settings.max_connections,
         timeout_keep_alive=15,
-        timeout_graceful_shutdown=5,  # for the last bytes; requests have ended before
+        timeout_graceful_shutdown=drain,
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
     )
-    drain = app.state.context.drain
-    return Server(config, drain, settings.drain_seconds, sockets or bind(settings))
-
-
-def _allow_files(count: int) -> None:
-    """Raise the limit on open files to `count`, or as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        count = min(count, hard)
-    if soft < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
-
-
-def _return_memory() -> None:
-    """Let glibc return large blocks (bodies, images) to the system as soon as they are freed.
-
-    By default it keeps more and more of them, once it has seen one freed.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+    return uvicorn.Server(config)

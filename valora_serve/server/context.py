@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from valora_serve.server.bodies import BodyParser
+    from valora_serve.server.access.guard import Guard
+    from valora_serve.server.bodies import Bodies
     from valora_serve.server.constrain import Grammars
-    from valora_serve.server.drain import Drain
     from valora_serve.server.loading.served_set import ServedSet
     from valora_serve.server.media.reader import MediaReader
     from valora_serve.server.resolving.on_request import OnRequest
@@ -29,8 +29,8 @@ class ServerContext:
         metrics: Metrics for Prometheus.
         served: Loads and unloads adapters and bundles at run time.
         on_request: Loads adapters that requests name; None if requests load nothing.
-        parser: Parses the bodies of requests.
-        drain: Refuses new requests while the server shuts down.
+        guard: Checks keys, rates and sites.
+        bodies: Reads the bodies of requests.
         started: When the server started, in seconds of `time.monotonic`.
     """
 
@@ -41,6 +41,6 @@ class ServerContext:
     metrics: Metrics
     served: ServedSet
     on_request: OnRequest | None
-    parser: BodyParser
-    drain: Drain
+    guard: Guard
+    bodies: Bodies
     started: float

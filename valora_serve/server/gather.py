@@ -1,14 +1,19 @@
-"""Runs coroutines of a request together."""
+"""Runs coroutines of a request: several together, or as long as its client stays."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from valora_serve.errors import CancelledRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from starlette.types import Receive
+
+T = TypeVar("T")
 AT_ONCE = 8
 """Coroutines that run at a time: the first steps of thousands would hold up the event loop."""
 
@@ -47,3 +52,29 @@ async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:
         # An error refers to this frame, which must not refer to it.
         task = None
         running.clear()
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine, and cancel it if the client disconnects.
+
+    Raises:
+        CancelledRequestError: The client disconnected; `work` was cancelled and has ended.
+    """
+    doing = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            return doing.result()
+        raise CancelledRequestError("The client went away")
+    finally:
+        for task in (doing, gone):
+            task.cancel()
+        await asyncio.gather(doing, gone, return_exceptions=True)
+        # An error refers to this frame, which must not refer to it.
+        del doing, gone
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

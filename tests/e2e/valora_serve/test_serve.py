@@ -322,7 +322,7 @@ def test_sigterm_lets_running_requests_end(sample_bundle, tmp_path):
     thread.join()
     assert answers[0].status_code == 200
     assert answers[0].json()["usage"]["completion_tokens"] == 300
-    assert process.said("draining after SIGTERM")
+    assert process.said("Shutting down")
 
 
 def test_kill_and_restart_come_back_to_the_same_set(sample_bundle, tmp_path):

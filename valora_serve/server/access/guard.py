@@ -12,8 +12,7 @@ from valora_serve.errors import ForbiddenError
 from valora_serve.server.access.rules import Access
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from starlette.datastructures import Headers
     from starlette.types import Scope
 
     from valora_serve.server.access.admission import RateLimiter
@@ -42,13 +41,13 @@ class Guard:
         self._rates = rates
         self._sites = sites
 
-    def check(self, rules: Rules, scope: Scope, headers: Mapping[bytes, str]) -> dict[str, Any]:
+    def check(self, rules: Rules, scope: Scope, headers: Headers) -> dict[str, Any]:
         """Check a request.
 
         Args:
             rules: Rules of the route.
             scope: ASGI scope of the request.
-            headers: Headers of the request, names in lower case.
+            headers: Headers of the request.
 
         Returns:
             What the access log says of the caller.
@@ -75,7 +74,7 @@ class Guard:
                 "This takes an admin key, and the server has no keys: make one with `valora-serve "
                 "key` and name keys_file"
             )
-        key = self._keys.check(headers.get(b"authorization"), admin=admin)
+        key = self._keys.check(headers.get("authorization"), admin=admin)
         address = scope["client"][0] if scope.get("client") else ""
         with contextlib.suppress(ValueError):  # of IPv6 the /64, all of which a client may use
             address = str(ipaddress.IPv6Network(f"{address}/64", strict=False))

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 from valora_serve.errors import ForbiddenError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
+    from starlette.datastructures import Headers
     from starlette.types import Scope
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]/?#@\s]+)(?::\d{0,5})?")
@@ -39,19 +40,19 @@ class Sites:
         self._origins = {origin.lower().rstrip("/") for origin in origins}
         self._public = not _is_loopback(bound)
 
-    def check(self, scope: Scope, headers: Mapping[bytes, str], *, any_host: bool) -> None:
+    def check(self, scope: Scope, headers: Headers, *, any_host: bool) -> None:
         """Check a request.
 
         Args:
             scope: ASGI scope of the request.
-            headers: Headers of the request, names in lower case.
+            headers: Headers of the request.
             any_host: Whether the route answers under any name, as probes ask.
 
         Raises:
             RequestError: The request names no host, or none that is well-formed.
             ForbiddenError: The host or the origin is not allowed.
         """
-        named = headers.get(b"host", "")
+        named = headers.get("host", "")
         if not any_host and not (scope.get("http_version") == "1.0" and not named):
             self._check_host(named, scope)
         if scope["method"] not in _SAFE:
@@ -78,9 +79,9 @@ class Sites:
         server = scope.get("server") or ("",)
         return self._public or address.is_loopback or str(address) == server[0]
 
-    def _check_origin(self, headers: Mapping[bytes, str], named: str) -> None:
-        origin = headers.get(b"origin")
-        site = headers.get(b"sec-fetch-site", "none").lower()
+    def _check_origin(self, headers: Headers, named: str) -> None:
+        origin = headers.get("origin")
+        site = headers.get("sec-fetch-site", "none").lower()
         if "*" in self._origins or (origin or "").lower() in self._origins:
             return
         if origin is None:

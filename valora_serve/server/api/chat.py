@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import defaultdict
@@ -48,7 +49,7 @@ from valora_serve.server.api.schema import (
 )
 from valora_serve.server.api.streams import EventStream
 from valora_serve.server.api.tools import AnswerReader, tools_of
-from valora_serve.server.envelope import until_disconnect
+from valora_serve.server.gather import until_disconnect
 from valora_serve.server.service import merged
 from valora_serve.server.telemetry.logs import new_id
 
@@ -211,7 +212,6 @@ class Chat:
         warnings: Sequence[str],
     ) -> None:
         self._service = context.service
-        self._parser = context.parser
         self._model = model
         self._requests = requests
         self._groups = groups
@@ -282,8 +282,7 @@ class Chat:
             ]
             return filled(body.model_dump_json(), '"logprobs":null', contents).encode()
 
-        content: bytes = await self._parser.run(made)
-        return content
+        return await asyncio.to_thread(made)
 
     def _block(self, last: Output) -> ValoraAnswer:
         return valora_block(self._model, last, self._sizes, self._warnings)

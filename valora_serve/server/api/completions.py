@@ -42,8 +42,7 @@ from valora_serve.server.api.schema import (
     CompletionRequest,
 )
 from valora_serve.server.api.streams import EventJson, EventStream, event_json
-from valora_serve.server.bodies import JsonLimits
-from valora_serve.server.envelope import until_disconnect
+from valora_serve.server.gather import until_disconnect
 from valora_serve.server.service import merged
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.tokens import text_and_bytes
@@ -59,8 +58,6 @@ AT_ONCE = 200
 """Most tokens of a prompt that are turned into text before other requests have their turn."""
 _PLACE = '"logprobs":null'  # of an answer without them
 
-MOST_TOKENS = 200_000  # of all prompts that are sent as tokens
-
 
 def router(context: ServerContext) -> APIRouter:
     """Route of the completions endpoint."""
@@ -74,7 +71,7 @@ def router(context: ServerContext) -> APIRouter:
         responses=error_answers(event_stream=True),
         summary="Complete a text",
     )
-    @allow(Access.KEYED, max_body_bytes=most_bytes, json=JsonLimits(values=MOST_TOKENS))
+    @allow(Access.KEYED, max_body_bytes=most_bytes)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         since = time.monotonic()
         service = context.service
@@ -177,7 +174,6 @@ class _Completion:
         scored_only: bool,
     ) -> None:
         self._service = context.service
-        self._parser = context.parser
         self._echo = bool(body.echo)
         self._scored_only = scored_only
         self._model = model
@@ -230,8 +226,7 @@ class _Completion:
         def made() -> bytes:
             return filled(body, _PLACE, [parts[n].logprobs_json() for n in order]).encode()
 
-        content: bytes = await self._parser.run(made)
-        return content
+        return await asyncio.to_thread(made)
 
     def _finish_reason(self, last: Output) -> str:
         assert last.finish is not None
@@ -266,7 +261,7 @@ class _Completion:
                         event["valora"] = block.model_dump(exclude_none=True)
                     if self._logprobs and len(part.logprobs["tokens"]) > AT_ONCE:
                         choice["logprobs"] = None
-                        yield await self._parser.run(_filled, event, part)
+                        yield await asyncio.to_thread(_filled, event, part)
                     else:
                         yield event
             if self._usage:

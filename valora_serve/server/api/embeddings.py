@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import time
@@ -13,7 +14,6 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import RequestError, ServeError
-from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.requests import (
     check_text,
@@ -23,8 +23,7 @@ from valora_serve.server.api.requests import (
     within_deadline,
 )
 from valora_serve.server.api.schema import EmbeddingAnswer, EmbeddingRequest
-from valora_serve.server.bodies import JsonLimits
-from valora_serve.server.envelope import until_disconnect
+from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 
 if TYPE_CHECKING:
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 
     from valora_serve.server.context import ServerContext
     from valora_serve.types import Output, ServedModel
-
-MOST_TOKENS = 200_000
-"""Most tokens of all inputs that are sent as tokens."""
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -49,7 +45,6 @@ def router(context: ServerContext) -> APIRouter:
         responses=error_answers(),
         summary="Embed texts, or a conversation with images",
     )
-    @allow(Access.KEYED, json=JsonLimits(values=MOST_TOKENS))
     async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         since = time.monotonic()
         model, named = await find_models(context, request, body)
@@ -127,7 +122,7 @@ async def _answer(
         )
     tokens = sum(last.usage.prompt for last in lasts if last.usage is not None)
     # A thread, as many long vectors take seconds.
-    content = await context.parser.run(
+    content = await asyncio.to_thread(
         _encoded, lasts, model, tokens, body.encoding_format == "base64"
     )
     return Response(content, media_type="application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -215,7 +216,7 @@ def router(context: ServerContext) -> APIRouter:
             listed = ",".join(one.model_dump_json() for one in cards())
             return filled(ModelList(data=[]).model_dump_json(), "[]", [f"[{listed}]"]).encode()
 
-        return answer(await context.parser.run(made))  # there may be thousands of adapters
+        return answer(await asyncio.to_thread(made))  # there may be thousands of adapters
 
     @routes.get("/v1/models/{model:path}", tags=["OpenAI"], summary="Get one model")
     async def one_model(model: str) -> ModelCard:

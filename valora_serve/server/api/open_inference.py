@@ -12,6 +12,7 @@ from valora_serve.server.access.rules import Access, allow
 if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext
 
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 GONE = (
     "The Open Inference Protocol is no longer served: send images to /v1/vision/{domain}, and ask "
     "/v1/models/{domain} and /ready whether a domain answers"
@@ -22,8 +23,8 @@ def router(_: ServerContext) -> APIRouter:
     """Routes that are refused, with any method, before a body is read."""
     routes = APIRouter()
 
-    @routes.get("/v2", include_in_schema=False)
-    @routes.get("/v2/{path:path}", include_in_schema=False)
+    @routes.api_route("/v2", methods=METHODS, include_in_schema=False)
+    @routes.api_route("/v2/{path:path}", methods=METHODS, include_in_schema=False)
     @allow(Access.OPEN, any_host=True, disabled=GONE, refusal=GoneError)
     async def gone() -> None:
         raise GoneError(GONE)

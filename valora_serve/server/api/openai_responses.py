@@ -34,7 +34,7 @@ from valora_serve.server.api.schema import (
     ToolCall,
 )
 from valora_serve.server.api.streams import EventJson, EventStream, event_json
-from valora_serve.server.envelope import until_disconnect
+from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 
 if TYPE_CHECKING:

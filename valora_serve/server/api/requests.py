@@ -12,8 +12,7 @@ from valora_serve.server.access.guard import caller
 from valora_serve.server.api.schema import AudioPart, FilePart, TextPart
 from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.constrain import Grammar
-from valora_serve.server.envelope import until_disconnect
-from valora_serve.server.gather import gathered
+from valora_serve.server.gather import gathered, until_disconnect
 from valora_serve.server.media.urls import MediaUrl
 from valora_serve.types import SamplingParams
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from starlette.responses import Response
 
 from valora_serve.errors import CancelledRequestError, DrainingError, ServeError
-from valora_serve.server.envelope import error_body, until_disconnect
+from valora_serve.server.errors import DRAINED, error_body
+from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
@@ -54,10 +56,10 @@ class EventStream(Response):
         with contextlib.suppress(CancelledRequestError):
             try:
                 await until_disconnect(receive, self._stream(send))
-            except DrainingError as error:
+            except asyncio.CancelledError:  # as uvicorn does with what runs after the drain
                 if not self._begun:
                     raise
-                await _end(send, error)
+                await _end(send, DrainingError(DRAINED))
 
     async def _stream(self, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Health(ResponseBody):
     """Response of ``/health`` and ``/ready``."""
 
-    status: Literal["ok", "starting", "draining", "failed"]
+    status: Literal["ok", "failed"]
 
 
 class Version(ResponseBody):
@@ -97,7 +97,7 @@ _CSP = (
     "frame-ancestors 'none'"
 )
 _FAILED: dict[int | str, dict[str, Any]] = {
-    503: {"model": Health, "description": "The server is draining, or the engine has failed"}
+    503: {"model": Health, "description": "The engine has failed"}
 }
 
 
@@ -126,28 +126,20 @@ def memory_bytes() -> int:
 def router(context: ServerContext) -> APIRouter:
     """Routes for operators, and the web console."""
     routes = APIRouter(tags=["operations"])
-    engine, drain = context.service.engine, context.drain
+    engine = context.service.engine
 
+    @routes.get(
+        "/ready", response_model=Health, responses=_FAILED, summary="Whether requests are accepted"
+    )
     @routes.get(
         "/health", response_model=Health, responses=_FAILED, summary="Whether the engine runs"
     )
     @allow(Access.OPEN, any_host=True)
     async def health() -> Response:
         if engine.healthy:
-            return answer(Health(status="draining" if drain.begun else "ok"))
-        return Response(
-            Health(status="failed").model_dump_json(), 503, media_type="application/json"
-        )
-
-    @routes.get(
-        "/ready", response_model=Health, responses=_FAILED, summary="Whether requests are accepted"
-    )
-    @allow(Access.OPEN, any_host=True)
-    async def ready() -> Response:
-        if engine.healthy and not drain.begun:
             return answer(Health(status="ok"))
-        state = Health(status="draining" if drain.begun else "failed")
-        return Response(state.model_dump_json(), 503, media_type="application/json")
+        failed = Health(status="failed").model_dump_json()
+        return Response(failed, 503, media_type="application/json")
 
     @routes.get("/version", summary="Versions of the server and its libraries")
     @allow(Access.OPEN)
@@ -180,7 +172,7 @@ def router(context: ServerContext) -> APIRouter:
         replicas = engine.replicas()
         return Status(
             **_facts(engine.stats()),
-            ready=engine.healthy and not drain.begun,
+            ready=engine.healthy,
             base=last_part(engine.base),
             memory_bytes=memory_bytes(),
             uptime_seconds=time.monotonic() - context.started,

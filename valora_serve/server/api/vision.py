@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fastapi import APIRouter, Path, Request
+from pydantic import TypeAdapter, ValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -27,9 +28,8 @@ from valora_serve.server.api.requests import (
 )
 from valora_serve.server.api.responses import usage
 from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
-from valora_serve.server.bodies import NO_BODY, read_json, validated, whole_body
-from valora_serve.server.envelope import until_disconnect
-from valora_serve.server.gather import gathered
+from valora_serve.server.errors import invalid
+from valora_serve.server.gather import gathered, until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.types import SamplingParams
 
@@ -62,6 +62,7 @@ _FORM_SCHEMA = {
     },
 }  # fmt: skip
 _FORM = "multipart/form-data"
+_FIELDS_OF_JSON = TypeAdapter(VisionRequest)
 _SCHEMAS = {
     JSON: {"schema": VisionRequest.model_json_schema()},
     _FORM: {"schema": _FORM_SCHEMA},
@@ -132,9 +133,10 @@ def _domain(context: ServerContext, name: str) -> ServedModel:
 
 
 async def _from_json(request: Request, context: ServerContext, pixels: Pixels) -> _Unread:
-    fields = await read_json(request, VisionRequest)
-    if fields is NO_BODY:
-        raise RequestError("The body is missing: add it")
+    body = await request.body()
+    del request._body  # each copy is freed when the next one exists
+    fields = await context.bodies.parsed(body, _FIELDS_OF_JSON)
+    del body
     _check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
 
     async def read() -> _Media:
@@ -152,7 +154,10 @@ async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -
     files: dict[str, list[bytes]] = {name: [] for name in _FILES}
     values: dict[str, Any] = {}
     kind = request.headers["content-type"]
-    items = await context.parser.run(_form_items, await whole_body(request), kind, context.settings)
+    body = await request.body()
+    del request._body  # each copy is freed when the next one exists
+    items = await asyncio.to_thread(_form_items, body, kind, context.settings)
+    del body
     for name, item in items:
         if isinstance(item, bytes) and name in _FILES:
             files[name].append(item)
@@ -166,7 +171,10 @@ async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -
     del items
     images = files.pop("image") + files.pop("images")
     videos, frames = files.pop("video"), files.pop("frames")
-    fields = validated(values, VisionRequest)
+    try:
+        fields = VisionRequest.model_validate(values)
+    except ValidationError as error:
+        raise invalid(error.errors(include_input=False), values, "The form") from None
     if len(videos) > 1:
         raise RequestError("The form has several videos: send them one by one")
     _check_count(len(images), bool(videos), len(frames), context)

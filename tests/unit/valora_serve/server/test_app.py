@@ -11,7 +11,7 @@ import pytest
 from starlette.concurrency import run_in_threadpool
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import ask, serving, until
+from tests.support.http_helpers import ask, serving
 from valora_serve.server.app import WORKERS, create_app
 from valora_serve.server.settings import ServerSettings
 
@@ -43,33 +43,6 @@ def test_https(tmp_path):
         context.check_hostname = False
         answer = httpx.get(f"https://127.0.0.1:{server.port}/health", verify=context)
         assert answer.status_code == 200
-
-
-def test_running_requests_end_and_new_ones_are_refused_while_draining():
-    engine = FakeEngine(step=0.03)
-    with serving(engine, drain_seconds=10) as server:
-        answers = []
-        thread = threading.Thread(
-            target=lambda: answers.append(ask(server, max_tokens=15, ignore_eos=True))
-        )
-        thread.start()
-        until(lambda: engine.running)
-        server.app.state.context.drain.begun = True
-        assert server.client.get("/ready").status_code == 503
-        assert server.client.get("/ready").json() == {"status": "draining"}
-        assert server.client.get("/health").json() == {"status": "draining"}
-        assert server.client.get("/health").status_code == 200
-        refused = ask(server)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "draining"
-        assert refused.headers["retry-after"] == "1"
-        assert refused.headers["connection"] == "close"
-        assert "valora_num_requests_running" in server.client.get("/metrics").text
-        server.stop()
-        thread.join()
-        assert answers[0].status_code == 200
-        assert answers[0].json()["usage"]["completion_tokens"] == 15
-    assert engine.closed
 
 
 def test_an_engine_that_has_failed_is_said():

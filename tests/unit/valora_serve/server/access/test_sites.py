@@ -1,6 +1,7 @@
 """Hosts and origins of requests to a server without keys."""
 
 import pytest
+from starlette.datastructures import Headers
 
 from tests.support.http_helpers import CHAT, chat, serving
 from valora_serve.errors import ForbiddenError, RequestError
@@ -9,9 +10,7 @@ from valora_serve.server.access.sites import Sites
 
 def refused(sites, host="localhost", method="POST", **headers):
     scope = {"method": method, "http_version": "1.1", "server": ("127.0.0.1", 8000)}
-    sent = {b"host": host} | {
-        name.replace("_", "-").encode(): text for name, text in headers.items()
-    }
+    sent = Headers({"host": host, **{n.replace("_", "-"): text for n, text in headers.items()}})
     try:
         sites.check(scope, sent, any_host=False)
     except (ForbiddenError, RequestError) as error:

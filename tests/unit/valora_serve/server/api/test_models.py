@@ -33,4 +33,4 @@ def test_the_list_of_models_is_made_off_the_event_loop(monkeypatch):
         assert found["object"] == "list"
         one = server.client.get("/v1/models/tiny").json()
         assert one == found["data"][0]
-    assert any(name.startswith("parse") for name in threads)
+    assert any(name.startswith("work") for name in threads)

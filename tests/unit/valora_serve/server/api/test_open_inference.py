@@ -25,7 +25,7 @@ def test_every_request_below_it_is_told_what_to_use(tmp_path, keyed):
                 assert "/v1/vision/{domain}" in error["message"]
                 assert (error["type"], error["code"]) == ("invalid_request_error", "gone")
         assert not server.engine.asked
-        assert server.client.get("/v2x").status_code == (401 if keyed else 404)
+        assert server.client.get("/v2x").status_code == 404
         assert "/v2" not in server.client.get("/openapi.json").text
 
 

@@ -290,7 +290,7 @@ def test_a_drain_ends_requests_that_wait_for_an_adapter(place, gated):
     with serving(**chosen) as server, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, server, "cars-7")
         assert gated.reading.wait(10)
-        server.server.end()
+        server.server.should_exit = True
         assert refused(asked.result(), 503, "shut down") == "draining"
     with serving(**chosen):  # the cache is free again
         pass

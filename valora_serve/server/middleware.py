@@ -1,0 +1,96 @@
+"""Middleware of every HTTP request: its id, access log, metrics, and the errors that are left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+from valora_serve.errors import DrainingError, ServeError
+from valora_serve.server.errors import DRAINED, error_answer
+from valora_serve.server.telemetry import logs
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from valora_serve.server.settings import ServerSettings
+    from valora_serve.server.telemetry.metrics import Metrics
+
+LOGGED_PATH = 200  # characters of a path that the access log shows
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+_SECURE = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+
+
+class StalledClientError(Exception):
+    """The client does not read its response any more."""
+
+
+class Middleware:
+    """ASGI middleware around the whole application.
+
+    Args:
+        app: The application.
+        settings: The root path, and the time for a piece of a response.
+        metrics: Counts requests and errors.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle an ASGI request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 0
+        root: str = self._settings.root_path or scope.get("root_path", "")
+        # A proxy may have taken the root path off, or not.
+        path = scope["path"] if f"{scope['path']}/".startswith(f"{root}/") else root + scope["path"]
+        sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        identity = logs.accepted_id(sent.decode("latin-1"))
+        token = logs.request_id.set(identity)
+        stack = contextlib.ExitStack()  # what the request holds until its response is sent
+        facts: dict[str, Any] = {}
+        # HEAD is answered as GET, and the connection leaves the body out.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        state = {**scope.get("state", {}), "facts": facts, "stack": stack}
+        inner = {**scope, "root_path": root, "path": path, "method": method, "state": state}
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                extra = [(b"x-request-id", identity.encode()), *_SECURE]
+                message["headers"] = [*message.get("headers", ()), *extra]
+            try:
+                async with asyncio.timeout(self._settings.send_seconds):
+                    await send(message)
+            except TimeoutError as error:
+                raise StalledClientError from error
+
+        async def failed(error: ServeError) -> None:
+            self._metrics.failed(error.code)
+            if not status:
+                await error_answer(error)(inner, receive, sending)
+
+        try:
+            await self._app(inner, receive, sending)
+        except StalledClientError:
+            logs.LOG.warning("the client does not read its response: its request is cancelled")
+        except asyncio.CancelledError:  # as uvicorn does with what runs after the drain
+            await failed(DrainingError(DRAINED))
+        except Exception:  # noqa: BLE001 - logged; the response does not show it
+            logs.LOG.exception("%s %s failed", scope["method"], path[:LOGGED_PATH])
+            await failed(ServeError("The server failed: see its log"))
+        finally:
+            stack.close()
+            seconds = time.perf_counter() - began
+            pattern = getattr(inner.get("route"), "path", None) or "other"
+            shown = scope["method"] if scope["method"] in _METHODS else "other"
+            self._metrics.http(pattern, shown, status or 499, seconds)
+            logs.access({
+                "method": scope["method"], "path": path[:LOGGED_PATH], "status": status or 499,
+                "seconds": round(seconds, 4), "client": (scope.get("client") or ("",))[0], **facts,
+            })  # fmt: skip
+            logs.request_id.reset(token)

@@ -45,13 +45,12 @@ _EXTRAS = dict.fromkeys(
 _MORE = """\
 other commands:
   valora-serve key NAME [--role admin] [--file FILE]   make an API key
-  valora-serve doctor [--base MODEL] [--json]          check this machine
   valora-serve bench --help                            replay a trace against a running server"""
 
 
 _COMMANDS = {
     "bench": "valora_serve.workloads.bench",
-    "doctor": "valora_serve.doctor.command",
+    "doctor": "valora_serve.check",
 }
 """Modules of other commands by name; each has a `main`."""
 
@@ -77,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
         help="a bundle's folder, a folder of bundles, or models:/NAME/VERSION of MLflow's registry",
     )
     made.add_argument("--config", metavar="FILE", default=None, help="YAML or TOML file of options")
+    made.add_argument(
+        "--check", action="store_true", help="say whether the server would start here, and end"
+    )
     made.add_argument("--version", action="version", version=_version())
     return made
 
@@ -122,6 +124,16 @@ def serve(
 
     logs.set_up(settings.log_level, settings.log_format)
     return asyncio.run(_serve(bundles, settings, engine_settings, replica_settings, on_started))
+
+
+def _check(
+    bundles: Sequence[str], settings: ServerSettings, engine: EngineSettings, _: ReplicaSettings
+) -> int:
+    from valora_serve.check import check
+    from valora_serve.server.loading import startup
+
+    folders = startup.find_bundles(bundles, Path(settings.state_file).parent / "downloads")
+    return check(_follow_bundles(engine, folders), folders, settings.max_connections)
 
 
 async def _serve(
@@ -363,7 +375,7 @@ def main(
             return make_key(given[1:])
         if given and given[0] in _COMMANDS:
             return int(importlib.import_module(_COMMANDS[given[0]]).main(given[1:]))
-        return serve(*read(given), on_started)
+        return _check(*read(given)) if "--check" in given else serve(*read(given), on_started)
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -25,7 +25,7 @@ COMMANDS: Registry[Command] = Registry(
         "predict": "valora_serve.predict.command:main",
         "data": "valora_data.cli:main",
         "sim": "valora_serve.workloads.cli:main",
-        "doctor": "valora_serve.doctor.command:main",
+        "doctor": "valora_serve.check:main",
     },
 )
 """Commands by name. The factory, which nothing that serves may import, registers `fuse` in the
@@ -38,7 +38,6 @@ ABOUT = {
     "predict": "answer a folder of images or videos with a bundle, without a server",
     "data": "look at a data set before it is used (valora-data)",
     "sim": "compare policies and routers on a simulated workload (valora-sim)",
-    "doctor": "check this machine, and say what is missing and how to mend it",
 }
 """What the commands of this repository do, in the order of use."""
 _HELP = {"-h", "--help", "help"}
@@ -88,7 +87,7 @@ def _missing(name: str, error: ModuleNotFoundError) -> int:
 
 def _overview() -> str:
     """Names of all commands, with what they do."""
-    others = sorted(set(COMMANDS) - set(ABOUT))
+    others = sorted(set(COMMANDS) - {*ABOUT, "doctor"})
     lines = [f"  {name:<9} {ABOUT.get(name, '(of another package)')}" for name in [*ABOUT, *others]]
     return "\n".join([
         "usage: valora COMMAND [arguments]", "", *lines, "",

@@ -60,7 +60,7 @@ def find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise SettingsError(
             f"device {name} cannot be used ({first_line(error)}): name cpu, cuda or auto; "
-            "`valora doctor torch` looks at the GPUs"
+            "`valora-serve --check` looks at the GPUs"
         ) from error
 
 

@@ -402,7 +402,7 @@ class ModelRunner:
         if stand_in is None and compiling.error is not None:
             raise SettingsError(
                 "the kernels of the attention backend cannot be compiled "
-                f"({first_line(compiling.error)}): see the log and `valora doctor kernels`, or "
+                f"({first_line(compiling.error)}): see the log and `valora-serve --check`, or "
                 "choose attention=auto or triton"
             ) from compiling.error
         if stand_in is not None and (compiling.running or compiling.failed):

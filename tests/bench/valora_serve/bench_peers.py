@@ -417,7 +417,7 @@ def check(given: argparse.Namespace) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            sys.exit("no GPU that PyTorch can use: `valora doctor torch` says why, or --device cpu")
+            sys.exit("no GPU: see `valora-serve --check`, or --device cpu")
 
 
 def chosen_peers(given: argparse.Namespace) -> dict[str, Path | None]:

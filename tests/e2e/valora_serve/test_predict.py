@@ -22,7 +22,7 @@ def test_answers_are_the_golden_ones(tmp_path):
     settings = {"PYTHONPATH": ROOTS, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "valora_serve.commands", "predict", "photos", "--bundle",
-         str(BUNDLE), "--device", "cpu", "--no-golden", "--format", "coco,csv"],
+         str(BUNDLE), "--device", "cpu", "--no-golden", "--format", "coco,yolo"],
         cwd=tmp_path, env=os.environ | settings, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -99,7 +99,7 @@ class FlashInferBackend(AttentionBackend):
         if missing and not find_spec("flashinfer_jit_cache"):
             return (
                 f"flashinfer compiles its kernels with {', '.join(missing)}, not found here: "
-                "`valora doctor kernels` says what to install"
+                "`valora-serve --check` says what to install"
             )
         return None
 

@@ -55,7 +55,7 @@ def make_backend(name: str, cache: KVCache) -> AttentionBackend:
     except RuntimeError as error:
         raise SettingsError(
             f"attention backend {name!r} cannot be used ({first_line(error)}): "
-            "`valora doctor kernels` looks at its library, or choose another backend"
+            "`valora-serve --check` looks at its library, or choose another backend"
         ) from error
 
 

@@ -32,7 +32,7 @@ def class_indices(results: Results, kind: str) -> tuple[dict[tuple[str, str], in
         for label in facts.labels
     ]
     if not pairs:
-        raise SettingsError(f"format {kind} holds boxes, and no domain has any: use jsonl or csv")
+        raise SettingsError(f"format {kind} holds boxes, and no domain has any: use jsonl")
     shared = Counter(label for _, label in pairs)
     names = [label if shared[label] == 1 else f"{domain}/{label}" for domain, label in pairs]
     return {pair: number for number, pair in enumerate(pairs)}, names

@@ -20,7 +20,6 @@ WRITERS: Registry[Writer] = Registry(
     "format",
     {
         "jsonl": "valora_serve.predict.formats.jsonl:write_jsonl",
-        "csv": "valora_serve.predict.formats.table:write_csv",
         "coco": "valora_serve.predict.formats.coco:write_coco",
         "yolo": "valora_serve.predict.formats.yolo:write_yolo",
         "labelstudio": "valora_serve.predict.formats.labelstudio:write_label_studio",

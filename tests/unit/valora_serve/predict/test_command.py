@@ -66,7 +66,7 @@ def rows(tmp_path):
 
 
 def test_every_domain_answers_every_file(engines, tmp_path, capsys):
-    assert predict(tmp_path, "--format", "jsonl,coco,csv", "--min-score", "0.3") == 0
+    assert predict(tmp_path, "--format", "jsonl,coco,labelstudio", "--min-score", "0.3") == 0
     found = {(row["file"], row["domain"]): row for row in rows(tmp_path)}
     assert set(found) == {(f"{n}.png", name) for n in range(5) for name in ("person", "car")}
     boxes = found["2.png", "person"]["answer"]["detections"]
@@ -74,7 +74,7 @@ def test_every_domain_answers_every_file(engines, tmp_path, capsys):
     assert {request.min_score for request in engines[0].asked} == {0.3}
     assert engines[0].closed
     assert (tmp_path / "out" / "coco.json").is_file()
-    assert (tmp_path / "out" / "predictions.csv").is_file()
+    assert (tmp_path / "out" / "labelstudio.json").is_file()
     assert "person" in capsys.readouterr().err
 
 

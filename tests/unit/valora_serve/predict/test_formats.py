@@ -1,6 +1,5 @@
 """Formats of predictions, read back by the tools that they are for."""
 
-import csv
 import json
 
 import pytest
@@ -92,15 +91,6 @@ def test_label_studio_reads_its_own_shapes(results, tmp_path):
     assert empty.answer.boxes == ()
     assert [box.label for box in sample.answer.boxes] == ["cat", "dog", "cat"]
     assert sample.answer.boxes[0] == Box(*map(pytest.approx, (20, 10, 60, 50)), "cat")
-
-
-def test_csv_has_a_row_for_everything(results):
-    with WRITERS["csv"](results).open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 6
-    assert (rows[0]["domain"], rows[0]["confidence"], rows[0]["x1"]) == ("cats", "0.9", "60.0")
-    assert (rows[3]["label"], rows[4]["text"]) == ("'=street", "a cat, a dog")
-    assert (rows[5]["file"], rows[5]["label"]) == ("b/c.png", "")
 
 
 def test_formats_of_boxes_need_boxes(results):

@@ -153,7 +153,7 @@ def test_flashinfer_is_taken_where_its_kernels_can_be_had(monkeypatch, nvcc, pac
         assert told is None
     else:
         assert told.startswith("flashinfer compiles its kernels with nvcc, not found here")
-        assert "valora doctor kernels" in told
+        assert "valora-serve --check" in told
 
 
 def test_auto_says_why_no_backend_works(kv_cache, monkeypatch):

@@ -1,0 +1,112 @@
+"""What `valora-serve --check` says of GPUs that are not there."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from valora_serve import check, cli
+from valora_serve.engine.settings import EngineSettings
+
+GIB = 1 << 30
+
+
+class Torch:
+    """PyTorch with GPUs of (free, total) GiB; one without memory cannot be used."""
+
+    __version__ = "2.15.0"
+    version = SimpleNamespace(cuda="13.2")
+
+    def __init__(self, *gpus):
+        def memory(number):
+            if not gpus[number][0]:
+                raise RuntimeError("CUDA error: out of memory\nmore of it")
+            return tuple(size * GIB for size in gpus[number])
+
+        self.cuda = SimpleNamespace(
+            device_count=lambda: len(gpus), mem_get_info=memory,
+            get_device_properties=lambda _: SimpleNamespace(name="NVIDIA H200", uuid="x"),
+        )  # fmt: skip
+
+    def zeros(self, *_, **__):
+        return SimpleNamespace(add=lambda _: None)
+
+
+def looked(monkeypatch, capsys, *gpus, driver="Module  580.65.06  Release", **settings):
+    if driver:
+        monkeypatch.setattr(check, "DRIVER", SimpleNamespace(read_text=lambda: driver))
+    monkeypatch.setitem(sys.modules, "torch", Torch(*gpus))
+    monkeypatch.setattr(check, "_bytes", lambda *_: 13 * GIB)
+    status = check.check(EngineSettings(**settings), [], 100)
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "said"),
+    [
+        ([(138, 140)], {}, None),
+        ([(138, 140), (0, 140)], {}, None),  # the server takes the first
+        ([(0, 140), (138, 140)], {}, "GPU 0: cannot be used (CUDA error: out of memory)"),
+        ([(138, 140), (0, 140)], {"tensor_parallel": 2}, "GPU 1: cannot be used"),
+        ([(138, 140)], {"tensor_parallel": 2}, "--tensor-parallel is 2"),
+        ([(8, 8)], {}, "needs 13.0 GiB"),
+        ([(26, 140)], {}, "more than is free of 90% of it"),
+        ([], {}, "no GPU with CUDA_VISIBLE_DEVICES"),
+        ([], {"device": "cpu"}, None),
+        ([], {"driver": ""}, None),
+    ],
+)
+def test_gpus(monkeypatch, capsys, gpus, settings, said):
+    status, out = looked(monkeypatch, capsys, *gpus, **settings)
+    wrong = "".join(line for line in out.splitlines() if line[0] == check.WRONG)
+    assert status == bool(wrong) == bool(said), out
+    assert (said or "") in wrong
+
+
+def test_other_processes(monkeypatch, capsys):
+    listed = [SimpleNamespace(pid=4711)]
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda uuid: listed * (uuid == "GPU-x"),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert "– GPU 0: process 4711 runs on it" in looked(monkeypatch, capsys, (138, 140))[1]
+
+
+@pytest.mark.parametrize(
+    ("versions", "missing", "said"),
+    [
+        ({}, [], "– FlashInfer: it is not installed"),
+        ({"flashinfer-python": "0.6.4"}, [], "✓ FlashInfer: 0.6.4"),
+        ({"flashinfer-python": "0.6.4"}, ["nvcc"], "kernels with nvcc, not found"),
+        ({"flashinfer-python": "0.6.4", "flashinfer-jit-cache": "0.6.4+cu130"}, ["nvcc"], "✓"),
+        ({"flashinfer-python": "0.6.4", "flashinfer-cubin": "0.6.9"}, [], "refuses"),
+    ],
+)
+def test_flashinfer(monkeypatch, versions, missing, said):
+    def version(name):
+        if name not in versions:
+            raise check.importlib.metadata.PackageNotFoundError
+        return versions[name]
+
+    monkeypatch.setattr(check.importlib.metadata, "version", version)
+    monkeypatch.setattr(check, "missing_tools", lambda: missing)
+    [(mark, text)] = check._libraries()
+    assert said in f"{mark} {text}"
+
+
+def test_bytes_of_the_base_model():
+    """Of the model that ships, with and without the copy that merging keeps."""
+    settings = EngineSettings()
+    merging = check._bytes(settings, [])
+    plain = check._bytes(EngineSettings(policy="unmerge_only"), [])
+    assert 2e6 < merging - plain < 12e6
+    assert check._bytes(EngineSettings(pages=116), []) > merging
+
+
+def test_this_machine_and_the_command_before(capsys):
+    assert cli.main(["--check", "--device", "cpu"]) == 0
+    assert "CPU cores" in capsys.readouterr().out
+    assert cli.main(["doctor", "--json"]) == 1
+    assert "use `valora-serve --check" in capsys.readouterr().err
+    assert cli.main(["--check", "--base", "acme/absent", "--device", "cpu"]) == 0

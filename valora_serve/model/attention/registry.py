@@ -24,8 +24,6 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "torch": "valora_serve.model.attention.torch_backend:TorchBackend",
         "flashinfer": "valora_serve.model.attention.flashinfer_backend:FlashInferBackend",
         "triton": "valora_serve.model.attention.triton_backend:TritonBackend",
-        "varlen": "valora_serve.model.attention.varlen_backend:VarlenBackend",
-        "flex": "valora_serve.model.attention.flex_backend:FlexBackend",
     },
     SettingsError,
 )

@@ -67,7 +67,7 @@ def read(engine, number, ids):
     return name
 
 
-@pytest.mark.parametrize("attention", ["flashinfer", "flashinfer-prompts", "flex", "torch"])
+@pytest.mark.parametrize("attention", ["flashinfer", "flashinfer-prompts", "torch"])
 @pytest.mark.parametrize("policy", ["cost", "valora", "unmerge_only"])
 def test_documents_answer_as_in_the_prompt(lmm, attention, policy):
     attention, _, prompts_too = attention.partition("-")

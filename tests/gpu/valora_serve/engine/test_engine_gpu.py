@@ -113,7 +113,7 @@ def closed(lmm):
 
 @pytest.mark.parametrize("targets", ["attention", "all"])
 @pytest.mark.parametrize(
-    "attention", ["flashinfer", "flashinfer-prompts", "triton", "triton-prompts", "flex"]
+    "attention", ["flashinfer", "flashinfer-prompts", "triton", "triton-prompts"]
 )
 @pytest.mark.parametrize(
     ("modes", "weights"),
@@ -133,7 +133,7 @@ def test_every_mode_matches_fp32(lmm, closed, modes, weights, attention, targets
     engine = Engine(
         EngineSettings(policy="valora", pages=800, max_requests=32, max_tokens=256, chunk=64,
                        max_rank=64, slots=4, attention=attention, host_bytes=1 << 50,
-                       graphs=attention != "flex", prompt_graphs=bool(prompts_too)),
+                       prompt_graphs=bool(prompts_too)),
         lmm,
     )  # fmt: skip
     closed.append(engine)

@@ -12,13 +12,12 @@ from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.catalogue.store import ResolvedModel, Staged
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.errors import SettingsError
 from valora_serve.model.lmm import Lmm
 from valora_serve.types import Mode, Request, SamplingParams, ServedModel
 
 pytestmark = pytest.mark.gpu
 
-BACKENDS = ["flashinfer", "flashinfer-prompts", "flex", "varlen"]
+BACKENDS = ["flashinfer", "flashinfer-prompts"]
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +49,16 @@ def make(lmm, backend, *, poison=None, **settings):
     attention, _, prompts_too = backend.partition("-")
     if attention == "flashinfer":
         pytest.importorskip("flashinfer")
-    try:
-        engine = Engine(
-            EngineSettings(
-                pages=900, max_requests=32, max_tokens=256, chunk=64, max_rank=64, slots=8,
-                attention=attention, host_bytes=1 << 50, graphs=attention == "flashinfer",
-                prompt_graphs=bool(prompts_too), profile=False, prefix_cache=False,
-                capture="eager",  # a graph that is captured later rounds in another order
-                **settings,
-            ),
-            lmm,
-        )  # fmt: skip
-    except SettingsError as error:  # torch 2.11 has no `varlen_attn` with a block table
-        pytest.skip(str(error))
+    engine = Engine(
+        EngineSettings(
+            pages=900, max_requests=32, max_tokens=256, chunk=64, max_rank=64, slots=8,
+            attention=attention, host_bytes=1 << 50, prompt_graphs=bool(prompts_too),
+            profile=False, prefix_cache=False,
+            capture="eager",  # a graph that is captured later rounds in another order
+            **settings,
+        ),
+        lmm,
+    )  # fmt: skip
     names = add_adapters(engine, 3, (64, 8, 32), seed=1)
     add_overflowing(engine)
     engine.warm_up()

@@ -273,13 +273,6 @@ def test_preemption(
     assert_empty(engine)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_attention_by_flex(base: str, adapters: dict[str, Path], reference: Reference) -> None:
-    requests = mixed(EVERYBODY[:6])
-    engine = forced(base, adapters, "switching", attention="flex", chunk=20)
-    check(run(engine, requests, together=3), requests, reference)
-
-
 def test_prefixes_are_found_again_by_adapter_and_image(
     base: str, adapters: dict[str, Path], reference: Reference
 ) -> None:

@@ -244,22 +244,18 @@ def test_a_policy_that_insists_on_merging_them(
     assert_empty(engine)
 
 
-@pytest.mark.parametrize(
-    ("attention", "prefix_cache"),
-    [("torch", True), ("torch", False), pytest.param("flex", False, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("prefix_cache", [True, False])
 def test_pages_that_held_nan_serve_others(
     base: str,
     adapters: dict[str, Path],
     harmful: dict[str, Path],
-    attention: str,
     prefix_cache: bool,
 ) -> None:
     """Log probabilities are equal to the bit to those of an engine that saw no harmful adapter."""
 
     def answers(bad_first: bool) -> dict[str, Got]:
         engine = make_engine(
-            base, adapters | harmful, policy="unmerge_only", attention=attention, block_size=4,
+            base, adapters | harmful, policy="unmerge_only", attention="torch", block_size=4,
             prefix_cache=prefix_cache, pages=260, max_requests=4,
         )  # fmt: skip
         if bad_first:
@@ -278,14 +274,13 @@ def test_pages_that_held_nan_serve_others(
         assert after[name].logprobs == got.logprobs
 
 
-@pytest.mark.parametrize("attention", ["torch", "flex"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_memory_that_is_not_finite_at_the_start(
-    base: str, adapters: dict[str, Path], attention: str, value: float
+    base: str, adapters: dict[str, Path], value: float
 ) -> None:
     def answers(poison: bool) -> dict[str, Got]:
         engine = make_engine(
-            base, adapters, policy="valora", attention=attention, block_size=4, chunk=9, pages=1024
+            base, adapters, policy="valora", attention="torch", block_size=4, chunk=9, pages=1024
         )
         if poison:
             size = engine.memory.page.elements

@@ -72,6 +72,13 @@ PATHS = frozenset({
 file, a variable or ``--option=~/path``."""
 
 
+REMOVED = {
+    "groups": "the policy cost runs as many requests at a time as fit",
+    "max_pause": "the policy cost pauses no requests",
+}
+"""Settings of policies that were removed, and why nothing is lost by leaving them out."""
+
+
 def load(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str],
@@ -185,6 +192,8 @@ def _parsed(name: str, annotation: Any, value: Any) -> Any:
     if isinstance(value, dict) and nested:
         hints = typing.get_type_hints(kind)
         for key in value:
+            if key in REMOVED:
+                raise SettingsError(f"{name} has no {key} any more, leave it out: {REMOVED[key]}")
             _check(key, hints, f"{name} has no {key}")
         value = {key: _parsed(key, hints[key], item) for key, item in value.items()}
     return value

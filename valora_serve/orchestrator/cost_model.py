@@ -12,6 +12,7 @@ import json
 import os
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -481,35 +482,23 @@ def _line(points: Sequence[tuple[int, float]], prior: tuple[float, float]) -> tu
 
 
 def nnls(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solve non-negative least squares by Lawson and Hanson's active-set method.
+    """Solve non-negative least squares: the best of all subsets of the unknowns.
 
     Args:
-        a: [points, unknowns] float64.
+        a: [points, unknowns] float64, of at most a dozen unknowns.
         b: [points] float64.
 
     Returns:
         [unknowns] float64, the x ≥ 0 that minimises ‖a x − b‖.
     """
-    n = a.shape[1]
-    x = np.zeros(n)
-    free = np.zeros(n, dtype=bool)
-    tolerance = 1e-10 * max(1.0, float(np.abs(a.T @ b).max(initial=0.0)))
-    for _ in range(10 * n):
-        gradient = a.T @ (b - a @ x)
-        gradient[free] = -np.inf
-        best = int(np.argmax(gradient))
-        if gradient[best] <= tolerance:
-            break
-        free[best] = True
-        while True:
-            trial = np.zeros(n)
-            trial[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
-            negative = free & (trial <= 0)
-            if not negative.any():
-                break
-            share = np.min(x[negative] / (x[negative] - trial[negative]))
-            x = x + share * (trial - x)
-            free &= x > 1e-15
-            x[~free] = 0.0
-        x = trial
-    return x
+    q, r = np.linalg.qr(a)
+    target = q.T @ b
+    best, least = np.zeros(a.shape[1]), float(np.linalg.norm(target))
+    for size in range(1, a.shape[1] + 1):
+        for free in map(list, combinations(range(a.shape[1]), size)):
+            trial = np.linalg.lstsq(r[:, free], target, rcond=None)[0]
+            error = float(np.linalg.norm(r[:, free] @ trial - target))
+            if error < least and trial.min() >= 0:
+                best, least = np.zeros(a.shape[1]), error
+                best[free] = trial
+    return best

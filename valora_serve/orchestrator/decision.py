@@ -235,10 +235,6 @@ class PolicySettings:
 
     Attributes:
         theta: Starvation threshold θ of `valora` in seconds of credit (VaLoRA §4.4.3).
-        max_pause: Longest time in seconds that `cost` may pause a request so that others finish
-            sooner.
-        groups: Whether `cost` may run fewer requests at a time than fit. The average request then
-            ends sooner, but the throughput at saturation is lower.
         patience: Waiting time in seconds after which no policy lets others overtake a request.
         hysteresis: Share by which another mode or merged adapter must be better to replace the
             current one.
@@ -258,8 +254,6 @@ class PolicySettings:
     """
 
     theta: float = 0.03
-    max_pause: float = 1.0
-    groups: bool = True
     patience: float = 20.0
     hysteresis: float = 0.1
     clusters: int = 0
@@ -271,7 +265,7 @@ class PolicySettings:
     mixture: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("theta", "max_pause", "patience", "hysteresis", "slo", "clusters"):
+        for name in ("theta", "patience", "hysteresis", "slo", "clusters"):
             value = getattr(self, name)
             if not value >= 0:  # neither is NaN
                 raise SettingsError(f"{name}: expected 0 or more, got {value}")

@@ -28,19 +28,19 @@ class PolicyClass(Protocol):
         """Create a policy."""
 
 
-_HERE = "valora_serve.orchestrator"
+_NAMES = {
+    "cost": "CostPolicy",
+    "valora": "ValoraPolicy",
+    "algorithm1": "Algorithm1Policy",
+    "merge_only": "MergeOnlyPolicy",
+    "unmerge_only": "UnmergeOnlyPolicy",
+    "dlora": "DLoraPolicy",
+    "slora": "SLoraPolicy",
+}
 POLICIES: Registry[PolicyClass] = Registry(
     "valora.policies",
     "policy",
-    {
-        "cost": f"{_HERE}.cost_policy:CostPolicy",
-        "valora": f"{_HERE}.valora:ValoraPolicy",
-        "algorithm1": f"{_HERE}.algorithm1:Algorithm1Policy",
-        "merge_only": f"{_HERE}.baselines:MergeOnlyPolicy",
-        "unmerge_only": f"{_HERE}.baselines:UnmergeOnlyPolicy",
-        "dlora": f"{_HERE}.baselines:DLoraPolicy",
-        "slora": f"{_HERE}.baselines:SLoraPolicy",
-    },
+    {name: f"valora_serve.orchestrator.policies.{name}:{cls}" for name, cls in _NAMES.items()},
     SettingsError,
 )
 

@@ -139,8 +139,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--theta", type=float, default=policy.theta, help="valora: starvation threshold in seconds")
     add("--clusters", type=int, default=policy.clusters, help="S-LoRA's adapter clustering")
-    optional = argparse.BooleanOptionalAction
-    add("--groups", action=optional, default=policy.groups, help="cost: fewer at a time than fit")
     add(
         "--early-abort",
         action="store_true",
@@ -208,7 +206,6 @@ def _machine(options: argparse.Namespace) -> tuple[CostModel, PolicySettings, Si
         theta=options.theta,
         clusters=options.clusters,
         early_abort=options.early_abort,
-        groups=options.groups,
         slo=options.slo,
         fair=options.shares is not None,
         shares=_shares(options.shares or ()),

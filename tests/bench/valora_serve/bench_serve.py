@@ -541,7 +541,7 @@ def options():
     parser.add_argument("--prompt-graphs", action=argparse.BooleanOptionalAction, default=True,
                         help="capture steps with prompts, too")  # fmt: skip
     parser.add_argument("--costs", default="/tmp/valora-costs")
-    parser.add_argument("--policy", default="slora", help="of the throughput section")
+    parser.add_argument("--policy", default="cost", help="of the throughput section")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64])
     parser.add_argument("--requests", type=int, default=400)

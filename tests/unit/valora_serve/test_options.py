@@ -113,6 +113,8 @@ def test_nested_settings():
     assert engine.policy_settings == EngineSettings().policy_settings
     with pytest.raises(SettingsError, match="policy_settings has no nothing"):
         cli.read(["--policy-settings", "nothing=1"])
+    with pytest.raises(SettingsError, match="no groups any more, leave it out"):
+        cli.read(["--policy-settings", "groups=false"])
 
 
 def test_lists_and_pairs_in_the_environment(monkeypatch):

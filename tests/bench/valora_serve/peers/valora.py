@@ -34,7 +34,9 @@ class Valora(Peer):
 
     @staticmethod
     def variants(adapters: int, modules: Sequence[str]) -> list[dict[str, Any]]:
-        return [{"policy": "slora"}]
+        from valora_serve.engine.settings import EngineSettings
+
+        return [{"policy": EngineSettings().policy}]
 
     def __init__(self, job: Job) -> None:
         from valora_serve.engine.async_engine import AsyncEngine

@@ -311,7 +311,7 @@ def worlds(draw, limited=False):
 
 SETTINGS = {
     "default": PolicySettings(),
-    "impatient": PolicySettings(theta=0.0, hysteresis=0.0, patience=0.05, max_pause=0.02),
+    "impatient": PolicySettings(theta=0.0, hysteresis=0.0, patience=0.05),
     "shares": PolicySettings(fair=True, shares={"a0": 3.0, "a1": 0.5}, patience=0.5),
     "clusters": PolicySettings(theta=5.0, clusters=2, patience=0.5),
 }
@@ -391,8 +391,7 @@ def test_a_stream_of_the_popular_adapter_starves_nobody(name):
     machine = Machine(policy, [*popular, rare], limits)
     while rare.id not in machine.ended:
         machine.step()
-    # Patience, the longest pause of `cost`, and its own 20 steps; merge-only first ends what came
-    # before.
+    # Patience and its own 20 steps; merge-only first ends what came before.
     assert machine.ended[rare.id] - rare.arrival < 3.0
 
 

@@ -1,4 +1,4 @@
-"""The policies that VaLoRA is compared with: merge-only, unmerge-only, S-LoRA and dLoRA."""
+"""dLoRA's credit-based batching (OSDI 2024, §4.2)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge, with_adapter
-from valora_serve.orchestrator.batching import FOREVER, LOOK_AHEAD, BatchPlan, by_age
+from valora_serve.orchestrator.batching import FOREVER, BatchPlan
 from valora_serve.orchestrator.cost_model import StepShape
 from valora_serve.types import Mode
 
@@ -16,60 +16,6 @@ if TYPE_CHECKING:
 
     from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
-
-
-class UnmergeOnlyPolicy(BasePolicy):
-    """Always unmerged, first come first served; requests that do not fit are skipped.
-
-    Attributes:
-        strict: Whether a request that does not fit blocks those behind it.
-    """
-
-    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.UNMERGED})
-    strict = False
-
-    def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        """Plan a step with every request in unmerged mode."""
-        return BatchPlan(
-            Mode.UNMERGED, None, view.running, waiting, "always unmerged", strict=self.strict
-        )
-
-
-class SLoraPolicy(UnmergeOnlyPolicy):
-    """S-LoRA: always unmerged, strictly first come first served (S-LoRA §4).
-
-    Adapter clustering and early abort are on if the settings `clusters` and `early_abort` say so.
-    """
-
-    strict = True
-
-
-class MergeOnlyPolicy(BasePolicy):
-    """One adapter at a time: that of the oldest request, with all requests of this adapter.
-
-    Requests of the base model, and of an adapter that cannot be merged, run in unmerged mode.
-    """
-
-    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.MERGED, Mode.UNMERGED})
-    shares: ClassVar[bool] = False
-
-    def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        """Plan a step for the adapter of the oldest request."""
-        resident = view.resident
-        candidates = [*view.running, *islice(waiting, LOOK_AHEAD)]
-        candidates = [r for r in candidates if r.adapter is None or r.adapter in resident]
-        if not candidates:
-            return BatchPlan(view.mode, view.merged, (), (), "adapters are being loaded")
-        oldest = min(candidates, key=by_age)
-        adapter = oldest.adapter
-        merged = adapter if can_merge(view, adapter) else None
-        return BatchPlan(
-            Mode.UNMERGED if merged is None else Mode.MERGED,
-            merged,
-            with_adapter(view.running, adapter),
-            with_adapter(waiting, adapter),
-            f"request {oldest.id} is the oldest",
-        )
 
 
 class DLoraPolicy(BasePolicy):

@@ -1,0 +1,456 @@
+"""The default policy: minimises predicted latency.
+
+The sum of all latencies is the number of requests in the system, integrated over time. A step of τ
+seconds with N requests in the system therefore costs N·τ request-seconds, and the policy compares
+all choices on this scale, with times from the cost model:
+
+- **Weights.** The policy compares the current weights, pristine weights and the most popular
+  adapters, and takes those with the cheapest switch and steps until the batch changes. A switch
+  therefore happens when it pays.
+- **Prompts.** A step with prompt tokens delays all rows that decode. Where two such steps cost more
+  than a single one with twice the tokens, the policy collects prompts. One set-up costs
+  C = N·(seconds that sharing it saves), and a waiting request costs 1 per second, so √(2λC)
+  requests at arrival rate λ are prefilled together, or as many as have waited for C in sum. Of the
+  prompts that it prefills, the shortest go first where that pays, and they are cut into chunks
+  where a chunk takes little longer than reading the weights.
+- **Order.** As many requests run as fit: fewer would end sooner on average, but take throughput
+  from those that arrive later. Requests that would otherwise miss their latency limit go first, by
+  due time. They do not wait for more prompts, and a request without a limit is preempted for them
+  if nothing else makes room. Then come requests that have waited for `patience`, then the others,
+  the shortest remaining one first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from valora_serve.orchestrator.base import BasePolicy, can_merge
+from valora_serve.orchestrator.batching import FOREVER, BatchPlan
+from valora_serve.orchestrator.cost_model import StepShape
+from valora_serve.types import Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from valora_serve.orchestrator.cost_model import CostModel
+    from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
+
+CANDIDATES = 2  # adapters considered for merging, besides the merged one
+HORIZON = 64  # most steps for which a choice of weights is assumed to hold
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # rows of a step with a chunk, besides captured sizes
+RECONSIDER = 0.1  # seconds after which an unchanged queue is considered again
+GAP_WEIGHT = 0.1  # weight of the newest gap between arrivals in their moving average
+BURST_GAP = 1e-3  # seconds between arrivals below which they count as one burst
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Tokens of a step: all, those of the base model, and the ranks of their adapters in sum."""
+
+    all: int = 0
+    base: int = 0
+    work: int = 0
+
+    def add(self, tokens: int, request: RequestView) -> None:
+        self.all += tokens
+        self.base += tokens * (request.adapter is None)
+        self.work += tokens * request.rank
+
+
+@dataclass(slots=True)
+class _Group:
+    """The work to do for one adapter: rows that decode, rows that will, and prompt tokens."""
+
+    rank: int
+    rows: int = 0
+    coming: int = 0
+    prompt: int = 0
+
+
+class _Load:
+    """The work to do, in sum and by adapter.
+
+    Args:
+        running: Requests that it begins with.
+        chunk: Most prompt tokens of a request in a step.
+
+    Attributes:
+        groups: Work by adapter, None for the base model.
+        rows: Rows that decode.
+        coming: Rows that will decode after their prefill.
+        prompt: Prompt tokens to prefill.
+        going_on: How many of the coming rows generate more than their first token.
+        kv_tokens: Tokens of the decoding rows in the KV cache.
+        remaining: Tokens still to generate, of all rows.
+        images: Images to encode.
+    """
+
+    def __init__(self, running: Iterable[RequestView], chunk: int) -> None:
+        self.groups: dict[str | None, _Group] = {}
+        self.rows, self.coming, self.prompt = _Tokens(), _Tokens(), _Tokens()
+        self.going_on = self.kv_tokens = self.remaining = self.images = 0
+        self._chunk = chunk
+        self._ranks = self._coming_ranks = 0  # summed over distinct adapters
+        for request in running:
+            if request.prompt_left:
+                self.prefill(request)
+            else:
+                self._decode(request)
+
+    def _group(self, request: RequestView) -> _Group:
+        group = self.groups.get(request.adapter)
+        if group is None:
+            group = self.groups[request.adapter] = _Group(request.rank)
+        return group
+
+    def _decode(self, request: RequestView) -> None:
+        group = self._group(request)
+        self._ranks += 0 if group.rows else group.rank
+        group.rows += 1
+        self.rows.add(1, request)
+        self.kv_tokens += request.kv_tokens
+        self.remaining += request.output_left
+
+    def prefill(self, request: RequestView) -> None:
+        """Add a chunk of a prompt, and the row that decodes after it."""
+        tokens = min(request.prompt_left, self._chunk)
+        group = self._group(request)
+        self._coming_ranks += 0 if group.rows or group.coming else group.rank
+        group.prompt += tokens
+        group.coming += 1
+        self.prompt.add(tokens, request)
+        self.coming.add(1, request)
+        self.going_on += request.output_left > 0
+        self.images += request.images
+        self.remaining += request.output_left
+
+    def step(self, adapter: str | None, rank: int, prompt: int) -> StepShape:
+        """Return the shape of the next step.
+
+        Args:
+            adapter: Merged adapter, None for pristine weights.
+            rank: Rank of the merged adapter.
+            prompt: Prompt tokens of the step, of the `prompt` that there are.
+        """
+        share = prompt / self.prompt.all if self.prompt.all else 0.0
+        group = self.groups.get(adapter)
+        own = group.rows + group.prompt * share if group else 0
+        ranks = self._ranks + (self._coming_ranks if prompt else 0)
+        shape = StepShape(
+            decode=self.rows.all,
+            prefill=prompt,
+            images=math.ceil(self.images * share),
+            kv_tokens=self.kv_tokens,
+        )
+        return self._with_lora(shape, adapter, rank, own, self.prompt, share, ranks)
+
+    def later(self, adapter: str | None, rank: int) -> StepShape:
+        """Return the shape of the decode steps after all prefills; arguments as of `step`."""
+        group = self.groups.get(adapter)
+        own = group.rows + group.coming if group else 0
+        shape = StepShape(
+            decode=self.rows.all + self.coming.all, kv_tokens=self.kv_tokens + self.prompt.all
+        )
+        ranks = self._ranks + self._coming_ranks
+        return self._with_lora(shape, adapter, rank, own, self.coming, 1.0, ranks)
+
+    def _with_lora(
+        self,
+        shape: StepShape,
+        adapter: str | None,
+        rank: int,
+        own: float,
+        more: _Tokens,
+        share: float,
+        ranks: int,
+    ) -> StepShape:
+        """Add the LoRA terms of the rows that decode and of a share of more tokens.
+
+        Args:
+            shape: The step without them.
+            adapter: Merged adapter, None for pristine weights.
+            rank: Rank of the merged adapter.
+            own: Tokens of the merged adapter.
+            more: Tokens besides the rows that decode.
+            share: How much of them.
+            ranks: Ranks summed over adapters.
+        """
+        tokens = self.rows.all + more.all * share
+        terms = tokens - self.rows.base - more.base * share
+        work = self.rows.work + more.work * share
+        if adapter is not None:
+            foreign = tokens - own
+            if foreign < 0.5:
+                return replace(shape, mode=Mode.MIXTURE)
+            terms += foreign - own
+            work += (foreign - own) * rank
+            ranks += 0 if own else rank
+        return replace(
+            shape,
+            mode=Mode.UNMERGED if adapter is None else Mode.MIXTURE,
+            terms=math.ceil(terms),
+            work=math.ceil(work),
+            ranks=ranks,
+        )
+
+
+class CostPolicy(BasePolicy):
+    """Chooses weights, prompts and order by predicted latency.
+
+    Args:
+        cost_model: Predicts the seconds of steps, switches and loads.
+        settings: Settings of the policies.
+    """
+
+    def __init__(self, cost_model: CostModel, settings: PolicySettings) -> None:
+        super().__init__(cost_model, settings)
+        self._last_arrival = -math.inf
+        self._gap = self._burst = 1.0
+        self._burst_size = 0
+        self._ranks: dict[str | None, int] = {}
+        self._sizes = sorted({*cost_model.captured_rows, *CHUNKS})
+
+    def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
+        """Plan the step with the lowest predicted latency."""
+        load = _Load(view.running, view.limits.chunk)
+        urgent = self.urgent(view, waiting)
+        ready, why = self._ready(view, waiting, urgent, load)
+        too_old = view.now - self.settings.patience
+        in_order = self.settings.fair or self._any_due(ready)
+        in_order = in_order or any(r.arrival < too_old for r in ready)
+        if not in_order:
+            ready = sorted(ready, key=attrgetter("prompt_left"))
+        prefilling = load.coming.all
+        room = view.limits.max_tokens - load.rows.all
+        for request in ready:
+            if load.prompt.all >= room:
+                break
+            load.prefill(request)
+        adapter, note = self._weights(view, load)
+        budget, until = None, FOREVER
+        if load.prompt.all:
+            held = view.now
+            if not prefilling and not urgent:
+                held = self._hold(view, load, adapter, ready)
+            if held > view.now:
+                budget, until = 0, held
+                why = f"collecting prompts; {why}" if why else "collecting prompts"
+            else:
+                fitting = load.coming.all - prefilling
+                if fitting > 1 and not in_order:
+                    first = self._first(view, ready, fitting, load)
+                    if len(first) < fitting:
+                        ready, load = first, _Load([*view.running, *first], view.limits.chunk)
+                        adapter, note = self._weights(view, load)
+                budget = min(load.prompt.all, room)
+                due = urgent or self._any_due(r for r in view.running if r.prompt_left)
+                if load.rows.all and not due:
+                    budget = self._chunk(load, adapter, budget, self._rate(view.now))
+        elif waiting:
+            until = view.now + RECONSIDER
+        return BatchPlan(
+            Mode.UNMERGED if adapter is None else Mode.MIXTURE,
+            adapter,
+            view.running,
+            ready,
+            f"{note}; {why}" if why else note,
+            until,
+            budget=budget,
+            urgent=urgent,
+        )
+
+    def _any_due(self, requests: Iterable[RequestView]) -> bool:
+        """Return whether one of the requests has a latency limit."""
+        return any(self.settings.due(r) is not None for r in requests)
+
+    # -- order ----------------------------------------------------------------------------------
+
+    def _ready(
+        self,
+        view: View,
+        waiting: Sequence[RequestView],
+        urgent: Sequence[RequestView],
+        load: _Load,
+    ) -> tuple[Sequence[RequestView], str]:
+        """Return the requests to admit now, best first, and the reason for leaving others out."""
+        resident = view.resident
+        first = [r for r in urgent if r.adapter is None or r.adapter in resident]
+        slots = view.limits.max_requests - len(view.running) - len(first)
+        if slots <= 0:
+            return first, "no request slots left"
+        taken = {r.id for r in urgent}
+        rest = [
+            r for r in waiting
+            if r.id not in taken and (r.adapter is None or r.adapter in resident)
+        ]  # fmt: skip
+        if len(rest) <= slots:
+            return first + rest, ""
+        if self.settings.fair:  # their order is that of the shares
+            return first + rest[:slots], "by share"
+        rows = view.limits.max_requests
+        kv_tokens = load.kv_tokens * rows // max(1, load.rows.all)
+        per_row = self.cost.step(StepShape(decode=rows, kv_tokens=kv_tokens)) / rows
+        too_old = view.now - self.settings.patience
+
+        def order(request: RequestView) -> tuple[bool, float]:
+            if request.arrival < too_old:
+                return False, request.arrival
+            return True, request.prompt_left * self._per_token + request.output_left * per_row
+
+        return first + heapq.nsmallest(slots, rest, key=order), "shortest request first"
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def _weights(self, view: View, load: _Load) -> tuple[str | None, str]:
+        """Return the adapter to merge, None for pristine weights, and the reason."""
+        if not load.groups:
+            return view.merged, "nothing to compute"
+        self._ranks.update((a, g.rank) for a, g in load.groups.items())
+        popular = sorted(
+            ((g.rows + g.coming, g.prompt, a) for a, g in load.groups.items() if a is not None),
+            reverse=True,
+        )[:CANDIDATES]
+        candidates: list[str | None] = [None]
+        if view.merged is not None:
+            candidates.append(view.merged)
+        candidates += [a for _, _, a in popular if a != view.merged and can_merge(view, a)]
+        if not self.settings.mixture:  # an adapter beside which nothing else runs, or none
+            candidates = [a for a in candidates if a is None or load.groups.keys() <= {a}]
+        rows = load.rows.all + load.coming.all
+        steps = min(HORIZON, load.remaining / max(1, rows))
+        # Without a clear advantage the weights stay as they are.
+        best, least = view.merged, math.inf
+        for adapter in candidates:
+            rank = self._ranks.get(adapter, 0)
+            switch = self.cost.switch(view.merged, adapter, rank)
+            cost = switch * (1 + self.settings.hysteresis)
+            cost += self.cost.step(load.step(adapter, rank, load.prompt.all))
+            cost += steps * self.cost.step(load.later(adapter, rank))
+            if cost < least:
+                best, least = adapter, cost
+        chosen = load.groups.get(best)
+        own = chosen.rows + chosen.coming if chosen is not None else 0
+        note = f"rows of the merged adapter: {own} of {rows}; predicted {least * 1e3:.1f} ms"
+        return best, note
+
+    # -- prompts --------------------------------------------------------------------------------
+
+    def observe(self, arrived: Sequence[float]) -> None:
+        """Update the moving averages of the gap between arrivals and of the size of bursts."""
+        for arrival in arrived:
+            gap = arrival - self._last_arrival
+            if gap < BURST_GAP:
+                self._burst_size += 1
+                continue
+            if self._last_arrival > -math.inf:
+                self._gap += GAP_WEIGHT * (gap - self._gap)
+                self._burst += GAP_WEIGHT * (self._burst_size - self._burst)
+            self._burst_size = 1
+            self._last_arrival = arrival
+
+    def _rate(self, now: float) -> float:
+        """Return the expected arrival rate in requests per second."""
+        return self._burst / max(self._gap, now - self._last_arrival)
+
+    def _hold(
+        self, view: View, load: _Load, adapter: str | None, ready: Sequence[RequestView]
+    ) -> float:
+        """Return the time until which to wait for more prompts; now for no waiting."""
+        now, rows = view.now, load.rows.all
+        if not rows or not ready:
+            return now
+        rank = self._ranks.get(adapter, 0)
+        base = self.cost.step(load.step(adapter, rank, 0))
+        once = load.step(adapter, rank, load.prompt.all)
+        twice = replace(once, prefill=2 * once.prefill, images=2 * once.images)
+        saved = 2 * (self.cost.step(once) - base) - (self.cost.step(twice) - base)
+        if saved <= 0:
+            return now
+        setup = rows * saved
+        waited = sum(now - r.arrival for r in ready)
+        if waited >= setup or len(ready) + 0.5 >= math.sqrt(2 * setup * self._rate(now)):
+            return now
+        if self._any_due(ready):
+            return now
+        return now + (setup - waited) / len(ready)
+
+    def _first(
+        self, view: View, ready: Sequence[RequestView], fitting: int, load: _Load
+    ) -> Sequence[RequestView]:
+        """Choose the prompts to prefill in this step; the others follow in the next one.
+
+        The candidates are the shortest 1, 2, 4, … prompts, and those of one adapter, which can be
+        merged for them. With k of W prompts first, all W wait for the first step, and W − k wait
+        for the others.
+
+        Args:
+            view: State before the step.
+            ready: All prompts, the shortest first.
+            fitting: How many of them fit into the step.
+            load: The running requests with those that fit.
+        """
+        ordered = ready[:fitting]
+        rows, chunk = load.rows.all, view.limits.chunk
+        base = self.cost.step(load.step(None, 0, 0))
+        rate = self._rate(view.now)
+        options = [
+            a for a in dict.fromkeys((view.merged, ordered[0].adapter)) if can_merge(view, a)
+        ]
+
+        def cost(number: int, part: _Load) -> float:
+            """Request-seconds if the prompts in `part`, so many of them, go first."""
+            time = math.inf
+            for adapter in (None, *options):
+                rank = self._ranks.get(adapter, 64)
+                step = self.cost.step(part.step(adapter, rank, part.prompt.all))
+                time = min(time, self.cost.switch(view.merged, adapter, rank) + step)
+            left, tokens = fitting - number, load.prompt.all - part.prompt.all
+            parts, rest = 1, 0.0
+            if left and tokens > 0:
+                parts = math.ceil(left / number)
+                rest = parts * self.cost.step(load.step(None, 0, math.ceil(tokens / parts)))
+            spent = time + rest - base * (1 + parts * (left > 0))
+            found = len(ready) * time + (len(ready) - fitting) * rest + rows * spent
+            # Head requests end with their prompt; the others decode on while the rest prefills.
+            later = load.going_on - part.going_on
+            found += part.going_on * max(0.0, rest - base * parts)
+            found += later * max(0.0, rest - base * (parts - 1) / 2)
+            found += (left - later) * rest * (parts + 1) / (2 * parts)
+            return found / max(1e-3, 1 - rate * spent / fitting)
+
+        best, least = ordered, math.inf
+        part, size = _Load(view.running, chunk), 1
+        for number, request in enumerate(ordered, 1):
+            part.prefill(request)
+            if number in (size, fitting):
+                size *= 2
+                if (found := cost(number, part)) < least:
+                    best, least = ordered[:number], found
+        for adapter in options:
+            same = [r for r in ordered if r.adapter == adapter]
+            if same and (found := cost(len(same), _Load([*view.running, *same], chunk))) < least:
+                best, least = same, found
+        return best
+
+    def _chunk(self, load: _Load, adapter: str | None, prompt: int, rate: float) -> int:
+        """Return the number of prompt tokens to compute in the step, of those that it could."""
+        rank, rows, coming = self._ranks.get(adapter, 0), load.rows.all, load.coming.all
+        base = self.cost.step(load.step(adapter, rank, 0))
+        best, least = prompt, math.inf
+        chunks = (size - rows for size in self._sizes)
+        for tokens in (prompt, *(c for c in chunks if 0 < c < prompt)):
+            time = self.cost.step(load.step(adapter, rank, tokens))
+            steps = math.ceil(prompt / tokens)
+            # Prompts are prefilled one after the other: the j-th of n ends after j/n of the steps.
+            done = max(1.0, steps * (coming + 1) / (2 * coming))
+            cost = rows * steps * (time - base) + coming * done * time
+            cost += load.going_on * (steps - done) * (time - base)
+            # Small steps reduce the throughput, which delays requests that arrive later.
+            cost /= max(1e-3, 1 - rate * steps * (time - base) / coming)
+            if cost < least:
+                best, least = tokens, cost
+        return best

@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 11_524,
     "teachers/valora_teachers": 1_782,
     "kernels/valora_kernels": 6_301,
-    "valora_serve": 38_904,
+    "valora_serve": 38_177,
     "tests/*/valora_train": 8_437,
     "tests/*/valora_data": 4_959,
     "tests/*/valora_teachers": 1_365,

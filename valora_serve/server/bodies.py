@@ -85,25 +85,14 @@ class _ParsedRequest(Request):
 
 
 class Bodies:
-    """Reads bodies within the server's limits on their size and time.
-
-    Args:
-        settings: The limits.
-    """
+    """Reads bodies within the server's limits on their size and time."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._held = 0  # bytes of the bodies of all requests in progress
 
     async def read(self, request: Request, rules: Rules) -> bytes:
-        """Read a body, which counts as held until the request's end.
-
-        Raises:
-            ContentTypeError: The route does not read its content type.
-            TooLargeError: It is larger than the route's limit.
-            OverloadedError: Those of all requests together are too large.
-            SlowClientError: It does not arrive in time.
-        """
+        """Read a body, which counts as held until the request's end."""
         settings = self._settings
         kind = _content_type(request, rules)
         most, remedy = settings.max_body_bytes, "send less at once"
@@ -141,12 +130,7 @@ class Bodies:
         return b"".join(pieces)
 
     async def parsed(self, body: bytes, adapter: TypeAdapter[Any]) -> Any:
-        """Parse and validate a body.
-
-        Raises:
-            RequestError: It has too many parts.
-            FieldError: It is missing, is no JSON, or does not fit.
-        """
+        """Parse and validate a body."""
         if len(body) > LARGE_BYTES:
             return await asyncio.to_thread(self._parsed, body, adapter)
         return self._parsed(body, adapter)

@@ -128,17 +128,7 @@ class Grammars:
     async def constraints(
         self, grammar: Grammar, count: int = 1, client: str = ""
     ) -> list[GrammarConstraint]:
-        """Make constraints from a grammar; cancelling this leaves the queue.
-
-        Args:
-            grammar: The grammar.
-            count: Number of constraints; each serves for one answer.
-            client: Who asks.
-
-        Raises:
-            RequestError: A schema is invalid, too complex, or uses an unsupported feature.
-            OverloadedError: Too many grammars wait to be compiled.
-        """
+        """Make constraints from a grammar; cancelling this leaves the queue."""
         key = _key(grammar)
         known = self._known.get(key)
         if known is None or known.worn:
@@ -269,10 +259,6 @@ class Grammars:
 class GrammarConstraint:
     """A grammar's constraint on the tokens of one answer, as `valora_serve.types.Constraint`.
 
-    Args:
-        known: Compiled grammar.
-        grammar: The grammar.
-
     Attributes:
         grammar: The grammar, from which another process makes the same constraint.
     """
@@ -282,11 +268,7 @@ class GrammarConstraint:
         self._known, self._matcher = known, known.made.deep_copy()
 
     def mask(self, allowed: NDArray[np.bool_]) -> None:
-        """Clear the entries of tokens that cannot come next; `allowed` is [vocabulary] bool.
-
-        Raises:
-            RequestError: The grammar engine gave up.
-        """
+        """Clear the entries of tokens that cannot come next; `allowed` is [vocabulary] bool."""
         try:
             may = _mask(self._matcher)[: allowed.size]
         except RequestError:
@@ -296,14 +278,7 @@ class GrammarConstraint:
         allowed[may.size :] = False  # rows that pad the vocabulary
 
     def advance(self, token: int) -> bool | None:
-        """Advance by the token that was sampled.
-
-        Returns:
-            Whether stop texts end the answer here: in text, but not in calls; None if all is JSON.
-
-        Raises:
-            RequestError: The grammar engine gave up.
-        """
+        """Advance by the token that was sampled."""
         free = None if self.grammar.rules == JSON_ONLY else self._matcher.is_accepting()
         try:
             _consume(self._matcher, token)
@@ -313,11 +288,7 @@ class GrammarConstraint:
         return free
 
     def check(self, text: str) -> None:
-        """Check that a whole answer is JSON, unless the grammar has rules of its own.
-
-        Raises:
-            RequestError: It is not.
-        """
+        """Check that a whole answer is JSON, unless the grammar has rules of its own."""
         if self.grammar.rules != JSON_ONLY:
             return
         try:

@@ -65,11 +65,6 @@ def invalid(
     """The error of an invalid request, in pydantic's words.
 
     Of a union's alternatives, the one whose validation got furthest was probably meant.
-
-    Args:
-        errors: pydantic's errors, at least one.
-        sent: What was validated, parsed; None if it is no JSON.
-        root: What sentences call it as a whole.
     """
     placed = [(_path(error, sent), str(error["msg"])) for error in errors]
     path, _ = max(placed, key=lambda item: len(item[0]))

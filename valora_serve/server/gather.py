@@ -18,15 +18,12 @@ AT_ONCE = 8
 """Coroutines that run at a time: the first steps of thousands would hold up the event loop."""
 
 
-async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+async def gathered(*work: Coroutine[Any, Any, Any], at_once: int = AT_ONCE) -> list[Any]:
     """Results of several coroutines, in order; if one fails, the others are cancelled.
 
-    At most `AT_ONCE` run at a time. `asyncio.TaskGroup` would start all of them, and in Python 3.11
+    At most `at_once` run at a time. `asyncio.TaskGroup` would start all of them, and in Python 3.11
     its error group refers to itself, and keeps what the failed functions held (images, files) until
     the garbage collector runs.
-
-    Raises:
-        Exception: The error of the first coroutine that failed; all have ended then.
     """
     results: list[Any] = [None] * len(work)
     left = deque(enumerate(work))
@@ -34,7 +31,7 @@ async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     task: asyncio.Future[Any] | None = None
     try:
         while left or running:
-            while left and len(running) < AT_ONCE:
+            while left and len(running) < at_once:
                 place, item = left.popleft()
                 running[asyncio.ensure_future(item)] = place
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -55,11 +52,7 @@ async def gathered(*work: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine, and cancel it if the client disconnects.
-
-    Raises:
-        CancelledRequestError: The client disconnected; `work` was cancelled and has ended.
-    """
+    """Run a coroutine, and cancel it if the client disconnects."""
     doing = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -21,14 +21,7 @@ _REMEDIES = {
 
 
 def bind(settings: ServerSettings) -> list[socket.socket]:
-    """Bind the server's address, without listening yet: clients are refused until it serves.
-
-    Returns:
-        A socket for each address that the host stands for.
-
-    Raises:
-        SettingsError: The host is unknown, or the port or Unix socket cannot be used.
-    """
+    """Bind the server's address, without listening yet: clients are refused until it serves."""
     if settings.unix_socket is not None:
         return [_bind_unix(Path(settings.unix_socket).absolute())]
     host, port = settings.host, settings.port
@@ -80,11 +73,7 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def check_certificate(settings: ServerSettings) -> None:
-    """Check the files of tls_cert and tls_key.
-
-    Raises:
-        SettingsError: A file is missing, is no PEM, needs a password, or the two do not match.
-    """
+    """Check the files of tls_cert and tls_key."""
     if settings.tls_cert is None or settings.tls_key is None:
         return
 

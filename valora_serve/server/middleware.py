@@ -27,13 +27,7 @@ class StalledClientError(Exception):
 
 
 class Middleware:
-    """ASGI middleware around the whole application.
-
-    Args:
-        app: The application.
-        settings: The root path, and the time for a piece of a response.
-        metrics: Counts requests and errors.
-    """
+    """ASGI middleware around the whole application."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics

@@ -40,11 +40,7 @@ def first_line(error: object) -> str:
 
 
 def rules_of(rules: str, strict: list[str], schemas: dict[str, Any]) -> str:
-    """Return the rules of a grammar, with those of its schemas.
-
-    Raises:
-        RequestError: A schema is invalid, or not supported.
-    """
+    """Return the rules of a grammar, with those of its schemas."""
     lines = [rules]
     for name, schema in schemas.items():
         try:

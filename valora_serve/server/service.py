@@ -10,13 +10,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valora_serve.errors import (
-    CancelledRequestError,
-    ServeError,
-    StoppedError,
-    UnknownModelError,
-)
+from valora_serve.errors import CancelledRequestError, StoppedError, UnknownModelError
 from valora_serve.server.access.guard import caller, caller_key
+from valora_serve.server.gather import gathered
 from valora_serve.types import Finish
 
 if TYPE_CHECKING:
@@ -35,16 +31,7 @@ NAMED = 20  # names that an error lists
 
 
 class Service:
-    """Sends the requests of all endpoints to the engine.
-
-    Args:
-        engine: Engine that answers them.
-        admission: Admission control.
-        metrics: Metrics of requests.
-        tracer: Makes a span for each request.
-        share_by: By what the engine keeps shares: ``key``, ``adapter`` or ``none``.
-        cache_sharing: Who shares cached prompts and images, see `ServerSettings`.
-    """
+    """Sends the requests of all endpoints to the engine."""
 
     def __init__(
         self,
@@ -98,11 +85,7 @@ class Service:
         return [model for model in found if self.sees(model.name)] if limited else found
 
     def model(self, name: str | None) -> ServedModel:
-        """The domain, adapter or base model of a name; the base model if the name is None.
-
-        Raises:
-            UnknownModelError: The caller sees no model of this name; the message lists the names.
-        """
+        """The domain, adapter or base model of a name; the base model if the name is None."""
         wanted = next(iter(self._models)) if name is None else name
         if (found := self._models.get(wanted)) is not None and self.sees(wanted):
             return found
@@ -116,22 +99,12 @@ class Service:
         raise UnknownModelError(f"There is no model {shown!r}: name one of {listed}")
 
     def deadline(self, name: str, wanted: float | None) -> float | None:
-        """Deadline of a request in seconds, None for none.
-
-        Args:
-            name: Name of the model that the request names.
-            wanted: The request's own deadline in seconds.
-        """
+        """Deadline of a request in seconds, None for none."""
         return self._admission.deadline(name, wanted)
 
     @contextlib.contextmanager
     def admitted(self, model: ServedModel, deadline: float | None, count: int) -> Iterator[Ticket]:
-        """Context in which `count` requests count as admitted.
-
-        Raises:
-            StoppedError: The engine has stopped.
-            OverloadedError: The queue is full, or the deadline would be missed.
-        """
+        """Context in which `count` requests count as admitted."""
         if not self.engine.healthy:
             raise StoppedError("The engine has stopped: see the server's log")
         client = self._client(model)
@@ -163,17 +136,7 @@ class Service:
         *,
         stream: bool = True,
     ) -> AsyncGenerator[Output, None]:
-        """Outputs of an admitted request; closing the iterator cancels the request.
-
-        Args:
-            ticket: Admission of the request.
-            request: The request.
-            headers: Headers of the HTTP request, for spans.
-            stream: Whether the client gets the outputs as they come.
-
-        Raises:
-            ServeError: The request could not be answered.
-        """
+        """Outputs of an admitted request; closing the iterator cancels the request."""
         name = ticket.model.name
         tokens_at: list[float] = []
         last: Output | None = None
@@ -183,7 +146,7 @@ class Service:
         request = dataclasses.replace(request, client=caller.get(), cache_salt=salt, stream=stream)
         answering = self.engine.generate(request)
         try:
-            with self._tracer.span(name, headers) as span:
+            with self._tracer.span(name, headers) as ended:
                 async for output in answering:
                     if output.token_ids:
                         tokens_at += [time.monotonic()] * len(output.token_ids)
@@ -199,7 +162,7 @@ class Service:
                         last = output
                         if not stream:
                             tokens_at = _spread(output.times, len(tokens_at))
-                        span.ended(output)
+                        ended(output)
                         for one in {name, *(adapter for adapter, _ in request.adapters)}:
                             self._metrics.ended(one, output, tokens_at)
                     yield output
@@ -213,28 +176,17 @@ class Service:
         self, ticket: Ticket, requests: Sequence[Request], headers: Mapping[str, str]
     ) -> list[list[Output]]:
         """Outputs of several requests, of which many run at once; all end if one fails."""
-        places, arrived = asyncio.Semaphore(AT_ONCE), time.monotonic()
+        arrived = time.monotonic()
 
         async def whole(request: Request) -> list[Output]:
-            async with places:
-                if request.deadline is not None:
-                    left = request.deadline - (time.monotonic() - arrived)
-                    request = dataclasses.replace(request, deadline=max(left, LEAST_DEADLINE))
-                asked = self.ask(ticket, request, headers, stream=False)
-                async with contextlib.aclosing(asked) as outputs:
-                    return [output async for output in outputs]
+            if request.deadline is not None:
+                left = request.deadline - (time.monotonic() - arrived)
+                request = dataclasses.replace(request, deadline=max(left, LEAST_DEADLINE))
+            asked = self.ask(ticket, request, headers, stream=False)
+            async with contextlib.aclosing(asked) as outputs:
+                return [output async for output in outputs]
 
-        if len(requests) == 1:
-            return [await whole(requests[0])]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(whole(request)) for request in requests]
-        except BaseExceptionGroup as errors:  # what `except*` raises is a group again
-            known = errors.subgroup(ServeError)
-            if known is None:
-                raise
-            raise _first(known) from errors
-        return [task.result() for task in tasks]
+        return await gathered(*map(whole, requests), at_once=AT_ONCE)
 
     @staticmethod
     def numbered(request: Request, count: int) -> list[Request]:
@@ -297,11 +249,7 @@ class Ticket:
 async def merged(
     streams: Sequence[AsyncGenerator[Output, None]],
 ) -> AsyncGenerator[tuple[int, Output], None]:
-    """Outputs of several streams in the order of their arrival, each with its stream's index.
-
-    Raises:
-        Exception: The first error of a stream; the other streams are cancelled.
-    """
+    """Outputs of several streams in the order of their arrival, each with its stream's index."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
             async for output in only:
@@ -341,11 +289,6 @@ def _spread(times: Times | None, count: int) -> list[float]:
         return []
     step = (times.finished - times.first_token) / max(1, count - 1)
     return [times.first_token + number * step for number in range(count)]
-
-
-def _first(errors: BaseExceptionGroup[ServeError]) -> ServeError:
-    inner = errors.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 async def _close(stream: AsyncIterator[Output]) -> None:

@@ -169,11 +169,7 @@ class ServerSettings:
     console: bool = True
 
     def __post_init__(self) -> None:
-        """Check values that types do not check.
-
-        Raises:
-            ValueError: A value is out of range, or two values contradict each other.
-        """
+        """Check values that types do not check."""
         positive = (
             "max_body_bytes max_json_bytes max_held_bytes max_image_bytes max_image_pixels "
             "max_request_pixels max_held_pixels max_images max_video_bytes max_video_pixels "

@@ -20,12 +20,7 @@ LONGEST_RETRY = 60.0
 
 
 class RateLimiter:
-    """A token bucket for every caller.
-
-    Args:
-        rate: Requests per minute; 0 for no limit.
-        burst: Number of requests that may arrive at once.
-    """
+    """A token bucket for every caller."""
 
     def __init__(self, rate: float, burst: int) -> None:
         self._each = 60.0 / rate if rate else 0.0
@@ -33,15 +28,7 @@ class RateLimiter:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, caller: str, now: float) -> None:
-        """Count a request.
-
-        Args:
-            caller: Name of the caller.
-            now: Current time, in seconds of a monotonic clock.
-
-        Raises:
-            RateLimitError: The caller has exceeded the rate limit.
-        """
+        """Count a request."""
         if not self._each:
             return
         left, then = self._buckets.pop(caller, (float(self._burst), now))
@@ -119,11 +106,7 @@ class Admission:
         return min(wanted, own)
 
     def waiting(self, running: int) -> int:
-        """Number of admitted requests that the engine does not run yet.
-
-        Args:
-            running: Number of requests that the engine runs.
-        """
+        """Number of admitted requests that the engine does not run yet."""
         return max(0, self.inside - running)
 
     def predicted(self, model: str | None, running: int, client: str = "") -> float | None:
@@ -158,18 +141,7 @@ class Admission:
         count: int = 1,
         client: str = "",
     ) -> None:
-        """Admit requests.
-
-        Args:
-            model: Domain, adapter or base model of the requests.
-            running: Number of requests that the engine runs.
-            deadline: Deadline of the requests in seconds, None for none.
-            count: Number of requests.
-            client: Who has a share of the machine for them.
-
-        Raises:
-            OverloadedError: The queue is full, or the deadline would be missed.
-        """
+        """Admit requests."""
         waiting = self.waiting(running)
         if not self._has_place(client, waiting, count):
             wait = min(LONGEST_RETRY, max(1.0, waiting * self._gap.value / 2))
@@ -192,14 +164,7 @@ class Admission:
         self._clients[client] += count
 
     def leave(self, model: str | None, times: Times | None, now: float, client: str = "") -> None:
-        """Count a request as finished.
-
-        Args:
-            model: Domain, adapter or base model of the request.
-            times: When it started and finished; None if it failed.
-            now: Current time, in seconds of a monotonic clock.
-            client: As in `enter`.
-        """
+        """Count a request as finished."""
         self.inside -= 1
         self._clients[client] -= 1
         if not self._clients[client]:

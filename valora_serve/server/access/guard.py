@@ -28,13 +28,7 @@ caller_key: ContextVar[Key | None] = ContextVar("caller_key", default=None)
 
 
 class Guard:
-    """Lets requests in by the rules of their route.
-
-    Args:
-        keys: API keys that the server knows.
-        rates: Rate limits of the callers.
-        sites: Hosts and origins that requests may name where there are no keys; None for any.
-    """
+    """Lets requests in by the rules of their route."""
 
     def __init__(self, keys: KeyRing, rates: RateLimiter, sites: Sites | None = None) -> None:
         self._keys = keys
@@ -42,24 +36,7 @@ class Guard:
         self._sites = sites
 
     def check(self, rules: Rules, scope: Scope, headers: Headers) -> dict[str, Any]:
-        """Check a request.
-
-        Args:
-            rules: Rules of the route.
-            scope: ASGI scope of the request.
-            headers: Headers of the request.
-
-        Returns:
-            What the access log says of the caller.
-
-        Raises:
-            UnauthorizedError: The API key is missing or unknown.
-            ForbiddenError: The key may not use this route or not see all models, or a page of
-                another site sent the request to a server without keys.
-            ServeError: The route is disabled: its `Rules.refusal`.
-            RequestError: The request names no host.
-            RateLimitError: The caller has exceeded the rate limit.
-        """
+        """Check a request."""
         if self._sites is not None and not self._keys:
             self._sites.check(scope, headers, any_host=rules.any_host)
         if rules.disabled is not None:

@@ -46,12 +46,7 @@ class Key:
     models: tuple[str, ...] = ()
 
     def sees(self, model: str, bundle: str | None = None) -> bool:
-        """Return whether the key may see and ask a model.
-
-        Args:
-            model: Its name.
-            bundle: Name and version of its bundle, e.g. ``detection@1``; None without one.
-        """
+        """Return whether the key may see and ask a model."""
         return not self.models or any(
             fnmatchcase(model, one) or ("@" in one and fnmatchcase(bundle or "", one))
             for one in self.models
@@ -64,11 +59,7 @@ def hashed(secret: str) -> str:
 
 
 def new_key(name: str, role: str, models: Sequence[str] = ()) -> tuple[str, str]:
-    """Make an API key; see `Key` for its name, its role and its models.
-
-    Returns:
-        The key, which is shown once, and its line for the keys file.
-    """
+    """Make an API key; see `Key` for its name, its role and its models."""
     secret = PREFIX + secrets.token_urlsafe(32)
     return secret, " ".join([name, role, hashed(secret), *models])
 
@@ -76,9 +67,7 @@ def new_key(name: str, role: str, models: Sequence[str] = ()) -> tuple[str, str]
 def read_keys(path: Path) -> list[Key]:
     """Read a keys file with ``name role sha256 [model…]`` in each line; # begins a comment.
 
-    Raises:
-        SettingsError: A line is invalid. The message does not quote it, because it may hold a
-            key in the clear.
+    Errors do not quote a line, because it may hold a key in the clear.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -101,11 +90,7 @@ def read_keys(path: Path) -> list[Key]:
 
 
 class KeyRing:
-    """API keys that the server accepts; without any, everybody has access.
-
-    Args:
-        keys: The keys.
-    """
+    """API keys that the server accepts; without any, everybody has access."""
 
     def __init__(self, keys: list[Key]) -> None:
         self._keys = keys
@@ -141,17 +126,6 @@ class KeyRing:
         """Find the key of an Authorization header.
 
         All keys are compared, each in constant time, so that the response time reveals nothing.
-
-        Args:
-            authorization: Value of the header, None if it is missing.
-            admin: Whether the key must have the role admin.
-
-        Returns:
-            The key; None if the server has no keys.
-
-        Raises:
-            UnauthorizedError: The key is missing or unknown.
-            ForbiddenError: The key does not have the role admin.
         """
         self.update()
         if not self._keys:
@@ -178,13 +152,6 @@ class WatchedKeyRing(KeyRing):
 
     A file that cannot be read, or holds no key, changes nothing: a server with keys never becomes
     one without, and a half-written file locks nobody out.
-
-    Args:
-        path: The file.
-        fixed: Keys besides those of the file.
-
-    Raises:
-        SettingsError: The file cannot be read, or there is no key at all.
     """
 
     def __init__(self, path: Path, fixed: list[Key]) -> None:

@@ -26,13 +26,7 @@ _SAFE = {"GET", "HEAD", "OPTIONS"}
 
 
 class Sites:
-    """Checks the host and the origin that requests name.
-
-    Args:
-        bound: Address or host name that the server listens on.
-        hosts: Further host names; ``*`` for any.
-        origins: Origins of other sites whose pages may send requests; ``*`` for any.
-    """
+    """Checks the host and the origin that requests name."""
 
     def __init__(self, bound: str, hosts: Iterable[str], origins: Iterable[str]) -> None:
         self._hosts = {"localhost", socket.gethostname().lower(), bound.lower()}
@@ -41,17 +35,7 @@ class Sites:
         self._public = not _is_loopback(bound)
 
     def check(self, scope: Scope, headers: Headers, *, any_host: bool) -> None:
-        """Check a request.
-
-        Args:
-            scope: ASGI scope of the request.
-            headers: Headers of the request.
-            any_host: Whether the route answers under any name, as probes ask.
-
-        Raises:
-            RequestError: The request names no host, or none that is well-formed.
-            ForbiddenError: The host or the origin is not allowed.
-        """
+        """Check a request."""
         named = headers.get("host", "")
         if not any_host and not (scope.get("http_version") == "1.0" and not named):
             self._check_host(named, scope)

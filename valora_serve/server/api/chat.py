@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -21,16 +21,12 @@ from valora_serve.server.api.domain_prompt import (
     check_measured_media,
 )
 from valora_serve.server.api.requests import (
+    Arrival,
     answer_tokens,
     check_head,
-    constrained,
-    constraints,
-    find_models,
     grammar_of,
     read_messages,
     sampling,
-    time_left,
-    within_deadline,
 )
 from valora_serve.server.api.responses import (
     chat_logprobs,
@@ -50,7 +46,6 @@ from valora_serve.server.api.schema import (
 from valora_serve.server.api.streams import EventStream
 from valora_serve.server.api.tools import AnswerReader, tools_of
 from valora_serve.server.gather import until_disconnect
-from valora_serve.server.service import merged
 from valora_serve.server.telemetry.logs import new_id
 
 if TYPE_CHECKING:
@@ -61,8 +56,7 @@ if TYPE_CHECKING:
     from valora_serve.server.api.schema import ValoraAnswer
     from valora_serve.server.api.tools import Tools
     from valora_serve.server.context import ServerContext
-    from valora_serve.server.service import Ticket
-    from valora_serve.types import Output, ServedModel
+    from valora_serve.types import Output
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -84,90 +78,60 @@ def router(context: ServerContext) -> APIRouter:
     return routes
 
 
-async def begin(context: ServerContext, request: Request, body: ChatRequest) -> Chat:
-    """Check a chat request, read its images, and make the requests to the engine.
-
-    Args:
-        context: Parts of the server.
-        request: The HTTP request.
-        body: Its body.
-
-    Raises:
-        ServeError: The request cannot be answered.
-    """
-    since = time.monotonic()
-    service = context.service
-    model, named = await find_models(context, request, body)
-    request.state.facts["model"] = model.name
-    grammar = grammar_of(body, context)
-    tools = tools_of(body)
+async def begin(context: ServerContext, http: Request, body: ChatRequest) -> Chat:
+    """Check a chat request, read its images, and make the requests to the engine."""
+    arrival = Arrival(context, http, body.valora.deadline)
+    model = await arrival.find(body)
+    grammar, tools = grammar_of(body, context), tools_of(body)
     head = answers_with_head(model, body.valora.head)
-    warnings: dict[str, None] = {}
+    warnings: list[str] = []
     if head:
         check_head(model, as_json=grammar is not None, calls=tools is not None and not tools.text)
         if tools is not None:
             tools = None
-            warnings[f"{model.name} answers with its {model.head} head: ignored the tools"] = None
+            warnings.append(f"{model.name} answers with its {model.head} head: ignored the tools")
     if tools is not None:
         grammar = tools.grammar(grammar, strict=context.settings.strict_schemas)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs goes with logprobs: set logprobs, or leave it out")
-    limit = body.max_completion_tokens or body.max_tokens or answer_tokens(model, context)
     params = sampling(
-        body, context, max_tokens=limit,
+        body, context,
+        max_tokens=body.max_completion_tokens or body.max_tokens or answer_tokens(model, context),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )  # fmt: skip
-    made = await constraints(
-        grammar, body.n or 1, request, context, model, body.valora.deadline, since
-    )
     asked = as_measured(model, body.messages, head=head, told=tools is not None)
-    pixels = request.state.stack.enter_context(context.media.pixels())
-    turns, images, videos = await within_deadline(
-        read_messages(asked.messages, context, pixels, tools.instruction() if tools else ""),
-        request.receive, context, model, body.valora.deadline, since,
+    warnings += asked.warnings
+    plain = types.Request(
+        id=f"chatcmpl-{new_id()}", **arrival.named, head=body.valora.head,
+        min_score=body.valora.min_score, sampling=params, cache_salt=body.cache_salt,
     )  # fmt: skip
+    # First, as a schema that is refused costs no image.
+    copies = await arrival.constrained(context.service.numbered(plain, body.n or 1), grammar)
+    pixels = http.state.stack.enter_context(context.media.pixels())
+    told = tools.instruction() if tools else ""
+    turns, images, videos = await arrival.within(
+        read_messages(asked.messages, context, pixels, told)
+    )
     # A head that finds boxes was measured with single images.
     groups = [[image] for image in images] if head and model.boxes and not videos else [images]
-    warnings |= dict.fromkeys(asked.warnings)
     for group in groups:
         frames = [len(video) for video in videos]
-        warnings |= dict.fromkeys(check_measured_media(model, len(group), frames, head=head))
-    wanted = types.Request(
-        id=f"chatcmpl-{new_id()}",
-        **named,
-        messages=turns,
-        images=images,
-        videos=videos,
-        head=body.valora.head,
-        min_score=body.valora.min_score,
-        sampling=params,
-        deadline=time_left(context, model, body.valora.deadline, since),
-        cache_salt=body.cache_salt,
-    )
-    copies = service.numbered(wanted, body.n or 1)
-    plain = [one for copy in copies for one in _for_each_group(copy, groups)]
-    requests = constrained(plain, made)
-    return Chat(
-        context,
-        model,
-        requests,
-        body,
-        wanted.id,
-        groups=len(groups),
-        sizes=[image.size for image in images],
-        headers=dict(request.headers),
-        tools=tools,
-        warnings=list(warnings),
-    )
+        warnings += check_measured_media(model, len(group), frames, head=head)
+    left = arrival.time_left()
+    requests = [
+        one
+        for copy in copies
+        for one in _for_each_group(
+            replace(copy, messages=turns, images=images, videos=videos, deadline=left), groups
+        )
+    ]
+    sizes = [image.size for image in images]
+    unique = list(dict.fromkeys(warnings))
+    return Chat(arrival, requests, body, plain.id, len(groups), sizes, tools, unique)
 
 
 def _for_each_group(request: types.Request, groups: Sequence[list[Image]]) -> list[types.Request]:
-    """Copies of a request, each with some of its images; the request itself if there is one group.
-
-    Args:
-        request: A request to a head, whose only turn holds a text and images.
-        groups: Images of each copy.
-    """
+    """Copies of a request, each with some of its images; itself if there is one group."""
     if len(groups) < 2:
         return [request]
     made = []
@@ -181,89 +145,54 @@ def _for_each_group(request: types.Request, groups: Sequence[list[Image]]) -> li
     return made
 
 
+@dataclass(eq=False)
 class Chat:
     """Response to one request, complete or streamed.
 
-    Args:
-        context: Parts of the server.
-        model: Model that answers.
+    Attributes:
+        arrival: The HTTP request.
         requests: Requests to the engine; those of one choice are adjacent.
-        body: The HTTP request.
-        identity: Id of the response.
+        body: Body of the HTTP request.
+        id: Id of the response.
         groups: Number of requests of each choice.
         sizes: (width, height) in pixels of the images as they were sent.
-        headers: Headers of the HTTP request.
         tools: What the answers may call; None for nothing.
         warnings: What of the request was ignored or was not measured.
+        created: When the response began, in seconds since 1970.
     """
 
-    def __init__(
-        self,
-        context: ServerContext,
-        model: ServedModel,
-        requests: Sequence[types.Request],
-        body: ChatRequest,
-        identity: str,
-        *,
-        groups: int,
-        sizes: Sequence[tuple[int, int]],
-        headers: dict[str, str],
-        tools: Tools | None,
-        warnings: Sequence[str],
-    ) -> None:
-        self._service = context.service
-        self._model = model
-        self._requests = requests
-        self._groups = groups
-        self._sizes = sizes
-        self._headers = headers
-        self._tools = tools
-        self._warnings = warnings
-        self._logprobs = bool(body.logprobs)
-        self._usage = body.stream_options is not None and body.stream_options.include_usage
-        self._id = identity
-        self._created = int(time.time())
+    arrival: Arrival
+    requests: Sequence[types.Request]
+    body: ChatRequest
+    id: str
+    groups: int
+    sizes: Sequence[tuple[int, int]]
+    tools: Tools | None
+    warnings: Sequence[str]
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model(self) -> str:
         """Name of the model that answers."""
-        return self._model.name
-
-    def _admitted(self) -> Any:
-        return self._service.admitted(self._model, self._requests[0].deadline, len(self._requests))
-
-    async def _joined(self, ticket: Ticket) -> list[Output]:
-        """The output of each choice, of which each has several requests."""
-        answers = await self._service.ask_all(ticket, self._requests, self._headers)
-        lasts = [outputs[-1] for outputs in answers]
-        return [
-            joined(lasts[start : start + self._groups])
-            for start in range(0, len(lasts), self._groups)
-        ]
+        return self.arrival.model.name
 
     async def whole(self) -> tuple[ChatAnswer, list[list[str]]]:
-        """Wait for the whole answer.
-
-        Returns:
-            The answer without log probabilities, and those of each choice as JSON: they become
-            text as they come, because there may be very many.
-        """
+        """Wait for the whole answer."""
         texts: dict[int, list[str]] = defaultdict(list)
         logprobs: dict[int, list[str]] = defaultdict(list)
         lasts: dict[int, Output] = {}
-        with self._admitted() as ticket:
-            async with contextlib.aclosing(self._outputs(ticket, stream=False)) as outputs:
-                async for number, output in outputs:
-                    texts[number].append(output.text)
-                    if self._logprobs and output.logprobs:
-                        logprobs[number].append(items_json(chat_logprobs(output.logprobs)))
-                    if output.finish is not None:
-                        lasts[number] = output
+        async with contextlib.aclosing(self._outputs(stream=False)) as outputs:
+            async for number, output in outputs:
+                texts[number].append(output.text)
+                if self.body.logprobs and output.logprobs:
+                    logprobs[number].append(items_json(chat_logprobs(output.logprobs)))
+                if output.finish is not None:
+                    lasts[number] = output
         order = sorted(lasts)
         body = ChatAnswer(
-            id=self._id,
-            created=self._created,
-            model=self._model.name,
+            id=self.id,
+            created=self.created,
+            model=self.model,
             choices=[self._choice(n, "".join(texts[n]), lasts[n]) for n in order],
             usage=usage(lasts[n] for n in order),
             valora=self._block(lasts[0]),
@@ -273,7 +202,7 @@ class Chat:
     async def json(self) -> bytes:
         """Wait for the whole answer, as JSON."""
         body, logprobs = await self.whole()
-        if not self._logprobs:
+        if not self.body.logprobs:
             return body.model_dump_json().encode()
 
         def made() -> bytes:
@@ -285,68 +214,66 @@ class Chat:
         return await asyncio.to_thread(made)
 
     def _block(self, last: Output) -> ValoraAnswer:
-        return valora_block(self._model, last, self._sizes, self._warnings)
+        return valora_block(self.arrival.model, last, self.sizes, self.warnings)
 
     def _choice(self, number: int, text: str, last: Output) -> ChatChoice:
         if last.head is not None:
-            text = last.head.text(self._sizes)
-        assert last.finish is not None
+            text = last.head.text(self.sizes)
         message = AnswerMessage(content=text)
-        if self._tools is not None:
-            message = AnswerReader(self._tools).message(text)
-        reason = finish_reason(last.finish, call=bool(message.tool_calls))
+        if self.tools is not None:
+            message = AnswerReader(self.tools).message(text)
+        reason = finish_reason(last, call=bool(message.tool_calls))
         return ChatChoice(index=number, message=message, finish_reason=reason)
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer as chunks of OpenAI's API."""
-        with self._admitted() as ticket:
-            lasts: dict[int, Output] = {}
-            readers: dict[int, AnswerReader | None] = {}
-            async with contextlib.aclosing(self._outputs(ticket, stream=True)) as outputs:
-                async for number, output in outputs:
-                    if number not in readers:
-                        readers[number] = AnswerReader(self._tools) if self._tools else None
-                        content = None if self._tools else ""
-                        yield self._event(number, {"role": "assistant", "content": content})
-                    text = output.text
-                    if output.head is not None:
-                        text = output.head.text(self._sizes)
-                    reader = readers[number]
-                    if reader is None:
-                        deltas = [{"content": text}] if text or output.logprobs else []
-                    else:
-                        deltas = reader.push(text, last=output.finish is not None)
-                    for place, delta in enumerate(deltas or [{}] * bool(output.logprobs)):
-                        yield self._event(number, delta, None if place else output)
-                    if output.finish is not None:
-                        lasts[number] = output
-                        yield self._ending(number, output, called=bool(reader and reader.calls))
-            if self._usage:
-                used = usage(lasts[number] for number in sorted(lasts))
-                yield self._base([]) | {"usage": used.model_dump()}
+        lasts: dict[int, Output] = {}
+        readers: dict[int, AnswerReader | None] = {}
+        async with contextlib.aclosing(self._outputs(stream=True)) as outputs:
+            async for number, output in outputs:
+                if number not in readers:
+                    readers[number] = AnswerReader(self.tools) if self.tools else None
+                    yield self._event(
+                        number, {"role": "assistant", "content": None if self.tools else ""}
+                    )
+                text = output.text if output.head is None else output.head.text(self.sizes)
+                reader = readers[number]
+                if reader is None:
+                    deltas = [{"content": text}] if text or output.logprobs else []
+                else:
+                    deltas = reader.push(text, last=output.finish is not None)
+                for place, delta in enumerate(deltas or [{}] * bool(output.logprobs)):
+                    yield self._event(number, delta, None if place else output)
+                if output.finish is not None:
+                    lasts[number] = output
+                    called = reader is not None and reader.calls > 0
+                    event = self._event(number, {})
+                    event["choices"][0]["finish_reason"] = finish_reason(output, call=called)
+                    block = self._block(output).model_dump(exclude_none=True)
+                    yield event | {"valora": block}
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            used = usage(lasts[number] for number in sorted(lasts))
+            yield self._base([]) | {"usage": used.model_dump()}
 
-    async def _outputs(
-        self, ticket: Ticket, *, stream: bool
-    ) -> AsyncGenerator[tuple[int, Output], None]:
+    async def _outputs(self, *, stream: bool) -> AsyncGenerator[tuple[int, Output], None]:
         """Outputs of all choices as they come, each with the number of its choice."""
-        if self._groups > 1:
-            for number, output in enumerate(await self._joined(ticket)):
-                yield number, output
+        if self.groups > 1:
+            lasts = [outputs[-1] for outputs in await self.arrival.ask_all(self.requests)]
+            for number, start in enumerate(range(0, len(lasts), self.groups)):
+                yield number, joined(lasts[start : start + self.groups])
             return
-        ask = self._service.ask
-        streams = [ask(ticket, one, self._headers, stream=stream) for one in self._requests]
-        async with contextlib.aclosing(merged(streams)) as outputs:
+        async with contextlib.aclosing(
+            self.arrival.outputs(self.requests, stream=stream)
+        ) as outputs:
             async for found in outputs:
                 yield found
 
     def _base(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk"
         return {
-            "id": self._id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._model.name,
+            "id": self.id, "object": kind, "created": self.created, "model": self.model,
             "choices": choices,
-        }
+        }  # fmt: skip
 
     def _event(
         self, number: int, delta: dict[str, Any], output: Output | None = None
@@ -355,9 +282,3 @@ class Chat:
         if output is not None and output.logprobs:
             choice["logprobs"] = {"content": chat_logprobs(output.logprobs)}
         return self._base([choice])
-
-    def _ending(self, number: int, output: Output, *, called: bool) -> dict[str, Any]:
-        assert output.finish is not None
-        event = self._event(number, {})
-        event["choices"][0]["finish_reason"] = finish_reason(output.finish, call=called)
-        return event | {"valora": self._block(output).model_dump(exclude_none=True)}

@@ -30,11 +30,7 @@ _TEXTS = {
 
 
 def error_answers(*, event_stream: bool = False) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI declarations of the error responses that any route under /v1 may give.
-
-    Args:
-        event_stream: Whether the route can also stream.
-    """
+    """OpenAPI declarations of the error responses that any route under /v1 may give."""
     # The model once: FastAPI builds a validator wherever it is named, 27 ms for all routes.
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
     declared: dict[int | str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import time
 from codecs import getincrementaldecoder
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +20,11 @@ from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.domain_prompt import answers_with_head, completion_warnings
 from valora_serve.server.api.requests import (
+    Arrival,
     check_head,
     check_text,
-    constrained,
-    constraints,
-    find_models,
     grammar_of,
     sampling,
-    time_left,
 )
 from valora_serve.server.api.responses import (
     filled,
@@ -43,16 +41,15 @@ from valora_serve.server.api.schema import (
 )
 from valora_serve.server.api.streams import EventJson, EventStream, event_json
 from valora_serve.server.gather import until_disconnect
-from valora_serve.server.service import merged
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.tokens import text_and_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Sequence
 
-    from valora_serve.server.api.schema import UsageAnswer
+    from valora_serve.server.api.schema import UsageAnswer, ValoraAnswer
     from valora_serve.server.context import ServerContext
-    from valora_serve.types import Output, PromptLogprobs, SamplingParams, ServedModel
+    from valora_serve.types import Output, PromptLogprobs
 
 AT_ONCE = 200
 """Most tokens of a prompt that are turned into text before other requests have their turn."""
@@ -73,10 +70,8 @@ def router(context: ServerContext) -> APIRouter:
     )
     @allow(Access.KEYED, max_body_bytes=most_bytes)
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        since = time.monotonic()
-        service = context.service
-        model, named = await find_models(context, request, body)
-        request.state.facts["model"] = model.name
+        arrival = Arrival(context, request, body.valora.deadline)
+        model = await arrival.find(body)
         count = body.n or 1
         if body.best_of is not None and body.best_of != count:
             raise RequestError(
@@ -87,7 +82,7 @@ def router(context: ServerContext) -> APIRouter:
         if head := model.kind == "adapter" and answers_with_head(model, body.valora.head):
             check_head(model, as_json=grammar is not None, calls=False)
         limit = body.max_completion_tokens or body.max_tokens or context.settings.answer_tokens
-        if scored_only := body.max_tokens == 0:
+        if body.max_tokens == 0:
             if not body.echo or body.max_completion_tokens:
                 raise RequestError("max_tokens is 0: set echo, or ask for at least 1 token")
             limit = 1  # the engine computes it with the prompt; it is left out of the response
@@ -96,22 +91,25 @@ def router(context: ServerContext) -> APIRouter:
             params = dataclasses.replace(params, prompt_logprobs=body.logprobs)
         identity = f"cmpl-{new_id()}"
         prompts = _prompts(body.prompt, context)
-        made = await constraints(
-            grammar, len(prompts) * count, request, context, model, body.valora.deadline, since
+        common = types.Request(
+            id="", **arrival.named, head=head, sampling=params, cache_salt=body.cache_salt
         )
-        deadline = time_left(context, model, body.valora.deadline, since)
         plain = [
-            dataclasses.replace(one, cache_salt=body.cache_salt)
+            one
             for number, prompt in enumerate(prompts)
-            for one in service.numbered(
-                _request(f"{identity}-{number}", prompt, named, params, deadline, head=head), count
+            for one in context.service.numbered(
+                dataclasses.replace(
+                    common, id=f"{identity}-{number}",
+                    text=prompt if isinstance(prompt, str) else None,
+                    token_ids=None if isinstance(prompt, str) else tuple(prompt),
+                ),
+                count,
             )
-        ]
-        requests = constrained(plain, made)
-        completion = _Completion(
-            context, model, requests, len(prompts), identity, dict(request.headers), body,
-            scored_only=scored_only,
-        )  # fmt: skip
+        ]  # fmt: skip
+        made = await arrival.constrained(plain, grammar)
+        left = arrival.time_left()
+        requests = [dataclasses.replace(one, deadline=left) for one in made]
+        completion = _Completion(arrival, requests, len(prompts), identity, body)
         if body.stream:
             return EventStream(completion.events())
         return answer(await until_disconnect(request.receive, completion.json()))
@@ -120,11 +118,7 @@ def router(context: ServerContext) -> APIRouter:
 
 
 def _prompts(prompt: str | list[Any], context: ServerContext) -> list[str | list[int]]:
-    """List of the prompts, each a text or a list of tokens.
-
-    Raises:
-        RequestError: There is no prompt, there are too many, or one is empty or too long.
-    """
+    """List of the prompts, each a text or a list of tokens."""
     several: list[Any] = [prompt] if isinstance(prompt, str) else prompt
     if several and isinstance(several[0], int):
         several = [several]
@@ -138,79 +132,41 @@ def _prompts(prompt: str | list[Any], context: ServerContext) -> list[str | list
     return several
 
 
-def _request(
-    identity: str,
-    prompt: str | list[int],
-    named: dict[str, Any],
-    params: SamplingParams,
-    deadline: float | None,
-    *,
-    head: bool,
-) -> types.Request:
-    return types.Request(
-        id=identity,
-        **named,
-        text=prompt if isinstance(prompt, str) else None,
-        token_ids=None if isinstance(prompt, str) else tuple(prompt),
-        head=head,
-        sampling=params,
-        deadline=deadline,
-    )
-
-
+@dataclass(eq=False)
 class _Completion:
-    """Response to one request, complete or streamed."""
+    """Response to one request, complete or streamed; there are as many requests to each prompt."""
 
-    def __init__(
-        self,
-        context: ServerContext,
-        model: ServedModel,
-        requests: Sequence[types.Request],
-        prompts: int,
-        identity: str,
-        headers: dict[str, str],
-        body: CompletionRequest,
-        *,
-        scored_only: bool,
-    ) -> None:
-        self._service = context.service
-        self._echo = bool(body.echo)
-        self._scored_only = scored_only
-        self._model = model
-        self._requests = requests
-        self._prompts = prompts
-        self._headers = headers
-        self._logprobs = body.logprobs is not None
-        self._usage = body.stream_options is not None and body.stream_options.include_usage
-        self._warnings = completion_warnings(model)
-        self._id = identity
-        self._created = int(time.time())
+    arrival: Arrival
+    requests: Sequence[types.Request]
+    prompts: int
+    id: str
+    body: CompletionRequest
+    created: int = field(default_factory=lambda: int(time.time()))
 
-    def _admitted(self) -> Any:
-        return self._service.admitted(self._model, self._requests[0].deadline, len(self._requests))
+    @property
+    def _scored_only(self) -> bool:
+        return self.body.max_tokens == 0
 
     async def json(self) -> bytes:
         """Wait for the whole answer, as JSON."""
         parts: dict[int, _Part] = {}
         lasts: dict[int, Output] = {}
-        with self._admitted() as ticket:
-            ask = self._service.ask
-            streams = [ask(ticket, one, self._headers, stream=False) for one in self._requests]
-            async with contextlib.aclosing(merged(streams)) as outputs:
-                async for number, output in outputs:
-                    if number not in parts:
-                        parts[number] = (
-                            await self._prompt(number, output) if self._echo else _Part()
-                        )
-                    if not self._scored_only:
-                        parts[number].add(output)
-                    if output.finish is not None:
-                        lasts[number] = output
+        async with contextlib.aclosing(
+            self.arrival.outputs(self.requests, stream=False)
+        ) as outputs:
+            async for number, output in outputs:
+                if number not in parts:
+                    echo = self.body.echo
+                    parts[number] = await self._prompt(number, output) if echo else _Part()
+                if not self._scored_only:
+                    parts[number].add(output)
+                if output.finish is not None:
+                    lasts[number] = output
         order = sorted(lasts)
         body = CompletionAnswer(
-            id=self._id,
-            created=self._created,
-            model=self._model.name,
+            id=self.id,
+            created=self.created,
+            model=self.arrival.model.name,
             choices=[
                 CompletionChoice(
                     index=n, text=parts[n].text, finish_reason=self._finish_reason(lasts[n])
@@ -218,9 +174,9 @@ class _Completion:
                 for n in order
             ],
             usage=self._used([lasts[n] for n in order]),
-            valora=valora_block(self._model, lasts[0], (), self._warnings),
+            valora=self._block(lasts[0]),
         ).model_dump_json()
-        if not self._logprobs:
+        if self.body.logprobs is None:
             return body.encode()
 
         def made() -> bytes:
@@ -229,53 +185,49 @@ class _Completion:
         return await asyncio.to_thread(made)
 
     def _finish_reason(self, last: Output) -> str:
-        assert last.finish is not None
-        return "length" if self._scored_only else finish_reason(last.finish)
+        return "length" if self._scored_only else finish_reason(last)
+
+    def _block(self, last: Output) -> ValoraAnswer:
+        return valora_block(self.arrival.model, last, (), completion_warnings(self.arrival.model))
 
     async def events(self) -> AsyncGenerator[dict[str, Any] | EventJson, None]:
-        with self._admitted() as ticket:
-            streams = [self._service.ask(ticket, one, self._headers) for one in self._requests]
-            lasts: dict[int, Output] = {}
-            begun: dict[int, int] = {}  # where the answers begin, behind what is echoed
-            async with contextlib.aclosing(merged(streams)) as outputs:
-                async for number, output in outputs:
-                    if number in begun or not self._echo:
-                        part = _Part(begun.get(number, 0))
-                    else:
-                        part = await self._prompt(number, output)
-                        begun[number] = part.start
-                    if not self._scored_only:
-                        part.add(output)
-                    choice: dict[str, Any] = {
-                        "index": number, "text": part.text, "finish_reason": None,
-                        "logprobs": part.logprobs if self._logprobs else None,
-                    }  # fmt: skip
-                    if output.finish is not None:
-                        lasts[number] = output
-                        choice["finish_reason"] = self._finish_reason(output)
-                    elif not part.text and not part.logprobs["tokens"]:
-                        continue
-                    event = self._event([choice])
-                    if output.finish is not None:
-                        block = valora_block(self._model, output, (), self._warnings)
-                        event["valora"] = block.model_dump(exclude_none=True)
-                    if self._logprobs and len(part.logprobs["tokens"]) > AT_ONCE:
-                        choice["logprobs"] = None
-                        yield await asyncio.to_thread(_filled, event, part)
-                    else:
-                        yield event
-            if self._usage:
-                used = self._used([lasts[number] for number in sorted(lasts)])
-                yield self._event([]) | {"usage": used.model_dump()}
+        """The answer as chunks of OpenAI's API."""
+        logprobs = self.body.logprobs is not None
+        lasts: dict[int, Output] = {}
+        begun: dict[int, int] = {}  # where the answers begin, behind what is echoed
+        async with contextlib.aclosing(self.arrival.outputs(self.requests, stream=True)) as outputs:
+            async for number, output in outputs:
+                if number in begun or not self.body.echo:
+                    part = _Part(begun.get(number, 0))
+                else:
+                    part = await self._prompt(number, output)
+                    begun[number] = part.start
+                if not self._scored_only:
+                    part.add(output)
+                if output.finish is None and not part.text and not part.logprobs["tokens"]:
+                    continue
+                choice: dict[str, Any] = {
+                    "index": number, "text": part.text, "finish_reason": None,
+                    "logprobs": part.logprobs if logprobs else None,
+                }  # fmt: skip
+                event = self._event([choice])
+                if output.finish is not None:
+                    lasts[number] = output
+                    choice["finish_reason"] = self._finish_reason(output)
+                    event["valora"] = self._block(output).model_dump(exclude_none=True)
+                if logprobs and len(part.logprobs["tokens"]) > AT_ONCE:
+                    choice["logprobs"] = None
+                    yield await asyncio.to_thread(_filled, event, part)
+                else:
+                    yield event
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            used = self._used([lasts[number] for number in sorted(lasts)])
+            yield self._event([]) | {"usage": used.model_dump()}
 
     async def _prompt(self, number: int, output: Output) -> _Part:
-        """Return the echo of a prompt.
-
-        Args:
-            number: Number of the request.
-            output: The request's first output.
-        """
-        request, part, tokenizer = self._requests[number], _Part(), self._service.engine.tokenizer
+        """Return the echo of a prompt."""
+        request, part = self.requests[number], _Part()
+        tokenizer = self.arrival.context.service.engine.tokenizer
         part.text = (
             request.text if request.text is not None else tokenizer.decode(request.token_ids)
         )
@@ -286,19 +238,16 @@ class _Completion:
 
     def _used(self, lasts: Sequence[Output]) -> UsageAnswer:
         """Token counts of the response; a token that is left out does not count."""
-        used = usage(lasts, self._prompts)
+        used = usage(lasts, self.prompts)
         if not self._scored_only:
             return used
         return used.model_copy(update={"completion_tokens": 0, "total_tokens": used.prompt_tokens})
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model.name,
-            "choices": choices,
-        }
+            "id": self.id, "object": "text_completion", "created": self.created,
+            "model": self.arrival.model.name, "choices": choices,
+        }  # fmt: skip
 
 
 def _filled(event: dict[str, Any], part: _Part) -> EventJson:
@@ -309,9 +258,6 @@ def _filled(event: dict[str, Any], part: _Part) -> EventJson:
 
 class _Part:
     """A part of an answer: its text, and log probabilities in this endpoint's format.
-
-    Args:
-        start: Offset of the answer in the whole text, in characters.
 
     Attributes:
         text: The text.

@@ -61,6 +61,9 @@ class ContextCard(ResponseBody):
     required: float | None = None
 
 
+_COPIED = ("form", "adapter", "decode_only", "bundle", "accuracy", "required")
+
+
 class ContextList(ResponseBody):
     """Response of ``GET /v1/contexts``."""
 
@@ -70,19 +73,13 @@ class ContextList(ResponseBody):
 
 def card(model: ServedModel) -> ContextCard:
     """A context in the API's format."""
-    assert model.form is not None
     return ContextCard(
         id=last_part(model.name),
         created=int(model.loaded_at),
-        form=model.form,
         tokens=model.memory_tokens or 0,
         bytes=model.memory_bytes or 0,
         source_tokens=model.source_tokens or 0,
-        adapter=model.adapter,
-        decode_only=model.decode_only,
-        bundle=model.bundle,
-        accuracy=model.accuracy,
-        required=model.required,
+        **{name: getattr(model, name) for name in _COPIED},
     )
 
 
@@ -104,14 +101,7 @@ def router(context: ServerContext) -> APIRouter:
     @admin
     async def make(body: ContextRequest) -> ContextCard:
         check_text(len(body.document), context)
-        wanted = NewContext(
-            name=body.name,
-            document=body.document,
-            form=body.form,
-            tokens=body.tokens,
-            encoder=body.encoder,
-            adapter=body.adapter,
-        )
+        wanted = NewContext(**body.model_dump(exclude={"replace"}))
         return card(await changes.whole(served.make_context(wanted, replace=body.replace)))
 
     @routes.delete("/v1/contexts/{name}", summary="Delete a context that was made at run time")

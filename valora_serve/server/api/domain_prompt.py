@@ -42,29 +42,14 @@ class Asked:
 
 
 def answers_with_head(model: ServedModel, wanted: bool) -> bool:
-    """Whether a head answers.
-
-    Args:
-        model: Model that the request names.
-        wanted: Whether the request allows it, see `valora.head`.
-    """
+    """Whether a head answers."""
     return wanted and model.head is not None
 
 
 def as_measured(
     model: ServedModel, messages: Sequence[Message], *, head: bool, told: bool = False
 ) -> Asked:
-    """Return the conversation that a model is asked for a request.
-
-    Args:
-        model: Model that the request names; for others than domains nothing is changed.
-        messages: The conversation as it was sent.
-        head: Whether the domain's head answers.
-        told: Whether the model is told of tools in the system prompt.
-
-    Raises:
-        RequestError: The request lacks an image or a question that the domain needs.
-    """
+    """Return the conversation that a model is asked for a request."""
     if model.kind != "domain":
         return Asked(list(messages))
     if model.form is not None:
@@ -73,16 +58,7 @@ def as_measured(
 
 
 def question_of(model: ServedModel, words: str | None, *, head: bool) -> tuple[str, list[str]]:
-    """Return the text of a domain's prompt, and warnings.
-
-    Args:
-        model: The domain.
-        words: Text of the request, None if it has none.
-        head: Whether the domain's head answers.
-
-    Raises:
-        RequestError: The domain's prompt needs a text.
-    """
+    """Return the text of a domain's prompt, and warnings."""
     words = (words or "").strip()
     prompt = model.prompt or ""
     if not words:
@@ -104,20 +80,7 @@ def question_of(model: ServedModel, words: str | None, *, head: bool) -> tuple[s
 def check_measured_media(
     model: ServedModel, images: int, videos: Sequence[int], *, head: bool
 ) -> list[str]:
-    """Compare the images of one prompt with what a domain was measured with.
-
-    Args:
-        model: Model that is asked.
-        images: Number of images.
-        videos: Number of frames of each video.
-        head: Whether the domain's head answers.
-
-    Returns:
-        Warnings.
-
-    Raises:
-        ImageError: The domain's head cannot answer.
-    """
+    """Compare the images of one prompt with what a domain was measured with."""
     if model.kind != "domain" or model.form or not (images or videos):
         return []
     if model.head is not None and not head:

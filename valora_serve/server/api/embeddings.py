@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,11 +16,9 @@ from valora_serve import types
 from valora_serve.errors import RequestError, ServeError
 from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.requests import (
+    Arrival,
     check_text,
-    find_models,
     read_messages,
-    time_left,
-    within_deadline,
 )
 from valora_serve.server.api.schema import EmbeddingAnswer, EmbeddingRequest
 from valora_serve.server.gather import until_disconnect
@@ -46,28 +44,19 @@ def router(context: ServerContext) -> APIRouter:
         summary="Embed texts, or a conversation with images",
     )
     async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
-        since = time.monotonic()
-        model, named = await find_models(context, request, body)
-        request.state.facts["model"] = model.name
-        prompts = await within_deadline(
-            _prompts(context, request, body),
-            request.receive, context, model, body.valora.deadline, since,
+        arrival = Arrival(context, request, body.valora.deadline)
+        await arrival.find(body)
+        prompts = await arrival.within(_prompts(context, request, body))
+        common = types.Request(
+            id="", **arrival.named, embed=True, deadline=arrival.time_left(),
+            cache_salt=body.cache_salt,
         )  # fmt: skip
-        deadline = time_left(context, model, body.valora.deadline, since)
         identity = f"embd-{new_id()}"
         requests = [
-            types.Request(
-                id=f"{identity}-{number}",
-                **named,
-                embed=True,
-                deadline=deadline,
-                cache_salt=body.cache_salt,
-                **prompt,
-            )
+            replace(common, id=f"{identity}-{number}", **prompt)
             for number, prompt in enumerate(prompts)
         ]
-        work = _answer(context, model, requests, body, dict(request.headers))
-        return await until_disconnect(request.receive, work)
+        return await until_disconnect(request.receive, _answer(arrival, requests, body))
 
     return routes
 
@@ -75,11 +64,7 @@ def router(context: ServerContext) -> APIRouter:
 async def _prompts(
     context: ServerContext, request: Request, body: EmbeddingRequest
 ) -> list[dict[str, Any]]:
-    """What is embedded, as fields of requests to the engine.
-
-    Raises:
-        RequestError: There is nothing to embed, or too much.
-    """
+    """What is embedded, as fields of requests to the engine."""
     if (body.input is None) == (body.messages is None):
         raise RequestError("Send input, which are texts or tokens, or messages: one of them")
     if body.messages is not None:
@@ -104,15 +89,9 @@ async def _prompts(
 
 
 async def _answer(
-    context: ServerContext,
-    model: ServedModel,
-    requests: Sequence[types.Request],
-    body: EmbeddingRequest,
-    headers: dict[str, str],
+    arrival: Arrival, requests: Sequence[types.Request], body: EmbeddingRequest
 ) -> Response:
-    service = context.service
-    with service.admitted(model, requests[0].deadline, len(requests)) as ticket:
-        answers = await service.ask_all(ticket, requests, headers)
+    model, answers = arrival.model, await arrival.ask_all(requests)
     lasts = [outputs[-1] for outputs in answers]
     width = len(_vector(lasts[0], model))
     if body.dimensions not in (None, width):
@@ -129,11 +108,7 @@ async def _answer(
 
 
 def _vector(last: Output, model: ServedModel) -> NDArray[np.float32]:
-    """[width] float32 of length 1.
-
-    Raises:
-        ServeError: The hidden state is not finite.
-    """
+    """[width] float32 of length 1."""
     assert last.head is not None
     assert last.head.logits is not None
     hidden = last.head.logits[0].astype(np.float64)

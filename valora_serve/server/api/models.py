@@ -72,7 +72,7 @@ class ModelCard(ResponseBody):
     task: str | None = None
     head: str | None = None
     boxes: bool = False
-    labels: list[str] = Field(default=[])
+    labels: tuple[str, ...] = ()
     metric: str | None = None
     accuracy: float | None = None
     required: float | None = None
@@ -117,44 +117,17 @@ def card(
     state: str | None = None,
     resolver: str | None = None,
 ) -> ModelCard:
-    """A served model in the API's format.
-
-    Args:
-        model: The model; its card shows no folders of this machine.
-        context_length: Longest prompt and answer together, in tokens.
-        quarantined: Why requests cannot use it any more, None if they can.
-        state: Where its adapter is: ``disk``, ``host`` or ``device``; None if it is none.
-        resolver: Scheme of the source that a request loaded it from.
-    """
+    """A served model in the API's format."""
     model = without_folder(model)
+    fields = {name: getattr(model, name) for name in ModelCard.model_fields if hasattr(model, name)}
     return ModelCard(
         id=model.name,
         created=int(model.loaded_at),
-        root=model.root,
-        parent=model.parent,
-        kind=model.kind,  # type: ignore[arg-type]
-        adapter=model.adapter,
-        task=model.task,
-        head=model.head,
-        boxes=model.boxes,
-        labels=list(model.labels),
-        metric=model.metric,
-        accuracy=model.accuracy,
-        required=model.required,
-        teacher=model.teacher,
-        prompt=model.prompt,
-        media=model.media,
-        bundle=model.bundle,
-        rank=model.rank,
-        decode_only=model.decode_only,
         state=state,  # type: ignore[arg-type]
         resolver=resolver,
-        form=model.form,
-        memory_tokens=model.memory_tokens,
-        source_tokens=model.source_tokens,
-        encodes=model.encodes,
         quarantined=quarantined,
         max_model_len=context_length,
+        **fields,
     )
 
 

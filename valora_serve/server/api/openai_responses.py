@@ -81,11 +81,7 @@ def router(context: ServerContext) -> APIRouter:
 
 
 def _as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The same request as a chat request.
-
-    Raises:
-        RequestError: It asks for something that is not served.
-    """
+    """The same request as a chat request."""
     for name, said in _REFUSED.items():
         if getattr(body, name):
             raise RequestError(f"{name} {said}")
@@ -181,12 +177,7 @@ def _content(content: str | list[Any], number: int) -> str | list[ContentPart]:
 
 
 class _Responses:
-    """Response to one request, complete or streamed.
-
-    Args:
-        chat: The chat that answers.
-        body: The HTTP request.
-    """
+    """Response to one request, complete or streamed."""
 
     def __init__(self, chat: Chat, body: ResponsesRequest) -> None:
         self._chat = chat

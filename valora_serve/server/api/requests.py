@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,14 +15,15 @@ from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.gather import gathered, until_disconnect
 from valora_serve.server.media.urls import MediaUrl
+from valora_serve.server.service import merged
 from valora_serve.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import AsyncGenerator, Coroutine, Sequence
+    from contextlib import AbstractContextManager
 
     from PIL.Image import Image
     from starlette.requests import Request as HttpRequest
-    from starlette.types import Receive
 
     from valora_serve.server.api.schema import (
         ChatRequest,
@@ -31,10 +33,10 @@ if TYPE_CHECKING:
         Message,
         Url,
     )
-    from valora_serve.server.constrain import GrammarConstraint
     from valora_serve.server.context import ServerContext
     from valora_serve.server.media.reader import Pixels
-    from valora_serve.types import Request, ServedModel
+    from valora_serve.server.service import Ticket
+    from valora_serve.types import Output, Request, ServedModel
 
 T = TypeVar("T")
 MOST_STOPS, MOST_STOP_CHARS = 16, 1000
@@ -52,17 +54,7 @@ def sampling(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
-    """Sampling parameters of a request.
-
-    Args:
-        body: The request.
-        context: Limits and defaults of the server.
-        max_tokens: Most tokens to generate.
-        logprobs: Number of log probabilities per token; None for none.
-
-    Raises:
-        RequestError: A field exceeds a limit, or two fields contradict each other.
-    """
+    """Sampling parameters of a request."""
     if logprobs is not None:
         most = context.service.engine.context_length
         count = (body.n or 1) * min(max_tokens or most, most) * (logprobs + 1)
@@ -104,11 +96,7 @@ def answer_tokens(model: ServedModel, context: ServerContext) -> int:
 
 
 def grammar_of(body: ChatRequest | CompletionRequest, context: ServerContext) -> Grammar | None:
-    """The grammar of the answer's format; None for free text.
-
-    Raises:
-        RequestError: The format is json_schema, and the schema is missing.
-    """
+    """The grammar of the answer's format; None for free text."""
     form = body.response_format
     if form is None or form.type == "text":
         return None
@@ -121,16 +109,7 @@ def grammar_of(body: ChatRequest | CompletionRequest, context: ServerContext) ->
 
 
 def check_head(model: ServedModel, *, as_json: bool, calls: bool) -> None:
-    """Refuse what a domain's head cannot do.
-
-    Args:
-        model: A domain whose head answers.
-        as_json: Whether the answer must be JSON.
-        calls: Whether the answer must call a tool.
-
-    Raises:
-        RequestError: Either is asked for.
-    """
+    """Refuse what a domain's head cannot do."""
     if as_json or calls:
         what = "calls no tools" if calls else "keeps to no response_format"
         raise RequestError(
@@ -139,129 +118,131 @@ def check_head(model: ServedModel, *, as_json: bool, calls: bool) -> None:
         )
 
 
-async def find_model(
-    context: ServerContext, request: HttpRequest, name: str | None, wanted: float | None
-) -> ServedModel:
-    """Find the model of a request; an adapter that is not loaded yet is, if it may be.
+class Arrival:
+    """An HTTP request on its way to the engine: what it names, when it must end, who sent it.
 
     Args:
         context: Parts of the server.
-        request: The HTTP request; until it has ended, the adapter is not unloaded again.
-        name: Name of the model, None for the base model.
-        wanted: The request's own deadline in seconds, None for none.
+        http: The HTTP request; until it has ended, what it names is not unloaded.
+        wanted: Its own deadline in seconds, None for none.
 
-    Raises:
-        ServeError: There is no such model, or it cannot be loaded.
-        DeadlineError: The deadline passed meanwhile.
-        CancelledRequestError: The client disconnected.
+    Attributes:
+        wanted: That deadline.
+        since: When it arrived, in seconds of `time.monotonic`.
+        model: The model that answers, once it is found.
+        named: What requests to the engine say of it.
     """
-    service, loader = context.service, context.on_request
-    if loader is not None and name is not None and service.sees(name) and loader.allows(name):
-        request.state.stack.enter_context(loader.using(name))
-        if not service.serves(name) or loader.is_lost(name):
-            seconds = service.deadline(name, wanted)
-            try:
-                async with asyncio.timeout(seconds):
-                    await until_disconnect(request.receive, loader.load(name))
-            except TimeoutError as error:
-                raise DeadlineError(
-                    f"The deadline of {seconds:g} s passed while adapter {name} was loaded: ask "
-                    "again, as it is loaded all the same"
-                ) from error
-    return service.model(name)
 
+    model: ServedModel
+    named: dict[str, Any]
 
-async def find_models(
-    context: ServerContext,
-    request: HttpRequest,
-    body: ChatRequest | CompletionRequest | EmbeddingRequest,
-) -> tuple[ServedModel, dict[str, Any]]:
-    """As `find_model`, also of adapters with weights, the first of which is the model that answers.
+    def __init__(self, context: ServerContext, http: HttpRequest, wanted: float | None) -> None:
+        self.context, self.http = context, http
+        self.wanted, self.since = wanted, time.monotonic()
 
-    Returns:
-        The model, and what the request to the engine says of it.
-    """
-    asked, wanted = body.valora.adapters or (), body.valora.deadline
-    model = await find_model(context, request, body.model, wanted)
-    found = [await find_model(context, request, one.name, wanted) for one in asked]
-    weights = zip([one.name for one in found], [one.weight for one in asked], strict=True)
-    return (found or [model])[0], {"model": model.name, "adapters": tuple(weights)}
+    async def find(self, body: ChatRequest | CompletionRequest | EmbeddingRequest) -> ServedModel:
+        """Find the model of a request, or the first of its adapters with weights.
 
+        An adapter that is not loaded yet is, if it may be.
+        """
+        model = await self._found(body.model)
+        mixed = [(await self._found(one.name), one.weight) for one in body.valora.adapters or ()]
+        weights = tuple((one.name, weight) for one, weight in mixed)
+        self.named = {"model": model.name, "adapters": weights}
+        return self.answered_by(mixed[0][0] if mixed else model)
 
-def time_left(
-    context: ServerContext, model: ServedModel, wanted: float | None, since: float
-) -> float | None:
-    """Seconds left until a request's deadline; None if it has none.
+    def answered_by(self, model: ServedModel) -> ServedModel:
+        """Set the model that answers."""
+        self.model = model
+        self.http.state.facts["model"] = model.name
+        return model
 
-    Args:
-        context: Deadlines of the server.
-        model: Model that the request names.
-        wanted: The request's own deadline in seconds, None for none.
-        since: When the request arrived, in seconds of `time.monotonic`.
+    async def _found(self, name: str | None) -> ServedModel:
+        service, loader = self.context.service, self.context.on_request
+        if loader is not None and name is not None and service.sees(name) and loader.allows(name):
+            self.http.state.stack.enter_context(loader.using(name))
+            if not service.serves(name) or loader.is_lost(name):
+                seconds = service.deadline(name, self.wanted)
+                try:
+                    async with asyncio.timeout(seconds):
+                        await until_disconnect(self.http.receive, loader.load(name))
+                except TimeoutError as error:
+                    raise DeadlineError(
+                        f"The deadline of {seconds:g} s passed while adapter {name} was loaded: "
+                        "ask again, as it is loaded all the same"
+                    ) from error
+        return service.model(name)
 
-    Raises:
-        DeadlineError: The deadline has passed.
-    """
-    deadline = context.service.deadline(model.name, wanted)
-    if deadline is None:
-        return None
-    left = deadline - (time.monotonic() - since)
-    if left <= 0:
-        raise DeadlineError(f"The deadline of {deadline:g} s passed before the engine was asked")
-    return left
+    def time_left(self) -> float | None:
+        """Seconds left until the deadline; None if there is none."""
+        deadline = self.context.service.deadline(self.model.name, self.wanted)
+        if deadline is None:
+            return None
+        left = deadline - (time.monotonic() - self.since)
+        if left <= 0:
+            raise DeadlineError(
+                f"The deadline of {deadline:g} s passed before the engine was asked"
+            )
+        return left
 
+    async def within(
+        self,
+        work: Coroutine[Any, Any, T],
+        doing: str = "its images were read: send smaller ones",
+    ) -> T:
+        """Run a coroutine until the deadline, and no longer than the client stays."""
+        try:
+            left = self.time_left()
+        except BaseException:
+            work.close()
+            raise
+        try:
+            async with asyncio.timeout(left):
+                return await until_disconnect(self.http.receive, work)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"The request's deadline passed while {doing}, or set a later deadline"
+            ) from error
 
-async def within_deadline(
-    work: Coroutine[Any, Any, T],
-    receive: Receive,
-    context: ServerContext,
-    model: ServedModel,
-    wanted: float | None,
-    since: float,
-    doing: str = "its images were read: send smaller ones",
-) -> T:
-    """Run a coroutine until the request's deadline, and no longer than its client stays.
+    async def constrained(self, requests: list[Request], grammar: Grammar | None) -> list[Request]:
+        """The requests with a constraint each; as they are if there is no grammar."""
+        if grammar is None:
+            return requests
+        client = caller.get() or (self.http.client.host if self.http.client else "")
+        made = await self.within(
+            self.context.grammars.constraints(grammar, len(requests), client),
+            "its JSON schema was compiled: send a simpler one",
+        )
+        return [
+            replace(request, sampling=replace(request.sampling, constraint=constraint))
+            for request, constraint in zip(requests, made, strict=True)
+        ]
 
-    Args:
-        work: Prepares the request, e.g. reads its images and videos.
-        receive: Tells whether the client has disconnected.
-        context: Deadlines of the server.
-        model: Model that the request names.
-        wanted: The request's own deadline in seconds, None for none.
-        since: When the request arrived, in seconds of `time.monotonic`.
-        doing: What `work` does to the request, and the remedy if that takes too long.
+    def admitted(self, requests: Sequence[Request]) -> AbstractContextManager[Ticket]:
+        """Context in which requests to the engine are admitted."""
+        return self.context.service.admitted(self.model, requests[0].deadline, len(requests))
 
-    Raises:
-        DeadlineError: The deadline passed; `work` was cancelled.
-        CancelledRequestError: The client disconnected; `work` was cancelled.
-    """
-    try:
-        left = time_left(context, model, wanted, since)
-    except BaseException:
-        work.close()
-        raise
-    try:
-        async with asyncio.timeout(left):
-            return await until_disconnect(receive, work)
-    except TimeoutError as error:
-        raise DeadlineError(
-            f"The request's deadline passed while {doing}, or set a later deadline"
-        ) from error
+    async def ask_all(self, requests: Sequence[Request]) -> list[list[Output]]:
+        """All outputs of several requests, which are admitted together."""
+        with self.admitted(requests) as ticket:
+            return await self.context.service.ask_all(ticket, requests, dict(self.http.headers))
+
+    async def outputs(
+        self, requests: Sequence[Request], *, stream: bool
+    ) -> AsyncGenerator[tuple[int, Output], None]:
+        """Outputs of several requests as they come, each with the number of its request."""
+        service, headers = self.context.service, dict(self.http.headers)
+        with self.admitted(requests) as ticket:
+            streams = [service.ask(ticket, one, headers, stream=stream) for one in requests]
+            async with contextlib.aclosing(merged(streams)) as found:
+                async for item in found:
+                    yield item
 
 
 async def read_messages(
     messages: Sequence[Message], context: ServerContext, pixels: Pixels, told: str = ""
 ) -> tuple[list[dict[str, Any]] | None, list[Image], list[list[Image]]]:
-    """Read the messages of a chat request, whose system prompt then ends with the text `told`.
-
-    Returns:
-        Turns for a chat template, and the images and videos in their order. The turns are None if
-        the messages hold no text: the domain's own prompt is used then.
-
-    Raises:
-        ImageError: An image or video cannot be read, or there are too many.
-        RequestError: The text is too long.
-    """
+    """Read the messages of a chat request, whose system prompt then ends with the text `told`."""
     reading = _Reading(context, pixels)
     try:
         for number, message in enumerate(messages):
@@ -298,11 +279,7 @@ class _Reading:
         self._media, self._pixels = context.media, pixels
 
     def add(self, number: int, message: Message) -> None:
-        """Add a message.
-
-        Raises:
-            RequestError: It has no content, or a part that cannot be read.
-        """
+        """Add a message."""
         content = message.content
         if message.role == "assistant":
             calls = calls_as_text(message)
@@ -367,11 +344,7 @@ class _Reading:
 
 
 def check_text(chars: int, context: ServerContext) -> None:
-    """Refuse a text that is too long to be tokenized.
-
-    Raises:
-        TooLongError: The text is longer than max_prompt_chars.
-    """
+    """Refuse a text that is too long to be tokenized."""
     most = context.settings.max_prompt_chars
     if chars > most:
         raise TooLongError.told(
@@ -381,17 +354,7 @@ def check_text(chars: int, context: ServerContext) -> None:
 
 
 def check_media(count: int, context: ServerContext, *, needed: bool) -> None:
-    """Check the number of images and videos of a request.
-
-    Args:
-        count: Number of images and videos.
-        context: Limits of the server.
-        needed: Whether there must be at least one, because the request has no text.
-
-    Raises:
-        ImageError: There are more than max_images.
-        RequestError: The request has neither text nor images.
-    """
+    """Check the number of images and videos of a request."""
     if needed and not count:
         raise RequestError("messages hold no text and no image: ask something")
     most = context.settings.max_images
@@ -405,37 +368,3 @@ def _text_part(text: str) -> TextPart:
 
 def _url(item: Url | MediaUrl) -> MediaUrl:
     return item if isinstance(item, MediaUrl) else item.url
-
-
-async def constraints(
-    grammar: Grammar | None,
-    count: int,
-    http: HttpRequest,
-    context: ServerContext,
-    model: ServedModel,
-    wanted: float | None,
-    since: float,
-) -> list[GrammarConstraint]:
-    """Constraints of as many requests to the engine; none if there is no grammar.
-
-    Raises:
-        ServeError: As `Grammars.constraints` and `within_deadline` have it.
-    """
-    if grammar is None:
-        return []
-    client = caller.get() or (http.client.host if http.client else "")
-    work = context.grammars.constraints(grammar, count, client)
-    return await within_deadline(
-        work, http.receive, context, model, wanted, since,
-        "its JSON schema was compiled: send a simpler one",
-    )  # fmt: skip
-
-
-def constrained(requests: list[Request], made: Sequence[GrammarConstraint]) -> list[Request]:
-    """The requests with a constraint each, or as they are if there are no constraints."""
-    if not made:
-        return requests
-    return [
-        replace(request, sampling=replace(request.sampling, constraint=constraint))
-        for request, constraint in zip(requests, made, strict=True)
-    ]

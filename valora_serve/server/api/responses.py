@@ -26,25 +26,15 @@ LEAST_LOGPROB = -9999.0
 """Smallest log probability in responses."""
 
 
-def finish_reason(finish: Finish, *, call: bool = False) -> str:
-    """OpenAI's name of the reason why an answer ended.
-
-    Args:
-        finish: Why it ended.
-        call: Whether the answer calls a tool.
-    """
-    if call and finish is Finish.STOP:
+def finish_reason(last: Output, *, call: bool = False) -> str:
+    """OpenAI's name of the reason why an answer ended."""
+    if call and last.finish is Finish.STOP:
         return "tool_calls"
-    return "length" if finish is Finish.LENGTH else "stop"
+    return "length" if last.finish is Finish.LENGTH else "stop"
 
 
 def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
-    """Token counts of a response; a prompt with several answers counts once.
-
-    Args:
-        lasts: Last output of every answer; the answers to a prompt are adjacent.
-        prompts: Number of prompts.
-    """
+    """Token counts of a response; a prompt with several answers counts once."""
     used = [last.usage for last in lasts if last.usage is not None]
     firsts = used[:: max(1, len(used) // prompts)]
     prompt = sum(item.prompt for item in firsts)
@@ -66,14 +56,7 @@ def valora_block(
     sizes: Sequence[tuple[int, int]],
     warnings: Sequence[str] = (),
 ) -> ValoraAnswer:
-    """The response's field ``valora``: model, mode and times, and the head's result.
-
-    Args:
-        model: Model that answered.
-        last: Last output of the answer.
-        sizes: (width, height) in pixels of the images as they were sent.
-        warnings: What of the request was ignored or was not measured.
-    """
+    """The response's field ``valora``: model, mode and times, and the head's result."""
     head, times = last.head, last.times
     fields: dict[str, Any] = {}
     if head is not None:
@@ -92,14 +75,7 @@ def valora_block(
 
 
 def joined(lasts: Sequence[Output]) -> Output:
-    """The answer to several images, of which each was a request of its own.
-
-    Args:
-        lasts: Last output of each request, in the order of the images.
-
-    Raises:
-        RequestError: The head's answers to several images cannot be joined.
-    """
+    """The answer to several images, of which each was a request of its own."""
     first = lasts[0]
     if len(lasts) == 1:
         return first
@@ -138,13 +114,8 @@ def filled(body: str, place: str, contents: Sequence[str]) -> str:
     """JSON of an answer whose large parts are JSON already.
 
     An answer with all of them would be validated and written in one go, which nothing interrupts.
-
-    Args:
-        body: JSON of the answer without its large parts.
-        place: What stands there for each of them, first of all. A name with its quotes occurs in no
-            text, as JSON escapes quotes there.
-        contents: What replaces it, in order.
     """
+    # The places come first of all: JSON escapes quotes in texts, so that none holds `place`.
     texts = body.split(place, len(contents))
     parts = [texts[0]]
     for content, text in zip(contents, texts[1:], strict=True):

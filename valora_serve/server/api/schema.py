@@ -9,6 +9,7 @@ frameworks keep adding their own (`cache_control`, `detail`, `reasoning_content`
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -27,19 +28,16 @@ from valora_serve.server.media.urls import MediaUrl
 from valora_serve.types import MOST_MIXED, MOST_WEIGHT
 
 
-def _sound(text: str) -> str:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("holds half a character (a lone surrogate)") from None
-    return text
+def _finite(value: JsonValue) -> JsonValue:
+    json.dumps(value, allow_nan=False)  # no answer can hold NaN or infinity
+    return value
 
 
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
-Text = Annotated[str, AfterValidator(_sound)]
+Text = str  # whose halves of characters (lone surrogates) are refused as no JSON
 _Model = Annotated[
     str | None,
     Field(description="a domain, an adapter or the base model; the base model by default"),
@@ -171,7 +169,7 @@ class Function(Body):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: Text | None = None
-    parameters: dict[str, JsonValue] | None = Field(
+    parameters: JsonObject | None = Field(
         default=None, description="JSON schema of its arguments; none by default"
     )
     strict: bool | None = Field(
@@ -198,7 +196,7 @@ class Tool(OpenBody):
 
 _Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 _Choice = Annotated[
-    str | dict[str, JsonValue] | None,
+    str | JsonObject | None,
     Field(description="auto, none, required, a function, or allowed_tools"),
 ]
 _Parallel = Annotated[
@@ -217,7 +215,7 @@ class JsonSchema(Body):
 
     name: str = "answer"
     description: str | None = None
-    schema_: dict[str, JsonValue] | bool = Field(default=True, alias="schema")
+    schema_: JsonObject | bool = Field(default=True, alias="schema")
     strict: bool | None = Field(
         default=None,
         description="objects take no further keys; the schema holds in any case",
@@ -452,7 +450,7 @@ class ResponseTextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, JsonValue] | bool | None = Field(default=None, alias="schema")
+    schema_: JsonObject | bool | None = Field(default=None, alias="schema")
     strict: bool | None = Field(
         default=None,
         description="objects take no further keys; the schema holds in any case",

@@ -36,10 +36,6 @@ class EventStream(Response):
     """Streamed response.
 
     Nothing is sent before the first event, so that an error before it gets its own status code.
-
-    Args:
-        events: Events; each is the content of one ``data:`` line. One with a ``type`` has a line
-            ``event:`` with it, as in OpenAI's Responses API. Large ones are JSON already.
     """
 
     media_type = "text/event-stream"

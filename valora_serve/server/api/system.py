@@ -57,7 +57,7 @@ class EngineStatus(ResponseBody):
     pages_contexts: int
     contexts_resident: int
     contexts_known: int
-    adapters_resident: list[str]
+    adapters_resident: tuple[str, ...]
     adapters_known: int
     prefix_hit_ratio: float | None
     image_hit_ratio: float | None
@@ -65,7 +65,7 @@ class EngineStatus(ResponseBody):
     prompt_tokens: int
     generated_tokens: int
     non_finite: int
-    unmergeable: list[str]
+    unmergeable: tuple[str, ...]
     quarantined: dict[str, str]
     start_seconds: dict[str, float]
     prepared: int
@@ -88,6 +88,7 @@ class Status(EngineStatus):
     )
 
 
+_RATIOS = {"prefix_hit_ratio", "image_hit_ratio"}
 WEB = Path(__file__).parents[1] / "web"
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _ASSETS = {file.name: _KINDS[file.suffix] for file in WEB.iterdir() if file.suffix in _KINDS}
@@ -204,37 +205,10 @@ def router(context: ServerContext) -> APIRouter:
 
 def _facts(stats: EngineStats) -> dict[str, Any]:
     """Fields of `EngineStatus`."""
-    return {
-        "running": stats.running,
-        "waiting": stats.waiting,
-        "mode": str(stats.mode),
-        "merged_adapter": stats.merged_adapter,
-        "switches": stats.switches,
-        "steps": stats.steps,
-        "pages_total": stats.pages_total,
-        "pages_free": stats.pages_free,
-        "pages_kv": stats.pages_kv,
-        "pages_adapters": stats.pages_adapters,
-        "pages_contexts": stats.pages_contexts,
-        "contexts_resident": stats.contexts_resident,
-        "contexts_known": stats.contexts_known,
-        "adapters_resident": list(stats.adapters_resident),
-        "adapters_known": stats.adapters_known,
-        "prefix_hit_ratio": _ratio(stats.prefix_hits, stats.prefix_queries),
-        "image_hit_ratio": _ratio(stats.image_hits, stats.image_queries),
-        "preemptions": stats.preemptions,
-        "prompt_tokens": stats.prompt_tokens,
-        "generated_tokens": stats.generated_tokens,
-        "non_finite": stats.non_finite,
-        "unmergeable": list(stats.unmergeable),
-        "quarantined": stats.quarantined,
-        "start_seconds": stats.start_seconds,
-        "prepared": stats.prepared,
-        "preparations": stats.preparations,
-        "tilings_measured": stats.tilings_measured,
-        "tilings_wanted": stats.tilings_wanted,
+    fields = {name: getattr(stats, name) for name in EngineStatus.model_fields.keys() - _RATIOS}
+    return fields | {
+        name: getattr(stats, f"{kind}_hits") / queries if queries else None
+        for name in _RATIOS
+        for kind in [name.partition("_")[0]]
+        for queries in [getattr(stats, f"{kind}_queries")]
     }
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None

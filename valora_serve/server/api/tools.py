@@ -64,15 +64,7 @@ class Tools:
     several: bool
 
     def grammar(self, answer: Grammar | None, *, strict: bool) -> Grammar:
-        """The grammar of an answer.
-
-        Args:
-            answer: Grammar of an answer that is text; None for any text.
-            strict: Whether the parameters of all functions are strict.
-
-        Raises:
-            RequestError: The parameters of a function are no object.
-        """
+        """The grammar of an answer."""
         answer = answer if self.text else None
         schemas = {} if answer is None else dict(answer.schemas)
         closed = [] if answer is None else list(answer.strict)
@@ -110,9 +102,6 @@ class Tools:
 class AnswerReader:
     """Takes the growing text of an answer apart into text and calls.
 
-    Args:
-        tools: What the answer may hold.
-
     Attributes:
         calls: Number of calls so far.
     """
@@ -124,12 +113,7 @@ class AnswerReader:
         self._inside = False  # the arguments of a call
 
     def push(self, text: str, *, last: bool) -> list[dict[str, Any]]:
-        """Add text; return what is new as deltas of OpenAI's API.
-
-        Args:
-            text: The next part of the answer.
-            last: Whether the answer ends with it.
-        """
+        """Add text; return what is new as deltas of OpenAI's API."""
         self._held += text
         deltas = []
         while True:
@@ -173,11 +157,7 @@ class AnswerReader:
 
 
 def tools_of(body: ChatRequest) -> Tools | None:
-    """What an answer may or must call; None if it is to be text.
-
-    Raises:
-        RequestError: The tools, or how they are to be chosen, are not served.
-    """
+    """What an answer may or must call; None if it is to be text."""
     _refuse_others(body)
     choice = body.tool_choice
     functions = [_function(tool.type, tool.function, n) for n, tool in enumerate(body.tools or ())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fastapi import APIRouter, Path, Request
@@ -21,10 +21,9 @@ from valora_serve.server.access.rules import JSON, Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.domain_prompt import check_measured_media, question_of
 from valora_serve.server.api.requests import (
+    Arrival,
     answer_tokens,
     check_text,
-    time_left,
-    within_deadline,
 )
 from valora_serve.server.api.responses import usage
 from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
@@ -70,15 +69,6 @@ _SCHEMAS = {
 _PIECE = 2**18  # bytes of a form that are parsed at a time; other threads run in between
 
 
-@dataclass(frozen=True)
-class _Parsed:
-    """A request for a domain, with its decoded images or the decoded frames of its video."""
-
-    fields: VisionRequest
-    images: list[Image]
-    video: list[Image] | None
-
-
 _Media: TypeAlias = "tuple[list[Image], list[Image] | None]"
 """Decoded images, and the decoded frames of the video or None."""
 _Unread: TypeAlias = "tuple[VisionRequest, Callable[[], Coroutine[Any, Any, _Media]]]"
@@ -100,23 +90,17 @@ def router(context: ServerContext) -> APIRouter:
     async def vision(
         request: Request, domain: Annotated[str, Path(description="name of a domain")]
     ) -> Response:
-        since = time.monotonic()
-        model = _domain(context, domain)
-        request.state.facts["model"] = model.name
+        arrival = Arrival(context, request, None)
+        arrival.answered_by(_domain(context, domain))
         pixels = request.state.stack.enter_context(context.media.pixels())
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind == JSON:
-            fields, read = await _from_json(request, context, pixels)
-        else:
-            fields, read = await _from_form(request, context, pixels)
+        from_body = _from_json if kind == JSON else _from_form
+        fields, read = await from_body(request, context, pixels)
+        arrival.wanted = fields.deadline
         check_text(len(fields.prompt or ""), context)
-        images, video = await within_deadline(
-            read(), request.receive, context, model, fields.deadline, since
-        )
-        parsed = _Parsed(fields, images, video)
-        requests, warnings = _requests(context, model, parsed, since)
-        headers = dict(request.headers)
-        work = _ask(context, model, parsed, requests, headers, since, warnings)
+        images, video = await arrival.within(read())
+        requests, warnings = _requests(arrival, fields, images, video)
+        work = _ask(arrival, requests, images if video is None else video[:1], warnings)
         return answer(await until_disconnect(request.receive, work))
 
     return routes
@@ -197,11 +181,7 @@ async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -
 def _form_items(
     body: bytes, content_type: str, settings: ServerSettings
 ) -> list[tuple[str, str | bytes]]:
-    """Names and contents of a form's fields (text) and files (bytes).
-
-    Raises:
-        RequestError: The form is malformed, or has too many parts.
-    """
+    """Names and contents of a form's fields (text) and files (bytes)."""
     most = settings.max_images + settings.max_video_frames + 1
     boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
     if not boundary:
@@ -253,58 +233,48 @@ def _check_count(images: int, video: bool, frames: int, context: ServerContext) 
 
 
 def _requests(
-    context: ServerContext, model: ServedModel, parsed: _Parsed, since: float
+    arrival: Arrival, fields: VisionRequest, images: list[Image], video: list[Image] | None
 ) -> tuple[list[types.Request], list[str]]:
     """The requests to the engine, one for each image or one for the video, and warnings."""
-    fields = parsed.fields
+    model, settings = arrival.model, arrival.context.settings
     head = model.head is not None
     question, warnings = question_of(model, fields.prompt, head=head)
-    frames = [] if parsed.video is None else [len(parsed.video)]
+    frames = [] if video is None else [len(video)]
     warnings += check_measured_media(model, 1 - len(frames), frames, head=head)
     messages = None
     if fields.prompt is not None:
-        kind = "image" if parsed.video is None else "video"
+        kind = "image" if video is None else "video"
         content = [{"type": "text", "text": question}, {"type": kind}]
         messages = [{"role": "user", "content": content}]
-    sampling = SamplingParams(
-        max_tokens=fields.max_tokens or answer_tokens(model, context),
-        temperature=context.settings.temperature,
+    common = types.Request(
+        id=f"vision-{new_id()}",
+        model=model.name,
+        messages=messages,
+        min_score=fields.min_score,
+        sampling=SamplingParams(
+            max_tokens=fields.max_tokens or answer_tokens(model, arrival.context),
+            temperature=settings.temperature,
+        ),
+        deadline=arrival.time_left(),
+        cache_salt=fields.cache_salt,
     )
-    common: dict[str, Any] = {
-        "model": model.name,
-        "messages": messages,
-        "min_score": fields.min_score,
-        "sampling": sampling,
-        "deadline": time_left(context, model, fields.deadline, since),
-        "cache_salt": fields.cache_salt,
-    }
-    identity = f"vision-{new_id()}"
-    if parsed.video is not None:
-        return [types.Request(id=identity, videos=[parsed.video], **common)], warnings
+    if video is not None:
+        return [replace(common, videos=[video])], warnings
     return [
-        types.Request(id=f"{identity}-{number}", images=[image], **common)
-        for number, image in enumerate(parsed.images)
+        replace(common, id=f"{common.id}-{number}", images=[image])
+        for number, image in enumerate(images)
     ], warnings
 
 
 async def _ask(
-    context: ServerContext,
-    model: ServedModel,
-    parsed: _Parsed,
-    requests: Sequence[types.Request],
-    headers: dict[str, str],
-    since: float,
-    warnings: list[str],
+    arrival: Arrival, requests: Sequence[types.Request], shown: Sequence[Image], warnings: list[str]
 ) -> VisionAnswer:
-    """Ask the engine, and put the answers together; the headers are those of spans."""
-    service = context.service
-    with service.admitted(model, requests[0].deadline, len(requests)) as ticket:
-        answers = await service.ask_all(ticket, requests, headers)
+    """Ask the engine, and put the answers together."""
+    answers, model = await arrival.ask_all(requests), arrival.model
     lasts = [outputs[-1] for outputs in answers]
-    shown = parsed.images if parsed.video is None else parsed.video[:1]
     last = lasts[-1]
     return VisionAnswer(
-        id=requests[0].id.rpartition("-")[0] if parsed.video is None else requests[0].id,
+        id="-".join(requests[0].id.split("-")[:2]),
         created=int(time.time()),
         domain=model.name,
         task=model.task,
@@ -314,7 +284,7 @@ async def _ask(
         results=[_result(outputs, image) for outputs, image in zip(answers, shown, strict=True)],
         usage=usage(lasts, len(lasts)),
         mode=str(last.mode) if last.mode is not None else None,
-        seconds=time.monotonic() - since,
+        seconds=time.monotonic() - arrival.since,
         warnings=warnings,
     )
 

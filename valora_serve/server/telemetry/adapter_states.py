@@ -26,12 +26,7 @@ BY_HAND = "none"
 
 
 def adapter_states(models: Iterable[ServedModel], stats: EngineStats) -> dict[str, str]:
-    """Return where each adapter is, one of `STATES`, by its name; with replicas, on any of them.
-
-    Args:
-        models: Models that requests can name; those that are no adapters are left out.
-        stats: State of the engine.
-    """
+    """Return where each adapter is, one of `STATES`, by its name; with replicas, on any of them."""
     device, disk = set(stats.on_device), set(stats.on_disk)
     return {
         one.name: "device" if one.name in device else "disk" if one.name in disk else "host"
@@ -45,11 +40,6 @@ def follow_adapters(metrics: Metrics, service: Service, loader: OnRequest | None
 
     Labels are states and kinds of sources, and the names of adapters that requests load are no
     labels of latencies either: whoever sends requests chooses them.
-
-    Args:
-        metrics: The metrics.
-        service: Knows the models.
-        loader: Loads adapters that requests name, None if nothing does.
     """
     if loader is not None:
         metrics.shared = lambda name: loader.source(name) is not None

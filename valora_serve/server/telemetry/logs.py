@@ -69,12 +69,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def set_up(level: str, form: str) -> None:
-    """Send the logs of valora_serve and uvicorn to stderr.
-
-    Args:
-        level: debug, info, warning or error.
-        form: text or json.
-    """
+    """Send the logs of valora_serve and uvicorn to stderr."""
     handler = _Stderr()
     handler.setFormatter(_Formatter(form == "json"))
     for name in ("valora_serve", "uvicorn.error"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -31,9 +31,6 @@ _LONG = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: 
 class Metrics:
     """Metrics of a server, in a registry of their own.
 
-    Args:
-        engine: Engine whose state is read at every scrape.
-
     Attributes:
         shared: Whether a model has no series of its own, because whoever sends requests chooses
             its name.
@@ -46,75 +43,58 @@ class Metrics:
         self._page: asyncio.Task[bytes] | None = None  # that is being made
         self._next: asyncio.Task[bytes] | None = None  # that is made after it
         label = ["model_name"]
-        make: dict[str, Any] = {"registry": self.registry}
-        self._first = Histogram(
-            "valora_time_to_first_token_seconds", "From arrival to the first token or the head's "
-            "result.", label, buckets=_LONG, **make,
-        )  # fmt: skip
-        self._between = Histogram(
-            "valora_inter_token_latency_seconds", "Between tokens of an answer.", label,
-            buckets=_SHORT, **make,
-        )  # fmt: skip
-        self._whole = Histogram(
-            "valora_e2e_request_latency_seconds", "From arrival to the end of the answer.", label,
-            buckets=_LONG, **make,
-        )  # fmt: skip
-        self._queue = Histogram(
-            "valora_request_queue_time_seconds", "From arrival until the engine starts.", label,
-            buckets=_LONG, **make,
-        )  # fmt: skip
-        self._ended = Counter(
-            "valora_request_success_total", "Requests that succeeded, by finish reason.",
-            ["model_name", "finished_reason"], **make,
-        )  # fmt: skip
-        self._failed = Counter(
-            "valora_request_failure_total", "Requests that failed, by error code.",
-            ["code"], **make,
-        )  # fmt: skip
-        self._tokens_in = Counter(
-            "valora_request_prompt_tokens_total",
-            "Prompt tokens of requests that succeeded.",
-            label,
-            **make,
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _LONG) -> Histogram:
+            return Histogram(
+                f"valora_{name}_seconds", text, label, buckets=buckets, registry=self.registry
+            )
+
+        def counter(name: str, text: str, labels: Sequence[str] = label) -> Counter:
+            return Counter(f"valora_{name}_total", text, labels, registry=self.registry)
+
+        self._first = histogram(
+            "time_to_first_token", "From arrival to the first token or the head's result."
         )
-        self._tokens_out = Counter(
-            "valora_request_generation_tokens_total",
-            "Generated tokens of requests that succeeded.",
-            label,
-            **make,
+        self._between = histogram("inter_token_latency", "Between tokens of an answer.", _SHORT)
+        self._whole = histogram("e2e_request_latency", "From arrival to the end of the answer.")
+        self._queue = histogram("request_queue_time", "From arrival until the engine starts.")
+        self._ended = counter(
+            "request_success", "Requests that succeeded, by finish reason.",
+            ["model_name", "finished_reason"],
+        )  # fmt: skip
+        self._failed = counter("request_failure", "Requests that failed, by error code.", ["code"])
+        self._tokens_in = counter(
+            "request_prompt_tokens", "Prompt tokens of requests that succeeded."
         )
-        self._http = Counter(
-            "valora_http_requests_total", "HTTP requests.", ["path", "method", "status"], **make
+        self._tokens_out = counter(
+            "request_generation_tokens", "Generated tokens of requests that succeeded."
         )
+        self._http = counter("http_requests", "HTTP requests.", ["path", "method", "status"])
         self._http_seconds = Histogram(
             "valora_http_request_duration_seconds", "HTTP requests, first byte to last.",
-            ["path"], buckets=_LONG, **make,
+            ["path"], buckets=_LONG, registry=self.registry,
         )  # fmt: skip
         self.registry.register(_EngineState(engine))
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 
     def ended(self, model: str, output: Output, tokens_at: list[float]) -> None:
-        """Count a request that succeeded.
-
-        Args:
-            model: Name of the model.
-            output: Last output of the request.
-            tokens_at: When each token was generated, in seconds of `time.monotonic`.
-        """
+        """Count a request that succeeded."""
         name = self._bounded(model)
         self._ended.labels(name, str(output.finish)).inc()
         if output.usage is not None:
             self._tokens_in.labels(name).inc(output.usage.prompt)
             self._tokens_out.labels(name).inc(output.usage.completion)
         if (times := output.times) is not None:
-            if times.started is not None:
-                self._queue.labels(name).observe(max(0.0, times.started - times.arrival))
-            first = times.first_token if times.first_token is not None else times.finished
-            if first is not None:
-                self._first.labels(name).observe(max(0.0, first - times.arrival))
-            if times.finished is not None:
-                self._whole.labels(name).observe(max(0.0, times.finished - times.arrival))
+            first = times.finished if times.first_token is None else times.first_token
+            ends = (
+                (self._queue, times.started),
+                (self._first, first),
+                (self._whole, times.finished),
+            )
+            for histogram, end in ends:
+                if end is not None:
+                    histogram.labels(name).observe(max(0.0, end - times.arrival))
         if len(tokens_at) > 1:
             between = self._between.labels(name)
             for before, after in pairwise(tokens_at):
@@ -125,14 +105,7 @@ class Metrics:
         self._failed.labels(code).inc()
 
     def http(self, path: str, method: str, status: int, seconds: float) -> None:
-        """Count an HTTP request.
-
-        Args:
-            path: Path pattern of the route.
-            method: HTTP method.
-            status: Status code of the response.
-            seconds: Duration of the request in seconds.
-        """
+        """Count an HTTP request."""
         self._http.labels(path, method, str(status)).inc()
         self._http_seconds.labels(path).observe(seconds)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from valora_serve.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from valora_serve.types import Output
 
@@ -22,11 +22,7 @@ class Tracer:
 
     @classmethod
     def to(cls, endpoint: str | None) -> Tracer:
-        """Tracer that sends spans to an OTLP collector, or nowhere if `endpoint` is None.
-
-        Raises:
-            SettingsError: OpenTelemetry is not installed.
-        """
+        """Tracer that sends spans to an OTLP collector, or nowhere if `endpoint` is None."""
         if endpoint is None:
             return cls()
         try:
@@ -44,10 +40,10 @@ class Tracer:
         return cls(provider)
 
     @contextlib.contextmanager
-    def span(self, model: str, headers: Mapping[str, str]) -> Iterator[Span]:
-        """Span of a request, as a child of the span that its headers name."""
+    def span(self, model: str, headers: Mapping[str, str]) -> Iterator[Callable[[Output], None]]:
+        """Span of a request, as a child of the one that its headers name; call it with the end."""
         if self._tracer is None:
-            yield Span(None)
+            yield lambda _: None
             return
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -56,7 +52,7 @@ class Tracer:
         with self._tracer.start_as_current_span(
             f"chat {model}", parent, SpanKind.SERVER, {"gen_ai.request.model": model}
         ) as span:
-            yield Span(span)
+            yield lambda output: span.set_attributes(_facts(output))
 
     def close(self) -> None:
         """Send the spans that are left."""
@@ -64,24 +60,16 @@ class Tracer:
             self._provider.shutdown()
 
 
-class Span:
-    """Span of a request, or nothing if spans are off."""
-
-    def __init__(self, span: Any) -> None:
-        self._span = span
-
-    def ended(self, output: Output) -> None:
-        """Set the attributes that the last output of the request gives."""
-        if self._span is None:
-            return
-        facts: dict[str, Any] = {
-            "gen_ai.response.id": output.id,
-            "gen_ai.response.finish_reasons": [str(output.finish)],
-            "valora.mode": str(output.mode) if output.mode else "",
-        }
-        if output.usage is not None:
-            facts["gen_ai.usage.input_tokens"] = output.usage.prompt
-            facts["gen_ai.usage.output_tokens"] = output.usage.completion
-        if output.times is not None and output.times.started is not None:
-            facts["valora.queue_seconds"] = output.times.started - output.times.arrival
-        self._span.set_attributes(facts)
+def _facts(output: Output) -> dict[str, Any]:
+    """Attributes that the last output of a request gives."""
+    facts: dict[str, Any] = {
+        "gen_ai.response.id": output.id,
+        "gen_ai.response.finish_reasons": [str(output.finish)],
+        "valora.mode": str(output.mode) if output.mode else "",
+    }
+    if output.usage is not None:
+        facts["gen_ai.usage.input_tokens"] = output.usage.prompt
+        facts["gen_ai.usage.output_tokens"] = output.usage.completion
+    if output.times is not None and output.times.started is not None:
+        facts["valora.queue_seconds"] = output.times.started - output.times.arrival
+    return facts

@@ -29,7 +29,6 @@ from valora_data.errors import ValoraError
 from valora_serve.engine import sizing
 from valora_serve.errors import AdapterError, ServeError, SettingsError, StoppedError
 from valora_serve.model.split_model import check_split
-from valora_serve.parallel.choice import LoraChoice, read_table, table_file
 from valora_serve.parallel.group import Group, make_store
 
 if TYPE_CHECKING:
@@ -51,19 +50,6 @@ LOST_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """The place of a process in a tensor-parallel group.
-
-    Attributes:
-        group: The processes.
-        lora: How LoRA matrices are split.
-    """
-
-    group: Group
-    lora: LoraChoice
-
-
-@dataclass(frozen=True, slots=True)
 class Orders:
     """What a follower is told at its start.
 
@@ -71,7 +57,6 @@ class Orders:
         settings: Settings of the engine.
         rank: Number of the follower.
         port: Port of the leader's store.
-        lora: How LoRA matrices are split.
         threads: Threads of torch's operators on a CPU.
         log_level: Level of the leader's log.
     """
@@ -79,7 +64,6 @@ class Orders:
     settings: EngineSettings
     rank: int
     port: int
-    lora: LoraChoice
     threads: int
     log_level: int
 
@@ -123,7 +107,7 @@ class Crew:
 
     Attributes:
         module: Program of the followers.
-        seat: The leader's own place.
+        group: The processes.
         lost: Why the group cannot go on, once a follower has ended; None before.
         on_lost: Called then, in another thread.
 
@@ -140,13 +124,6 @@ class Crew:
         self._size = settings.tensor_parallel
         device = device_of(settings, 0)
         check_split(settings.base, self._size)
-        machine = sizing.machine_of(settings, device)
-        lora = LoraChoice(
-            settings.lora_parallel,
-            self._size,
-            settings.max_rank,
-            read_table(table_file(sizing.cost_folder(settings), machine)),
-        )
         self._followers: list[_Follower] = []
         self._gone = threading.Event()
         self._closing = False
@@ -166,25 +143,19 @@ class Crew:
                     replace(settings, decision_trace=None),
                     follower.rank,
                     store.port,
-                    lora,
                     torch.get_num_threads(),
                     logging.getLogger().getEffectiveLevel(),
                 )
                 follower.steps.send(orders)
             self._watcher = threading.Thread(target=self._watch, name="followers", daemon=True)
             self._watcher.start()
-            self.seat = Seat(Group.join(0, self._size, device, store), lora)
+            self.group = Group.join(0, self._size, device, store)
         except BaseException as error:
             explained = self.explain(error)
             self._end_all()
             if explained is not None:
                 raise explained from error
             raise
-
-    @property
-    def group(self) -> Group:
-        """The processes."""
-        return self.seat.group
 
     def _await_hello(self) -> None:
         """Wait until every follower has come up."""
@@ -387,7 +358,7 @@ class Crew:
 
     def _abort(self) -> None:
         with contextlib.suppress(Exception):
-            self.seat.group.abort()
+            self.group.abort()
 
     # ------------------------------------------------------------------ end
 
@@ -412,7 +383,7 @@ class Crew:
 
     def _leave(self) -> None:
         with contextlib.suppress(Exception):
-            self.seat.group.leave()
+            self.group.leave()
 
     def _end_all(self) -> None:
         """End what is left of the followers."""
@@ -422,7 +393,7 @@ class Crew:
             follower.process.wait()
             for pipe in (follower.steps, follower.packs):
                 pipe.close()
-        if dist.is_initialized() and not hasattr(self, "seat"):
+        if dist.is_initialized() and not hasattr(self, "group"):
             dist.destroy_process_group()
 
 

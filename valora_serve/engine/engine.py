@@ -76,6 +76,7 @@ from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.orchestrator.decision import StepLimits, View, window
 from valora_serve.orchestrator.registry import make_policy, modes_of
 from valora_serve.orchestrator.trace import DecisionTrace
+from valora_serve.parallel.partition import LoraParallel
 from valora_serve.types import EngineStats, Finish, Mode, Output, Request
 
 if TYPE_CHECKING:
@@ -83,13 +84,11 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from valora_serve.engine.compress import Compression
-    from valora_serve.engine.crew import Seat
     from valora_serve.engine.launch import Flight
     from valora_serve.engine.settings import EngineSettings
-    from valora_serve.memory.unified import GroupSpec
     from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import Decision
-    from valora_serve.parallel.partition import LoraParallel
+    from valora_serve.parallel.group import Group
     from valora_serve.types import NewContext
 
 log = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ class Engine:
         lmm: The base model; loaded as the settings say if None.
         cost_model: Predicts what steps cost; if None, the measured costs of this machine, or an
             estimate if there are none.
-        seat: Place of this process in a tensor-parallel group, if it is a follower of one; the
+        group: The tensor-parallel group of this process, if it is a follower of one; the
             leader starts the group itself.
 
     Attributes:
@@ -142,7 +141,7 @@ class Engine:
         lmm: Lmm | None = None,
         cost_model: CostModel | None = None,
         *,
-        seat: Seat | None = None,
+        group: Group | None = None,
     ) -> None:
         self.settings = settings
         self._modes = modes_of(settings.policy)
@@ -152,15 +151,15 @@ class Engine:
             self._modes = frozenset({Mode.UNMERGED})
         self.start_up = WarmUp(sizing.lora_terms(self._modes), lazy=settings.capture == LAZY)
         self.crew: Crew | None = None
-        if settings.tensor_parallel > 1 and seat is None:
+        if settings.tensor_parallel > 1 and group is None:
             if lmm is not None:
                 raise SettingsError(
                     "tensor_parallel: expected no model, as each process reads its own part"
                 )
             self.crew = Crew(settings)
-            seat = self.crew.seat
+            group = self.crew.group
         try:
-            self._open(lmm, cost_model, seat)
+            self._open(lmm, cost_model, group)
             if self.crew is not None:
                 self.crew.wait_ready()
         except BaseException as error:
@@ -174,16 +173,16 @@ class Engine:
         terms = sizing.lora_terms(self._modes)
         self.tuning = (
             make_tuning(settings, self.device, self.lmm.linears, self.runner, terms)
-            if seat is None
+            if group is None
             else None
         )
 
-    def _open(self, lmm: Lmm | None, cost_model: CostModel | None, seat: Seat | None) -> None:
+    def _open(self, lmm: Lmm | None, cost_model: CostModel | None, group: Group | None) -> None:
         """Load what is not given, and make all parts."""
         settings = self.settings
         if lmm is None:
             with self.start_up.phase("base model"):
-                lmm = self._load(seat)
+                lmm = self._load(group)
         self.lmm, self.device = lmm, lmm.device
         sizing.limit_host_threads(self.device)
         lmm.linears.scope.operator = operator(settings.operator)
@@ -194,7 +193,7 @@ class Engine:
         self.context_length = min(settings.context_length or lmm.context_length, lmm.context_length)
         mergeable = self._modes != {Mode.UNMERGED} and lmm.mergeable
         with self.start_up.phase("memory"):
-            self.memory = self._make_memory(seat, mergeable=mergeable)
+            self.memory = self._make_memory(group, mergeable=mergeable)
         kept = self._kept_for_adapters()
         self.pool = own = PagePool(self.memory.pages - kept)
         if kept:
@@ -229,7 +228,7 @@ class Engine:
             on_change=self._weights_changed,
         )
         with self.start_up.phase("attention"):
-            self.runner = self._make_runner(seat)
+            self.runner = self._make_runner(group)
         self.images = ImageEncoder(self.runner, self.adapters, settings.image_cache_bytes)
         # A tokenizer is not thread-safe, and prompts are prepared in another thread.
         self._tokenizer = copy.deepcopy(lmm.tokenizer)
@@ -278,30 +277,28 @@ class Engine:
         self._idle = False
         self._warm = False
 
-    def _load(self, seat: Seat | None) -> Lmm:
+    def _load(self, group: Group | None) -> Lmm:
         """Load the base model, or this process's part of it."""
         settings = self.settings
         packed = settings.quantize == NF4_PACKED
         quantize = NF4 if packed or settings.quantize == NF4 else None
-        if seat is None:
+        if group is None:
             device = sizing.find_device(settings.device)
             dtype = sizing.find_dtype(settings.dtype, device)
             fp8 = settings.quantize == FP8
             return Lmm.load(settings.base, dtype, device, quantize, fp8=fp8, packed=packed)
-        dtype = sizing.find_dtype(settings.dtype, seat.group.device)
+        dtype = sizing.find_dtype(settings.dtype, group.device)
 
-        def lora(spec: GroupSpec, row: bool) -> LoraParallel:
-            return seat.lora.choose(row, spec.in_features, spec.out_features)
+        lora = LoraParallel(settings.lora_parallel)
+        return Lmm.load_part(settings.base, dtype, group, lora, quantize)
 
-        return Lmm.load_part(settings.base, dtype, seat.group, lora, quantize)
-
-    def _make_memory(self, seat: Seat | None, *, mergeable: bool) -> UnifiedMemory:
+    def _make_memory(self, group: Group | None, *, mergeable: bool) -> UnifiedMemory:
         """Make the memory of pages, of the same number on every GPU."""
         settings, lmm, crew = self.settings, self.lmm, self.crew
         page = PageShape(settings.block_size, lmm.layers, lmm.kv_heads, lmm.head_dim)
         pages = settings.pages or sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable)
-        if seat is not None:
-            pages = seat.group.least(pages)
+        if group is not None:
+            pages = group.least(pages)
         made = (UnifiedMemory if crew is None else partial(LeadingMemory, crew))(
             pages,
             page,
@@ -326,14 +323,14 @@ class Engine:
             )
         return kept
 
-    def _make_runner(self, seat: Seat | None) -> ModelRunner:
+    def _make_runner(self, group: Group | None) -> ModelRunner:
         """Make the runner: one of a tensor-parallel group also talks with the others."""
         settings, lmm = self.settings, self.lmm
         make: Callable[..., ModelRunner] = ModelRunner
         if self.crew is not None:
             make = partial(LeadingRunner, self.crew)
-        elif seat is not None:
-            make = partial(FollowingRunner, seat.group)
+        elif group is not None:
+            make = partial(FollowingRunner, group)
         return make(
             lmm,
             KVCache(self.memory.kv, settings.block_size, lmm.heads),

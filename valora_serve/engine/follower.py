@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from valora_data.errors import ValoraError
-from valora_serve.engine.crew import Orders, Seat, device_of
+from valora_serve.engine.crew import Orders, device_of
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.lockstep import FollowingAdapters, FollowingRunner
 from valora_serve.model.work import AdapterTable
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str]) -> int:
         device = device_of(settings, orders.rank)
         store = make_store(settings.tensor_parallel, orders.port)
         group = Group.join(orders.rank, settings.tensor_parallel, device, store)
-        follower = Follower(Engine(settings, seat=Seat(group, orders.lora)), report)
+        follower = Follower(Engine(settings, group=group), report)
         ready.set()
         threading.Thread(target=_pack, args=(follower.adapters, packs), daemon=True).start()
         report("ready", 0)

@@ -9,7 +9,7 @@ from valora_data.contract.quantized import NF4
 from valora_kernels.operators.registry import ATMM, OPERATORS
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import keeps_shares, modes_of
-from valora_serve.parallel.choice import AUTO, CHOICES
+from valora_serve.parallel.partition import LoraParallel
 
 FP8, NF4_PACKED = "fp8", "nf4_packed"
 ROUNDINGS = ("auto", "none", NF4, NF4_PACKED, FP8)
@@ -89,8 +89,8 @@ class EngineSettings:
         decision_trace: File for the decision trace, one line per decision; None for none.
         tensor_parallel: GPUs that share the model, each with a part of every layer
             (docs/scaling.md); 1 to serve it on one.
-        lora_parallel: How the GPUs share LoRA matrices: ``slora`` splits both, ``replicate_a``
-            needs no communication; ``auto`` takes the faster one for each shape, as measured.
+        lora_parallel: How the GPUs share LoRA matrices: ``replicate_a`` needs no communication,
+            ``slora`` splits both, for less memory.
         operator: LoRA operator, to compare others with ``atmm``: ``static``, ``bgmv``, ``padded``
             or ``einsum`` (docs/engine.md).
         switch: How adapters are merged: ``swift`` in one launch, or ``by_matrix`` to compare it
@@ -131,7 +131,7 @@ class EngineSettings:
     profile: bool = True
     decision_trace: str | None = None
     tensor_parallel: int = 1
-    lora_parallel: str = AUTO
+    lora_parallel: str = LoraParallel.REPLICATE_A
     operator: str = ATMM
     switch: str = SWIFT
     adapter_share: float = 0.0
@@ -163,9 +163,10 @@ class EngineSettings:
             )
         if self.capture not in CAPTURES:
             raise ValueError(f"capture: expected one of {', '.join(CAPTURES)}, got {self.capture}")
-        if self.lora_parallel not in CHOICES:
+        if self.lora_parallel not in list(LoraParallel):
             raise ValueError(
-                f"lora_parallel: expected one of {', '.join(CHOICES)}, got {self.lora_parallel}"
+                f"lora_parallel: expected one of {', '.join(LoraParallel)}, got "
+                f"{self.lora_parallel}"
             )
         self._check_shares()
         self._check_comparisons()

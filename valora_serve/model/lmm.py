@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from valora_serve.model.attention.base import AttentionPlan
     from valora_serve.model.linears import MakeGroup
     from valora_serve.model.prompt import Visual
-    from valora_serve.model.split_linears import ChooseLora
     from valora_serve.parallel.group import Group
+    from valora_serve.parallel.partition import LoraParallel
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Lmm(BaseModel):
         quantize: How its weights were rounded; None if they were not.
         split: How this process's part of the model was read, in a tensor-parallel group; None if
             the model is whole.
-        lora: How LoRA matrices are split, see `SplitLinears.split`; only with `split`.
+        lora: How LoRA matrices are split; only with `split`.
         fp8: Whether the language model computes with weights and activations of 8 bits, which only
             a whole model can.
         packed: Whether the language model's weights stay in 4 bits, which only a whole model's
@@ -96,7 +96,7 @@ class Lmm(BaseModel):
         device: torch.device,
         quantize: str | None = None,
         split: SplitReader | None = None,
-        lora: ChooseLora | None = None,
+        lora: LoraParallel | None = None,
         *,
         fp8: bool = False,
         packed: bool = False,
@@ -155,7 +155,7 @@ class Lmm(BaseModel):
         base: str,
         dtype: torch.dtype,
         group: Group,
-        lora: ChooseLora,
+        lora: LoraParallel,
         quantize: str | None = None,
     ) -> Lmm:
         """Load this process's part of a base model onto its device.
@@ -164,7 +164,7 @@ class Lmm(BaseModel):
             base: ``tiny``, a folder or a name on the hub.
             dtype: Type of the weights and of the computation.
             group: The processes of the tensor-parallel group.
-            lora: How LoRA matrices are split, see `SplitLinears.split`.
+            lora: How LoRA matrices are split.
             quantize: As in `load`.
 
         Raises:

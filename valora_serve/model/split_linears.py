@@ -9,7 +9,7 @@ terms need; that collective runs beside the base product.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from valora_serve.parallel.partition import LoraParallel, Share, Slice
 
 
-ChooseLora: TypeAlias = "Callable[[GroupSpec, bool], LoraParallel]"
 """Returns how the LoRA matrices of a group, with the sizes of this process's part, are split; it is
 told whether the group is split by its inputs."""
 
@@ -206,7 +205,7 @@ class SplitLinears(Linears):
         parts: Mapping[str, str],
         group: Group,
         slices: Mapping[str, Slice],
-        lora: ChooseLora,
+        lora: LoraParallel,
         names: LinearNames = LLAMA,
     ) -> SplitLinears:
         """Replace a model's linear layers, whose weights are this process's parts, in place.
@@ -222,7 +221,7 @@ class SplitLinears(Linears):
             share = share_of(
                 [slices[module] for module in spec.modules],
                 spec.out_features,
-                lora(spec, slices[spec.name].row),
+                lora,
                 rank=group.rank,
                 size=group.size,
             )

@@ -2,8 +2,7 @@
 
 `python -m tests.bench.valora_serve.bench_tensor_parallel` measures decode steps on one GPU and on
 `--gpus` of them, with both ways to split LoRA matrices, with and without LoRA's own collectives
-(S-LoRA, Figure 8), and prints one table. `--save` also times every group of layers in both ways and
-writes the table that `lora_parallel=auto` reads. Every engine runs in a process of its own.
+(S-LoRA, Figure 8), and prints one table. Every engine runs in a process of its own.
 `--device cpu --layers 2 --width 256` tries the program where there is no GPU.
 """
 
@@ -21,15 +20,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests.bench.valora_serve.bench_follower import NCCL, SILENT, change, time_group
+from tests.bench.valora_serve.bench_follower import NCCL, SILENT, change
 from tests.bench.valora_serve.serve_models import ATTENTION
-from tests.bench.valora_serve.split_models import MLP, save_adapters, save_base
+from tests.bench.valora_serve.split_models import save_adapters, save_base
 from valora_serve.engine.crew import Crew
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import _shape
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.engine.sizing import cost_folder, machine_of
-from valora_serve.parallel.choice import Measured, read_table, save_table, table_file
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
@@ -40,7 +37,7 @@ STEPS = 20
 """Steps that are launched one behind the other, as when the engine serves."""
 ROWS = (1, 16, 64, 512, 2048)
 WAYS = {
-    "one": ("one GPU", "auto", ""),
+    "one": ("one GPU", "replicate_a", ""),
     "slora": ("{} GPUs, slora", "slora", ""),
     "silent": ("{} GPUs, slora, no LoRA collectives", "slora", SILENT),
     "nccl": ("{} GPUs, slora, NCCL alone", "slora", NCCL),
@@ -59,7 +56,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rank", type=int, default=64)
     made.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     made.add_argument("--context", type=int, default=512)
-    made.add_argument("--save", action="store_true", help="write the table of lora_parallel=auto")
     made.add_argument("--ways", nargs="+", default=[*WAYS], choices=WAYS, help="default: all")
     made.add_argument("--kernels", action="store_true", help="what a step's time consists of")
     made.add_argument("--keep", type=Path, help="folder to keep base model and adapters in")
@@ -103,8 +99,6 @@ def measure(given: argparse.Namespace) -> None:
         if gpus > 1:
             assert engine.crew is not None
             found["memory is shared"] = engine.crew.group.peers is not None
-        if given.save and gpus > 1:
-            found["groups"] = groups(engine)
         print(json.dumps(found))
     finally:
         engine.close()
@@ -139,40 +133,13 @@ def print_kernels(engine: Engine, works: list[Work], what: str) -> None:
         print(f"{total:9.1f} us in {calls:6.1f} calls: {row.key[:90]}", file=sys.stderr, flush=True)
 
 
-def groups(engine: Engine) -> list[dict[str, object]]:
-    """Time the LoRA terms of the first layer's groups."""
-    assert engine.crew is not None
-    found = []
-    seen = set()
-    for name, group in engine.lmm.linears.groups.items():
-        spec = group.spec
-        if spec.share is None or group.lora is None or ".layers.0." not in name:
-            continue
-        key = (spec.share.row, spec.in_features, sum(spec.out_features))
-        if key in seen:
-            continue
-        seen.add(key)
-        for rows in ROWS:
-            times = []
-            for lora in (True, False):
-                arguments = (name, rows, min(rows, ADAPTERS), lora)
-                engine.crew.tell("time_group", *arguments)
-                times.append(time_group(engine.runner, *arguments))
-            found.append(
-                {"size": engine.crew.group.size, "row": key[0], "inputs": key[1],
-                 "outputs": key[2], "rank": engine.settings.max_rank, "rows": rows,
-                 "us": times[0] - times[1]}
-            )  # fmt: skip
-    return found
-
-
 def run(given: argparse.Namespace, folder: Path, gpus: int, way: str, variable: str) -> dict:
     """Measure one engine in a process of its own, with a variable of its environment set."""
     arguments = [
         sys.executable, "-m", "tests.bench.valora_serve.bench_tensor_parallel",
         *(f"--{name}={getattr(given, name)}" for name in
           ("device", "gpus", "layers", "width", "rank", "context")),
-        "--batches", *map(str, given.batches), *(["--save"] if given.save else []),
+        "--batches", *map(str, given.batches),
         *(["--kernels"] if given.kernels else []),
         "--one", str(folder), str(gpus), way,
     ]  # fmt: skip
@@ -199,10 +166,7 @@ def main() -> None:
         if not (folder / "adapter-0").exists():  # kept by an earlier call
             save_base(folder / "base", given.device, given.layers, given.width)
             torch.cuda.empty_cache()
-            save_adapters(
-                folder, given.layers, given.width, [given.rank] * ADAPTERS,
-                (*ATTENTION, *MLP) if given.save else ATTENTION,
-            )  # fmt: skip
+            save_adapters(folder, given.layers, given.width, [given.rank] * ADAPTERS, ATTENTION)
         found = {}
         for label, *rest in ways:
             found[label] = run(given, folder, *rest)
@@ -219,25 +183,6 @@ def main() -> None:
         slora, silent = (found[WAYS[name][0].format(given.gpus)] for name in ("slora", "silent"))
         shares = [f"{case}: {1 - silent[case] / slora[case]:.1%}" for case in cases]
         print(f"\nLoRA's own collectives, share of a step with slora: {', '.join(shares)}")
-    if given.save:
-        save(given, found)
-
-
-def save(given: argparse.Namespace, found: dict[str, dict]) -> None:
-    """Write what was measured for every shape, beside what other ranks have."""
-    times = {}
-    for label, each in found.items():
-        way = label.rpartition(" ")[2]
-        if way in ("slora", "replicate_a") and "groups" in each:
-            for one in each["groups"]:
-                us = one.pop("us")
-                times.setdefault(tuple(one.items()), {})[way] = us
-    table = [Measured(**dict(key), **both) for key, both in times.items()]
-    settings = settings_of(given, Path(), given.gpus, "auto")
-    file = table_file(cost_folder(settings), machine_of(settings, torch.device(given.device)))
-    old = [one for one in read_table(file) if one.rank != given.rank]
-    save_table(file, [*old, *table])
-    print(f"wrote {file}")
 
 
 if __name__ == "__main__":

@@ -26,61 +26,6 @@ HUB_TASKS = {
 """Hugging Face's names of our task types; others are `other`."""
 HUB_METRICS = {"f1@0.5": "f1", "top1": "accuracy", "vqa_score": "accuracy", "cider": "cider"}
 """Hugging Face's names of our metrics; others keep their own."""
-CARD = """\
----
-base_model: {base}
-library_name: peft
-tags: [valora, lora, vision]
----
-# {name}, version {version}
-
-{domains} in {adapters} of `{base}` (strategy `{strategy}`, {attempts}).
-
-{packing}
-
-Decisions are made on validation, where a domain must reach its *target*: what is asked, plus the \
-margin. *Required* is promised of *test*, which no decision has used; its accuracy has its 95 % \
-interval, whose lower end *at least* takes. *Without LoRA* is the frozen base model on test, with \
-a head of its own or its written answers. Teachers are measured on test, too; images/s in batches \
-of 32, from decoded images to answers.
-
-{promises}
-
-![accuracy of all domains]({bars})
-
-## Pictures
-Images of the test split. True boxes are white, right predictions green, wrong ones red; the true \
-answer stands in grey below a wrong one.
-
-{pictures}
-
-## Decisions
-
-{decisions}
-
-## Licences
-As settings, model cards and data sets say. What a licence asks of adapters that were trained on \
-data or on a teacher's answers is for their user to judge.
-
-{licences}
-
-## Use
-Serve the bundle with `valora-serve`{peft}
-
-The heads in `heads/` read the last hidden states of the domain's prompt; where a domain has no \
-head, the model writes the answer. `bundle.json` lists the prompt, adapter and head of every \
-domain; where the adapter is null, the base model answers without LoRA.
-"""
-PEFT = """, or load an adapter with PEFT:
-
-```python
-{}from peft import PeftModel
-from transformers import AutoModelForImageTextToText
-
-base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json
-model = PeftModel.from_pretrained(base, "{}")
-```
-"""
 
 
 def confusion_file(domain: str) -> str:
@@ -108,26 +53,66 @@ def bundle_card(manifest: dict[str, Any]) -> str:
     ]
     if manifest.get("rejected"):
         decisions += ["", "Rejected attempts:", "", *manifest["rejected"]]
-    photo = manifest["base"]["id"] == "photo"
-    tower = "import valora_data.models.lite_tower  # registers its vision tower\n" if photo else ""
-    return CARD.format(
-        name=manifest["name"],
-        version=manifest["version"],
-        base=manifest["base"]["id"],
-        strategy=manifest["strategy"],
-        domains=plural(len(domains), "domain"),
-        adapters=plural(len(adapters), "LoRA adapter"),
-        attempts=plural(manifest["attempts"], "attempt"),
-        packing="\n".join(markdown_table(("adapter", "rank", "size", "domains"), packing)),
-        promises="\n".join(domain_table(domains, adapters, (*REPORTED, *BESIDE_OTHERS))),
-        bars=BARS,
-        pictures="\n".join(pictures),
-        decisions="\n".join(decisions),
-        licences="\n".join(
-            markdown_table(("", "data", "teacher"), licence_lines(manifest.get("licenses")))
-        ),
-        peft=PEFT.format(tower, next(iter(adapters.values()))["path"]) if adapters else ".",
-    )
+    licences = licence_lines(manifest.get("licenses"))
+    base, lines, peft = manifest["base"]["id"], "\n".join, "."
+    if adapters:
+        tower = "import valora_data.models.lite_tower  # registers its vision tower\n"
+        peft = f""", or load an adapter with PEFT:
+
+```python
+{tower if base == "photo" else ""}from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json
+model = PeftModel.from_pretrained(base, "{next(iter(adapters.values()))["path"]}")
+```
+"""
+    return f"""\
+---
+base_model: {base}
+library_name: peft
+tags: [valora, lora, vision]
+---
+# {manifest["name"]}, version {manifest["version"]}
+
+{plural(len(domains), "domain")} in {plural(len(adapters), "LoRA adapter")} of `{base}` \
+(strategy `{manifest["strategy"]}`, {plural(manifest["attempts"], "attempt")}).
+
+{lines(markdown_table(("adapter", "rank", "size", "domains"), packing))}
+
+Decisions are made on validation, where a domain must reach its *target*: what is asked, plus the \
+margin. *Required* is promised of *test*, which no decision has used; its accuracy has its 95 % \
+interval, whose lower end *at least* takes. *Without LoRA* is the frozen base model on test, with \
+a head of its own or its written answers. Teachers are measured on test, too; images/s in batches \
+of 32, from decoded images to answers.
+
+{lines(domain_table(domains, adapters, (*REPORTED, *BESIDE_OTHERS)))}
+
+![accuracy of all domains]({BARS})
+
+## Pictures
+Images of the test split. True boxes are white, right predictions green, wrong ones red; the true \
+answer stands in grey below a wrong one.
+
+{lines(pictures)}
+
+## Decisions
+
+{lines(decisions)}
+
+## Licences
+As settings, model cards and data sets say. What a licence asks of adapters that were trained on \
+data or on a teacher's answers is for their user to judge.
+
+{lines(markdown_table(("", "data", "teacher"), licences))}
+
+## Use
+Serve the bundle with `valora-serve`{peft}
+
+The heads in `heads/` read the last hidden states of the domain's prompt; where a domain has no \
+head, the model writes the answer. `bundle.json` lists the prompt, adapter and head of every \
+domain; where the adapter is null, the base model answers without LoRA.
+"""
 
 
 def with_metadata(card: str, manifest: dict[str, Any]) -> str:

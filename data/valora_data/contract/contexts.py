@@ -156,7 +156,8 @@ def read_memory(file: Path, base: str, config: Any) -> Memory:
     `BundleError` says that the file is damaged, or does not fit.
     """
     facts, tensors = read_safetensors(file, FILE_BYTES)
-    form, position, tokens = facts.get("form", ""), facts.get("position", "0"), _tokens(tensors)
+    form, written, tokens = facts.get("form", ""), facts.get("position", "0"), _tokens(tensors)
+    position = int(written) if re.fullmatch(r"[0-9]{1,9}", written) else -1
     layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     width = int(getattr(config, "head_dim", None) or int(config.hidden_size) // heads)
@@ -165,17 +166,15 @@ def read_memory(file: Path, base: str, config: Any) -> Memory:
         shapes = dict.fromkeys(("keys", "values"), (layers, kv_heads, tokens, width))
     elif form == MEMORY_TOKENS:
         shapes = {"embeddings": (tokens, int(config.hidden_size))}
-    if not shapes or set(tensors) != set(shapes) or not re.fullmatch(r"[0-9]{1,9}", position):
-        raise BundleError(f"{file} holds no memory of a context: export the bundle again")
     if facts.get("base") != base:
         raise BundleError(
             f"{file} was made for base model {facts.get('base', '')[:12]}, got {base[:12]}: use "
             "that base model, or make the context again"
         )
-    _check_tensors(file, tensors, shapes)
-    if not tokens or (form == PREFIX and not int(position)):
+    _check_tensors(file, "memory", tensors, shapes)
+    if position < (form == PREFIX):
         raise BundleError(f"{file} has {tokens} tokens before position {position}: make it again")
-    return Memory(form, base, tensors, int(position))
+    return Memory(form, base, tensors, position)
 
 
 def _tokens(tensors: Mapping[str, Tensor]) -> int:
@@ -183,16 +182,18 @@ def _tokens(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _check_tensors(
-    file: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+    file: Path, what: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
+    if set(tensors) != set(shapes) or not _tokens(tensors):
+        raise BundleError(f"{file} holds no {what}: export the bundle again")
     for name, part in tensors.items():
-        if tuple(part.shape) != shapes[name]:
-            raise BundleError(
-                f"{file}: {name} has shape {list(part.shape)}, which does not fit the base model "
-                f"(expected {list(shapes[name])}): make it again"
-            )
-        if not part.is_floating_point() or not bool(part.isfinite().all()):
-            raise BundleError(f"{file}: {name} has no finite numbers: make it again")
+        if (shape := tuple(part.shape)) != shapes[name]:
+            why = f"has shape {shape}, which does not fit the base model ({shapes[name]})"
+        elif not part.is_floating_point() or not bool(part.isfinite().all()):
+            why = "has no finite numbers"
+        else:
+            continue
+        raise BundleError(f"{file}: {name} {why}: make it again")
 
 
 @dataclass(frozen=True)
@@ -220,8 +221,6 @@ def read_encoder(folder: Path, config: Any) -> Encoder:
     """Read an encoder in the folder of its adapter; `config` as in `read_memory`."""
     file, width = folder / ENCODER_FILE, int(config.hidden_size)
     _, tensors = read_safetensors(file, FILE_BYTES)
-    tokens = _tokens(tensors)
-    if set(tensors) != {"queries", "scale"} or not tokens:
-        raise BundleError(f"{file} holds no encoder: export the bundle again")
-    _check_tensors(file, tensors, {"queries": (tokens, width), "scale": (width,)})
+    shapes = {"queries": (_tokens(tensors), width), "scale": (width,)}
+    _check_tensors(file, "encoder", tensors, shapes)
     return Encoder(**tensors)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from valora_data.models.lite_tower import BLOCKS, LiteTowerConfig, tower_of
+from tests.bench.base_models.tower import tower_of
+from valora_data.models.lite_tower import BLOCKS, LiteTowerConfig
 
 
 def package_weights():

@@ -36,7 +36,7 @@ from valora_train.reporting.progress import Display
 from valora_train.settings import Settings, from_config
 from valora_train.sweeps import register
 
-STOPPING = ("SIGTERM", "SIGHUP")  # signals that end a run as Ctrl-C does
+STOPPING = (signal.SIGTERM, signal.SIGHUP)  # signals that end a run as Ctrl-C does
 MACHINE = (OSError, MemoryError, UnicodeEncodeError, SafetensorError, sqlite3.Error, BrokenExecutor)
 """Errors of the machine (disk, permissions, memory) or of its files, and not of the code."""
 QUIET = {
@@ -206,10 +206,8 @@ def _end_on_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt(number)
 
-    for name in STOPPING:
-        number = getattr(signal, name, None)
-        # Where a signal is ignored, as nohup does, it stays so.
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+    for number in STOPPING:  # where one is ignored, as nohup does, it stays so
+        if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, stop)
 
 

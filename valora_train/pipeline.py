@@ -33,10 +33,7 @@ from valora_train.stage import Span, Stage, timed
 from valora_train.stages import data, distill, encoder_training, fuse
 from valora_train.stages.dedicated import measure_dedicated
 from valora_train.stages.export import export_bundle
-from valora_train.stages.fuse import (
-    DomainInputs,
-    Fusion,
-)
+from valora_train.stages.fuse import DomainInputs, Fusion
 
 PHOTO = (
     "photo sees 448 × 448 pixels with a pretrained tower, which suits photographs on a CPU; "

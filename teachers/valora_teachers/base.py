@@ -32,8 +32,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 BATCH = 32
 CHECKPOINT = "checkpoint"
 """File in a trained teacher's folder that an interrupted training continues from."""
-LOOK_SAMPLES = 64
-"""Validation samples that suffice for a training's curve."""
+LOOK_SAMPLES = 64  # validation samples that suffice for a training's curve
 PATH_LENGTH = 4096  # PATH_MAX of Linux
 
 
@@ -60,27 +59,17 @@ class Teacher(ABC):
         options: Values for `options_type`.
         names: Label for each class name of the model, where the two differ.
         prompt: Prompt of the domain; ``{}`` stands for a sample's own.
-
-    Attributes:
-        options_type: The options of this kind.
-        artefact: Name of the file or folder that holds a trained model, and to which a given one is
-            copied; None for models that are used where they are, such as names on the hub.
-        trainable: Whether `train` is implemented.
-        reads_prompt: Whether answers depend on the domain's prompt.
-        without_effect: Options that answers do not depend on, such as a device.
-        license: Licence of all models of this kind; None where each has its own.
-        batch: Samples that `answer_batch` gets at once.
-        label_of: Label of each class index of the model, see `match_classes`.
-        remark: What a loaded model knows that is not kept, as a sentence; or empty.
     """
 
-    options_type: ClassVar[type[TeacherOptions]] = TeacherOptions
+    options_type: ClassVar[type[TeacherOptions]] = TeacherOptions  # the options of this kind
+    # Name of a trained model's file or folder, to which a given one is copied; None for models that
+    # are used where they are, such as names on the hub.
     artefact: ClassVar[str | None] = None
-    trainable: ClassVar[bool] = False
-    reads_prompt: ClassVar[bool] = True
-    without_effect: ClassVar[frozenset[str]] = frozenset()
-    license: ClassVar[str | None] = None
-    batch: int = BATCH
+    trainable: ClassVar[bool] = False  # whether `train` is implemented
+    reads_prompt: ClassVar[bool] = True  # whether answers depend on the domain's prompt
+    without_effect: ClassVar[frozenset[str]] = frozenset()  # options that answers do not depend on
+    license: ClassVar[str | None] = None  # of all models of this kind; None where each has its own
+    batch: int = BATCH  # samples that `answer_batch` gets at once
 
     def __init__(
         self,
@@ -92,8 +81,8 @@ class Teacher(ABC):
     ) -> None:
         self.task, self.labels, self.prompt = task, tuple(labels), prompt
         self.names = dict(names or {})
-        self.label_of: dict[int, str] = {}
-        self.remark = ""
+        self.label_of: dict[int, str] = {}  # of class indices of the model, see `match_classes`
+        self.remark = ""  # a sentence on what a loaded model knows that is not kept
         self.options: Any = self.options_type.model_validate(options or {})
 
     @classmethod
@@ -203,7 +192,14 @@ class Teacher(ABC):
         soft = dict.fromkeys(self.labels, 0.0)
         for index, label in self.label_of.items():
             soft[label] += scores[index]
-        return choice_answer(self.task, self.labels, list(soft.values()))
+        return self.choice_answer(list(soft.values()))
+
+    def choice_answer(self, soft: Sequence[float]) -> Answer:
+        """The answer by a score of each label; scores are scaled to probabilities."""
+        total = sum(soft)
+        shares = tuple(share / total for share in soft) if total > 0 else ()
+        best = max(range(len(soft)), key=soft.__getitem__)
+        return Answer.chosen(self.task, self.labels[best], shares)
 
     def find_phrases(self, who: str) -> dict[str, str]:
         """What an open-vocabulary detector looks for, to the label that each phrase stands for."""
@@ -229,13 +225,6 @@ def _texts(value: Any) -> list[str]:
 
 def _plain(name: str) -> str:
     return name.replace("_", " ").strip().lower()
-
-
-def choice_answer(task: Task, labels: Sequence[str], soft: Sequence[float]) -> Answer:
-    """The answer of a teacher that scores each label; scores are scaled to probabilities."""
-    total = sum(soft)
-    shares = tuple(share / total for share in soft) if total > 0 else ()
-    return Answer.chosen(task, labels[max(range(len(labels)), key=lambda i: soft[i])], shares)
 
 
 def boxes_inside(

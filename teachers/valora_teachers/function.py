@@ -11,7 +11,7 @@ from valora_data.errors import DataError
 from valora_data.identity import code_hash
 from valora_data.schema import Answer, Box, Sample
 from valora_data.wording import plural
-from valora_teachers.base import BATCH, Count, Teacher, TeacherError, TeacherOptions, choice_answer
+from valora_teachers.base import BATCH, Count, Teacher, TeacherError, TeacherOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +93,7 @@ class Function(Teacher):
             for key, share in value.items():
                 self._check(label := self._label(key))
                 soft[label] += float(share)
-            return choice_answer(self.task, self.labels, list(soft.values()))
+            return self.choice_answer(list(soft.values()))
         field = self.task.spec.answer
         if field == "boxes":
             boxes: list[Box] = [value] if isinstance(value, Box) else list(value)

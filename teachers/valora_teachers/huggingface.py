@@ -271,8 +271,7 @@ class HuggingFace(Teacher):
                 start = int((asked[:length] == ids[0, :length]).cumprod(0).sum())
                 logits = self._model(**inputs).logits[0, start - 1 : -1].float()
                 rows.append(logits.log_softmax(-1).gather(1, ids[0, start:, None]).sum())
-            soft = torch.stack(rows).softmax(-1)
-            answers.append(base.choice_answer(self.task, self.labels, soft.tolist()))
+            answers.append(self.choice_answer(torch.stack(rows).softmax(-1).tolist()))
         return answers
 
 

@@ -23,6 +23,7 @@ from pydantic import Field
 
 from valora_data.identity import place_hash
 from valora_data.schema import Answer
+from valora_data.wording import first_line
 from valora_teachers import base
 from valora_teachers.base import Count, Share, Teacher, TeacherError, TeacherOptions
 
@@ -79,13 +80,11 @@ class Yolo(Teacher):
             )
         path = Path(weights)
         self._model, kind = open_weights(path)
-        what, wanted = "boxes", BOX_MODELS
-        if self._classifies:
-            what, wanted = "class of an image", ["classify"]
+        wanted = ["classify"] if self._classifies else BOX_MODELS
         if kind not in wanted:
             raise TeacherError(
-                f"{path.name} is a model for {kind!r}, which gives no {what}: give one that was "
-                f"trained with task {wanted[0]!r}"
+                f"{path.name} is a model for {kind!r}, which does not answer task {self.task}: "
+                f"give one that was trained with task {wanted[0]!r}"
             )
         if extra := {"segment": "masks", "pose": "keypoints"}.get(kind):
             self.remark = f"{path.name} also gives {extra}, which are dropped: only boxes are kept"
@@ -200,16 +199,13 @@ def text_encoder(name: str) -> Callable[[Sequence[str]], Tensor]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = CLIPTextModelWithProjection.from_pretrained(name, use_safetensors=True).eval()
+        if (width := model.config.projection_dim) != TEXT_WIDTH:
+            raise ValueError(f"it gives {width} numbers, expected {TEXT_WIDTH}")  # noqa: TRY301
     except (OSError, ValueError) as error:
         raise TeacherError(
-            f"the text encoder {name} of YOLO-World cannot be loaded: set "
+            f"the text encoder {name} of YOLO-World cannot be loaded ({first_line(error)}): set "
             f"teacher.options.text_encoder to a folder that holds {TEXT_ENCODER}"
         ) from error
-    if (width := model.config.projection_dim) != TEXT_WIDTH:
-        raise TeacherError(
-            f"text encoder {name} gives {width} numbers, expected {TEXT_WIDTH}: YOLO-World was "
-            f"trained with {TEXT_ENCODER}"
-        )
 
     @torch.no_grad()
     def encode(phrases: Sequence[str]) -> Tensor:

@@ -10,14 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_845,
-    "data/valora_data": 11_501,
-    "teachers/valora_teachers": 1_782,
+    "valora_train": 10_813,
+    "data/valora_data": 11_483,
+    "teachers/valora_teachers": 1_766,
     "kernels/valora_kernels": 6_301,
     "valora_serve": 38_003,
-    "tests/*/valora_train": 8_437,
-    "tests/*/valora_data": 4_960,
-    "tests/*/valora_teachers": 1_365,
+    "tests/*/valora_train": 8_422,
+    "tests/*/valora_data": 4_955,
+    "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_385,
     "tests/*/valora_serve": 29_442,
     "tests/unit/bench": 1_657,

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-Size = tuple[int, int]
-"""Width and height in pixels."""
+Size = tuple[int, int]  # width and height in pixels
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,11 +254,9 @@ class FusionReport:
             mlflow.end_run("FAILED")
 
     @_logged
-    def log_progress(self, plan: FusionPlan, state: FusionState) -> None:
+    def log_progress(self, plan: FusionPlan) -> None:
         """Log the latest decision and redraw the summary of all decisions."""
         records, decisions = self.records(), plan.decisions
-        columns, rows = texts.steps_table(records, state.seconds, self._required)
-        tracking.log_table(columns, rows, "steps.json")
         mlflow.log_figure(pictures.heat_map(decisions, self._required), "accuracy_heat_map.png")
         # Later attempts change where the domains of earlier ones went.
         pages = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -76,10 +76,9 @@ def record_job(
     file = Path(settings.paths.work) / JOBS / f"{sweep}-{task}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(file.with_suffix(".lock")):
-        try:
-            jobs = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):  # there is none, or it is damaged
-            jobs = {}
+        jobs: dict[str, Any] = {}
+        with suppress(OSError, ValueError, TypeError):  # there is none, or it is damaged
+            jobs |= read_json(file)
         given = dict(without_passwords(one).lstrip("+").partition("=")[::2] for one in overrides)
         jobs[str(number)] = {"overrides": given, "figures": dict(figures)}
         write_json(file, jobs)

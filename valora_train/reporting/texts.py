@@ -155,24 +155,6 @@ def _row(record: AttemptRecord, name: str) -> list[str]:
     ]
 
 
-def steps_table(
-    attempts: Sequence[AttemptRecord], seconds: Sequence[float], domains: Iterable[str]
-) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of all attempts, with their durations and the accuracy of each domain."""
-    columns = ["step", "domain", "adapter", "decision", "reason", "went", "seconds"]
-    rows = [
-        [
-            record["number"], ", ".join(record["new"]), record["adapter"], verdict_of(record),
-            outcome_of(record), consequences(record), round(took, 1),
-            *(accuracy_text(record["accuracy"][name]) if name in record["accuracy"] else ""
-              for name in domains),
-            ", ".join(record["held"]),
-        ]
-        for record, took in zip(attempts, seconds, strict=True)
-    ]  # fmt: skip
-    return [*columns, *domains, "held before"], rows
-
-
 # --- domains --------------------------------------------------------------------------------------
 
 REPORTED = (
@@ -282,7 +264,7 @@ def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
     lines += [*domain_table(domains, adapters, ("domain", *BESIDE_OTHERS)), ""]
     lines += ["**Without an adapter**", "", *alone, ""] if alone else []
     lines += ["**Rejected**", "", *rejected] if rejected else []
-    text, end = "\n".join(lines), "\n\n… more: see the table steps.json"
+    text, end = "\n".join(lines), "\n\n… more: see the runs of the attempts"
     if len(text) <= NOTE_LENGTH:
         return text
     return text[: NOTE_LENGTH - len(end)].rpartition("\n")[0] + end

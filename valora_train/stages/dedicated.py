@@ -44,8 +44,7 @@ from valora_train.stages.fuse import DomainInputs, domain_facts, training_facts
 ADAPTER = "adapter-1"
 REACHED = "reached.json"
 FILE = snapshot_file(ADAPTER, 1)
-THREADS = 1
-"""CPU threads of a training: it depends on them, and must not depend on how many run."""
+THREADS = 1  # CPU threads of a training: it depends on them, and must not depend on how many run
 ELSEWHERE = (
     "device", "precision", "shard", "batch_size", "keep_features", "gradient_checkpointing"
 )  # fmt: skip
@@ -172,8 +171,7 @@ class Worker:
         write_json(folder / REACHED, reached)
 
 
-_worker: Worker | None = None
-"""The worker of a process that trains."""
+_worker: Worker | None = None  # the worker of a process that trains
 
 
 def _begin(settings: Settings, domains: Sequence[DomainInputs]) -> None:

@@ -267,7 +267,7 @@ class Fusion:
             if resumed := packing.resume():
                 self.display.note("fuse", f"continuing after attempt {resumed}")
                 report.resumed(plan.decisions, state.seconds)
-                report.log_progress(plan, state)
+                report.log_progress(plan)
             self._stop_if_unreachable(plan)
             while (attempt := plan.next()) is not None:
                 with report.attempt(attempt) as on_step:
@@ -276,7 +276,7 @@ class Fusion:
                 # Tracked first, then on disk: an attempt that is interrupted in between is
                 # repeated, and its MLflow run replaced.
                 packing.record(outcome)
-                report.log_progress(plan, state)
+                report.log_progress(plan)
                 self._stop_if_unreachable(plan)
 
             self._measure_packing(plan, packing)

@@ -170,7 +170,7 @@ def test_mlflow_shows_every_step(done):
     for attempt in result["attempts"]:
         assert (f"**{attempt['name']}**" in note) == (attempt["verdict"] != "committed")
     artifacts = {f.path for f in client.list_artifacts(parent.info.run_id)}
-    assert {"accuracy_heat_map.png", "bundle", "config.yaml", "steps.json"} <= artifacts
+    assert {"accuracy_heat_map.png", "bundle", "config.yaml"} <= artifacts
     assert len(parent.inputs.dataset_inputs) == 2 * len(COLOURS)
     version = client.get_model_version_by_alias("valora-own", "latest-fused")
     assert version.run_id == parent.info.run_id

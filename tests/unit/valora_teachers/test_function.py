@@ -4,8 +4,8 @@ import pytest
 from PIL import Image
 
 from valora_data.schema import Answer, Box, Sample, Task
-from valora_teachers.base import TeacherError, choice_answer
-from valora_teachers.registry import load_teacher
+from valora_teachers.base import TeacherError
+from valora_teachers.registry import load_teacher, make_teacher
 
 LABELS = ("cat", "dog")
 SAMPLES = [
@@ -100,4 +100,5 @@ def test_names_that_lead_nowhere(name: str, message: str) -> None:
 
 
 def test_a_choice_without_any_probability() -> None:
-    assert choice_answer(Task.CLASSIFICATION, LABELS, [0.0, 0.0]) == Answer(label="cat")
+    teacher = make_teacher("function", Task.CLASSIFICATION, LABELS)
+    assert teacher.choice_answer([0.0, 0.0]) == Answer(label="cat")

@@ -66,8 +66,8 @@ def test_classification_agrees_with_ultralytics(classifier: Path) -> None:
     ("kind", "model", "labels", "task", "message"),
     [
         ("yolo", "classifier", ["fox"], Task.CLASSIFICATION, r"no class 'fox', only cat, dog, eel"),
-        ("yolo", "classifier", ["cat"], Task.DETECTION, "for 'classify', which gives no boxes"),
-        ("yolo", "world", ["cat"], Task.CLASSIFICATION, "for 'detect', which gives no class"),
+        ("yolo", "classifier", ["cat"], Task.DETECTION, "for 'classify', which does not"),
+        ("yolo", "world", ["cat"], Task.CLASSIFICATION, "for 'detect', which does not"),
         ("yolo_world", "classifier", ["cat"], Task.DETECTION, "is a ClassificationModel, which"),
     ],
 )

@@ -20,14 +20,11 @@ from numpy.typing import NDArray
 from valora_train.fusion.strategies.base import Proposal, Strategy, View
 
 Array = NDArray[np.floating[Any]]
-Masks = NDArray[np.int64]
-"""Groups of domains as bit masks."""
+Masks = NDArray[np.int64]  # groups of domains as bit masks
 
 MAX_EXACT = 10  # domains; more are tried jointly first, then groups are merged one by one
 ADAPTER = 4.0  # an adapter less is worth a packing that is e⁻⁴ times as likely, and the attempts
-HOPELESS = (
-    0.03  # a domain that misses its target by this share of it would miss it beside more, too
-)
+HOPELESS = 0.03  # who misses its target by this share of it would miss it beside more, too
 ATTEMPTS = 8  # for each domain; then the rest is packed as `rehearsal` does
 MAX_STEPS = 10_000  # of looking for room for the domains of one adapter
 NEVER = -1e9

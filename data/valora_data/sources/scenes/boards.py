@@ -83,8 +83,7 @@ class Board:
     @classmethod
     def photograph(cls, rng: Rng, split: Split, without: str = "") -> Board:
         """A board with a crop that only this split shows, of a photograph of no file `without`."""
-        files = [photograph.file for photograph in PHOTOGRAPHS]
-        suitable = [n for n, file in enumerate(files) if not without or without not in file]
+        suitable = [n for n, file in enumerate(PHOTOGRAPHS) if not without or without not in file]
         return cls(photograph_crop(rng, split, SIZE, chosen(rng, suitable)).astype(np.float32))
 
     @classmethod

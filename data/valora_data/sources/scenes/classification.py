@@ -130,8 +130,7 @@ for _name, _what, _painter, _without in (
 # ---- clips ---------------------------------------------------------------------------------------
 
 FRAMES = 4
-TIMES = np.linspace(0, 1, FRAMES)
-"""When the frames are taken, in shares of the clip."""
+TIMES = np.linspace(0, 1, FRAMES)  # when the frames are taken, in shares of the clip
 
 DRIVES = ("left", "right", "closer", "away", "still")
 ACTIONS = ("walk", "jump", "wave", "crouch", "stand")

@@ -23,8 +23,7 @@ from valora_data.sources.scenes.drawing import Pen, bounds, chosen, lit, shade
 from valora_data.sources.scenes.objects import NEAR_MISSES, TARGETS
 from valora_data.sources.scenes.photographs import photograph_crop
 
-Mask = npt.NDArray[np.bool_]
-"""Pixels of the image, (SIZE, SIZE)."""
+Mask = npt.NDArray[np.bool_]  # pixels of the image, (SIZE, SIZE)
 
 GRID = 8  # cells per side, the visual tokens of a detector, with the centre of one target at most
 

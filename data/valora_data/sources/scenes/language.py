@@ -16,8 +16,7 @@ from valora_data.sources.scenes.objects import SIGNS, TARGETS, VEHICLES, traffic
 from valora_data.sources.scenes.photographs import DIGITS, digit_layer
 from valora_data.wording import joined
 
-ANNOTATORS = 10
-"""Answers per question, as in VQA v2."""
+ANNOTATORS = 10  # answers per question, as in VQA v2
 PLACES = {
     "top left": (0.02, 0.02, 0.28, 0.28), "top": (0.4, 0.02, 0.6, 0.28),
     "top right": (0.72, 0.02, 0.98, 0.28), "left": (0.02, 0.4, 0.28, 0.6),

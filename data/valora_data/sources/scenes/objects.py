@@ -147,11 +147,9 @@ SIGNS = (
 """Kinds of road signs, by number."""
 TRIANGLE = (0.5, 0.04, 1.0, 0.94, 0.0, 0.94)
 INNER_TRIANGLE = (0.5, 0.25, 0.82, 0.84, 0.18, 0.84)
-
-
-def _flipped(at: tuple[float, ...]) -> list[float]:
-    """Points upside down."""
-    return [1 - c if place % 2 else c for place, c in enumerate(at)]
+FLIPPED, INNER_FLIPPED = (
+    [1 - c if i % 2 else c for i, c in enumerate(at)] for at in (TRIANGLE, INNER_TRIANGLE)
+)
 
 
 def _regular(corners: int, start: float, radius: float) -> list[float]:
@@ -223,8 +221,8 @@ def traffic_sign(rng: Rng, kind: int | None = None, size: float | None = None) -
         pen.line(BLACK, max(1.3, pen.height * 0.1), 0.5, 0.42, 0.5, 0.65)
         pen.disc(BLACK, 0.5, 0.76, max(0.8, pen.height * 0.05))
     elif sign == "give way":
-        pen.fill(red, *_flipped(TRIANGLE))
-        pen.fill(WHITE, *_flipped(INNER_TRIANGLE))
+        pen.fill(red, *FLIPPED)
+        pen.fill(WHITE, *INNER_FLIPPED)
     elif sign == "mandatory":
         pen.oval(WHITE, 0.5, 0.5, 0.5, 0.5)
         pen.oval(blue, 0.5, 0.5, 0.46, 0.46)
@@ -252,7 +250,7 @@ def _sign_like(rng: Rng) -> Pen:
             middle, r = 0.5 - 0.05 * step, 0.5 - 0.09 * step
             pen.oval(scaled(colour, 0.65 + 0.14 * step), middle, middle, r, r)
     elif kind == 2:
-        pen.fill(colour, *(TRIANGLE if rng.random() < 0.5 else _flipped(TRIANGLE)))
+        pen.fill(colour, *(TRIANGLE if rng.random() < 0.5 else FLIPPED))
     elif kind == 3:
         pen.ring(colour, max(1.6, pen.height * 0.1), 0.5, 0.5, pen.height * 0.45)
     elif kind == 4:  # a clock

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,32 +25,22 @@ MIN_SIDE = 60
 DIGITS = tuple("0123456789")
 SHARES = {Split.TRAIN: 0.4, Split.UNLABELLED: 0.25, Split.VAL: 0.15, Split.TEST: 0.2}
 """What of the 1,797 digits each split may show."""
-
-
-class Photograph(NamedTuple):
-    """A bundled photograph: its package, file, and the part (x0, y0, x1, y1) that is shown."""
-
-    package: str
-    file: str
-    area: tuple[int, int, int, int]
-
-
-PHOTOGRAPHS = (
-    Photograph("skimage", "data/brick.png", (0, 0, 512, 512)),
-    Photograph("skimage", "data/gravel.png", (0, 0, 512, 512)),
-    Photograph("skimage", "data/grass.png", (0, 0, 512, 512)),
-    Photograph("skimage", "data/moon.png", (0, 0, 512, 512)),
-    Photograph("skimage", "data/coins.png", (0, 0, 384, 303)),
-    Photograph("skimage", "data/chelsea.png", (0, 0, 451, 300)),
-    Photograph("skimage", "data/coffee.png", (0, 0, 600, 400)),
-    Photograph("skimage", "data/ihc.png", (0, 0, 512, 512)),
-    Photograph("skimage", "data/hubble_deep_field.jpg", (0, 0, 1000, 872)),
-    Photograph("skimage", "data/rocket.jpg", (0, 0, 640, 427)),
+PHOTOGRAPHS = {  # package and file, and the part (x0, y0, x1, y1) that is shown
+    "skimage/data/brick.png": (0, 0, 512, 512),
+    "skimage/data/gravel.png": (0, 0, 512, 512),
+    "skimage/data/grass.png": (0, 0, 512, 512),
+    "skimage/data/moon.png": (0, 0, 512, 512),
+    "skimage/data/coins.png": (0, 0, 384, 303),
+    "skimage/data/chelsea.png": (0, 0, 451, 300),
+    "skimage/data/coffee.png": (0, 0, 600, 400),
+    "skimage/data/ihc.png": (0, 0, 512, 512),
+    "skimage/data/hubble_deep_field.jpg": (0, 0, 1000, 872),
+    "skimage/data/rocket.jpg": (0, 0, 640, 427),
     # Above the motorcycle: a garage with shelves.
-    Photograph("skimage", "data/motorcycle_left.png", (0, 0, 740, 135)),
+    "skimage/data/motorcycle_left.png": (0, 0, 740, 135),
     # Between and above the trees: a pagoda and a lake.
-    Photograph("sklearn", "datasets/images/china.jpg", (80, 0, 544, 265)),
-)
+    "sklearn/datasets/images/china.jpg": (80, 0, 544, 265),
+}
 
 
 def region_of(photograph: int, split: Split) -> tuple[int, int, int, int]:
@@ -60,7 +49,7 @@ def region_of(photograph: int, split: Split) -> tuple[int, int, int, int]:
     The order of the strips rotates from photograph to photograph, so that no split always gets the
     left side.
     """
-    x0, y0, x1, y1 = PHOTOGRAPHS[photograph].area
+    x0, y0, x1, y1 = list(PHOTOGRAPHS.values())[photograph]
     splits = list(Split)
     strip = (splits.index(split) + photograph) % len(splits)
     width = (x1 - x0) // len(splits)
@@ -98,16 +87,15 @@ def photograph_crop(
 
 @cache
 def _pixels(photograph: int) -> Image.Image:
-    source = PHOTOGRAPHS[photograph]
-    spec = find_spec(source.package)
+    package, _, file = list(PHOTOGRAPHS)[photograph].partition("/")
+    spec = find_spec(package)
     for location in (spec and spec.submodule_search_locations) or ():
-        path = Path(location) / source.file
+        path = Path(location) / file
         if path.is_file():
             with Image.open(path) as image:
                 return image.convert("RGB")
     raise DataError(
-        f"photograph {source.file} of {source.package} is not installed: "
-        "run pip install 'valora[train]'"
+        f"photograph {file} of {package} is not installed: run pip install 'valora[train]'"
     )
 
 

@@ -14,7 +14,6 @@ from tests.unit.valora_train.fusion.test_decision import (
     COMMITTED,
     DECISIONS,
     PACKING,
-    REQUIREMENTS,
     TOLD,
     decision,
 )  # fmt: skip
@@ -134,17 +133,6 @@ def test_the_tables_have_every_domain_of_the_attempts():
     assert "| **person** | held | 0.950 | 0.910 | -0.040 | 0.920 | -0.010 |" in page
     assert "| bicycle | new | 0.400 | 0.850 | +0.450 | 0.820 | +0.030 |" in page
     assert "| bicycle | moved here | 0.830 | 0.825 | -0.005 |" in attempt_page(TOLD[6])
-    seconds = [float(number) for number in range(len(TOLD))]
-    columns, rows = texts.steps_table(TOLD, seconds, REQUIREMENTS)
-    steps = [dict(zip(columns, row, strict=True)) for row in rows]
-    assert steps[1]["reason"].startswith("person fell from 0.950 to 0.910, 0.010 below its target")
-    assert steps[1]["went"] == "bicycle went to adapter-1 with attempt 07"
-    assert [step["decision"] for step in steps[:3]] == [
-        "committed", "rolled back", "committed in part",
-    ]  # fmt: skip
-    assert (steps[1]["person"], steps[1]["plate"], steps[1]["held before"]) == (
-        "0.910", "", "person",
-    )  # fmt: skip
 
 
 def only(**facts):
@@ -266,7 +254,7 @@ def test_the_page_shows_the_packing_and_what_it_was_chosen_over():
     assert "Rejected" not in few and "after 1 attempt (1 committed)" in few
     long = texts.fusion_page(result(attempts=TOLD * 40), "run-7")
     assert len(long) <= texts.NOTE_LENGTH
-    assert long.endswith("more: see the table steps.json")
+    assert long.endswith("more: see the runs of the attempts")
     assert "| people_count |" in long and "| 101 % of 0.930 |" in long  # these are whole
 
 

@@ -124,7 +124,7 @@ def test_colours_and_places_are_true():
 def test_surfaces_are_those_photographs():
     files = {"coins": "coins", "tissue": "ihc", "stars": "hubble"}
     for surface, number in SURFACES.items():
-        assert files.get(surface, surface) in PHOTOGRAPHS[number].file
+        assert files.get(surface, surface) in list(PHOTOGRAPHS)[number]
 
 
 def test_unknown_domains_are_named():

@@ -6,12 +6,7 @@ import pytest
 from valora_data.errors import DataError
 from valora_data.schema import Split
 from valora_data.sources.scenes import photographs
-from valora_data.sources.scenes.photographs import (
-    PHOTOGRAPHS,
-    Photograph,
-    photograph_crop,
-    region_of,
-)
+from valora_data.sources.scenes.photographs import PHOTOGRAPHS, photograph_crop, region_of
 
 
 @pytest.mark.parametrize("photograph", range(len(PHOTOGRAPHS)))
@@ -48,8 +43,8 @@ def test_crops_stay_inside_their_region(monkeypatch):
 
 @pytest.mark.parametrize("package", ["skimage", "a_package_that_is_not_installed"])
 def test_missing_photograph_names_the_remedy(package, monkeypatch):
-    missing = Photograph(package, "data/no_such_photograph.png", (0, 0, 400, 400))
-    monkeypatch.setattr(photographs, "PHOTOGRAPHS", (missing,))
+    missing = {f"{package}/data/no_such_photograph.png": (0, 0, 400, 400)}
+    monkeypatch.setattr(photographs, "PHOTOGRAPHS", missing)
     photographs._pixels.cache_clear()
     with pytest.raises(DataError, match=r"no_such_photograph\.png .*'valora\[train\]'"):
         photograph_crop(np.random.default_rng(0), Split.TRAIN)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -226,3 +227,59 @@ def _check_alignment(ys: Sequence[torch.Tensor], x: torch.Tensor, weights: LoraW
                 f"{name}: expected neighbouring columns and rows at multiples of {ALIGNMENT} "
                 f"elements, got strides {tensor.stride()}, address {tensor.data_ptr():#x}"
             )
+
+
+class LoraOperator(ABC):
+    """One way to compute y += Σ coefficient · scaling · (x Aᵀ) Bᵀ.
+
+    Instances have no state; there is one of each class, see `operators.operator`. Where
+    `batch.fixed` is set, a call is captured in a CUDA graph: its shapes may depend on the sizes of
+    the batch only, and what it reads of the batch must lie on the device.
+
+    Attributes:
+        name: The name that it is registered under.
+        adaptive: Whether the operator computes base product and LoRA together
+            (`project.add_projection`); others add to the library's product.
+    """
+
+    name: ClassVar[str]
+    adaptive: ClassVar[bool] = False
+
+    @abstractmethod
+    def add(
+        self,
+        ys: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        weights: LoraWeights,
+        batch: LoraBatch,
+    ) -> None:
+        """Add the LoRA terms of all rows.
+
+        Args:
+            ys: [P] tensors [rows, out_features[p]], changed in place.
+            x: [rows, in_features].
+            weights: A and B of every adapter.
+            batch: Which rows have which adapters.
+        """
+
+
+class Atmm(LoraOperator):
+    """VaLoRA's operator, with tiles chosen for each call (§4.3); plain torch for odd widths."""
+
+    name: ClassVar[str] = "atmm"
+    adaptive: ClassVar[bool] = True
+
+    def add(
+        self,
+        ys: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        weights: LoraWeights,
+        batch: LoraBatch,
+    ) -> None:
+        """Add the LoRA terms of all rows."""
+        (atmm if aligned(weights) else atmm_reference)(ys, x, weights, batch)
+
+
+def aligned(weights: LoraWeights) -> bool:
+    """Whether the kernels, which load 16 bytes at a time, can read all widths."""
+    return all(n % ALIGNMENT == 0 for n in (weights.in_features, *weights.out_features))

@@ -6,26 +6,36 @@ buffers of fixed size and address, so that one captured CUDA graph serves any mi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 
 from valora_kernels.gpus.detect import gpu_of
-from valora_kernels.grouping import MAX_TERMS, NONE, group_rows
+from valora_kernels.grouping import NONE, group_rows
 from valora_kernels.tables import (
     Copier,
     DeviceBlocks,
-    DeviceRowTerms,
     DeviceTiles,
     tile_capacity,
     tile_elements,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from numpy.typing import ArrayLike, NDArray
+
+    from valora_kernels.grouping import Grouping
+
+T = TypeVar("T", bound="Table")
+
+
+class Table(Protocol):
+    """What kernels read of a batch, in device buffers of fixed size and address."""
+
+    def refresh(self, grouping: Grouping) -> None:
+        """Copy what a batch has of it to the device, unless it is there."""
 
 
 class Scratch:
@@ -106,9 +116,7 @@ class LoraBatch:
         self.effective_adapters = 1.0
         self.one_adapter = False
         self.terms = 1
-        self._tiles: dict[int, DeviceTiles] = {}
-        self._blocks: dict[int, DeviceBlocks] = {}
-        self._row_terms: DeviceRowTerms | None = None
+        self._tables: dict[Hashable, Table] = {}
         self.scratch = scratch or Scratch(self.device)
 
     def update(
@@ -148,42 +156,41 @@ class LoraBatch:
         self.one_adapter = grouping.one_adapter
         self.terms = max(self.terms, grouping.terms) if self.fixed else grouping.terms
         if self.fixed:
-            for tiles in self._tiles.values():
-                tiles.refresh(grouping)
-            for blocks in self._blocks.values():
-                blocks.refresh(grouping)
-            if self._row_terms is not None:
-                self._row_terms.refresh(grouping)
+            for table in self._tables.values():
+                table.refresh(grouping)
 
     @property
     def _captured(self) -> bool:
-        """Whether a call has read what a captured graph reads again."""
-        return bool(self._tiles) or self._row_terms is not None
+        """Whether a call has read terms, which a captured graph reads again."""
+        return any(not isinstance(table, DeviceBlocks) for table in self._tables.values())
+
+    def table(self, key: Hashable, make: Callable[[], T]) -> T:
+        """A table of the batch on the device, which is made once and follows every `update`.
+
+        Args:
+            key: What tells it from others.
+            make: Makes it.
+        """
+        if key not in self._tables:
+            self._tables[key] = make()
+        table = self._tables[key]
+        table.refresh(self.grouping)
+        return cast("T", table)
 
     def tiles(self, block: int) -> DeviceTiles:
         """The batch in tiles of `block` rows."""
-        table = self._tiles.get(block)
-        if table is None:
+
+        def make() -> DeviceTiles:
             capacity = tile_capacity(self.max_rows, self.max_segments, block)
             copier = Copier(tile_elements(block, capacity), self.device)
-            table = self._tiles[block] = DeviceTiles(block, capacity, copier)
-        table.refresh(self.grouping)
-        return table
+            return DeviceTiles(block, capacity, copier)
+
+        return self.table(("tiles", block), make)
 
     def blocks(self, block: int) -> DeviceBlocks:
         """The adapters of each block of rows."""
-        table = self._blocks.get(block)
-        if table is None:
-            capacity = max(1, min(block, self.max_segments))
-            table = DeviceBlocks.of(block, self.max_rows, capacity, self.device)
-            self._blocks[block] = table
-        table.refresh(self.grouping)
-        return table
-
-    def row_terms(self) -> DeviceRowTerms:
-        """The terms of every row."""
-        if self._row_terms is None:
-            capacity = min(self.max_rows, self.max_segments) * MAX_TERMS
-            self._row_terms = DeviceRowTerms.of(self.max_rows, capacity, self.device)
-        self._row_terms.refresh(self.grouping)
-        return self._row_terms
+        capacity = max(1, min(block, self.max_segments))
+        return self.table(
+            ("blocks", block),
+            lambda: DeviceBlocks.of(block, self.max_rows, capacity, self.device),
+        )

@@ -39,6 +39,10 @@ class Registry(Mapping[str, T], Generic[T]):
         self._builtin = {name: EntryPoint(name, at, group) for name, at in builtin.items()}
         self._loaded: dict[str, T] = {}
 
+    def register(self, name: str, at: str) -> None:
+        """Add ``module:attribute`` in this process, as an entry point would in all of them."""
+        self._builtin[name] = EntryPoint(name, at, self.group)
+
     def _entries(self) -> dict[str, EntryPoint]:
         others = {entry.name: entry for entry in entry_points(group=self.group)}
         return self._builtin | {

@@ -1,4 +1,4 @@
-"""What kernels read of a grouping: tiles, blocks of rows and terms of rows, in device buffers.
+"""What kernels read of a grouping: tiles and blocks of rows, in device buffers.
 
 `tile_rows` and `block_rows` are plain numpy. The device tables have a fixed size and address, so
 that one captured CUDA graph serves any mix of adapters.
@@ -304,68 +304,5 @@ class DeviceBlocks:
             return
         rows = len(self.slot_of_row)
         block_rows(grouping, self.block, rows, self.capacity, self.copier.stage())
-        self.described = grouping
-        self.copier.send()
-
-
-@dataclass(slots=True)
-class DeviceRowTerms:
-    """The terms of every row in the order of the batch, for operators that gather by row.
-
-    Attributes:
-        copier: The buffer of all tensors below.
-        adapters: [2, rows] int32, adapter of each term, `NONE` without one.
-        ranks: [2, rows] int32, its rank, 0 without one.
-        scale: [2, rows] float32, coefficient · scaling of each term, 0 without one.
-        distinct: [capacity, 2] int32, the adapters of the batch with their ranks; behind them
-            `ABSENT` with rank 0.
-        count: Number of distinct adapters of the last refresh, on the host.
-        described: The batch of the last refresh.
-    """
-
-    copier: Copier
-    adapters: torch.Tensor
-    ranks: torch.Tensor
-    scale: torch.Tensor
-    distinct: torch.Tensor
-    count: int = 0
-    described: Grouping | None = None
-
-    @classmethod
-    def of(cls, rows: int, capacity: int, device: torch.device) -> DeviceRowTerms:
-        """Room for so many rows and distinct adapters."""
-        sizes = [MAX_TERMS * rows] * 3 + [2 * capacity]
-        copier = Copier(sum(sizes), device)
-        adapters, ranks, scale, distinct = copier.buffer.split(sizes)
-        shape = (MAX_TERMS, rows)
-        return cls(
-            copier,
-            adapters.view(shape),
-            ranks.view(shape),
-            scale.view(torch.float32).view(shape),
-            distinct.view(capacity, 2),
-        )
-
-    def refresh(self, grouping: Grouping) -> None:
-        """Copy the terms of a batch to the device, unless they are there."""
-        if grouping is self.described:
-            return
-        memory, rows = self.copier.stage(), self.adapters.shape[1]
-        adapters, ranks, scale = memory[: 3 * MAX_TERMS * rows].reshape(3, MAX_TERMS, rows)
-        distinct = memory[3 * MAX_TERMS * rows :].reshape(-1, 2)
-        scale = scale.view(np.float32)
-        adapters.fill(NONE)
-        ranks.fill(0)
-        scale.fill(0)
-        distinct[:] = ABSENT, 0
-        lengths = np.diff(grouping.starts)
-        adapters[:, grouping.order] = np.repeat(grouping.adapters, lengths, axis=0).T
-        ranks[:, grouping.order] = np.repeat(grouping.ranks, lengths, axis=0).T
-        scale[:, grouping.order] = grouping.scale.T
-        named = grouping.adapters != NONE
-        found, first = np.unique(grouping.adapters[named], return_index=True)
-        self.count = len(found)
-        distinct[: self.count, 0] = found
-        distinct[: self.count, 1] = grouping.ranks[named][first]
         self.described = grouping
         self.copier.send()

@@ -13,15 +13,15 @@ BUDGETS = {
     "valora_train": 10_813,
     "data/valora_data": 11_483,
     "teachers/valora_teachers": 1_766,
-    "kernels/valora_kernels": 6_301,
-    "valora_serve": 38_003,
+    "kernels/valora_kernels": 5_961,
+    "valora_serve": 37_734,
     "tests/*/valora_train": 8_422,
     "tests/*/valora_data": 4_955,
     "tests/*/valora_teachers": 1_366,
-    "tests/*/valora_kernels": 2_385,
-    "tests/*/valora_serve": 29_442,
-    "tests/unit/bench": 1_657,
-    BENCH: 10_358,
+    "tests/*/valora_kernels": 2_388,
+    "tests/*/valora_serve": 29_338,
+    "tests/unit/bench": 1_765,
+    BENCH: 10_977,
 }
 
 

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valora_data.contract.quantized import NF4
-from valora_kernels.operators.registry import operator
+from valora_kernels.operators import operator
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
 from valora_serve.engine.answers import Answers

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from valora_data.contract.quantized import NF4
-from valora_kernels.operators.registry import ATMM, OPERATORS
+from valora_kernels.operators import ATMM, OPERATORS
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import keeps_shares, modes_of
 from valora_serve.parallel.partition import LoraParallel
@@ -91,8 +91,7 @@ class EngineSettings:
             (docs/scaling.md); 1 to serve it on one.
         lora_parallel: How the GPUs share LoRA matrices: ``replicate_a`` needs no communication,
             ``slora`` splits both, for less memory.
-        operator: LoRA operator, to compare others with ``atmm``: ``static``, ``bgmv``, ``padded``
-            or ``einsum`` (docs/engine.md).
+        operator: LoRA operator, to compare others with ``atmm`` (docs/engine.md).
         switch: How adapters are merged: ``swift`` in one launch, or ``by_matrix`` to compare it
             with systems that merge each matrix for itself.
         adapter_share: Share of the pages that is kept for adapters alone, to compare the unified

@@ -18,7 +18,7 @@ from valora_kernels.gpus.detect import gpu_of
 from valora_kernels.gpus.nvidia_h200 import gpu as reference
 from valora_kernels.launching import ALIGNMENT, kernels, padded_ranks
 from valora_kernels.lookup import TilingTable, is_measured, table_of, use_table, using
-from valora_kernels.operators.registry import ATMM
+from valora_kernels.operators import ATMM
 from valora_kernels.tiling import Case, ProjectionGroup
 from valora_kernels.tune import Piece, Tuner, cases
 from valora_serve.engine.sizing import tiling_file

@@ -26,7 +26,7 @@ from valora_data.contract.quantized import shape_of
 from valora_data.models.base import LLAMA
 from valora_kernels.launching import ALIGNMENT
 from valora_kernels.merge import MergeableWeights
-from valora_kernels.operators.registry import ATMM, operator
+from valora_kernels.operators import ATMM, operator
 from valora_kernels.project import add_projection, linear
 from valora_serve.memory.unified import GroupSpec
 

@@ -22,8 +22,7 @@ from valora_serve.routing.registry import ROUTERS, make_router
 from valora_serve.workloads import traces
 from valora_serve.workloads.cluster import simulate_cluster
 from valora_serve.workloads.cluster_table import NOTE, cluster_row, tables
-from valora_serve.workloads.dispatch import RouterDispatch
-from valora_serve.workloads.migration import DLoraDispatch
+from valora_serve.workloads.dispatch import WAYS, RouterDispatch
 from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate
 
 if TYPE_CHECKING:
@@ -71,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except ImportError as error:
         name = str(error.name or "").partition(".")[0]
-        needs = "--migration dlora" if name == "scipy" else "--plot"
-        print(f"valora-sim: {needs} needs {name}: pip install {name}", file=sys.stderr)
+        print(f"valora-sim: --plot needs {name}: pip install {name}", file=sys.stderr)
         return 1
     return 0
 
@@ -163,16 +161,10 @@ def _parser() -> argparse.ArgumentParser:
     router = RouterSettings()
     add = parser.add_argument_group("replicas, each a machine as above").add_argument
     add("--replicas", nargs="+", type=int, metavar="N", default=[1], help="numbers to compare")
-    routers = ", ".join(ROUTERS)
+    routers = ", ".join([*ROUTERS, *WAYS])
     add("--router", nargs="+", metavar="NAME", help=f"some of {routers} (default: affinity)")
     add("--load-bound", type=float, default=router.bound, help="affinity: most load over the mean")
     add("--slack", type=float, default=router.slack, help="affinity: load that is never too much")
-    add(
-        "--migration",
-        choices=["none", "dlora"],
-        default="none",
-        help="dlora: also dLoRA's placement, dispatch and migration, as a router of its own",
-    )
     add(
         "--per-replica",
         action="store_true",
@@ -188,13 +180,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _has_replicas(options: argparse.Namespace) -> bool:
     """Whether replicas are simulated; checks the options that go with them."""
-    asked = options.replicas != [1] or options.router is not None or options.migration != "none"
-    if not asked:
+    if options.replicas == [1] and options.router is None:
         return False
     for name, given in (("plot", options.plot), ("decision-trace", options.decision_trace)):
         if given:
             raise traces.TraceError(
-                f"--{name} is for one machine: leave out --replicas, --router and --migration."
+                f"--{name} is for one machine: leave out --replicas and --router."
             )
     return True
 
@@ -274,10 +265,11 @@ def _cluster_runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     asked = RouterSettings(bound=options.load_bound, slack=options.slack, seed=options.seed)
     ways: dict[str, Callable[[], Dispatch]] = {}
     for name in options.router or ["affinity"]:
+        if name in WAYS:
+            ways[name] = partial(WAYS[name], options.seed)
+            continue
         make_router(name, asked)  # refuses an unknown one before anything is simulated
         ways[name] = partial(_routed, name, asked)
-    if options.migration == "dlora":
-        ways["dLoRA"] = partial(DLoraDispatch, options.seed)
     for replicas in options.replicas:
         for rate, skew, workload in _cases(options, replicas if options.per_replica else 1):
             for policy in policies:

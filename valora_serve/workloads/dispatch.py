@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 from valora_serve.routing.base import RecentAdapters, ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from valora_serve.routing.base import Router
     from valora_serve.workloads.simulator import Machine
 
 REPORT_SECONDS = 1.0
 """Seconds between two reports of a replica's resident adapters."""
+
+WAYS: dict[str, Callable[[int], Dispatch]] = {}
+"""Ways to choose replicas besides the routers, by name, each made with a random seed; programs in
+`tests/bench` add theirs."""
 
 Move = tuple[str, int, int, float]
 """A request to move: its id, the replica that has it, its new one, and seconds on the way."""

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.bench.valora_kernels.operators.static import TILING as STATIC
 from tests.support.lora_cases import DEVICE, Case, assert_near, make_case, needs_triton
 from valora_kernels.arrangements import shrink_expand
 from valora_kernels.atmm import atmm, direct_choice, launch
 from valora_kernels.launching import start
 from valora_kernels.lookup import LookupMode, TilingChoice
 from valora_kernels.metadata import LoraBatch
-from valora_kernels.operators.static import TILING as STATIC
 from valora_kernels.reference import atmm_reference
 from valora_kernels.tiling import Tiling
 from valora_kernels.weights import LoraWeights

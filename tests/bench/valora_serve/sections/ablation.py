@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+import tests.bench.valora_kernels.operators  # noqa: F401 - registers those to compare with
 from tests.bench.valora_serve.harness import metrics, poisson, skewed, table
 from tests.bench.valora_serve.pictures import Pictures
 

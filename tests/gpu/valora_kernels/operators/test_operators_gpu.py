@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+import tests.bench.valora_kernels.operators  # noqa: F401 - registers those to compare with
 from tests.support.lora_cases import draw_rows, make_case
 from valora_kernels.metadata import LoraBatch
-from valora_kernels.operators.registry import OPERATORS, operator
+from valora_kernels.operators import OPERATORS, operator
 
 pytestmark = pytest.mark.gpu
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.bench.valora_kernels.operators.base import row_terms
 from tests.support.lora_cases import Case, assert_near, draw_rows, make_case
 from valora_kernels.metadata import LoraBatch
-from valora_kernels.operators.registry import OPERATORS, operator
+from valora_kernels.operators import OPERATORS, operator
 from valora_kernels.registry import UnknownNameError
 
 FP32 = torch.float32
@@ -64,10 +65,10 @@ def test_a_captured_call_follows_the_batch(name: str) -> None:
     case.batch = LoraBatch(rows, 7, "cpu", fixed=True)
     case.batch.update(case.adapters, ranks, case.scalings, case.coefficients)
     check(name, case)
-    terms, buffer = case.batch.row_terms(), case.batch.row_terms().copier.buffer.data_ptr()
+    terms, buffer = row_terms(case.batch), row_terms(case.batch).copier.buffer.data_ptr()
     case.adapters[:, 0] = draw_rows(rows, len(ranks), "zipf", np.random.default_rng(5))
     case.batch.update(case.adapters, ranks, case.scalings, case.coefficients)
-    assert case.batch.row_terms() is terms
+    assert row_terms(case.batch) is terms
     assert terms.copier.buffer.data_ptr() == buffer
     check(name, case)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tests.bench.valora_kernels.operators  # noqa: F401 - registers those to compare with
 from tests.support.engine_reference import (
     Reference,
     ask,
@@ -17,7 +18,7 @@ from tests.support.engine_reference import (
 )
 from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, make_adapter
-from valora_kernels.operators.registry import OPERATORS
+from valora_kernels.operators import OPERATORS
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import RequestError
 from valora_serve.orchestrator.decision import Decision, PolicySettings, View

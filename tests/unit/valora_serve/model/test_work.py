@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.bench.valora_kernels.operators.base import row_terms
 from valora_kernels.grouping import NONE
 from valora_kernels.metadata import LoraBatch
 from valora_serve.model.work import AdapterTable, LoraTerms, Work
@@ -65,7 +66,7 @@ def test_rows_behind_those_of_works_have_no_adapter():
     table = AdapterTable(np.array([8, 16, 24], np.int32), np.array([0.5, 1, 2], np.float32))
     lora = LoraBatch(6, 3, "cpu", fixed=True)
     table.fill(lora, terms, 6)
-    found = lora.row_terms()
+    found = row_terms(lora)
     assert found.adapters.T.tolist() == [
         [2, 1], [2, 1], [NONE, NONE], [1, NONE], [NONE, NONE], [NONE, NONE],
     ]  # fmt: skip

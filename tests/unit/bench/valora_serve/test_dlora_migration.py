@@ -2,17 +2,22 @@
 
 import itertools
 import math
-import sys
 from functools import partial
 
 import numpy as np
 import pytest
 
+from tests.bench.valora_serve.dlora_migration import (
+    MOVE_SECONDS,
+    SWAP_PAGES,
+    DLoraDispatch,
+    solve,
+)
 from valora_serve.orchestrator.cost_model import H200_7B
 from valora_serve.orchestrator.registry import make_policy
 from valora_serve.workloads import traces
+from valora_serve.workloads.cli import main
 from valora_serve.workloads.cluster import simulate_cluster
-from valora_serve.workloads.migration import MOVE_SECONDS, SWAP_PAGES, DLoraDispatch, solve
 from valora_serve.workloads.simulator import SimSettings
 
 
@@ -98,9 +103,6 @@ def test_every_adapter_has_a_replica_and_one_has_all():
     assert report.total.finished == len(work) and report.total.loads == 12
 
 
-def test_scipy_is_named(monkeypatch, capsys):
-    from valora_serve.workloads.cli import main
-
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    assert main(["--replicas", "2", "--migration", "dlora", "--duration", "1"]) == 1
-    assert "--migration dlora needs scipy: pip install scipy" in capsys.readouterr().err
+def test_it_is_a_router_of_the_simulator(capsys):
+    assert main(["--replicas", "2", "--router", "least", "dlora", "--duration", "1"]) == 0
+    assert "dlora" in capsys.readouterr().out

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from valora_kernels.operators.base import LoraOperator, gathered, ranks_of
+from tests.bench.valora_kernels.operators.base import gathered, ranks_of
+from valora_kernels.atmm import LoraOperator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from valora_kernels.operators.base import LoraOperator, gathered, ranks_of
+from tests.bench.valora_kernels.operators.base import gathered, ranks_of, row_terms
+from valora_kernels.atmm import LoraOperator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +32,7 @@ class Bgmv(LoraOperator):
         batch: LoraBatch,
     ) -> None:
         """Add the LoRA terms of all rows, `ROWS` at a time."""
-        terms = batch.row_terms()
+        terms = row_terms(batch)
         most = ranks_of(weights, batch)
         if not most:
             return

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from valora_kernels.atmm import atmm
+from valora_kernels.atmm import LoraOperator, aligned, atmm
 from valora_kernels.launching import use_triton
-from valora_kernels.operators.base import LoraOperator, aligned
 from valora_kernels.reference import atmm_reference
 from valora_kernels.tiling import Tiling
 

@@ -4,19 +4,25 @@ After dLoRA (Wu et al., OSDI 2024, §5) and its published code (LLMServe/dLoRA-a
 migration). Adapters are placed on replicas, and a request goes to the cheapest replica among those
 of its adapter. Every ten seconds an integer program moves requests, with their keys and values,
 and adapters between two replicas: the one with the most requests and the one with the fewest.
+
+`python -m tests.bench.valora_serve.dlora_migration --replicas 4 --router affinity dlora …` is
+`valora-sim` with one more router, `dlora`; it needs SciPy.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, defaultdict
-from importlib import import_module
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import lil_matrix
 
-from valora_serve.workloads.dispatch import Dispatch, Move
+from valora_serve.workloads.cli import main
+from valora_serve.workloads.dispatch import WAYS, Dispatch, Move
 from valora_serve.workloads.traces import BASE
 
 if TYPE_CHECKING:
@@ -42,15 +48,11 @@ class DLoraDispatch(Dispatch):
 
     Args:
         seed: Seed of the first placement.
-
-    Raises:
-        ImportError: SciPy, which solves the integer program, is not installed.
     """
 
     interval = 10.0
 
     def __init__(self, seed: int = 0) -> None:
-        import_module("scipy.optimize")
         self._random = Random(seed)
         self._placed: list[set[str]] = []  # adapters of each replica
         self._capacity: list[int] = []
@@ -204,9 +206,6 @@ def solve(
     Returns:
         The requests to move, and the adapters of each replica; None if there is no solution.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import lil_matrix
-
     kinds = sorted(counts, key=str)
     stays = [(key, target) for key in kinds for target in pair]  # variables: requests
     places = [(name, target) for name in names for target in pair]  # variables: 0 or 1
@@ -262,3 +261,9 @@ def solve(
             flow[key[0], key[1], target] = number
     placed = {n: {name for name in names if found.x[y[name, n]] > 0.5} for n in pair}
     return flow, placed
+
+
+WAYS["dlora"] = DLoraDispatch
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The operators: the built-in ones, and those that other packages register."""
+"""LoRA operators: ATMM, and the seam at which others register to be compared with it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ from typing import TYPE_CHECKING
 from valora_kernels.registry import Registry
 
 if TYPE_CHECKING:
-    from valora_kernels.operators.base import LoraOperator
+    from valora_kernels.atmm import LoraOperator
 
 ATMM = "atmm"
 """The operator that engines use unless they compare."""
 
+
 OPERATORS: Registry[type[LoraOperator]] = Registry(
-    "valora.operators",
-    "LoRA operator",
-    {
-        ATMM: "valora_kernels.operators.atmm:Atmm",
-        "static": "valora_kernels.operators.static:Static",
-        "bgmv": "valora_kernels.operators.bgmv:Bgmv",
-        "padded": "valora_kernels.operators.padded:Padded",
-        "einsum": "valora_kernels.operators.einsum:Einsum",
-    },
+    "valora.operators", "LoRA operator", {ATMM: "valora_kernels.atmm:Atmm"}
 )
+"""Operators by name; those of other systems are in `tests/bench/valora_kernels/operators`."""
 
 
 @cache

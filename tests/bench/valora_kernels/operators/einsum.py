@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from valora_kernels.operators.base import LoraOperator, gathered, ranks_of
+from tests.bench.valora_kernels.operators.base import gathered, ranks_of, row_terms
+from valora_kernels.atmm import LoraOperator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Einsum(LoraOperator):
         batch: LoraBatch,
     ) -> None:
         """Add the LoRA terms of all rows."""
-        terms = batch.row_terms()
+        terms = row_terms(batch)
         most = ranks_of(weights, batch)
         count = terms.count
         if batch.fixed:

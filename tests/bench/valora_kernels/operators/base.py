@@ -1,0 +1,134 @@
+"""What operators made of torch's products read of a batch and of adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from valora_kernels.atmm import aligned
+from valora_kernels.grouping import MAX_TERMS, NONE
+from valora_kernels.launching import ALIGNMENT
+from valora_kernels.tables import ABSENT, Copier
+
+if TYPE_CHECKING:
+    from valora_kernels.grouping import Grouping
+    from valora_kernels.metadata import LoraBatch
+    from valora_kernels.weights import LoraWeights
+
+
+@dataclass(slots=True)
+class DeviceRowTerms:
+    """The terms of every row in the order of the batch, for operators that gather by row.
+
+    Attributes:
+        copier: The buffer of all tensors below.
+        adapters: [2, rows] int32, adapter of each term, `NONE` without one.
+        ranks: [2, rows] int32, its rank, 0 without one.
+        scale: [2, rows] float32, coefficient · scaling of each term, 0 without one.
+        distinct: [capacity, 2] int32, the adapters of the batch with their ranks; behind them
+            `ABSENT` with rank 0.
+        count: Number of distinct adapters of the last refresh, on the host.
+        described: The batch of the last refresh.
+    """
+
+    copier: Copier
+    adapters: torch.Tensor
+    ranks: torch.Tensor
+    scale: torch.Tensor
+    distinct: torch.Tensor
+    count: int = 0
+    described: Grouping | None = None
+
+    @classmethod
+    def of(cls, rows: int, capacity: int, device: torch.device) -> DeviceRowTerms:
+        """Room for so many rows and distinct adapters."""
+        sizes = [MAX_TERMS * rows] * 3 + [2 * capacity]
+        copier = Copier(sum(sizes), device)
+        adapters, ranks, scale, distinct = copier.buffer.split(sizes)
+        shape = (MAX_TERMS, rows)
+        return cls(
+            copier,
+            adapters.view(shape),
+            ranks.view(shape),
+            scale.view(torch.float32).view(shape),
+            distinct.view(capacity, 2),
+        )
+
+    def refresh(self, grouping: Grouping) -> None:
+        """Copy the terms of a batch to the device, unless they are there."""
+        if grouping is self.described:
+            return
+        memory, rows = self.copier.stage(), self.adapters.shape[1]
+        adapters, ranks, scale = memory[: 3 * MAX_TERMS * rows].reshape(3, MAX_TERMS, rows)
+        distinct = memory[3 * MAX_TERMS * rows :].reshape(-1, 2)
+        scale = scale.view(np.float32)
+        adapters.fill(NONE)
+        ranks.fill(0)
+        scale.fill(0)
+        distinct[:] = ABSENT, 0
+        lengths = np.diff(grouping.starts)
+        adapters[:, grouping.order] = np.repeat(grouping.adapters, lengths, axis=0).T
+        ranks[:, grouping.order] = np.repeat(grouping.ranks, lengths, axis=0).T
+        scale[:, grouping.order] = grouping.scale.T
+        named = grouping.adapters != NONE
+        found, first = np.unique(grouping.adapters[named], return_index=True)
+        self.count = len(found)
+        distinct[: self.count, 0] = found
+        distinct[: self.count, 1] = grouping.ranks[named][first]
+        self.described = grouping
+        self.copier.send()
+
+
+def row_terms(batch: LoraBatch) -> DeviceRowTerms:
+    """The terms of every row of a batch."""
+    capacity = min(batch.max_rows, batch.max_segments) * MAX_TERMS
+    return batch.table(
+        "row terms", lambda: DeviceRowTerms.of(batch.max_rows, capacity, batch.device)
+    )
+
+
+def ranks_of(weights: LoraWeights, batch: LoraBatch) -> int:
+    """Rank rows that every adapter is padded to: the largest, of the batch if it may change."""
+    return weights.max_rank if batch.fixed else batch.max_rank
+
+
+def gathered(
+    weights: LoraWeights, projection: int, slots: torch.Tensor, ranks: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the matrices of some adapters, padded with zeros to `most` rank rows.
+
+    Args:
+        weights: A and B of every adapter.
+        projection: Which of the projections.
+        slots: [n] int64 on the device, 0 where there is no adapter.
+        ranks: [n] int32 on the device, 0 where there is no adapter.
+        most: Rank rows of the result.
+
+    Returns:
+        A [n, most, in_features] and Bᵀ [n, most, out_features[projection]].
+    """
+    width = weights.out_features[projection]
+    if weights.a_table is None or weights.b_table is None:
+        shape = (weights.slots, weights.max_rank)
+        start = weights.b_start(projection)
+        b_pool = weights.b[start : start + weights.slots * weights.max_rank * width]
+        a = weights.a.view(-1, *shape, weights.in_features)[projection, :, :most][slots]
+        b = b_pool.view(*shape, width)[:, :most][slots]
+    else:
+        # Then rank rows start at multiples of it, too.
+        step = ALIGNMENT if aligned(weights) else 1
+        tables = (weights.a_table, weights.b_table)
+        a_starts, b_starts = (table[projection, :, :most][slots] // step for table in tables)
+        a = _rows(weights.a, step, weights.in_features)[a_starts]
+        b = _rows(weights.b, step, width)[b_starts]
+    absent = torch.arange(most, device=a.device) >= ranks[:, None]
+    return a.masked_fill_(absent[..., None], 0), b.masked_fill_(absent[..., None], 0)
+
+
+def _rows(memory: torch.Tensor, step: int, width: int) -> torch.Tensor:
+    """Overlapping rows of `width` elements from every `step`-th one on, to read whole rows by."""
+    flat = memory.view(-1)
+    return flat.as_strided(((flat.numel() - width) // step + 1, width), (step, 1))

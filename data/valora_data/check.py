@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,12 +16,13 @@ from rich.table import Table
 from valora_data.drawing import contact_sheet, pair_sheet
 from valora_data.duplicates import Duplicates, Key, Likeness, Pair
 from valora_data.errors import DataError
+from valora_data.faults import described
 from valora_data.schema import Sample, Split
 from valora_data.sources.base import Source
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import open_source
 from valora_data.tasks import TaskSpec
-from valora_data.wording import agreeing, plural
+from valora_data.wording import agreeing, examples, plural
 
 NAMED = 5  # faults of each kind, and pairs of copies, that the report names
 SHOWN_SAMPLES, SHOWN_LABELS, SHOWN_PAIRS = 18, 20, 24
@@ -90,7 +91,7 @@ def check(source: Source, out: Path, console: Console) -> bool:
     spec, duplicates = source.task.spec, Duplicates()
     reader, streams = _streams(source)
     splits = {name: SplitFacts() for name in streams}
-    problems, notes = list[str](), list[str]()
+    problems = list[str]()
     with console.status(f"Reading {source.path} …"):
         for name, stream in streams.items():
             try:
@@ -103,12 +104,11 @@ def check(source: Source, out: Path, console: Console) -> bool:
                     raise
     order = list(Likeness)
     pairs = sorted(duplicates.pairs(), key=lambda pair: order.index(pair.likeness))
-    for skips, reported in ((True, problems), (False, notes)):
-        for kind, texts in reader.texts(skips=skips).items():
-            reported.append(f"{plural(len(texts), kind.what)} ({_examples(texts)}): {kind.remedy}")
+    problems += described([fault for fault in reader.found if fault.kind.skips], NAMED)
     for name, facts in splits.items():
         problems += _missing_answers(name, facts, spec)
     problems += [*_copies(pairs, leaks=True), *_strange_labels(splits, spec)]
+    notes = described([fault for fault in reader.found if not fault.kind.skips], NAMED)
     notes += _copies(pairs, leaks=False)
     _show_counts(source.task, splits, console)
     for path in _write_files(source, reader, pairs, splits, out):
@@ -120,6 +120,23 @@ def check(source: Source, out: Path, console: Console) -> bool:
         noted = f"no faults; {plural(len(notes), 'note')} above" if notes else "nothing is wrong"
         say(console, "[green]✓[/]", noted)
     return not problems
+
+
+def say(console: Console, sign: str, text: str) -> None:
+    """Print a sentence of any length as one line."""
+    console.print(f"{sign} {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def show_table(
+    console: Console, title: str, columns: Mapping[str, bool], rows: Iterable[Iterable[object]]
+) -> None:
+    """Print a table; `columns` says of each whether it holds numbers."""
+    table = Table(title=title, title_justify="left")
+    for name, numbers in columns.items():
+        table.add_column(name, overflow="fold", justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console.print(table)
 
 
 def _write_files(
@@ -150,11 +167,6 @@ def _write_files(
         yield out / "faults.tsv"
 
 
-def say(console: Console, sign: str, text: str) -> None:
-    """Print a sentence of any length as one line."""
-    console.print(f"{sign} {escape(text)}", highlight=False, soft_wrap=True)
-
-
 def _streams(source: Source) -> tuple[ImageReader, dict[str, Callable[[], Iterator[Sample]]]]:
     reader = ImageReader.for_check(source.path or source.name)
     splits = open_source(replace(source, reader=reader))
@@ -175,26 +187,25 @@ def _pictures_of(source: Source, pairs: Sequence[Pair]) -> Mapping[Key, Sample]:
 
 
 def _show_counts(task: str, splits: Mapping[str, SplitFacts], console: Console) -> None:
-    table = Table(title=f"task {task}", title_justify="left")
-    for name in ("split", "samples", "images", "answered"):
-        table.add_column(name, justify="left" if name == "split" else "right")
-    for split, facts in splits.items():
-        counts = (facts.samples, facts.images, facts.samples - facts.unanswered)
-        table.add_row(split, *map(str, counts))
-    console.print(table)
+    columns = {"split": False, "samples": True, "images": True, "answered": True}
+    rows: list[list[object]] = [
+        [split, facts.samples, facts.images, facts.samples - facts.unanswered]
+        for split, facts in splits.items()
+    ]
+    show_table(console, f"task {task}", columns, rows)
     total: Counter[str] = sum((facts.labels for facts in splits.values()), start=Counter())
     if not total:
         return
-    table = Table(title=plural(len(total), "label"), title_justify="left")
-    for name in ("label", *splits, ""):
-        table.add_column(name, justify="right" if name in splits else "left")
     most = max(total.values())
-    for label, count in total.most_common(SHOWN_LABELS):
-        numbers = [str(facts.labels[label]) for facts in splits.values()]
-        table.add_row(label, *numbers, "█" * max(1, round(BAR * count / most)))
+    rows = [
+        [label, *(facts.labels[label] for facts in splits.values()),
+         "█" * max(1, round(BAR * count / most))]
+        for label, count in total.most_common(SHOWN_LABELS)
+    ]  # fmt: skip
     if len(total) > SHOWN_LABELS:
-        table.add_row(f"… {len(total) - SHOWN_LABELS} more")
-    console.print(table)
+        rows.append([f"… {len(total) - SHOWN_LABELS} more"])
+    columns = {"label": False, **dict.fromkeys(splits, True), "": False}
+    show_table(console, plural(len(total), "label"), columns, rows)
 
 
 def _copies(pairs: Sequence[Pair], *, leaks: bool) -> Iterator[str]:
@@ -205,11 +216,11 @@ def _copies(pairs: Sequence[Pair], *, leaks: bool) -> Iterator[str]:
         if found and leaks:
             yield (
                 f"{plural(len(found), 'picture|pictures is|are in two splits')}{how} "
-                f"({_examples([*map(str, found)])}): keep each in one split, or set "
+                f"({examples([*map(str, found)], NAMED)}): keep each in one split, or set "
                 "domains.NAME.source.leaks=keep_test"
             )
         elif found:
-            shown = _examples([f"{pair.second[1]} is {pair.first[1]}" for pair in found])
+            shown = examples([f"{pair.second[1]} is {pair.first[1]}" for pair in found], NAMED)
             yield (
                 f"{plural(len(found), 'picture|pictures occurs|occur again in its|their')} own "
                 f"split{how} ({shown}): they go to the same split, and one of each is enough"
@@ -247,8 +258,3 @@ def _strange_labels(splits: Mapping[str, SplitFacts], spec: TaskSpec) -> Iterato
                 f"split {name} has labels that are not in {Split.TRAIN} "
                 f"({', '.join(strange[:5])}): give all splits the same label set"
             )
-
-
-def _examples(texts: Sequence[str]) -> str:
-    more = f"; and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
-    return "; ".join(texts[:NAMED]) + more

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
 from valora_data.errors import DataError
+from valora_data.wording import examples, plural
 
 
 class FaultKind(Enum):
@@ -73,3 +76,15 @@ class Fault(NamedTuple):
     kind: FaultKind
     item: str
     text: str
+
+
+def described(faults: Sequence[Fault], named: int) -> list[str]:
+    """A sentence for each kind of faults, the commonest first, that names so many of them."""
+    texts = {
+        kind: [fault.text for fault in faults if fault.kind is kind]
+        for kind, _ in Counter(fault.kind for fault in faults).most_common()
+    }
+    return [
+        f"{plural(len(found), kind.what)} ({examples(found, named)}): {kind.remedy}"
+        for kind, found in texts.items()
+    ]

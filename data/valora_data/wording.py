@@ -27,6 +27,12 @@ def joined(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
+def examples(texts: Sequence[str], most: int) -> str:
+    """The first texts of a list, and how many there are beyond them."""
+    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
+    return "; ".join(texts[:most]) + more
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what an error says; the name of its class if it says nothing."""
     lines = str(error).strip().splitlines()

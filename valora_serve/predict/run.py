@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from valora_data.errors import ValoraError
 from valora_data.faults import FaultError
 from valora_data.sources.formats.files import IMAGES, files_below
-from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.formats.labelled import ahead, load_image
 from valora_data.sources.formats.videos import SUFFIXES, read_frames
 from valora_serve.errors import SettingsError
 from valora_serve.predict.records import Prediction
@@ -171,12 +171,11 @@ async def answer_all(
 def _decoded(jobs: Sequence[Job]) -> Generator[tuple[Job, list[Image] | str], None, None]:
     """Each job with its images or frames, or with the reason why there are none."""
     stills = [job for job in jobs if job.path.suffix.lower() in STILLS]
-    reader = ImageReader.for_check("predict")
-    for job, image in zip(stills, reader.open_all(job.path for job in stills), strict=True):
-        if image is None:
-            yield job, next(reversed(reader.found)).text
-        else:
-            yield job, [image]
+    for job, image in ahead(stills, lambda job: load_image(job.path)):
+        try:
+            yield job, [image.result()]
+        except FaultError as error:
+            yield job, error.text
     for job in jobs:
         if job.path.suffix.lower() not in STILLS:
             frames = max(model.images or FRAMES for model in job.domains)

@@ -120,7 +120,6 @@ class Location:
 class SourceFormat(ABC):
     """A data-set format; its name in the registry is the `source.kind` of the configuration."""
 
-    files: ClassVar[str] = ""  # what a file of it is, for messages; empty for folders
     answers: ClassVar[frozenset[str]] = ANSWERS  # what it holds
     task: ClassVar[Task | None] = None  # the most likely one; None if a data set tells
     remote: ClassVar[bool] = False  # whether the path may be a name of what is on the hub

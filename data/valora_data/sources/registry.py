@@ -12,30 +12,31 @@ from valora_data.schema import Split
 from valora_data.sources.base import Location, Source, SourceFormat, Splits, check_unpacked
 from valora_data.sources.formats.files import images_below
 
+_HERE = "valora_data.sources.formats"
 FORMATS: Registry[type[SourceFormat]] = Registry(
     "valora.sources",
     "source kind",
     {  # in the order in which `detect_kind` asks: the first that recognises a path is taken
-        "scenes": "valora_data.sources.formats.own:ScenesFormat",
-        "records": "valora_data.sources.formats.documents:RecordsFormat",
-        "linked_records": "valora_data.sources.formats.documents:LinkedRecordsFormat",
-        "drawn_album": "valora_data.sources.formats.documents:DrawnAlbumFormat",
-        "album": "valora_data.sources.formats.documents:AlbumFormat",
-        "documents": "valora_data.sources.formats.documents:DocumentsFormat",
-        "texts": "valora_data.sources.formats.documents:TextsFormat",
-        "shards": "valora_data.sources.formats.own:ShardsFormat",
-        "hub": "valora_data.sources.formats.rows:HubFormat",
-        "roboflow": "valora_data.sources.formats.coco:RoboflowFormat",
-        "cvat": "valora_data.sources.formats.annotation_tools:CvatFormat",
-        "kitti": "valora_data.sources.formats.kitti:KittiFormat",
-        "voc": "valora_data.sources.formats.voc:VocFormat",
-        "yolo": "valora_data.sources.formats.yolo:YoloFormat",
-        "labelstudio": "valora_data.sources.formats.annotation_tools:LabelStudioFormat",
-        "llava": "valora_data.sources.formats.conversations:LlavaFormat",
-        "coco": "valora_data.sources.formats.coco:CocoFormat",
-        "videofolder": "valora_data.sources.formats.rows:VideoFolderFormat",
-        "imagefolder": "valora_data.sources.formats.rows:ImageFolderFormat",
-        "images": "valora_data.sources.formats.rows:ImagesFormat",
+        "scenes": f"{_HERE}.own:ScenesFormat",
+        "records": f"{_HERE}.documents:RecordsFormat",
+        "linked_records": f"{_HERE}.documents:LinkedRecordsFormat",
+        "drawn_album": f"{_HERE}.documents:DrawnAlbumFormat",
+        "album": f"{_HERE}.documents:AlbumFormat",
+        "documents": f"{_HERE}.documents:DocumentsFormat",
+        "texts": f"{_HERE}.documents:TextsFormat",
+        "shards": f"{_HERE}.own:ShardsFormat",
+        "hub": f"{_HERE}.rows:HubFormat",
+        "roboflow": f"{_HERE}.coco:RoboflowFormat",
+        "cvat": f"{_HERE}.annotation_tools:CvatFormat",
+        "kitti": f"{_HERE}.kitti:KittiFormat",
+        "voc": f"{_HERE}.voc:VocFormat",
+        "yolo": f"{_HERE}.yolo:YoloFormat",
+        "labelstudio": f"{_HERE}.annotation_tools:LabelStudioFormat",
+        "llava": f"{_HERE}.conversations:LlavaFormat",
+        "coco": f"{_HERE}.coco:CocoFormat",
+        "videofolder": f"{_HERE}.rows:VideoFolderFormat",
+        "imagefolder": f"{_HERE}.rows:ImageFolderFormat",
+        "images": f"{_HERE}.rows:ImagesFormat",
     },
     DataError,
 )
@@ -50,22 +51,21 @@ def open_source(source: Source) -> Splits:
     """
     found = FORMATS[source.kind]()
     if not found.supports(source.task):
-        kinds = [kind for kind, other in FORMATS.items() if other().supports(source.task)]
+        kinds = sorted(kind for kind, other in FORMATS.items() if other().supports(source.task))
         raise DataError(
             f"a source of kind {source.kind} has no answers for task {source.task}: choose one "
-            f"of {', '.join(sorted(kinds))}"
+            f"of {', '.join(kinds)}"
         )
     splits = found.open(source)
     if source.unlabelled is not None:
-        from valora_data.sources.formats.rows import ImagesFormat
-
         if Split.UNLABELLED in splits:
             raise DataError(
                 f"the source has an unlabelled split, and {source.unlabelled} would be another: "
                 "leave source.unlabelled out"
             )
+        read = FORMATS["images"]().read  # type: ignore[attr-defined]
         part = (Path(source.unlabelled), "unlabelled/")
-        splits[Split.UNLABELLED] = partial(ImagesFormat().read, source, part)
+        splits[Split.UNLABELLED] = partial(read, source, part)
     return splits
 
 
@@ -90,7 +90,4 @@ def detect_kind(path: Path | str) -> str:
         raise DataError(f"{path} does not exist: check the path")
     if location.path.is_dir():
         raise DataError(f"folder {path} holds no images, videos or tables: check the path")
-    files = ", ".join(sorted(found.files for found in FORMATS.values() if found.files))
-    raise DataError(
-        f"{location.path.name} is of no known kind: expected a folder, or one of {files}"
-    )
+    raise DataError(f"{location.path.name} is of no known kind: docs/data.md lists all")

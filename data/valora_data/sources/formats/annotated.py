@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from PIL.Image import Image
 
@@ -25,10 +25,8 @@ from valora_data.sources.base import Source, SourceFormat, Splits
 from valora_data.sources.formats.files import Finder, is_file, read_text, readable
 from valora_data.sources.formats.labelled import ImageReader, Media, ahead, load_image
 from valora_data.sources.formats.videos import read_frames
-from valora_data.wording import plural
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 TOLERANCE = 1.0
 """Pixels by which a box may reach over the edge: annotation tools round."""
 GRIDS = (100, 1000)
@@ -39,15 +37,12 @@ Edges = tuple[float, float, float, float]
 """(x0, y0, x1, y1) in pixels."""
 Scaled = Callable[[float, float], Edges]
 """What gives the edges for an image's width and height."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A labelled box, as a file describes it."""
-
-    label: str  # name of its class, or the phrase that it answers
-    edges: Edges | Scaled
-    where: str  # what it is, for messages
+Shape = tuple[Any, Edges | Scaled]
+"""The label of an object, or the phrase that it answers, and where it is."""
+Shapes = list[tuple[str, Shape]]
+"""Objects with their places, for messages."""
+Entries = Iterable[tuple[str, Any]]
+"""Entries of an annotation with their places, for messages."""
 
 
 @dataclass(slots=True)
@@ -56,7 +51,9 @@ class Record:
 
     media: tuple[Media, ...]  # files, or what was read of them
     id: str  # of its sample
-    shapes: Sequence[Shape] | None = None  # its objects; None if the data set says nothing of them
+    entries: Entries | None = None  # its objects; None if the data set says nothing of them
+    # what an entry is, or None if it does not count; errors that wrong values raise are faults
+    shape: Callable[[Any], Shape | None] = lambda entry: entry
     answer: Answer | None = None  # any other answer; None if it has none that counts
     size: Any = None  # width and height that the annotation names
     file: Path | None = None  # the image's own file of labels, which need not exist
@@ -91,24 +88,16 @@ class AnnotatedFormat(SourceFormat):
 
     @abstractmethod
     def records(self, source: Source, part: Any, reading: ImageReader) -> Iterable[Record]:
-        """The records of a part, after their number was added to `reading.total`.
+        """The records of a part (a value of `parts`).
 
-        Args:
-            source: What to read.
-            part: One value of `parts`.
-            reading: Collects the faults of entries, in `reading.tolerate`.
-
-        Raises:
-            DataError: The part is empty or corrupt, or too many images have faults.
+        Their number is added to `reading.total` first; faults of entries are collected in
+        `reading.tolerate`. A `DataError` says that the part is empty or corrupt.
         """
 
     def parts(self, source: Source) -> Mapping[Split | None, Any]:
         """What `records` reads for each key of `Splits`; by default the file, in one piece.
 
         A file, or a tuple that begins with it, or anything else.
-
-        Raises:
-            DataError: A file is missing or corrupt.
         """
         return {None: source.file}
 
@@ -128,7 +117,7 @@ class AnnotatedFormat(SourceFormat):
         """The files that list images, the images, and their own files of labels."""
         found = dict.fromkeys(self.lists(source))
         for part in self.parts(source).values():
-            for record in self.records(source, part, ImageReader("", tolerance=math.inf)):
+            for record in self.records(source, part, ImageReader(tolerance=math.inf)):
                 found |= dict.fromkeys([*record.files, *([record.file] if record.file else [])])
         yield from found
 
@@ -136,22 +125,23 @@ class AnnotatedFormat(SourceFormat):
         """The samples of a part: one for each record whose images decode.
 
         Raises:
-            DataError: As `records` does, or boxes are in another unit than the format has.
+            DataError: As `records` does, too many images have faults, or boxes are in another unit
+                than the format has.
         """
         name = source.file.name or source.location
         reading = source.reader or ImageReader(name)
         validator = _Validator(source, name, reading)
-        for record, future in ahead(
-            validator.once(self.records(source, part, reading)),
-            lambda record: record.open(source.frames),
-            lambda record: record.media,
-            lambda record: len(record.media) * (source.frames if record.video else 1),
+        for (record, shapes), future in ahead(
+            validator.checked(self.records(source, part, reading)),
+            lambda item: item[0].open(source.frames),
+            lambda item: item[0].media,
+            lambda item: len(item[0].media) * (source.frames if item[0].video else 1),
         ):
             images: list[Image] = []
             with reading.tolerate(record.file_name or record.item):
                 images = future.result()
             with reading.tolerate(record.item):
-                answer = validator.answer(record, images[0]) if images else None
+                answer = validator.answer(record, shapes, images[0]) if images else None
                 if answer is not None:
                     yield Sample(record.id, images[0], answer, record.prompt, tuple(images[1:]))
         validator.check_unit()
@@ -166,25 +156,36 @@ class _Validator:
         self._source, self._name, self._reading = source, name, reading
         self._boxes, self._right, self._bottom, self._side = 0, 0.0, 0.0, math.inf
 
-    def once(self, records: Iterable[Record]) -> Iterator[Record]:
-        """Records without those that repeat an image, unless it is asked several things."""
+    def checked(self, records: Iterable[Record]) -> Iterator[tuple[Record, Shapes]]:
+        """Records with their objects, but those that ask the same of an image again."""
         seen: set[Path] = set()
         for record in records:
             item, file = record.item, record.file
             with self._reading.tolerate(item):
+                shapes = self._shapes(record)
                 if record.prompt is None and seen.intersection(record.files):
                     text = f"{self._name} lists {record.file_name} twice"
                     raise FaultError(FaultKind.IMAGE_TWICE, text)
                 seen.update(record.files)
-                if self._source.task.spec.detects and record.answer is None and not record.shapes:
+                if self._source.task.spec.detects and record.answer is None and not shapes:
                     kind, text = FaultKind.LABELS_EMPTY, f"the labels of {item} name no object"
-                    if record.shapes is None:
+                    if record.entries is None:
                         kind, text = FaultKind.IMAGE_UNLABELLED, f"{item} has no label"
                         text += f" file {readable(file.name)}" if file else ""
                     self._reading.add(kind, item, text)
-                yield record
+                yield record, shapes
 
-    def answer(self, record: Record, image: Image) -> Answer | None:
+    def _shapes(self, record: Record) -> Shapes:
+        shapes = Shapes()
+        for where, entry in record.entries or ():
+            with self._reading.tolerate(record.item, where, FaultKind.BOX_MALFORMED):
+                if (shape := record.shape(entry)) is not None:
+                    if shape[0] in (None, ""):
+                        raise KeyError("label")
+                    shapes.append((where, shape))
+        return shapes
+
+    def answer(self, record: Record, shapes: Shapes, image: Image) -> Answer | None:
         """The answer of a record, one of the domain's labels; None if it has none that counts."""
         labels = self._source.labels
         if record.answer is not None:
@@ -197,20 +198,19 @@ class _Validator:
             return None
         file = _stored(image, record)
         boxes: dict[Box, None] = {}
-        for shape in record.shapes or ():
-            if not labels or shape.label in labels:
-                with self._reading.tolerate(record.item, shape.where):
-                    box = self._box(shape, image, file)
+        for where, (label, edges) in shapes:
+            if not labels or str(label) in labels:
+                with self._reading.tolerate(record.item, where):
+                    box = Box(*self._on_image(edges, image, file), str(label))
                     if box in boxes:
-                        text = f"{shape.where} repeats an earlier object"
+                        text = f"{where} repeats an earlier object"
                         self._reading.add(FaultKind.ROW_REPEATED, record.item, text)
                     boxes[box] = None
         return None if record.prompt and not boxes else Answer(tuple(boxes))
 
-    def _box(self, shape: Shape, image: Image, file: EncodedFile | None) -> Box:
-        """A box on the image as it is shown; one over the edge is clipped."""
+    def _on_image(self, edges: Edges | Scaled, image: Image, file: EncodedFile | None) -> Edges:
+        """Edges on the image as it is shown; a box over its edge is clipped."""
         width, height = image.size
-        edges = shape.edges
         if callable(edges):
             edges = edges(*(file.size if file else image.size))
         elif all(map(math.isfinite, edges)):
@@ -229,7 +229,7 @@ class _Validator:
         if not inside or x1 <= x0 or y1 <= y0:
             text = f"{text} lies outside its {width} × {height} image"
             raise FaultError(FaultKind.BOX_OUTSIDE, text)
-        return Box(x0, y0, x1, y1, shape.label)
+        return x0, y0, x1, y1
 
     def check_unit(self) -> None:
         """Refuse boxes that are shares of the image, or on a grid, where pixels are meant."""
@@ -272,35 +272,21 @@ def stray_label(label: str, labels: Sequence[str]) -> FaultError:
     return FaultError(FaultKind.LABEL_STRAY, f"label {label!r} is not one of {', '.join(labels)}")
 
 
-def read_shapes(
-    reading: ImageReader,
-    item: str,
-    entries: Iterable[tuple[str, T]],
-    read: Callable[[T], tuple[Any, Edges | Scaled] | None],
-) -> list[Shape]:
-    """Objects of an image.
-
-    Args:
-        reading: Collects the faults of single entries.
-        item: What they are counted by.
-        entries: Entries with their places, for messages.
-        read: Gives the label and the edges of an entry, or None if it does not count. What it
-            raises of wrong values is a fault.
-    """
-    found = []
-    for where, entry in entries:
-        with reading.tolerate(item, where, FaultKind.BOX_MALFORMED):
-            one = read(entry)
-            if one is not None:
-                if one[0] in (None, ""):
-                    raise KeyError("label")
-                found.append(Shape(str(one[0]), one[1], where))
-    return found
-
-
-def numbered(place: str, entries: Iterable[T]) -> Iterator[tuple[str, T]]:
+def numbered(place: str, entries: Iterable[Any]) -> Entries:
     """Entries with their places, which are numbered from 1."""
     return ((f"{place} {number}", entry) for number, entry in enumerate(entries, start=1))
+
+
+def rows_of(file: Path) -> Entries | None:
+    """Rows of a label file, which is read when they are asked for; None if there is none."""
+
+    def rows() -> Iterator[tuple[str, str]]:
+        try:
+            yield from numbered(f"{file.name}, row", read_text(file).splitlines())
+        except DataError as error:
+            raise FaultError(FaultKind.FILE_MALFORMED, str(error)) from error
+
+    return rows() if file.exists() else None
 
 
 def four_numbers(values: Any, what: str = "box") -> Edges:
@@ -323,35 +309,16 @@ def shares(x0: float, y0: float, x1: float, y1: float) -> Scaled:
     return lambda width, height: (x0 * width, y0 * height, x1 * width, y1 * height)
 
 
-def with_rows(
-    records: Iterable[Record],
-    reading: ImageReader,
-    shape: Callable[[str], tuple[str, Edges | Scaled] | None],
-) -> Iterator[Record]:
-    """Records with the objects of their label files, which have a row for each."""
-    for record in records:
-        with reading.tolerate(record.item):
-            if record.file is not None and record.file.exists():
-                try:
-                    rows = read_text(record.file).splitlines()
-                except DataError as error:
-                    raise FaultError(FaultKind.FILE_MALFORMED, str(error)) from error
-                places = numbered(f"{record.file.name}, row", rows)
-                record.shapes = read_shapes(reading, record.item, places, shape)
-            yield record
-
-
 def label_files(
     images: Iterable[Path],
     expected: Callable[[Path], Path],
-    below: Path | None,
-    name: str,
     reading: ImageReader,
+    below: Path | None = None,
 ) -> dict[Path, Path]:
     """The label file of each image, which need not exist; in another spelling if no other fits.
 
-    It is looked for where it is expected, or `below` a folder, by default that one. Label files
-    that belong to none of the images are noted, and warned of where images lack labels.
+    It is looked for where it is expected, or `below` a folder, by default that one. Where an image
+    has none, label files that belong to none of the images are noted.
     """
     files = {image: expected(image) for image in images}
     taken = {file for file in files.values() if file.exists()}
@@ -365,23 +332,13 @@ def label_files(
         found = finders[below or files[image].parent].of_stem(image.stem, files[image])
         if found is not None and found not in taken:
             files[image] = found
-    lacking = [image for image in lacking if not files[image].exists()]
-    used, before = {*files.values()}, len(reading.found)
-    orphans = [
-        readable(path.name)
-        for folder in folders
-        for path in finders[folder].files
-        if path not in used and path.name != "classes.txt" and (below or path.parent == folder)
-    ]
-    for orphan in orphans:
-        reading.add(FaultKind.LABELS_ORPHANED, orphan, f"{orphan} belongs to no image")
-    new = len(reading.found) > before
-    if lacking and new and reading.source:  # not at the first look
-        log.warning(
-            "%s: %s, such as %s, and %s, such as %s: give them the same names",
-            name, plural(len(orphans), "label file|files belongs|belong to no image"), orphans[0],
-            plural(len(lacking), "image|images has|have no labels"), readable(lacking[0].name),
-        )  # fmt: skip
+    used = {*files.values()}
+    for folder, finder in finders.items():
+        for path in finder.files:
+            known = path in used or path.name == "classes.txt"
+            if not known and (below or path.parent == folder):
+                name = readable(path.name)
+                reading.add(FaultKind.LABELS_ORPHANED, name, f"{name} belongs to no image")
     return files
 
 
@@ -395,13 +352,5 @@ def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> No
             f"{source} has no category {', '.join(map(repr, missing))}, only {shown}: "
             "make the domain's labels and the data set's names match"
         )
-    unused = len(set(names) - set(labels))
-    if unused:
+    if unused := len(set(names) - set(labels)):
         log.info("%s: %d categories that the domain does not ask for are left out", source, unused)
-
-
-def note_unlisted(finder: Finder, reading: ImageReader) -> None:
-    """Note image files that were not looked for, in a thorough reading."""
-    for path in finder.not_found() if reading.thorough else ():
-        name = readable(path.as_posix())
-        reading.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import cmath
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -14,28 +15,27 @@ from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Split, Task
 from valora_data.sources.base import Location, Source, annotation_file
 from valora_data.sources.formats import annotated, files
-from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record, Scaled
+from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record, Shape
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.voc import child_text, parse_xml
 
-Points = list[tuple[float, float]]
 SHAPES = ("box", "mask", "polygon", "polyline", "points", "ellipse")
 """Shapes of CVAT."""
+Result = Mapping[str, Any]
 
 
-def _around(points: Points) -> Edges:
-    """The upright box around points."""
-    xs, ys = zip(*points, strict=True)
+def _around(points: Iterable[complex]) -> Edges:
+    """The upright box around points (x + iy)."""
+    xs, ys = zip(*((point.real, point.imag) for point in points), strict=True)
     return min(xs), min(ys), max(xs), max(ys)
 
 
-def _turned(points: Points, degrees: float, x: float, y: float) -> Points:
-    """Points that are turned clockwise about (x, y)."""
-    sine, cosine = math.sin(math.radians(degrees)), math.cos(math.radians(degrees))
-    return [
-        (x + (u - x) * cosine - (v - y) * sine, y + (u - x) * sine + (v - y) * cosine)
-        for u, v in points
-    ]
+def _around_turned(edges: Edges, degrees: float, about: complex) -> Edges:
+    """The upright box around one that is turned clockwise about a point."""
+    x0, y0, x1, y1 = edges
+    turn = cmath.rect(1, math.radians(degrees))
+    corners = (complex(x, y) for x, y in ((x0, y0), (x1, y0), (x1, y1), (x0, y1)))
+    return _around(about + (corner - about) * turn for corner in corners) if degrees else edges
 
 
 class CvatFormat(AnnotatedFormat):
@@ -45,18 +45,16 @@ class CvatFormat(AnnotatedFormat):
     box around them.
     """
 
-    files = "CVAT XML"
     answers = frozenset({"objects"})
     task = Task.DETECTION
 
     def recognises(self, location: Location) -> bool:
-        """XML files, and folders with `annotations.xml`."""
         file = _cvat_file(location.text)
         return file.is_file() and file.suffix.lower() == ".xml"
 
     def parts(self, source: Source) -> Mapping[Split | None, tuple[Path, str | None]]:
         """The splits that subsets are named after, or all images as one piece."""
-        file, root = _root(source.location)
+        file, root = _cvat_file(source.location), _cvat_root(source.location)
         names = sorted(image.get("subset") or "" for image in root.iter("image"))
         splits = {files.SPLIT_NAMES.get(name.lower()): (file, name) for name in names}
         return files.with_rest(
@@ -67,8 +65,7 @@ class CvatFormat(AnnotatedFormat):
         self, source: Source, part: tuple[Path, str | None], reading: ImageReader
     ) -> Iterator[Record]:
         """Images with their shapes; ids are the names that CVAT gives them."""
-        wanted = part[1]
-        file, root = _root(source.location)
+        (file, wanted), root = part, _cvat_root(source.location)
         entries = [one for one in root.iter("image") if wanted in (None, one.get("subset"))]
         if not entries:
             raise DataError(f"{file.name} lists no images: the data set is empty")
@@ -85,21 +82,20 @@ class CvatFormat(AnnotatedFormat):
                 if not name:
                     raise KeyError("name")
                 path = finder.find(f"{subset}/{name}" if subset else name)
-                record = Record((path,), name, size=(entry.get("width"), entry.get("height")))
                 shapes = annotated.numbered(
                     f"{name}, shape", (one for one in entry if one.tag in SHAPES)
                 )
-                record.shapes = annotated.read_shapes(reading, name, shapes, _cvat_shape)
-                yield record
+                size = entry.get("width"), entry.get("height")
+                yield Record((path,), name, shapes, _cvat_shape, size=size)
         if wanted is None:
-            annotated.note_unlisted(finder, reading)
+            finder.note_unlisted(reading)
 
 
 def _cvat_file(path: str) -> Path:
     return Path(path) / "annotations.xml" if Path(path).is_dir() else Path(path)
 
 
-def _root(path: str) -> tuple[Path, Element]:
+def _cvat_root(path: str) -> Element:
     file = _cvat_file(path)
     root = parse_xml(file)
     tracks = next(root.iter("track"), None) is not None
@@ -109,10 +105,10 @@ def _root(path: str) -> tuple[Path, Element]:
             f"{file.name} {found}: export the task in the format `CVAT for images 1.1`, with its "
             "images"
         )
-    return file, root
+    return root
 
 
-def _cvat_shape(shape: Element) -> tuple[str | None, Edges]:
+def _cvat_shape(shape: Element) -> Shape:
     """The label of a shape, and the upright box around it in pixels."""
     label, given = shape.get("label"), shape.attrib
     if shape.tag == "ellipse":
@@ -121,17 +117,11 @@ def _cvat_shape(shape: Element) -> tuple[str | None, Edges]:
         sides = ("left", "top", "width", "height")
         return label, annotated.corners([given[side] for side in sides])
     if shape.tag != "box":
-        points = (one.split(",") for one in given["points"].split(";"))
-        return label, _around([(float(x), float(y)) for x, y in points])
+        points = (point.split(",") for point in given["points"].split(";"))
+        return label, _around(complex(float(x), float(y)) for x, y in points)
     edges = annotated.four_numbers([given[side] for side in ("xtl", "ytl", "xbr", "ybr")])
-    if turn := float(given.get("rotation") or 0):
-        x0, y0, x1, y1 = edges
-        corners = [(x0, y0), (x1, y0), (x1, y1), (x0, y1)]
-        edges = _around(_turned(corners, turn, (x0 + x1) / 2, (y0 + y1) / 2))
-    return label, edges
-
-
-Result = Mapping[str, Any]
+    centre = complex(edges[0] + edges[2], edges[1] + edges[3]) / 2
+    return label, _around_turned(edges, float(given.get("rotation") or 0), centre)
 
 
 class LabelStudioFormat(AnnotatedFormat):
@@ -143,7 +133,6 @@ class LabelStudioFormat(AnnotatedFormat):
     labelled on: images are looked for by ever shorter ends of them.
     """
 
-    files = "Label Studio JSON"
     answers = frozenset({"objects", "label"})
 
     def recognises(self, location: Location) -> bool:
@@ -171,22 +160,20 @@ class LabelStudioFormat(AnnotatedFormat):
                 if results is None:
                     raise FaultError(FaultKind.NOT_LABELLED, f"{path.name} has no annotation")
                 key = path.relative_to(folder) if path.is_relative_to(folder) else path
-                record = Record((path,), key.as_posix())
+                record = Record((path,), key.as_posix(), shape=_studio_shape)
                 if source.task.spec.detects:
                     found = [one for one in results if str(one.get("type", "")).endswith("labels")]
                     for one in found[:1]:
                         record.size = one.get("original_width"), one.get("original_height")
-                    shapes = annotated.numbered(f"{where}, result", found)
-                    record.shapes = annotated.read_shapes(reading, where, shapes, _studio_shape)
+                    record.entries = list(annotated.numbered(f"{where}, result", found))
                 else:
-                    choices = [
-                        one["value"]["choices"] for one in results if "choices" in one["value"]
-                    ]
+                    values = [one["value"] for one in results]
+                    choices = [value["choices"] for value in values if "choices" in value]
                     if len(choices) != 1 or len(choices[0]) != 1:
                         raise ValueError(f"expected one choice, got {choices}")
                     record.answer = Answer(label=str(choices[0][0]))
                 yield record
-        annotated.note_unlisted(finder, reading)
+        finder.note_unlisted(reading)
 
 
 def _tasks(path: Path) -> list[Any]:
@@ -219,24 +206,23 @@ def _place(entry: Result, columns: Mapping[str, str]) -> str:
     raise KeyError("image (source.columns.image names another key)")
 
 
-def _studio_shape(result: Result) -> tuple[Any, Scaled]:
+def _studio_shape(result: Result) -> Shape:
     """The label of a result, and the upright box around its shape."""
     value = result["value"]
     label = (value.get(str(result["type"])) or value.get("labels") or [None])[0]
     if result.get("image_rotation"):
         raise ValueError("the image was turned while it was labelled")
     if "points" in value:
-        points = [(float(x) / 100, float(y) / 100) for x, y in value["points"]]
+        points = (complex(float(x), float(y)) / 100 for x, y in value["points"])
         return label, annotated.shares(*_around(points))
     if "width" not in value:
         raise ValueError(f"{result['type']} are not read, draw a rectangle")
-    numbers = annotated.corners([value[side] for side in ("x", "y", "width", "height")])
-    x0, y0, x1, y1 = (edge / 100 for edge in numbers)
+    x0, y0, x1, y1 = annotated.corners([value[side] for side in ("x", "y", "width", "height")])
     turn = float(value.get("rotation") or 0)
 
     def edges(width: float, height: float) -> Edges:
         """The edges of a rectangle, which turns about its upper left corner, in pixels."""
-        points = [(x * width, y * height) for x, y in ((x0, y0), (x1, y0), (x1, y1), (x0, y1))]
-        return _around(_turned(points, turn, *points[0]) if turn else points)
+        x, y = width / 100, height / 100
+        return _around_turned((x0 * x, y0 * y, x1 * x, y1 * y), turn, complex(x0 * x, y0 * y))
 
     return label, edges

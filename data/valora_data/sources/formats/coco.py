@@ -13,7 +13,7 @@ from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Split, Task
 from valora_data.sources.base import Location, Source, annotation_file
 from valora_data.sources.formats import annotated, files
-from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Shape
 from valora_data.sources.formats.labelled import ImageReader
 
 ROBOFLOW = "_annotations.coco.json"
@@ -32,44 +32,25 @@ class CocoFormat(AnnotatedFormat):
     """A file of instances (pixel x, y, width, height) or captions, or a folder of such files.
 
     That has a file for each split, in `annotations/` as COCO has it or in the folders of the splits
-    as Roboflow writes it.
+    as Roboflow writes it. Ids may be any integers or texts.
     """
 
-    files = "COCO JSON"
     answers = frozenset({"objects", "captions"})
 
     def recognises(self, location: Location) -> bool:
-        """A JSON object with `images`, or a folder with JSON files in `annotations/`."""
         folder = location.path / "annotations"
         return "images" in location.keys or next(folder.glob("*.json"), None) is not None
 
     def guess_task(self, path: str) -> Task:
-        """Detection if there are categories."""
-        if self.task is not None:
-            return self.task
-        standard = _standard_files(Path(path), "")
-        content = files.load_json(next(iter(standard.values()), annotation_file(Path(path))))
-        return Task.DETECTION if "categories" in content else Task.CAPTION
+        parts = _parts(Path(path), "")
+        file = next(iter(parts.values())).file if parts else annotation_file(Path(path))
+        return Task.DETECTION if "categories" in files.load_json(file) else Task.CAPTION
 
     def parts(self, source: Source) -> Mapping[Split | None, _Part]:
-        """The file of each split, or one file for all images."""
-        whole = Path(source.location)
+        whole, captions = Path(source.location), source.task.spec.answer == "captions"
         images = Path(source.images) if source.images else None
-        kind = "captions" if source.task.spec.answer == "captions" else "instances"
-        parts = {
-            split: _Part(file, images or _standard_images(whole, file), f"{split}/")
-            for split, file in _standard_files(whole, kind).items()
-        }
-        exported = (whole / ROBOFLOW).is_file()
-        if whole.is_dir() and not exported and not parts:
-            folders = files.folder_splits(whole)
-            if any((folder / ROBOFLOW).is_file() for folder in folders.values()):
-                prefix = "{}/" if len(folders) > 1 else ""
-                parts = {
-                    split: _Part(folder / ROBOFLOW, folder, prefix.format(folder.name))
-                    for split, folder in folders.items()
-                }
-        file = whole / ROBOFLOW if exported else source.file
+        parts = _parts(whole, "captions" if captions else "instances", images)
+        file = whole / ROBOFLOW if (whole / ROBOFLOW).is_file() else source.file
         if file.is_dir() and not parts:
             raise DataError(
                 f"folder {file} holds no single JSON file, no annotations/instances_train.json and "
@@ -78,21 +59,18 @@ class CocoFormat(AnnotatedFormat):
         return files.with_rest(parts, _Part(file, images or file.parent))
 
     def records(self, source: Source, part: _Part, reading: ImageReader) -> Iterator[Record]:
-        """Images in the file's order; ids are COCO's image ids.
-
-        Ids may be any integers or texts. Crowd regions are left out, as they are no single objects.
-        """
+        """Images in the file's order; crowd regions are left out, as they are no single objects."""
         name, captions = part.file.name, source.task.spec.answer == "captions"
-        content = _tables(part.file, "images", "annotations", *(() if captions else ["categories"]))
+        content = _tables(part.file, "images", "annotations", *([] if captions else ["categories"]))
         reading.total += len(content["images"])
         images: dict[Any, Entry] = {}
-        for where, entry in _entries(content, "images", part.file, reading, "id", "file_name"):
+        for where, entry in _entries(content, "images", name, reading, "id", "file_name"):
             if images.setdefault(entry["id"], entry) is not entry:
                 text = f"{where}: image id {entry['id']} occurs more than once"
                 reading.add(FaultKind.ID_TWICE, where, text)
         needed = ("caption",) if captions else ("category_id", "bbox")
         by_image: defaultdict[Any, list[tuple[str, Entry]]] = defaultdict(list)
-        for _, one in _entries(content, "annotations", part.file, reading, "image_id", *needed):
+        for _, one in _entries(content, "annotations", name, reading, "image_id", *needed):
             number, where = one["image_id"], f"{name}, annotation {one.get('id')}"
             if number in images:
                 by_image[number].append((f"{where} of {images[number]['file_name']}", one))
@@ -101,13 +79,11 @@ class CocoFormat(AnnotatedFormat):
                 reading.add(FaultKind.ANNOTATION_STRAY, f"image {number}", text)
         if captions and not by_image:
             raise DataError(f"{name}: no image has a caption: the data set is empty")
-        given = (
-            () if captions else _entries(content, "categories", part.file, reading, "id", "name")
-        )
         used = {one.get("category_id") for each in by_image.values() for _, one in each}
+        given = [] if captions else _entries(content, "categories", name, reading, "id", "name")
         names, kept = _names([one for _, one in given], used, name, source)
 
-        def shape(entry: Entry) -> tuple[str, Edges] | None:
+        def shape(entry: Entry) -> Shape | None:
             label = names.get(entry["category_id"])
             if label is None:
                 known = ", ".join(map(str, list(names)[:10]))
@@ -119,33 +95,54 @@ class CocoFormat(AnnotatedFormat):
         finder = files.Finder(part.images)
         for number, image in images.items():
             file = str(image["file_name"])
-            record = Record((finder.find(file),), f"{part.prefix}{number}", item=file)
+            record = Record((finder.find(file),), f"{part.prefix}{number}", shape=shape, item=file)
             record.size = image.get("width"), image.get("height")
             if captions:
-                texts = tuple(_captions(by_image.get(number, ()), file, reading))
+                texts = tuple(_captions(by_image[number], file, reading))
                 record.answer = Answer(captions=texts) if texts else None
                 if not texts:
                     reading.add(FaultKind.IMAGE_UNLABELLED, file, f"{file} has no caption")
-            elif number in by_image:
-                record.shapes = annotated.read_shapes(reading, file, by_image[number], shape)
+            else:
+                record.entries = by_image.get(number)
             yield record
-        annotated.note_unlisted(finder, reading)
+        finder.note_unlisted(reading)
 
 
 class RoboflowFormat(CocoFormat):
     """The folder of an export of Roboflow; `train`, `valid` and `test` in it are the splits."""
 
-    files = ""
     answers = frozenset({"objects"})
     task = Task.DETECTION
 
     def recognises(self, location: Location) -> bool:
-        """Folders with Roboflow's file of annotations in them, or in a folder of a split."""
         found = (next(location.path.glob(at), None) for at in (ROBOFLOW, f"*/{ROBOFLOW}"))
         return location.path.is_dir() and any(found)
 
+    def guess_task(self, path: str) -> Task:
+        return self.task
 
-def _tables(file: Path, *required: str) -> dict[str, Any]:
+
+def _parts(whole: Path, kind: str, images: Path | None = None) -> dict[Split, _Part]:
+    """Files of a folder by split, such as `annotations/instances_train2017.json`."""
+    parts: dict[Split, _Part] = {}
+    for file in sorted((whole / "annotations").glob(f"{kind}*.json")):
+        split, last = (
+            files.split_in(re.split(r"[^a-z]+", file.stem.lower())),
+            file.stem.split("_")[-1],
+        )
+        if split is not None and split not in parts:
+            places = (whole / last, whole / "images" / last, whole / "images", whole)
+            parts[split] = _Part(file, images or next(filter(Path.is_dir, places)), f"{split}/")
+    if whole.is_dir() and not parts and not (whole / ROBOFLOW).is_file():
+        folders = files.folder_splits(whole)
+        if any((folder / ROBOFLOW).is_file() for folder in folders.values()):
+            for split, folder in folders.items():
+                prefix = f"{folder.name}/" if len(folders) > 1 else ""
+                parts[split] = _Part(folder / ROBOFLOW, folder, prefix)
+    return parts
+
+
+def _tables(file: Path, *required: str) -> Mapping[str, Any]:
     """The content of a file with the required tables, the first of which is not empty."""
     content = files.load_json(file)
     for table in required:
@@ -157,41 +154,21 @@ def _tables(file: Path, *required: str) -> dict[str, Any]:
 
 
 def _entries(
-    content: Mapping[str, Any], table: str, file: Path, reading: ImageReader, *keys: str
+    content: Mapping[str, Any], table: str, name: str, reading: ImageReader, *keys: str
 ) -> Iterator[tuple[str, Entry]]:
-    """Rows of a table that have some keys, with their places; the others are faults.
-
-    Ids are numbers or texts; whole ones in any form are alike.
-    """
+    """Rows of a table that have some keys, with their places; the others are faults."""
     for position, row in enumerate(content[table]):
-        where = f"{file.name}: entry {position} of {table!r}"
+        where = f"{name}: entry {position} of {table!r}"
         with reading.tolerate(where, where):
             entry = dict(files.as_object(row))
             for key in keys:
                 value, is_id = entry[key], key.endswith("id")
-                entry[key] = files.whole(value) if is_id else value
+                entry[key] = files.whole(value) if is_id else value  # ids in any form are alike
                 if is_id and not isinstance(entry[key], int | str):
                     raise TypeError(f"has the {key} {value!r}, which is no number or text")
                 if key == "file_name" and not isinstance(value, str):
                     raise TypeError(f"has the file_name {value!r}, which is no text")
             yield where, entry
-
-
-def _standard_files(whole: Path, kind: str) -> dict[Split, Path]:
-    """Files such as `annotations/instances_train2017.json` by split."""
-    found: dict[Split, Path] = {}
-    for file in sorted((whole / "annotations").glob(f"{kind}*.json")):
-        split = files.split_in(re.split(r"[^a-z]+", file.stem.lower()))
-        if split is not None:
-            found.setdefault(split, file)
-    return found
-
-
-def _standard_images(whole: Path, file: Path) -> Path:
-    """Folder of the images of such a file: `train2017/`, `images/train2017/` or what holds it."""
-    last = file.stem.rsplit("_", 1)[-1]
-    places = [whole / last, whole / "images" / last, whole / "images", whole]
-    return next(place for place in places if place.is_dir())
 
 
 def _captions(

@@ -17,7 +17,7 @@ from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Task
 from valora_data.sources.base import ANSWERS, Location, Source
 from valora_data.sources.formats import annotated, files
-from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Shape
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.rows import read_count
 from valora_data.wording import plural
@@ -40,7 +40,6 @@ class LlavaFormat(AnnotatedFormat):
     Boxes in `<box>` are on Qwen-VL's grid; those in brackets are in shares of the image.
     """
 
-    files = "LLaVA JSON"
     answers = ANSWERS - {"objects"}
     task = Task.VQA
 
@@ -128,9 +127,8 @@ def _answer(record: Record, text: str, task: Task, where: str) -> None:
                     "1000, or [x0, y0, x1, y1] in shares of the image"
                 )
                 raise FaultError(FaultKind.BOX_MALFORMED, message)
-            record.shapes = [
-                Shape(record.prompt or "", annotated.shares(*box), where) for box in found
-            ]
+            label = record.prompt or ""
+            record.entries = [(where, (label, annotated.shares(*box))) for box in found]
         case "captions":
             record.answer = Answer(captions=(text,))
         case "count":

@@ -71,8 +71,6 @@ class DocumentsFormat(ContextFormat):
     `source.document` names the one of the domain.
     """
 
-    files = "JSON lines of documents"
-
     def recognises(self, location: Location) -> bool:
         """JSON lines whose first entry has a text."""
         lines = location.path.suffix == ".jsonl"
@@ -109,8 +107,6 @@ class TextsFormat(ContextFormat):
 
     `questions.jsonl` in the folder holds questions, if there are any.
     """
-
-    files = "text or PDF"
 
     def recognises(self, location: Location) -> bool:
         """Text files, PDFs, and folders that hold nothing else."""

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from valora_data.errors import DataError
+from valora_data.faults import FaultKind
 from valora_data.schema import Split
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from valora_data.sources.formats.labelled import ImageReader
 
 T = TypeVar("T")
 IMAGES = frozenset({
@@ -95,14 +97,12 @@ def folder_splits(folder: Path) -> dict[Split, Path]:
     _check_folder(folder)
     found: dict[Split, Path] = {}
     for item in sorted(filter(Path.is_dir, folder.iterdir())):
-        if item.name in SPLIT_NAMES:
-            split = SPLIT_NAMES[item.name]
-            if split in found:
-                raise DataError(
-                    f"{folder.name} has folders {found[split].name} and {item.name} for the split "
-                    f"{split}: keep one"
-                )
-            found[split] = item
+        split = SPLIT_NAMES.get(item.name)
+        if split is not None and found.setdefault(split, item) is not item:
+            raise DataError(
+                f"{folder.name} has folders {found[split].name} and {item.name} for the split "
+                f"{split}: keep one"
+            )
     return found
 
 
@@ -121,9 +121,9 @@ def with_rest(splits: Mapping[Split, T], whole: T) -> dict[Split | None, T]:
 
     If some splits are missing, they are to be taken from the training split, whose key is None.
     """
-    complete = all(split in splits for split in Split)
+    partial = len(splits) < len(Split)
     found: dict[Split | None, T] = {
-        (None if split is Split.TRAIN and not complete else split): part
+        (None if partial and split is Split.TRAIN else split): part
         for split, part in splits.items()
     }
     return found or {None: whole}
@@ -156,7 +156,7 @@ class Finder:
     def _by_name(self, named: Path, parts: list[str]) -> Path:
         last = parts[-1] if parts else ""
         for key in (last, UPLOADED.sub("", last)):
-            found = self._names.get(spelling(key), [])
+            found = self._index.get(spelling(key), [])
             if named.parent in self._folders:  # then no file of another folder is meant
                 found = [path for path in found if path.parent == named.parent]
             if len(found) == 1:
@@ -165,16 +165,18 @@ class Finder:
 
     def of_stem(self, stem: str, near: Path) -> Path | None:
         """The file with this name without suffix; of several the one that lies nearest."""
-        found = self._stems.get(spelling(stem), [])
+        found = self._index.get(spelling(stem), [])
         around = near.absolute().parent
         shared = [len(os.path.commonpath([around, path.absolute().parent])) for path in found]
         best = [path for path, length in zip(found, shared, strict=True) if length == max(shared)]
         return best[0] if len(best) == 1 else None
 
-    def not_found(self) -> list[Path]:
-        """Files, as paths below the folder, that were not found by any name."""
-        missed = [path for path in self.files if path.resolve() not in self._found]
-        return [path.relative_to(self._folder) for path in missed]
+    def note_unlisted(self, reading: ImageReader) -> None:
+        """Note files that were not found by any name, in a thorough reading."""
+        for path in self.files if reading.thorough else ():
+            if path.resolve() not in self._found:
+                name = readable(path.relative_to(self._folder).as_posix())
+                reading.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")
 
     @cached_property
     def files(self) -> list[Path]:
@@ -186,19 +188,13 @@ class Finder:
         return frozenset(path.parent for path in self.files)
 
     @cached_property
-    def _names(self) -> dict[str, list[Path]]:
-        return _grouped((path.name, path) for path in self.files)
-
-    @cached_property
-    def _stems(self) -> dict[str, list[Path]]:
-        return _grouped((path.stem, path) for path in self.files)
-
-
-def _grouped(named: Iterable[tuple[str, Path]]) -> dict[str, list[Path]]:
-    found: defaultdict[str, list[Path]] = defaultdict(list)
-    for name, path in named:
-        found[spelling(name)].append(path)
-    return found
+    def _index(self) -> Mapping[str, list[Path]]:
+        """Files by their names, with and without suffix."""
+        found: defaultdict[str, list[Path]] = defaultdict(list)
+        for path in self.files:
+            found[spelling(path.name)].append(path)
+            found[spelling(path.stem)].append(path)
+        return found
 
 
 def read_text(path: Path) -> str:

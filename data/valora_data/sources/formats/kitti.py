@@ -35,21 +35,20 @@ class KittiFormat(AnnotatedFormat):
 
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
         """Images in the order of paths; ids are their names."""
-        images = images_below(part)
+        images, folder = images_below(part), _root(Path(source.location)) / "label_2"
         reading.total += len(images)
-        labels = _root(Path(source.location)) / "label_2"
         files = annotated.label_files(
-            images, lambda image: labels / f"{image.stem}.txt", labels, labels.name, reading
+            images, lambda image: folder / f"{image.stem}.txt", reading, folder
         )
-        records = (Record((image,), image.name, file=files[image]) for image in images)
-        yield from annotated.with_rows(records, reading, _shape)
+        for image, file in files.items():
+            yield Record((image,), image.name, annotated.rows_of(file), _shape, file=file)
 
 
 def _root(folder: Path) -> Path:
     return folder / "training" if (folder / "training" / "label_2").is_dir() else folder
 
 
-def _shape(row: str) -> tuple[str, annotated.Edges] | None:
+def _shape(row: str) -> annotated.Shape | None:
     cells = row.split()
     if not cells or cells[0] == "DontCare":
         return None

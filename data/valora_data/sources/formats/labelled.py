@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from PIL import Image
 
 from valora_data.cpu import usable_cores
 from valora_data.errors import DataError
-from valora_data.faults import Fault, FaultError, FaultKind
+from valora_data.faults import Fault, FaultError, FaultKind, described
 from valora_data.images import decode_image, to_rgb
 from valora_data.sources.formats.files import readable
 from valora_data.wording import agreeing, plural
@@ -30,18 +30,18 @@ AHEAD = 3  # images per core that are decoded before they are needed
 
 @dataclass(slots=True)
 class ImageReader:
-    """Opens the images of one data set and collects its faults.
+    """Collects the faults of one data set.
 
     Attributes:
         source: The data set, for messages.
-        total: Number of images that the data set lists, which its reader adds up.
+        total: Number of images that the data set lists, which its format adds up.
         tolerance: Share of them that may have faults, of the kinds that skip something.
         thorough: Whether to look for what a reader does not need: files that belong to nothing.
         found: All faults once, in the order in which they were found.
         faulty: Images and rows that were skipped, or of which a part was.
     """
 
-    source: str
+    source: str = ""
     total: int = 0
     tolerance: float = 0.05
     thorough: bool = False
@@ -55,19 +55,9 @@ class ImageReader:
 
     def open(self, path: Path) -> Image.Image | None:
         """The RGB image as a viewer shows it, or None if it cannot be decoded."""
-        return next(self.open_all([path]))
-
-    def open_all(self, paths: Iterable[Path]) -> Iterator[Image.Image | None]:
-        """What `open` returns for each path; all cores decode, some images ahead.
-
-        Raises:
-            DataError: If more than `tolerance` of the images have faults.
-        """
-        for path, future in ahead(paths, load_image, lambda path: path):
-            image = None
-            with self.tolerate(readable(path.name)):
-                image = future.result()
-            yield image
+        with self.tolerate(readable(path.name)):
+            return load_image(path)
+        return None  # type: ignore[unreachable]  # the fault was collected
 
     @contextmanager
     def tolerate(
@@ -108,32 +98,25 @@ class ImageReader:
                     "`valora-data check` lists all faults"
                 )
 
-    def texts(self, *, skips: bool) -> dict[FaultKind, list[str]]:
-        """Texts of the faults that skip something, or of the notes; the commonest kind first."""
-        counts = Counter(fault.kind for fault in self.found if fault.kind.skips is skips)
-        return {
-            kind: [fault.text for fault in self.found if fault.kind is kind]
-            for kind, _ in counts.most_common()
-        }
-
     def finish(self) -> None:
-        """Log one warning about what was skipped, if anything was."""
-        kinds = [
-            f"{plural(len(texts), kind.what)} (such as {texts[0]})"
-            for kind, texts in self.texts(skips=True).items()
-        ]
-        if kinds:
+        """Warn of what was skipped, and of notes that may mean that labels are lost."""
+        if skipped := "; ".join(described([one for one in self.found if one.kind.skips], 1)):
             log.warning(
-                "%s: %d of %s skipped in whole or in part: %s; `valora-data check` lists all "
-                "faults", self.source, len(self.faulty), plural(self.total, "image"),
-                "; ".join(kinds),
+                "%s: %d of %s skipped in whole or in part: %s; `valora-data check` lists all",
+                self.source, len(self.faulty), plural(self.total, "image"), skipped,
             )  # fmt: skip
+        kinds = {one.kind for one in self.found}
+        lost = {FaultKind.LABELS_ORPHANED, FaultKind.IMAGE_UNLABELLED}
+        shown = {FaultKind.SPLIT_REPEATED} | (lost if lost <= kinds else set())
+        if kinds & shown:
+            notes = described([one for one in self.found if one.kind in shown], 1)
+            log.warning("%s: %s", self.source, "; ".join(notes))
 
 
 def ahead(
     items: Iterable[T],
     work: Callable[[T], Found],
-    key: Callable[[T], Any],
+    key: Callable[[T], Any] = id,
     weight: Callable[[T], int] = lambda _: 1,
 ) -> Iterator[tuple[T, Future[Found]]]:
     """Each item with the result of its work, which all cores do some images ahead.
@@ -160,7 +143,11 @@ def ahead(
 
 
 def load_image(media: Media, name: str = "image") -> Image.Image:
-    """The RGB image of a file, or of what was read of one, which has this name in messages."""
+    """The RGB image of a file, or of what was read of one, which has this name in messages.
+
+    Raises:
+        FaultError: It is missing or cannot be decoded.
+    """
     if isinstance(media, Image.Image):
         return to_rgb(media, media.format)
     kind = FaultKind.IMAGE_UNREADABLE

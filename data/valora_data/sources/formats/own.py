@@ -18,29 +18,25 @@ class ScenesFormat(SourceFormat):
     drawn = True
 
     def supports(self, task: Task) -> bool:
-        """Tasks with built-in domains."""
         from valora_data.sources.scenes.builtin import SCENES
 
         return task is Task.DETECTION or task in SCENES
 
     def open(self, source: Source) -> Splits:
-        """The splits that `Source.counts` asks for."""
         from valora_data.sources.scenes.builtin import builtin_samples
 
+        draw = partial(builtin_samples, source.task, source.name)
+        counts = {split: source.counts.get(split, 0) for split in Split}
         return {
-            split: partial(
-                builtin_samples, source.task, source.name, split, source.counts[split], source.seed
-            )
-            for split in Split
-            if source.counts.get(split)
-        }
+            split: partial(draw, split, count, source.seed)
+            for split, count in counts.items() if count
+        }  # fmt: skip
 
 
 class ShardsFormat(SourceFormat):
     """The folder of one split, or a folder with one folder for each split."""
 
     def recognises(self, location: Location) -> bool:
-        """Folders that hold shards."""
         return any(is_shard(location.path / (split or "")) for split in (None, *Split))
 
     def guess_task(self, path: str) -> Task:

@@ -27,7 +27,7 @@ from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Answer, Split, Task
 from valora_data.sources.base import ANSWERS, Location, Source, SourceFormat
 from valora_data.sources.formats import annotated, files, videos
-from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record, Shape
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Shape
 from valora_data.sources.formats.labelled import ImageReader, Media
 from valora_data.wording import first_line, plural
 
@@ -40,6 +40,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "phrase": ("phrase", "expression", "sentence", "sentences", "text"),
     "bbox": ("bbox", "box"),
     "count": ("count", "label"),
+    "image": ("image", "images", "video", "img"),
 }
 TASKS: Mapping[str, Task] = {
     "question": Task.VQA, "objects": Task.DETECTION, "phrase": Task.GROUNDING,
@@ -50,25 +51,23 @@ TASKS: Mapping[str, Task] = {
 TEXTS = {"answers": ("answer",), "captions": ("raw", "caption", "text"),
          "phrase": ("sent", "raw", "phrase")}  # fmt: skip
 """Keys of texts in objects, where a field has objects instead of texts."""
+CATEGORIES = ("category", "categories", "label")
+"""Keys of the classes of objects."""
 PATIENCE = 100
 """Least number of rows that the share of broken images refers to: a stream has no length."""
 METADATA = "metadata.jsonl"
 Part = tuple[Path, str]
 """A folder, and what ids of its samples begin with."""
-CATEGORIES = ("category", "categories", "label")
-"""Keys of the classes of objects."""
 
 
 def task_of_columns(columns: Collection[str], labelled: Task) -> Task:
     """The most likely task of a table; `labelled` if answers are labels or there are no columns."""
-    for column, task in TASKS.items():
-        if column in columns:
-            return task
-    if not columns or "label" in columns or "labels" in columns:
-        return labelled
-    raise DataError(
-        f"columns {', '.join(sorted(columns))} do not tell the task: give one with --task"
-    )
+    found = next((task for column, task in TASKS.items() if column in columns), None)
+    if found is None and columns and not {"label", "labels"} & {*columns}:
+        raise DataError(
+            f"columns {', '.join(sorted(columns))} do not tell the task: give one with --task"
+        )
+    return found or labelled
 
 
 class RowReader:
@@ -78,44 +77,37 @@ class RowReader:
     out then, and are faults otherwise.
     """
 
-    def __init__(
-        self, source: Source, name: str, reading: ImageReader, names: Sequence[str] | None = None
-    ) -> None:
-        self._source, self._name, self._reading, self._names = source, name, reading, names
+    def __init__(self, source: Source, name: str, names: Sequence[str] | None = None) -> None:
+        self._task, self._labels, self._columns = source.task, source.labels, source.columns
+        self._name, self._names = name, names
         self._last_label: Any = None
 
-    def read(self, row: Mapping[str, Any], item: str, where: str) -> list[dict[str, Any]]:
+    def read(self, row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         """The fields of a `Record` that a row fills in: one for each of several phrases.
 
         None of them if the row is of a declared class that the domain does not ask for. What it
         raises of wrong values is to be tolerated.
         """
-        spec, labels = self._source.task.spec, self._source.labels
-        fields: dict[str, Any] = {}
+        spec = self._task.spec
         match spec.answer:
             case "boxes" if spec.detects:
-                entries = ((where, entry) for entry in self._objects(row))
-                fields["shapes"] = annotated.read_shapes(self._reading, item, entries, self._object)
+                entries = [(where, entry) for entry in self._objects(row)]
+                return [{"entries": entries, "shape": self._object}]
             case "boxes":
                 edges = annotated.corners(self._get(row, "bbox"))
-                return [
-                    {"shapes": [Shape(text, edges, where)], "prompt": text}
-                    for text in self._texts(row, "phrase")
-                ]
+                phrases = self._texts(row, "phrase")
+                return [{"entries": [(where, (text, edges))], "prompt": text} for text in phrases]
             case "label":
                 label = self._label(self._get(row, "label"))
-                if self._names is not None and labels and label not in labels:
-                    return []
-                fields["answer"] = Answer(label=label)
+                left_out = self._names is not None and self._labels and label not in self._labels
+                return [] if left_out else [{"answer": Answer(label=label)}]
             case "count":
-                fields["answer"] = Answer(count=read_count(self._get(row, "count")))
+                return [{"answer": Answer(count=read_count(self._get(row, "count")))}]
             case "captions":
-                fields["answer"] = Answer(captions=self._texts(row, "captions"))
-            case _:
-                question = self._find(row, "question")
-                fields["answer"] = Answer(answers=self._texts(row, "answers"))
-                fields["prompt"] = None if question is None else str(question)
-        return [fields]
+                return [{"answer": Answer(captions=self._texts(row, "captions"))}]
+        question, answers = self._find(row, "question"), self._texts(row, "answers")
+        prompt = None if question is None else str(question)
+        return [{"answer": Answer(answers=answers), "prompt": prompt}]
 
     def _label(self, value: Any) -> str:
         """A label's name; labels must be all numbers or all names."""
@@ -136,7 +128,7 @@ class RowReader:
         self._last_label = value
         return self._names[value] if self._names and isinstance(value, int) else str(value)
 
-    def _objects(self, row: Mapping[str, Any]) -> Sequence[tuple[Any, Any]]:
+    def _objects(self, row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         """Boxes and classes, given as an object of lists or as a list of objects."""
         objects = self._get(row, "objects")
         if isinstance(objects, list) and all(isinstance(one, dict) for one in objects):
@@ -145,45 +137,38 @@ class RowReader:
             raise TypeError("objects are no object of lists, and no list of objects")
         boxes, labels = objects.get("bbox", []), _first(objects, CATEGORIES) or []
         if len(boxes) != len(labels):
-            raise ValueError(
-                f"{plural(len(boxes), 'box|boxes')} with "
-                f"{plural(len(labels), 'category|categories')}"
-            )
+            words = "category|categories"
+            raise ValueError(f"{plural(len(boxes), 'box|boxes')} with {plural(len(labels), words)}")
         return list(zip(boxes, labels, strict=True))
 
-    def _object(self, entry: tuple[Any, Any]) -> tuple[str, Edges]:
-        label, wanted = self._label(entry[1]), self._source.labels
-        if wanted and label not in wanted and self._names is None:
-            raise annotated.stray_label(label, wanted)
+    def _object(self, entry: tuple[Any, Any]) -> Shape:
+        label = self._label(entry[1])
+        if self._labels and label not in self._labels and self._names is None:
+            raise annotated.stray_label(label, self._labels)
         return label, annotated.corners(entry[0])
 
     def _find(self, row: Mapping[str, Any], name: str) -> Any:
-        columns = self._source.columns
+        columns = self._columns
         return _first(row, (columns[name],) if name in columns else NAMES[name])
 
     def _get(self, row: Mapping[str, Any], name: str) -> Any:
         value = self._find(row, name)
         if value is None:
-            wanted = self._source.columns.get(name) or " or ".join(NAMES[name])
-            text = (
-                f"has no {wanted}, only {', '.join(map(str, row))} (source.columns names columns "
-                "of other names)"
-            )
+            wanted = self._columns.get(name) or " or ".join(NAMES[name])
+            text = f"has no {wanted}, only {', '.join(map(str, row))}"
+            text += " (source.columns names columns of other names)"
             raise FaultError(FaultKind.ROW_INCOMPLETE, text)
         return value
 
     def _texts(self, row: Mapping[str, Any], name: str) -> tuple[str, ...]:
-        texts = texts_of(self._get(row, name), TEXTS[name])
+        """Texts of a field that is a text, texts, or objects that hold one under some key."""
+        value, keys = self._get(row, name), TEXTS[name]
+        entries = value if isinstance(value, list | tuple) else [value]
+        found = [_first(one, keys) if isinstance(one, dict) else one for one in entries]
+        texts = [str(text).strip() for text in found if text is not None]
         if not any(texts):
             raise FaultError(FaultKind.ROW_INCOMPLETE, f"the {name.removesuffix('s')} is empty")
         return tuple(filter(None, texts))
-
-
-def texts_of(value: Any, keys: Sequence[str]) -> list[str]:
-    """Texts of a value that is a text, texts, or objects that hold one under some key."""
-    entries = value if isinstance(value, list | tuple) else [value]
-    found = [_first(one, keys) if isinstance(one, dict) else one for one in entries]
-    return ["" if text is None else str(text).strip() for text in found]
 
 
 def _first(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
@@ -195,8 +180,7 @@ def read_count(value: Any) -> int:
     """A count, or a `FaultError`."""
     text = str(files.whole(value)).strip()
     if not text.isdecimal():
-        text = f"count {value!r} is no whole number"
-        raise FaultError(FaultKind.LABEL_MALFORMED, text)
+        raise FaultError(FaultKind.LABEL_MALFORMED, f"count {value!r} is no whole number")
     return int(text)
 
 
@@ -215,7 +199,6 @@ class ImagesFormat(AnnotatedFormat):
         return files.with_rest(parts, (folder, ""))
 
     def records(self, source: Source, part: Part, reading: ImageReader) -> Iterator[Record]:
-        """Images in the folder and below it, in the order of paths."""
         folder, prefix = part
         found = files.images_below(folder)
         reading.total += len(found)
@@ -234,7 +217,6 @@ class ImageFolderFormat(ImagesFormat):
     suffixes = files.IMAGES
 
     def recognises(self, location: Location) -> bool:
-        """Folders that hold images."""
         return location.path.is_dir() and bool(location.suffixes & files.IMAGES)
 
     def guess_task(self, path: str) -> Task:
@@ -253,8 +235,7 @@ class ImageFolderFormat(ImagesFormat):
         yield from (self._listed if listed else self._by_class)(source, part, reading)
 
     def _by_class(self, source: Source, part: Part, reading: ImageReader) -> Iterator[Record]:
-        folder, prefix = part
-        counts = source.task.spec.answer == "count"
+        (folder, prefix), counts = part, source.task.spec.answer == "count"
         if not counts and source.task.spec.answer != "label":
             raise DataError(
                 f"{folder.name} has no {METADATA}, which task {source.task} needs: write one row "
@@ -294,23 +275,27 @@ class ImageFolderFormat(ImagesFormat):
         distinct = {repr(row): row for _, row in rows}
         often = Counter(str(row.get("file_name")) for row in distinct.values() if row)
         asked: Counter[str] = Counter()
-        finder, reader = files.Finder(folder, self.suffixes), RowReader(source, name, reading)
+        finder, reader = files.Finder(folder, self.suffixes), RowReader(source, name)
         for number, row in rows:
             item, where = f"{METADATA}, row {number}", f"{name}, row {number}"
             with reading.tolerate(item, where):
-                file = _file_name(row)
+                file = files.as_object(row).get("file_name")
+                if not isinstance(file, str) or not file:
+                    raise KeyError("file_name")
+                if os.path.normpath(file).startswith(("..", "/")):
+                    raise FaultError(FaultKind.IMAGE_OUTSIDE, f"{file} lies outside the folder")
                 where = f"{where} ({file})"
                 with reading.tolerate(item, where):
                     if distinct.pop(repr(row), None) is None:
                         raise FaultError(FaultKind.ROW_REPEATED, "it repeats an earlier row")
-                    found = reader.read(row or {}, item, where)
+                    found = reader.read(row or {}, where)
                     several = len(found) > 1 or (often[file] > 1 and source.task.spec.prompted)
                     for fields in found:
                         key = prefix + (f"{file}#{asked[file]}" if several else file)
                         asked[file] += 1
                         media = (finder.find(file),)
                         yield Record(media, key, item=item, video=self.video, **fields)
-        annotated.note_unlisted(finder, reading)
+        finder.note_unlisted(reading)
 
 
 class VideoFolderFormat(ImageFolderFormat):
@@ -321,19 +306,7 @@ class VideoFolderFormat(ImageFolderFormat):
     suffixes = videos.SUFFIXES
 
     def recognises(self, location: Location) -> bool:
-        """Folders that hold videos."""
         return location.path.is_dir() and bool(location.suffixes & (videos.SUFFIXES - {".gif"}))
-
-
-def _file_name(row: dict[str, Any] | None) -> str:
-    if row is None:
-        raise TypeError("is not a valid JSON object")
-    name = row.get("file_name")
-    if not isinstance(name, str) or not name:
-        raise KeyError("file_name")
-    if os.path.normpath(name).startswith(("..", "/")):
-        raise FaultError(FaultKind.IMAGE_OUTSIDE, f"{name} lies outside the folder")
-    return name
 
 
 class HubFormat(AnnotatedFormat):
@@ -352,10 +325,7 @@ class HubFormat(AnnotatedFormat):
         return not location.path.exists() and location.text.count("/") == 1
 
     def guess_task(self, path: str) -> Task:
-        """The task that the columns belong to."""
-        rows: Any = next(iter(_load(path).values()))
-        columns = set(rows.features or next(iter(rows.take(1)), {}))
-        return task_of_columns(columns, Task.CLASSIFICATION)
+        return task_of_columns(_columns(next(iter(_load(path).values()))), Task.CLASSIFICATION)
 
     def parts(self, source: Source) -> Mapping[Split | None, str | None]:
         """The splits that the data set names, or its only one as one piece."""
@@ -374,28 +344,27 @@ class HubFormat(AnnotatedFormat):
         if part is None and len(splits) > 1:
             raise DataError(f"{name} has splits {', '.join(splits)}: name one")
         rows: Any = splits[part] if part is not None else next(iter(splits.values()))
-        features = rows.features or {}
-        known = features or next(iter(rows.take(1)), {})
-        wanted = [columns["image"]] if "image" in columns else ["image", "images", "video", "img"]
+        known = _columns(rows)
+        wanted = [columns["image"]] if "image" in columns else NAMES["image"]
         column = next((each for each in wanted if each in known), None)
         if column is None:
             raise DataError(
                 f"{name} has no column {' or '.join(wanted)}, only {', '.join(known)}: name the "
                 "column of the images in source.columns.image"
             )
-        names = _class_names(features, columns, source.task)
+        names = _class_names(rows.features or {}, columns, source.task)
         if names is not None and source.labels:
             annotated.check_labels(name, names, source.labels)
-        reader = RowReader(source, name, reading, names)
+        reader = RowReader(source, name, names)
         before, sound = reading.total, 0
-        for number, row in enumerate(_encoded(rows, features)):
+        for number, row in enumerate(_encoded(rows)):
             reading.total = before + max(PATIENCE, number + 1)
             item, where = f"row {number}", f"{name}, row {number}"
             with reading.tolerate(item, where):
                 media, video = _media(row.pop(column))
                 key = str(row.get(columns.get("id", "id"), number))
                 key = key if len(splits) == 1 else f"{part}/{key}"
-                found = reader.read(row, item, where)
+                found = reader.read(row, where)
                 sound += 1
                 for place, fields in enumerate(found):
                     one = key if len(found) == 1 else f"{key}#{place}"
@@ -405,11 +374,15 @@ class HubFormat(AnnotatedFormat):
             raise DataError(f"{name}: no row could be read ({why}): check the data set")
 
 
-def _encoded(rows: Any, features: Mapping[str, Any]) -> Any:
+def _columns(rows: Any) -> list[str]:
+    return list(rows.features or next(iter(rows.take(1)), {}))
+
+
+def _encoded(rows: Any) -> Any:
     """Rows whose images and videos are files, and not decoded yet."""
     import datasets
 
-    for column, feature in features.items():
+    for column, feature in (rows.features or {}).items():
         inner = getattr(feature, "feature", feature)
         if isinstance(inner, datasets.Image | datasets.Video):
             raw = type(inner)(decode=False)
@@ -448,23 +421,19 @@ def _class_names(
         objects: Any = features.get(columns.get("objects", "objects"), {})
         objects = getattr(objects, "feature", objects)  # a list of objects
         candidates = list(objects.values()) if isinstance(objects, dict) else []
-    for candidate in candidates:
-        inner = getattr(candidate, "feature", candidate)
-        if hasattr(inner, "names"):
-            return list(inner.names)
-    return None
+    inner = (getattr(candidate, "feature", candidate) for candidate in candidates)
+    return next((list(one.names) for one in inner if hasattr(one, "names")), None)
 
 
 def _media(value: Any) -> tuple[tuple[Media, ...], bool]:
     """The images of a row, at least one, and whether they are videos."""
     found: list[Media] = []
     video = False
-    for part in value if isinstance(value, list) else [value]:
-        media = part
-        if isinstance(part, dict):
-            path = Path(str(part.get("path") or ""))
+    for media in value if isinstance(value, list) else [value]:
+        if isinstance(media, dict):
+            path = Path(str(media.get("path") or ""))
             video |= path.suffix.lower() in videos.SUFFIXES - {".gif"}
-            media = part.get("bytes") or path
+            media = media.get("bytes") or path  # noqa: PLW2901
         if isinstance(media, Image.Image | bytes | Path) and media != Path():
             found.append(media)
     if not found:

@@ -52,11 +52,10 @@ def read_frames(video: Path | bytes, count: int = FRAMES, name: str = "") -> lis
     name = name or getattr(video, "name", "video")
     try:
         total = _packets(av, video)
-        frames = _decode(av, video, frame_places(total, count)) if total else {}
-        if len(frames) < len(set(frame_places(total, count))) and frames:
-            # Some packets decode to no frame of their own; now their number is known.
-            total = 1 + max(_decode(av, video, None))
-            frames = _decode(av, video, frame_places(total, count))
+        frames, decoded = _decode(av, video, frame_places(total, count)) if total else ({}, 0)
+        if len(frames) < len(set(frame_places(total, count))) and decoded:
+            total = decoded  # some packets decode to no frame of their own
+            frames, _ = _decode(av, video, frame_places(total, count))
     except (av.error.FFmpegError, OSError) as error:
         text = f"video {name} cannot be decoded ({error})"
         raise FaultError(FaultKind.VIDEO_UNREADABLE, text) from error
@@ -72,25 +71,24 @@ def _open(av: Any, video: Path | bytes) -> Any:
 def _packets(av: Any, video: Path | bytes) -> int:
     """Number of frames that the video should have, counted without decoding it."""
     with _open(av, video) as container:
-        if not container.streams.video:
-            return 0
-        return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
+        streams = container.streams.video
+        return sum(packet.size > 0 for packet in container.demux(streams[0])) if streams else 0
 
 
-def _decode(av: Any, video: Path | bytes, places: list[int] | None) -> dict[int, Any]:
-    """Frames by index; if `places` is None, every index without its frame."""
+def _decode(av: Any, video: Path | bytes, places: list[int]) -> tuple[dict[int, Any], int]:
+    """Frames by index, and how many were decoded until the last of them."""
     frames: dict[int, Any] = {}
+    decoded = 0
     with _open(av, video) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
-        for place, frame in enumerate(container.decode(stream)):
-            if places is None:
-                frames[place] = None
-            elif place in places:
+        for frame in container.decode(stream):
+            if decoded in places:
                 image = frame.to_image()
                 if frame.rotation:  # counter-clockwise, as Pillow turns
                     image = image.rotate(frame.rotation, expand=True)
-                frames[place] = image.convert("RGB")
-                if place == places[-1]:
-                    break
-    return frames
+                frames[decoded] = image.convert("RGB")
+            decoded += 1
+            if decoded > places[-1]:
+                break
+    return frames, decoded

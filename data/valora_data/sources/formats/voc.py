@@ -19,11 +19,10 @@ from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Location, Source
 from valora_data.sources.formats import annotated, files
-from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Shape
 from valora_data.sources.formats.labelled import ImageReader
 
 XML = frozenset({".xml"})
-SETS = "ImageSets/Main/*.txt"
 
 
 class VocFormat(AnnotatedFormat):
@@ -46,17 +45,16 @@ class VocFormat(AnnotatedFormat):
         folder = Path(source.images or source.location)
         images = files.images_below(folder)
         named = {files.spelling(path.stem): path for path in images}
-        lists = {files.SPLIT_NAMES.get(file.stem): file for file in self.lists(source)}
-        trainval = Path(source.location) / SETS.replace("*", "trainval")
-        if trainval.is_file():
-            lists.setdefault(Split.TRAIN, trainval)
         parts: dict[Split, list[Path]] = {}
-        for split, file in lists.items():
-            if split is not None:
-                rows = [line.split() for line in files.read_text(file).splitlines()]
+        for file in self.lists(source):  # in the order of names: train before trainval
+            split = files.SPLIT_NAMES.get(file.stem.replace("trainval", "train"))
+            if split is not None and split not in parts:
+                rows = {
+                    line.split()[0] for line in files.read_text(file).splitlines() if line.strip()
+                }
                 parts[split] = [
                     named.get(files.spelling(name), images[0].parent / f"{name}.jpg")
-                    for name in sorted({row[0] for row in rows if row})
+                    for name in sorted(rows)
                 ]
         for path in () if parts else images:
             split = files.split_in(path.relative_to(folder).parts[:-1])
@@ -67,7 +65,7 @@ class VocFormat(AnnotatedFormat):
 
     def lists(self, source: Source) -> Iterator[Path]:
         """The lists of names."""
-        yield from sorted(Path(source.location).glob(SETS))
+        yield from sorted(Path(source.location).glob("ImageSets/Main/*.txt"))
 
     def records(self, source: Source, part: list[Path], reading: ImageReader) -> Iterator[Record]:
         """Images with the boxes of their XML files; ids are paths below the folder."""
@@ -80,21 +78,20 @@ class VocFormat(AnnotatedFormat):
         reading.total += len(part)
         images = dict.fromkeys([*part, *files.images_below(below)])
         labels = annotated.label_files(
-            images, lambda image: image.with_suffix(".xml"), whole, whole.name, reading
+            images, lambda image: image.with_suffix(".xml"), reading, whole
         )
         for path in part:
             file = labels[path]
-            record = Record((path,), path.relative_to(below).as_posix(), file=file)
+            record = Record((path,), path.relative_to(below).as_posix(), shape=_shape, file=file)
             with reading.tolerate(record.item):
                 if file.exists():
                     root = parse_xml(file)
                     record.size = [root.findtext(f"size/{side}") for side in ("width", "height")]
-                    objects = annotated.numbered(f"{file.name}, object", root.iter("object"))
-                    record.shapes = annotated.read_shapes(reading, record.item, objects, _shape)
+                    record.entries = annotated.numbered(f"{file.name}, object", root.iter("object"))
                 yield record
 
 
-def _shape(element: Element) -> tuple[str, Edges]:
+def _shape(element: Element) -> Shape:
     """A box of xmin, ymin, xmax and ymax, which covers these pixels and all between them.
 
     The first pixel is number 1, as the devkit defines it; so it reaches from xmin − 1 to xmax here.
@@ -107,11 +104,7 @@ def _shape(element: Element) -> tuple[str, Edges]:
 
 
 def parse_xml(path: Path) -> Element:
-    """Root of an XML file, parsed by defusedxml, which expands no entities.
-
-    Raises:
-        FaultError: If the file cannot be read or is no XML.
-    """
+    """Root of an XML file, parsed by defusedxml, which expands no entities; or a `FaultError`."""
     try:
         root: Element | None = parse(str(path)).getroot()
     except (OSError, ParseError, DefusedXmlException, ValueError, LookupError) as error:

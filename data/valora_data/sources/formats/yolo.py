@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +16,9 @@ from valora_data.faults import FaultError, FaultKind
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Location, Source
 from valora_data.sources.formats import annotated, files
-from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Scaled, shares
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Shape, shares
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.wording import plural
-
-log = logging.getLogger(__name__)
 
 
 class YoloFormat(AnnotatedFormat):
@@ -31,7 +28,6 @@ class YoloFormat(AnnotatedFormat):
     no objects. Rows of a polygon count as the box around it; of a pose the box is taken.
     """
 
-    files = "Ultralytics YAML"
     answers = frozenset({"objects"})
     task = Task.DETECTION
 
@@ -52,9 +48,8 @@ class YoloFormat(AnnotatedFormat):
         for split in (Split.VAL, Split.TEST):
             if split in splits and data.places(split) == data.places(Split.TRAIN):
                 del splits[split]
-                if source.reader is not None:  # not at the first look
+                if source.reader is not None:
                     text = f"{split} of {data.name} names the images of train"
-                    log.warning("%s: a part of them is taken for it", text)
                     source.reader.add(FaultKind.SPLIT_REPEATED, str(split), text)
         return files.with_rest(splits, Split.TRAIN) if splits else {}
 
@@ -75,13 +70,10 @@ class YoloFormat(AnnotatedFormat):
         for split in data.splits:
             with contextlib.suppress(DataError):
                 everything |= dict.fromkeys(data.images(split))
-        labels = annotated.label_files(everything, _label_file, None, data.name, reading)
-        root = f"{data.root.as_posix()}/"
-        records = (
-            Record((path,), path.as_posix().removeprefix(root), file=labels[path])
-            for path in images
-        )
-        yield from annotated.with_rows(records, reading, data.shape)
+        labels = annotated.label_files(everything, _label_file, reading)
+        for path in images:
+            key, file = path.as_posix().removeprefix(f"{data.root.as_posix()}/"), labels[path]
+            yield Record((path,), key, annotated.rows_of(file), data.shape, file=file)
 
 
 class YoloSet:
@@ -136,10 +128,10 @@ class YoloSet:
         """The folder that `path` names, as Ultralytics finds it; that of the file if it moved."""
         beside = self.file.parent
         given = expanded(str(self.content.get("path") or "").replace("\\", "/"))
-        places = [name for split in Split for name in self._named(split)]
         tried = [beside / given, Path.cwd() / given, Path.cwd() / "datasets" / given, beside]
-        for root in tried:
-            if any(_resolved(root, place).exists() for place in places[:1]):
+        places = [place for split in Split for place in self._named(split)]
+        for root in tried if places else ():
+            if _resolved(root, places[0]).exists():
                 return root
         return tried[0] if tried[0].exists() else beside
 
@@ -169,7 +161,7 @@ class YoloSet:
             raise DataError(f"{self.name}: split '{split}' holds no images: the data set is empty")
         return sorted(found)
 
-    def shape(self, row: str) -> tuple[str, Scaled] | None:
+    def shape(self, row: str) -> Shape | None:
         """The label and the edges of a row; None for an empty one."""
         if not row.strip():
             return None
@@ -184,24 +176,20 @@ class YoloSet:
         label, count = self.names[int(index)], len(numbers)
         if count in (4, 4 + self._keypoints):
             x, y, width, height = numbers[:4]
-            edges = x - width / 2, y - height / 2, x + width / 2, y + height / 2
-            return label, shares(*edges)
+            return label, shares(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
         if count >= 6 and count % 2 == 0 and not self._keypoints:
             xs, ys = numbers[0::2], numbers[1::2]
             return label, shares(min(xs), min(ys), max(xs), max(ys))
         more = f"{self._keypoints} of keypoints" if self._keypoints else "a polygon"
-        text = (
-            f"expected a class and 4 numbers (centre x, y, width, height) or {more}, got "
-            f"{plural(count, 'number')}"
-            + (", of which the last may be a confidence" if count == 5 else "")
-        )
+        confidence = ", of which the last may be a confidence" if count == 5 else ""
+        text = f"a class and 4 numbers (centre x, y, width, height) or {more}"
+        text = f"expected {text}, got {plural(count, 'number')}{confidence}"
         raise FaultError(FaultKind.ROW_MALFORMED, text)
 
     @cached_property
     def _keypoints(self) -> int:
         """Numbers of all keypoints of a row."""
-        shape = self.content.get("kpt_shape")
-        match shape:
+        match shape := self.content.get("kpt_shape"):
             case None:
                 return 0
             case [int(count), 2 | 3 as numbers]:

@@ -354,3 +354,10 @@ def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> No
         )
     if unused := len(set(names) - set(labels)):
         log.info("%s: %d categories that the domain does not ask for are left out", source, unused)
+
+
+def note_unlisted(finder: Finder, reading: ImageReader) -> None:
+    """Note image files that were not looked for, in a thorough reading."""
+    for path in finder.not_found() if reading.thorough else ():
+        name = readable(path.as_posix())
+        reading.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")

@@ -88,7 +88,7 @@ class CvatFormat(AnnotatedFormat):
                 size = entry.get("width"), entry.get("height")
                 yield Record((path,), name, shapes, _cvat_shape, size=size)
         if wanted is None:
-            finder.note_unlisted(reading)
+            annotated.note_unlisted(finder, reading)
 
 
 def _cvat_file(path: str) -> Path:
@@ -173,7 +173,7 @@ class LabelStudioFormat(AnnotatedFormat):
                         raise ValueError(f"expected one choice, got {choices}")
                     record.answer = Answer(label=str(choices[0][0]))
                 yield record
-        finder.note_unlisted(reading)
+        annotated.note_unlisted(finder, reading)
 
 
 def _tasks(path: Path) -> list[Any]:

@@ -105,7 +105,7 @@ class CocoFormat(AnnotatedFormat):
             else:
                 record.entries = by_image.get(number)
             yield record
-        finder.note_unlisted(reading)
+        annotated.note_unlisted(finder, reading)
 
 
 class RoboflowFormat(CocoFormat):

@@ -15,13 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from valora_data.errors import DataError
-from valora_data.faults import FaultKind
 from valora_data.schema import Split
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from valora_data.sources.formats.labelled import ImageReader
 
 T = TypeVar("T")
 IMAGES = frozenset({
@@ -171,12 +168,10 @@ class Finder:
         best = [path for path, length in zip(found, shared, strict=True) if length == max(shared)]
         return best[0] if len(best) == 1 else None
 
-    def note_unlisted(self, reading: ImageReader) -> None:
-        """Note files that were not found by any name, in a thorough reading."""
-        for path in self.files if reading.thorough else ():
-            if path.resolve() not in self._found:
-                name = readable(path.relative_to(self._folder).as_posix())
-                reading.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")
+    def not_found(self) -> list[Path]:
+        """Files, as paths below the folder, that were not found by any name."""
+        missed = [path for path in self.files if path.resolve() not in self._found]
+        return [path.relative_to(self._folder) for path in missed]
 
     @cached_property
     def files(self) -> list[Path]:

@@ -295,7 +295,7 @@ class ImageFolderFormat(ImagesFormat):
                         asked[file] += 1
                         media = (finder.find(file),)
                         yield Record(media, key, item=item, video=self.video, **fields)
-        finder.note_unlisted(reading)
+        annotated.note_unlisted(finder, reading)
 
 
 class VideoFolderFormat(ImageFolderFormat):

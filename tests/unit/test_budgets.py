@@ -11,12 +11,12 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_813,
-    "data/valora_data": 11_483,
+    "data/valora_data": 11_340,
     "teachers/valora_teachers": 1_766,
     "kernels/valora_kernels": 5_961,
-    "valora_serve": 37_734,
+    "valora_serve": 37_733,
     "tests/*/valora_train": 8_422,
-    "tests/*/valora_data": 4_955,
+    "tests/*/valora_data": 4_951,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_388,
     "tests/*/valora_serve": 29_338,

@@ -144,6 +144,15 @@ def test_decisions_need_no_torch(start):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_engine_needs_torch_transformers_safetensors_and_numpy_alone():
+    others = ("pydantic", "fastapi", "uvicorn", "httpx", "rich", "yaml", "peft", "accelerate", "av")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({others}));"
+        "import valora_kernels.atmm, valora_kernels.tune, valora_serve.engine.engine"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_source_roots_are_no_packages():
     for folder in ("kernels", "data", "teachers"):
         assert not (ROOT / folder / "__init__.py").exists()

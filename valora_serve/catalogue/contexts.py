@@ -11,7 +11,6 @@ from valora_data.contract.contexts import (
     ADAPTER,
     MEMORY_TOKENS,
     PREFIX,
-    context_entry,
     read_memory,
 )
 from valora_data.contract.files import first_fault, read_json, shown
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from valora_data.contract.contexts import ContextEntry, Memory
+    from valora_data.contract.contexts import Memory
+    from valora_data.contract.manifest import ContextEntry
 
 FACTS_FILE = "context.json"
 """What a context that was made at run time is."""
@@ -153,6 +153,8 @@ def read_facts(folder: Path) -> tuple[ContextEntry, str | None]:
 
 
 def _parse_facts(facts: Any) -> tuple[ContextEntry, str | None]:
+    from valora_data.contract.manifest import context_entry
+
     if not isinstance(facts, dict):
         raise TypeError(f"expected an object, got {shown(facts)}")
     adapter = facts.pop("adapter", None)

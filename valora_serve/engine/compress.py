@@ -16,7 +16,6 @@ import torch
 from valora_data.contract.contexts import (
     MEMORY_TOKENS,
     PREFIX,
-    ContextEntry,
     Memory,
     around_memory,
     head_text,
@@ -35,6 +34,7 @@ from valora_serve.types import Request
 
 if TYPE_CHECKING:
     from valora_data.contract.contexts import Encoder
+    from valora_data.contract.manifest import ContextEntry
     from valora_serve.catalogue.store import Store
     from valora_serve.model.lmm import Lmm
     from valora_serve.types import NewContext, Output
@@ -79,6 +79,8 @@ class Compression:
 
     def entry(self, memory: Memory) -> ContextEntry:
         """Return what a manifest would say of the context."""
+        from valora_data.contract.manifest import ContextEntry
+
         return ContextEntry(
             form=memory.form,
             file=MEMORY_FILE,

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.contract.base_model import base_hash
-from valora_data.contract.contexts import ADAPTER, PREFIX, ContextEntry, read_memory, source_hash
+from valora_data.contract.contexts import ADAPTER, PREFIX, read_memory, source_hash
+from valora_data.contract.manifest import ContextEntry
 from valora_data.errors import BundleError, DataError
 from valora_data.schema import Answer, Document, Sample
 from valora_data.tasks import CONTEXT

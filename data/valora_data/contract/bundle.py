@@ -6,15 +6,11 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing import Any
 
 from valora_data.contract.base_model import base_hash, file_hash
-from valora_data.contract.contexts import ContextEntry, context_entry
 from valora_data.contract.files import (
     UnreadableError,
-    expect,
     first_fault,
     open_regular,
     read_json,
@@ -24,87 +20,7 @@ from valora_data.errors import BundleError
 
 MANIFEST = "bundle.json"
 GOLDEN = "golden/golden.json"  # golden examples, relative to the bundle's folder
-# Versions of the format. Since 2, the adapter of a domain may be null, and a bundle may have no
-# adapter at all; 3 is that of bundles with contexts, which earlier servers would ignore.
-READABLE = FIRST, SCHEMA_VERSION, WITH_CONTEXTS = (1, 2, 3)
 FILE_BYTES = 16 << 30  # most of a file of a bundle
-MAX_FILES = 10_000
-PROMPT_LENGTH = 32_768  # most characters of a domain's prompt
-Figure = Annotated[float, Field(allow_inf_nan=False)] | None
-
-
-class _Part(BaseModel):
-    """A part of a manifest that readers rely on; docs/bundle.md says what it means."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class _Base(_Part):
-    id: str
-    sha256: str
-    quantize: Literal["nf4"] | None = None
-
-
-class _Adapter(_Part):
-    path: str
-    decode_only: bool | None = None
-
-
-class _Accuracy(_Part):
-    test: Figure = None
-    teacher: Figure = None
-
-
-class _Domain(_Part):
-    adapter: str | None  # None where the base model answers
-    head: str | None = None
-    task: str | None = None
-    metric: str | None = None
-    prompt: Annotated[str, Field(max_length=PROMPT_LENGTH)] | None = None
-    media: str | None = None
-    labels: list[str] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    required: Figure = None
-    threshold: Figure = None
-    accuracy: _Accuracy | None = None
-
-
-class _Encoder(_Part):
-    path: str
-    tokens: int
-
-
-class _Manifest(_Part):
-    schema_version: int
-    files: Annotated[dict[str, str], Field(max_length=MAX_FILES)]
-    name: Annotated[str, Field(pattern=r"^[^@/]*[^@/\s][^@/]*$")]
-    version: Annotated[int, Field(ge=1)]
-    base: _Base
-    adapters: dict[str, _Adapter]
-    domains: dict[str, _Domain]
-    contexts: dict[str, ContextEntry] | None = None
-    encoders: dict[str, _Encoder] | None = None
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        """Check that the entries fit together; a `ValueError` names one that does not."""
-        for domain, facts in self.domains.items():
-            if facts.adapter is not None or self.schema_version == FIRST:
-                place = f"domains.{shown(domain)}.adapter"
-                expect(facts.adapter in self.adapters, place, "an adapter", facts.adapter)
-        contexts, version = self.contexts or {}, self.schema_version
-        expect(not contexts or version >= WITH_CONTEXTS, "schema_version", "3", version)
-        for context, entry in contexts.items():
-            place = f"contexts.{shown(context)}"
-            expect(context in self.domains, place, "a domain of the same name", None)
-            if entry.file is None:
-                by = self.domains[context].adapter
-                expect(by, f"{place}.form", "an adapter of its domain", by)
-            else:
-                expect(entry.file in self.files, f"{place}.file", "one with a sha256", entry.file)
-            known = entry.encoder is None or entry.encoder in (self.encoders or {})
-            expect(known, f"{place}.encoder", "an encoder", entry.encoder)
-        return self
 
 
 @dataclass
@@ -121,6 +37,8 @@ class Bundle:
         self.domains: dict[str, dict[str, Any]] = found["domains"]
         self.adapters: dict[str, dict[str, Any]] = found["adapters"]
         self.encoders: dict[str, dict[str, Any]] = found.get("encoders") or {}
+        from valora_data.contract.manifest import context_entry
+
         contexts = found.get("contexts") or {}
         self.contexts = {name: context_entry(facts) for name, facts in contexts.items()}
 
@@ -158,6 +76,8 @@ def _verify(folder: Path, name: str, expected: str) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read ``bundle.json`` and check every entry that readers rely on, see `read_bundle`."""
+    from valora_data.contract.manifest import FIRST, READABLE, WITH_CONTEXTS, Manifest
+
     try:
         manifest = read_json(folder / MANIFEST)
     except UnreadableError as error:
@@ -172,8 +92,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{WITH_CONTEXTS}: export it again with this version of VaLoRA"
         )
     try:
-        _Manifest.model_validate(manifest)
-    except ValidationError as error:
+        Manifest.model_validate(manifest)
+    except ValueError as error:  # pydantic's
         what = f"bundle {folder}: its manifest is damaged ({first_fault(error)}): export it again"
         raise BundleError(what) from error
     return dict(manifest)
@@ -204,6 +124,8 @@ def check_base(
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Complete a bundle: hash every file in it and write ``bundle.json``."""
+    from valora_data.contract.manifest import SCHEMA_VERSION, WITH_CONTEXTS
+
     files = {
         file.relative_to(folder).as_posix(): file_hash(file)
         for file in sorted(folder.rglob("*"))

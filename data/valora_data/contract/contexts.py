@@ -17,12 +17,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, TypeAdapter, model_validator
-from pydantic.dataclasses import dataclass as checked_dataclass
-
-from valora_data.contract.files import expect, read_safetensors, write_safetensors
+from valora_data.contract.files import read_safetensors, write_safetensors
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
@@ -33,9 +30,7 @@ if TYPE_CHECKING:
 
 ADAPTER, PREFIX, MEMORY_TOKENS = "adapter", "prefix", "memory_tokens"
 FILE_BYTES = 4 << 30  # most of a memory's file
-MAX_TOKENS = 1 << 20  # most of a memory
 ENCODER_FILE = "memory.safetensors"  # with its queries, in the folder of its adapter
-Count = Annotated[int, Field(strict=True, ge=0)]
 _MARK = "@@context@@"
 
 
@@ -76,37 +71,6 @@ def _marked_head(model: BaseModel, prompt: str | None = None) -> str:
             "others, so it cannot read contexts: choose another base model"
         )
     return head
-
-
-@checked_dataclass(frozen=True)
-class ContextEntry:
-    """A context in the manifest; the domain of the same name says how well it answers.
-
-    With `PREFIX`, `position` is that of the tail's first token. It may be more than `tokens` (keys
-    may keep the positions that they had in the document) or less (where positions have three parts,
-    those of images grow more slowly than their tokens).
-    """
-
-    form: Annotated[str, Field(pattern="^(adapter|prefix|memory_tokens)$")]
-    tokens: Annotated[Count, Field(le=MAX_TOKENS)]  # of the memory; 0 without a file
-    position: Count
-    bytes: Count
-    source_tokens: Count  # of the document's head
-    source_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # see `source_hash`
-    file: str | None = None  # None with `ADAPTER`
-    encoder: str | None = None  # name of what made memory tokens, None if they were trained
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        has_file = self.form != ADAPTER
-        expect((self.file is not None) == has_file, "file", "one but for an adapter", self.file)
-        expect((self.tokens > 0) == has_file, "tokens", "others for this form", self.tokens)
-        expect(self.position or self.form != PREFIX, "position", "1 or more", self.position)
-        return self
-
-
-context_entry = TypeAdapter(ContextEntry).validate_python
-"""Read an entry of a manifest's `contexts`; pydantic's `ValidationError` says what is wrong."""
 
 
 def source_hash(document: str, images: Sequence[Image] = ()) -> str:

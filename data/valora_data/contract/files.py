@@ -12,8 +12,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from valora_data.errors import BundleError
 
 if TYPE_CHECKING:
@@ -120,11 +118,11 @@ def _integer(digits: str) -> int:
 
 def first_fault(error: Exception) -> str:
     """Return what is wrong; of several things that pydantic finds the first one, and where."""
-    if not isinstance(error, ValidationError):
+    if not hasattr(error, "errors"):
         return str(error)
-    fault = error.errors(include_url=False)[0]
+    fault: dict[str, Any] = error.errors(include_url=False)[0]
     if fault["type"] == "value_error":  # of `expect`, which names place and value itself
-        return fault["msg"]
+        return str(fault["msg"])
     place = ".".join(shown(str(part))[1:-1] for part in fault["loc"])
     return f"{place}: {fault['msg']}, got {shown(fault['input'])}"
 

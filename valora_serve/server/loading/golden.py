@@ -8,8 +8,9 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.bundle import GOLDEN, MANIFEST, PROMPT_LENGTH
+from valora_data.contract.bundle import GOLDEN, MANIFEST
 from valora_data.contract.files import UnreadableError, read_bytes, read_json, shown
+from valora_data.contract.manifest import PROMPT_LENGTH
 from valora_data.contract.results import CONFIDENCE_TOLERANCE, text_matches
 from valora_serve.errors import AdapterError, ImageError
 from valora_serve.server.media.decode import Limits

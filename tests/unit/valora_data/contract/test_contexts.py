@@ -12,7 +12,6 @@ from valora_data.contract.contexts import (
     ADAPTER,
     MEMORY_TOKENS,
     PREFIX,
-    ContextEntry,
     Encoder,
     Memory,
     around_memory,
@@ -23,6 +22,7 @@ from valora_data.contract.contexts import (
     tail_text,
     tail_tokens,
 )
+from valora_data.contract.manifest import ContextEntry
 from valora_data.errors import BundleError
 
 BASE = "b" * 64

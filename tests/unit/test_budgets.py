@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 11_354,
     "teachers/valora_teachers": 1_766,
     "kernels/valora_kernels": 5_961,
-    "valora_serve": 37_738,
+    "valora_serve": 37_648,
     "tests/*/valora_train": 8_422,
     "tests/*/valora_data": 4_951,
     "tests/*/valora_teachers": 1_366,

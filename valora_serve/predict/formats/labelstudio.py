@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from valora_serve.predict.formats.files import written
+from valora_serve.predict.formats.common import written
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ WRITERS: Registry[Writer] = Registry(
     "valora.predictions",
     "format",
     {
-        "jsonl": "valora_serve.predict.formats.jsonl:write_jsonl",
+        "jsonl": "valora_serve.predict.formats.common:write_jsonl",
         "coco": "valora_serve.predict.formats.coco:write_coco",
         "yolo": "valora_serve.predict.formats.yolo:write_yolo",
         "labelstudio": "valora_serve.predict.formats.labelstudio:write_label_studio",

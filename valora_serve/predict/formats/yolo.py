@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from valora_serve.predict.formats.classes import class_indices
-from valora_serve.predict.formats.files import written
+from valora_serve.predict.formats.common import class_indices, written
 
 if TYPE_CHECKING:
     from valora_serve.predict.records import Results

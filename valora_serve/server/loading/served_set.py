@@ -89,15 +89,7 @@ class ServedSet:
         return list(self._waiting)
 
     def read(self) -> list[str]:
-        """Read the state file of an earlier run.
-
-        Returns:
-            Names of bundles that are not served from the command line, because they were unloaded
-            or replaced at run time.
-
-        Raises:
-            SettingsError: The file cannot be read, is damaged, or is of another version.
-        """
+        """Read the state file; the names of bundles that the command line's do not serve now."""
         if self._folder is None:
             return []
         self._state = read_state(self._file.path)
@@ -132,13 +124,7 @@ class ServedSet:
             logs.LOG.warning("unloaded %s: an operator loads something else of this name", name)
 
     async def restore(self) -> list[str]:
-        """Load what earlier runs loaded at run time.
-
-        What cannot be loaded is logged, left out, and tried again at the next start.
-
-        Returns:
-            A sentence for each adapter or bundle that could not be loaded.
-        """
+        """Load what earlier runs loaded; a sentence for each that could not be, which is kept."""
         problems = []
         for name, path in self._state.bundles.items():
             try:
@@ -199,13 +185,11 @@ class ServedSet:
             StorageError: The load cannot be recorded; nothing has changed then.
         """
         async with self._lock:
-            taken = {model.name: model for model in self._engine.models()}
-            known = name in self._state.adapters
-            if name in taken and not (replace and (known or name in self._found)):
-                raise BusyError(
-                    f"The name {name} is taken by a served {taken[name].kind}: unload it first, or "
-                    "set load_inplace to replace an adapter that was loaded at run time"
-                )
+            before = self._replaced(
+                name, self._state.adapters, replace,
+                "unload it first, or set load_inplace to replace an adapter that was loaded at "
+                "run time",
+            )  # fmt: skip
             folder = await asyncio.to_thread(self._adapter_folder, path)
             new = self._state.copied()
             new.adapters[name] = str(folder)
@@ -220,14 +204,21 @@ class ServedSet:
                 return made
 
             async def undo() -> None:
-                if name in taken and known:
-                    await load(self._state)
-                else:
-                    await self._engine.unload_adapter(name)
+                await (load(self._state) if before else self._engine.unload_adapter(name))
 
             made = await self._loaded(f"adapter {name}", new, lambda: load(new), undo)
             await self._serve_waiting()
             return made
+
+    def _replaced(self, name: str, recorded: Collection[str], replace: bool, remedy: str) -> bool:
+        """Whether a recorded load is replaced; raises if the name is taken by anything else."""
+        taken = self._served(name)
+        if taken and not (replace and (name in recorded or name in self._found)):
+            raise BusyError(f"The name {name} is taken by a served {taken.kind}: {remedy}")
+        return taken is not None and name in recorded
+
+    def _served(self, name: str) -> ServedModel | None:
+        return next((model for model in self._engine.models() if model.name == name), None)
 
     def has(self, name: str, folder: Path) -> bool:
         """Return whether a name is served from this folder."""
@@ -238,20 +229,9 @@ class ServedSet:
         return {m.adapter for m in self._engine.models() if m.adapter and m.adapter != m.name}
 
     async def load_found(self, name: str, folder: Path) -> None:
-        """Load an adapter that a request named; what is loaded under its name already stays.
-
-        It is not recorded: after a restart, the next request that names it loads it again.
-
-        Args:
-            name: Its name.
-            folder: Folder that it was fetched to.
-
-        Raises:
-            AdapterError: It cannot be served; nothing has changed then.
-            UnknownModelError: An operator has taken the name meanwhile.
-        """
+        """Load an adapter that a request named, unless its name is served; it is not recorded."""
         async with self._lock:
-            if all(model.name != name for model in self._engine.models()):
+            if self._served(name) is None:
                 if self.reserves(name):
                     raise UnknownModelError(
                         f"There is no model {name!r}, and its name is kept for what an operator "
@@ -268,16 +248,7 @@ class ServedSet:
                 await self._serve_waiting()
 
     async def unload_found(self, name: str, folder: Path, may: Callable[[], bool]) -> bool:
-        """Unload what `load_found` has loaded, unless the name stands for another adapter now.
-
-        Args:
-            name: Its name.
-            folder: Folder that it was loaded from.
-            may: Asked once nothing else is being loaded or unloaded, just before it is unloaded.
-
-        Returns:
-            Whether it is unloaded now.
-        """
+        """Unload what `load_found` has loaded, if `may` says so when nothing else changes."""
         async with self._lock:
             if not self.has(name, folder) or not may():
                 return False
@@ -286,15 +257,9 @@ class ServedSet:
             return True
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter.
-
-        Raises:
-            UnknownModelError: There is no adapter of this name.
-            BusyError: Domains of a bundle use the adapter.
-            StorageError: The unload cannot be recorded; nothing has changed then.
-        """
+        """Unload an adapter; a `BusyError` if domains of a bundle use it."""
         async with self._lock:
-            served = next((m for m in self._engine.models() if m.name == name), None)
+            served = self._served(name)
             if name not in self._state.adapters or (served is not None and served.bundle):
                 await self._engine.unload_adapter(name)  # says what is wrong with the name
                 self._found.discard(name)
@@ -324,13 +289,10 @@ class ServedSet:
         async with self._lock:
             if self._folder is None:
                 raise AdapterError("Nothing can be made at run time: start with --adapter-folder")
-            taken = {model.name: model for model in self._engine.models()}
-            known = name in self._state.contexts
-            if name in taken and not (replace and (known or name in self._found)):
-                raise BusyError(
-                    f"The name {name} is taken by a served {taken[name].kind}: delete it first, or "
-                    "set replace for a context that was made at run time"
-                )
+            served = self._replaced(
+                name, self._state.contexts, replace,
+                "delete it first, or set replace for a context that was made at run time",
+            )  # fmt: skip
             folder = self._folder / CONTEXTS / f"{name}-{secrets.token_hex(4)}"
             new = self._state.copied()
             new.contexts[name] = str(folder)
@@ -343,7 +305,7 @@ class ServedSet:
                     raise self._unrecorded(f"context {name}", error) from error
 
             async def undo() -> None:
-                if name in taken and known:
+                if served:
                     await self._engine.load_context(name, Path(self._state.contexts[name]))
                 else:
                     await self._engine.unload_context(name)
@@ -359,15 +321,9 @@ class ServedSet:
             return made
 
     async def forget_context(self, name: str) -> None:
-        """Forget a context that was made at run time, and delete its files.
-
-        Raises:
-            UnknownModelError: There is no context of this name.
-            BusyError: It belongs to a bundle.
-            StorageError: It cannot be recorded; nothing has changed then.
-        """
+        """Forget a context that was made at run time, and delete its files."""
         async with self._lock:
-            served = next((m for m in self._engine.models() if m.name == name), None)
+            served = self._served(name)
             if name not in self._state.contexts or (served is not None and served.bundle):
                 await self._engine.unload_context(name)  # says what is wrong with the name
                 return
@@ -382,12 +338,7 @@ class ServedSet:
                 logs.LOG.warning("the files of context %s are left where they are: %s", name, error)
 
     async def load_bundle(self, path: str) -> list[ServedModel]:
-        """Load a bundle and replay its golden examples.
-
-        Raises:
-            AdapterError: The path is outside the adapter folder, or the bundle is invalid.
-            StorageError: The load cannot be recorded; nothing has changed then.
-        """
+        """Load a bundle from the adapter folder and replay its golden examples."""
         async with self._lock:
             folder = await asyncio.to_thread(self._bundle_folder, path)
             before = self._served_bundles()
@@ -410,12 +361,7 @@ class ServedSet:
             return made
 
     async def unload_bundle(self, name: str) -> None:
-        """Unload a bundle with its domains.
-
-        Raises:
-            UnknownModelError: There is no bundle of this name.
-            StorageError: The unload cannot be recorded; nothing has changed then.
-        """
+        """Unload a bundle with its domains."""
         async with self._lock:
             known = {model.bundle for model in self._engine.models() if model.bundle}
             short = name.partition("@")[0]
@@ -438,14 +384,7 @@ class ServedSet:
         act: Callable[[], Awaitable[T]],
         undo: Callable[[], Awaitable[None]],
     ) -> T:
-        """Load something and record it: both, or neither.
-
-        Args:
-            what: What is loaded, for messages.
-            new: The state that records it.
-            act: Loads it; if it raises, nothing has changed.
-            undo: Puts the engine back.
-        """
+        """Record a load and make it: both, or neither. `act` changes nothing if it raises."""
         try:
             draft = await asyncio.to_thread(self._file.draft, new)
         except OSError as error:
@@ -514,12 +453,7 @@ class ServedSet:
         )
 
     async def _load_bundle(self, folder: Path, before: dict[str, Path]) -> list[ServedModel]:
-        """Load a bundle and replay its golden examples; if they differ, undo the load.
-
-        Args:
-            folder: Folder of the bundle.
-            before: Folders of the served bundles, by name.
-        """
+        """Load a bundle and replay its examples; `before` is served again if they differ."""
         await self._give_way(await asyncio.to_thread(bundle_names, folder))
         made = await self._engine.load_bundle(folder)
         if self._replay is not None:
@@ -605,12 +539,7 @@ class ServedSet:
 
 
 def check_state(folder: Path, file: Path) -> None:
-    """Check the folder of adapters and the state file, before a model is loaded.
-
-    Raises:
-        SettingsError: The folder is missing, or the file cannot be read, is damaged, or is of
-            another version.
-    """
+    """Check the folder of adapters and the state file, before a model is loaded."""
     _check_folder(folder)
     read_state(file)
 

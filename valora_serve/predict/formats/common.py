@@ -1,4 +1,4 @@
-"""Class names of several box domains together, for formats with one list of classes."""
+"""What formats share: one list of classes of several box domains, and files in one rename."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from valora_serve.errors import SettingsError
+from valora_serve.predict.records import PREDICTIONS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from valora_serve.predict.records import Results
 
 
@@ -36,3 +39,20 @@ def class_indices(results: Results, kind: str) -> tuple[dict[tuple[str, str], in
     shared = Counter(label for _, label in pairs)
     names = [label if shared[label] == 1 else f"{domain}/{label}" for domain, label in pairs]
     return {pair: number for number, pair in enumerate(pairs)}, names
+
+
+def written(path: Path, text: str) -> Path:
+    """Write a file in one rename, so that it is never half there.
+
+    Returns:
+        The file.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def write_jsonl(results: Results) -> Path:
+    """Return the file that the run itself has written."""
+    return results.out / PREDICTIONS

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from valora_serve.memory.block_manager import Owner
-from valora_serve.memory.residency import Residency, Room
+from valora_serve.memory.device_residency import DeviceResidency
+from valora_serve.memory.residency import Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from valora_serve.memory.unified import PackedAdapter, UnifiedMemory
 
 
-class AdapterMemory(Residency["PackedAdapter"]):
+class AdapterMemory(DeviceResidency["PackedAdapter"]):
     """The adapters of an engine, by key.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from valora_data.wording import plural
 from valora_serve.errors import AdapterError
 from valora_serve.memory.block_manager import Owner
-from valora_serve.memory.residency import Residency
+from valora_serve.memory.device_residency import DeviceResidency
 from valora_serve.memory.unified import host_memory, lock_memory
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def pack_prefix(
     return packed
 
 
-class PrefixMemory(Residency[PackedPrefix]):
+class PrefixMemory(DeviceResidency[PackedPrefix]):
     """The prefixes of an engine's contexts, by key.
 
     Args:

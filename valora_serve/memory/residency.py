@@ -1,9 +1,9 @@
 """What lies in host memory and, when it is used, in pages: loading, pinning, eviction (S-LoRA §5).
 
 Adapters (`adapter_memory`) and prefixes of contexts (`prefix_memory`) are packed in host memory and
-copied into pages of the unified memory on a CUDA stream of their own. When pages are short, those
-that were not used for longest are evicted, of either kind; pinned ones never are. For the engine's
-thread only.
+copied into pages of the unified memory. When pages are short, those that were not used for longest
+are evicted, of either kind; pinned ones never are. Plain bookkeeping without torch, for one thread:
+engine and simulator drive it, and a kind says how its copies are made (`Residency._copy`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
-
-import torch
 
 from valora_serve.errors import AdapterError, BusyError, ServeError
 
@@ -35,6 +33,13 @@ class Place(StrEnum):
     """Being read from its file or copied to the device."""
     RESIDENT = "resident"
     """On the device."""
+
+
+class Copy(Protocol):
+    """A copy to the device under way, such as a CUDA event behind it."""
+
+    def query(self) -> bool:
+        """Return whether it is complete."""
 
 
 class Packed(Protocol):
@@ -72,7 +77,7 @@ class Entry(Generic[P]):
         users: Number of pins.
         reading: Result of `reload`, while its file is read.
         urgent: Whether it may evict wanted ones once its file is read.
-        copied: Event after its copy to the device, while that runs.
+        copied: Its copy to the device, while that runs.
         removed: Whether to forget it as soon as it has loaded.
     """
 
@@ -87,7 +92,7 @@ class Entry(Generic[P]):
     users: int = 0
     reading: Future[P] | None = None
     urgent: bool = False
-    copied: torch.cuda.Event | None = None
+    copied: Copy | None = None
     removed: bool = False
 
     @property
@@ -182,7 +187,7 @@ class Residency(Generic[P]):
 
     Args:
         room: Pages and host memory.
-        device: Device of the pages.
+        background: Whether files are read again in another thread.
 
     Attributes:
         kind: What it holds, for messages.
@@ -198,18 +203,15 @@ class Residency(Generic[P]):
     kind: str
     owner: Owner
 
-    def __init__(self, room: Room, device: torch.device) -> None:
+    def __init__(self, room: Room, *, background: bool = False) -> None:
         self.room = room
         self.resident: set[str] = set()
         self.loading: set[str] = set()
         self.dropped: set[str] = set()
         self.wanted: Collection[str] = ()
         self.loads = 0
-        self._device = device
         self._entries: dict[str, Entry[P]] = {}
-        self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
-        self._reader = ThreadPoolExecutor(1, self.kind) if self._cuda else None
+        self._reader = ThreadPoolExecutor(1, self.kind) if background else None
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries and not self._entries[str(key)].removed
@@ -230,13 +232,13 @@ class Residency(Generic[P]):
 
     # ------------------------------------------------------------------ what a kind adds
 
-    def _write(self, entry: Entry[P]) -> None:
-        """Copy an entry to its pages, on the current stream."""
+    def _copy(self, entry: Entry[P]) -> Copy | None:
+        """Copy an entry to its pages; return the copy under way, None if it is complete."""
         raise NotImplementedError
 
     def _has_arrived(self, entry: Entry[P]) -> bool:
         """Return whether all processes that hold a part of an entry have copied theirs."""
-        raise NotImplementedError
+        return True
 
     def _has_slot(self) -> bool:
         """Return whether one more could be on the device, apart from its pages."""
@@ -446,16 +448,9 @@ class Residency(Generic[P]):
         self._placing(entry)
         self.loading.add(entry.key)
         self.room.loaded(entry)
-        if self._stream is None:
-            self._write(entry)
+        entry.copied = self._copy(entry)
+        if entry.copied is None:
             self._arrived(entry)
-            return True
-        # Steps that were launched may still read what the pages held before.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._write(entry)
-            entry.copied = torch.cuda.Event()
-            entry.copied.record()
         return True
 
     def _arrived(self, entry: Entry[P]) -> None:

@@ -75,7 +75,7 @@ class RouterDispatch(Dispatch):
             self._recent = [RecentAdapters(m.settings.slots) for m in machines]
         if time >= self._next_report:
             self._next_report = time + REPORT_SECONDS
-            self._resident = [frozenset(m.resident) for m in machines]
+            self._resident = [frozenset(m.adapters.resident) for m in machines]
         states = [
             ReplicaState(f"replica-{n}", machine.outstanding(time), resident, recent.names)
             for n, (machine, resident, recent) in enumerate(

@@ -1,8 +1,8 @@
 """Simulates a workload under a policy on one machine, without a GPU.
 
-The policies are those of the engine, and so are the rules: prompts are prefilled in chunks; KV
-pages and adapters share one pool; adapters are loaded one after the other while steps run, and the
-least recently used are evicted; preempted requests are recomputed. The cost model predicts how long
+The policies are those of the engine, and so are pages and residency (`memory`). Prompts are
+prefilled in chunks, adapters are loaded one after the other while steps run, and preempted requests
+are recomputed. The cost model predicts how long
 steps, switches and loads take. Steps that repeat the one before (`Decision.until`) are simulated
 together. `valora_serve.workloads.cluster` simulates several machines.
 """
@@ -10,13 +10,15 @@ together. `valora_serve.workloads.cluster` simulates several machines.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from valora_serve.errors import ServeError
+from valora_serve.memory.block_manager import Owner, PagePool
+from valora_serve.memory.residency import Residency, Room
 from valora_serve.orchestrator.cost_model import DECODE_TERMS, step_shape
 from valora_serve.orchestrator.decision import RequestView, StepLimits, View, window
 from valora_serve.types import Mode
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from valora_serve.memory.residency import Entry
     from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import Decision, Policy
     from valora_serve.orchestrator.trace import DecisionTrace
@@ -42,9 +45,11 @@ class SimulatedRequest(RequestView):
 
     Attributes:
         left: Tokens still to generate, which the policy knows only if `output_left` says so.
+        blocks: Its pages of keys and values.
     """
 
     left: int = 0
+    blocks: list[int] = field(default_factory=list)
 
 
 class SimulationError(ServeError):
@@ -156,6 +161,55 @@ def simulate(
     return machine.report(np.arange(len(workload)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """An adapter in host memory."""
+
+    content: str
+    rank: int
+    pages: int
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load under way on a machine, and the time at which it ends."""
+
+    machine: Machine
+    end: float
+
+    def query(self) -> bool:
+        return self.end <= self.machine.now
+
+
+class _Adapters(Residency[_Adapter]):
+    """The adapters of a machine, which are loaded one after the other beside the steps."""
+
+    kind = "adapter"
+    owner = Owner.ADAPTER
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(Room(machine.pool))
+        self._machine = machine
+        self._free = machine.now
+        self.started = 0
+        self.ends: dict[str, float] = {}
+
+    def _has_slot(self) -> bool:
+        return len(self.resident) + len(self.loading) < self._machine.settings.slots
+
+    def _copy(self, entry: Entry[_Adapter]) -> _Load:
+        assert entry.packed is not None
+        start = max(self._machine.now, self._free)
+        self._free = start + self._machine.cost.load(entry.packed.rank)
+        self.started += 1
+        self.ends[entry.key] = self._free
+        return _Load(self._machine, self._free)
+
+    def _placed(self, entry: Entry[_Adapter]) -> None:
+        del self.ends[entry.key]
+
+
 class Machine:
     """A simulated machine, whose clock is advanced from one arrival to the next.
 
@@ -172,9 +226,8 @@ class Machine:
         arrivals: Arrival times of the workload in seconds.
         now: Time of the machine's next decision in seconds: the end of the last step.
         views: Requests that are submitted and have not ended, by id (the index as text).
-        resident: Adapters on the device.
-        loads: Adapters loaded so far.
-        kv_pages: Pages of keys and values in use.
+        pool: Free and used pages.
+        adapters: The adapters, on the device or not.
 
     Raises:
         SimulationError: A request can never fit.
@@ -198,7 +251,7 @@ class Machine:
         self._check()
         # A list: reading single numbers from an array is slow.
         self.arrivals: list[float] = workload.arrival.tolist()
-        self.now = self.arrivals[0]
+        self.now: float = self.arrivals[0]
         self.last = self.now  # when a request last ended
         self.until = self.now  # the next event that is not this machine's own
         self.inbox: list[SimulatedRequest] = []  # submitted since the last decision
@@ -206,18 +259,15 @@ class Machine:
         self.queue: list[SimulatedRequest] = []
         self.arrived: list[float] = []  # arrival times that the policy has not seen
         self.views: dict[str, SimulatedRequest] = {}
-        self.resident: set[str] = set()
-        self.recent: OrderedDict[str, None] = OrderedDict()  # least recently used first
-        self.loading: dict[str, float] = {}
-        self.users: dict[str, int] = {}  # running requests by adapter
-        self.kv_pages = 0
-        self.user_pages = 0  # pages of adapters that running requests use
-        self.resident_pages = 0  # pages of adapters on the device
-        self.loading_pages = 0  # pages of adapters being loaded
-        self.load_ends = 0.0
+        self.pool = PagePool(settings.pages)
+        self.adapters = _Adapters(self)
+        for name, rank in self.ranks.items():
+            self.adapters.add(name, _Adapter(name, rank, self.adapter_pages[name]))
+        self.asked: Counter[str] = Counter()  # unfinished requests by adapter
+        self.adapters.wanted = self.asked
         self.mode = Mode.UNMERGED
         self.merged: str | None = None
-        self.steps = self.switches = self.loads = self.aborted = self.preempted = 0
+        self.steps = self.switches = self.aborted = self.preempted = 0
         self.ended = 0  # requests that the last step ended
         self.mode_time = dict.fromkeys(Mode, 0.0)
         self.idle_rounds = 0
@@ -244,6 +294,27 @@ class Machine:
                 f"{self.settings.pages}; raise `pages` or remove the request."
             )
 
+    @property
+    def loads(self) -> int:
+        """Adapters loaded so far, those under way included."""
+        return self.adapters.started
+
+    def _enter(self, view: SimulatedRequest) -> None:
+        self.views[view.id] = view
+        if view.adapter is not None:
+            self.asked[view.adapter] += 1
+        self.inbox.append(view)
+
+    def _leave(self, key: str) -> SimulatedRequest:
+        view = self.views.pop(key)
+        if view.adapter is not None:
+            self.asked[view.adapter] -= 1
+            if not self.asked[view.adapter]:
+                del self.asked[view.adapter]
+        if view.running:
+            self._release(view)
+        return view
+
     def submit(self, index: int) -> None:
         """Submit a request of the workload at its arrival, to which the machine was advanced."""
         w = self.workload
@@ -267,15 +338,13 @@ class Machine:
             latency_limit=None if math.isnan(limit) else limit,
             client=adapter,
         )
-        self.views[view.id] = view
-        self.inbox.append(view)
+        self._enter(view)
         self.arrived.append(view.arrival)
 
     def remove(self, key: str) -> SimulatedRequest:
         """Take a request out, to be continued by another machine (`insert`)."""
-        view = self.views.pop(key)
+        view = self._leave(key)
         if view.running:
-            self._release(view)
             self.running = [r for r in self.running if r is not view]
         else:
             self.queue = [r for r in self.queue if r is not view]
@@ -291,8 +360,7 @@ class Machine:
             view.prompt_left = max(1, view.prompt_left)
             view.pages = self._pages(view.kv_tokens + view.prompt_left)
             view.held, view.running, view.served = 0, False, None
-        self.views[view.id] = view
-        self.inbox.append(view)
+        self._enter(view)
 
     def outstanding(self, time: float) -> int:
         """Count the requests that are not answered at a time, at most that of the next step's end.
@@ -314,7 +382,7 @@ class Machine:
         while self.now < until and (self.views or until < math.inf):
             self.ended = 0
             self._arrive()
-            self._finish_loads()
+            self.adapters.poll()
             view = self._view()
             decision = self.policy.decide(view)
             if self.trace is not None:
@@ -338,26 +406,6 @@ class Machine:
         """Count the pages of a prompt and its first token."""
         return (tokens + self.settings.page_tokens) // self.settings.page_tokens
 
-    def _finish_loads(self) -> None:
-        for adapter, end in list(self.loading.items()):
-            if end <= self.now:
-                del self.loading[adapter]
-                self.resident.add(adapter)
-                self.recent[adapter] = None
-                self.loading_pages -= self.adapter_pages[adapter]
-                self.resident_pages += self.adapter_pages[adapter]
-
-    def _pinned(self) -> int:
-        """Count the pages that cannot be freed at once."""
-        pages = self.kv_pages + self.user_pages + self.loading_pages
-        if self.merged is not None and self.merged not in self.users:
-            pages += self.adapter_pages[self.merged]
-        return pages
-
-    def _free(self) -> int:
-        """Count the empty pages."""
-        return self.settings.pages - self.kv_pages - self.resident_pages - self.loading_pages
-
     def _view(self) -> View:
         s = self.settings
         arrived, self.arrived = self.arrived, []
@@ -367,12 +415,12 @@ class Machine:
             waiting=window(self.queue, s.window),
             mode=self.mode,
             merged=self.merged,
-            resident=self.resident,
-            loading=frozenset(self.loading),
+            resident=self.adapters.resident,
+            loading=self.adapters.loading,
             limits=StepLimits(
                 s.max_requests,
                 s.max_tokens,
-                s.pages - self._pinned(),
+                self.pool.free + self.adapters.idle_pages,
                 min(s.max_adapters, s.slots),
                 s.chunk,
             ),
@@ -395,13 +443,17 @@ class Machine:
             self.now += seconds
             self.mode_time[decision.mode] += seconds
             self.switches += 1
+            if before is not None:
+                self.adapters.unpin(before)
+            if decision.merged is not None:
+                self.adapters.pin(decision.merged)
         self.mode, self.merged = decision.mode, decision.merged
         batch = [(self.views[key], tokens) for key, tokens in decision.batch]
         self._take_pages(batch)
         # As in the engine: the adapters of the batch are in use by now, and only the first of these
         # may evict one that a waiting request names.
         for number, adapter in enumerate(decision.prefetch):
-            self._load(adapter, urgent=number == 0)
+            self.adapters.load(adapter, urgent=number == 0)
         if batch:
             self.idle_rounds = 0
             self._step(decision, batch)
@@ -409,24 +461,20 @@ class Machine:
             self._wait(decision)
 
     def _drop(self, key: str) -> None:
-        view = self.views.pop(key)
+        view = self._leave(key)
         self.aborted += 1
         self.last = self.now
         if view.running:
-            self._release(view)
             self.running = [r for r in self.running if r is not view]
         self.policy.finished(key)
 
     def _release(self, view: SimulatedRequest) -> None:
         """Release the pages of a running request."""
-        self.kv_pages -= view.held
-        adapter = view.adapter
-        if adapter is not None:
-            self.users[adapter] -= 1
-            if not self.users[adapter]:
-                del self.users[adapter]
-                self.user_pages -= self.adapter_pages[adapter]
-                self.recent.move_to_end(adapter)
+        for page in view.blocks:
+            self.pool.give(page)
+        view.blocks.clear()
+        if view.adapter is not None:
+            self.adapters.unpin(view.adapter)
 
     def _preempt(self, view: SimulatedRequest) -> None:
         self._release(view)
@@ -437,43 +485,9 @@ class Machine:
         view.pages = self._pages(view.prompt_left)
         self._enqueue(view)
 
-    def _load(self, adapter: str, urgent: bool) -> None:
-        """Load an adapter as soon as the loads before it have ended, if there is room."""
-        if not self._make_room(self.adapter_pages[adapter], 1, urgent):
-            return
-        start = max(self.now, self.load_ends)
-        self.load_ends = start + self.cost.load(self.ranks[adapter])
-        self.loading[adapter] = self.load_ends
-        self.loading_pages += self.adapter_pages[adapter]
-        self.loads += 1
-
-    def _make_room(self, pages: int, slots: int = 0, urgent: bool = True) -> bool:
-        """Evict idle adapters until enough pages and slots are empty; return whether there are.
-
-        Args:
-            pages: Pages that are needed.
-            slots: Slots that are needed.
-            urgent: Whether adapters may be evicted that waiting requests name; they go last.
-        """
-        free = self._free()
-        open_slots = self.settings.slots - len(self.resident) - len(self.loading)
-        if free >= pages and open_slots >= slots:
-            return True
-        idle = [a for a in self.recent if a not in self.users and a != self.merged]
-        wanted = {r.adapter for r in self.queue}
-        for adapter in sorted(idle, key=lambda a: a in wanted):
-            if (free >= pages and open_slots >= slots) or (adapter in wanted and not urgent):
-                break
-            open_slots += 1
-            self.resident.discard(adapter)
-            del self.recent[adapter]
-            self.resident_pages -= self.adapter_pages[adapter]
-            free += self.adapter_pages[adapter]
-        return free >= pages and open_slots >= slots
-
     def _wait(self, decision: Decision) -> None:
         """Advance the clock to the next event, as the batch is empty."""
-        times = [end for end in self.loading.values() if end > self.now]
+        times = [end for end in self.adapters.ends.values() if end > self.now]
         if self.until < math.inf:
             times.append(self.until)
         if self.now < decision.until < math.inf:
@@ -512,7 +526,7 @@ class Machine:
         """
         times = min(r.left for r, _ in batch)
         horizon = min(until, self.until)
-        for end in self.loading.values():
+        for end in self.adapters.ends.values():
             if end > self.now:
                 horizon = min(horizon, end)
         rows = len(batch)
@@ -528,30 +542,21 @@ class Machine:
             )
             times = min(times, max(1, math.ceil(k - 1e-9)))
         # Each row takes a page every `page_tokens` steps; these must be free without eviction.
-        free = self._free()
+        free = self.pool.free
         times = max(1, min(times, (free // max(1, rows)) * self.settings.page_tokens))
         return times, times * seconds + growth * times * (times - 1) / 2
 
     def _take_pages(self, batch: list[tuple[SimulatedRequest, int]]) -> None:
         """Allocate the pages that the requests in the batch need."""
         admitted = False
-        need = 0
         for view, _ in batch:
-            if view.pages:
-                need += view.pages
             if not view.running:
                 admitted = True
-        if need:
-            for view, _ in batch:
-                if not view.running:
-                    self._start(view)
-            self.kv_pages += need
-            for view, _ in batch:
-                view.held += view.pages
+                self._start(view)
+        for view, _ in batch:
+            if view.pages:
+                self._grow(view, view.pages)
                 view.pages = 0
-            if self._pinned() > self.settings.pages:
-                raise SimulationError("The policy used more pages than there are.")
-            self._make_room(0)
         if admitted:
             self.queue = [r for r in self.queue if not r.running]
             if len(self.running) > self.settings.max_requests:
@@ -560,20 +565,23 @@ class Machine:
     def _start(self, view: SimulatedRequest) -> None:
         adapter = view.adapter
         if adapter is not None:
-            if adapter not in self.resident:
+            if adapter not in self.adapters.resident:
                 raise SimulationError(f"The policy runs adapter {adapter}, which is not resident.")
-            users = self.users.get(adapter, 0)
-            if not users:
-                self.user_pages += self.adapter_pages[adapter]
-            self.users[adapter] = users + 1
-            self.recent.move_to_end(adapter)
+            self.adapters.pin(adapter)
         view.running = True
         self.running.append(view)
+
+    def _grow(self, view: SimulatedRequest, pages: int) -> None:
+        """Take pages for a running request; adapters that nobody uses make room."""
+        taken = self.pool.take(pages, Owner.KV)
+        if taken is None:
+            raise SimulationError("The policy used more pages than there are.")
+        view.blocks += taken
+        view.held = len(view.blocks)
 
     def _progress(self, batch: list[tuple[SimulatedRequest, int]], times: int) -> None:
         page = self.settings.page_tokens
         ended = False
-        grown = 0
         for view, tokens in batch:
             if view.prompt_left:
                 view.prompt_left -= tokens
@@ -597,11 +605,8 @@ class Machine:
                 continue
             held = (view.kv_tokens + page - 1) // page
             if held > view.held:
-                # Pages allocated during repeated steps.
-                grown += held - view.held
-                view.held = held
+                self._grow(view, held - view.held)  # during repeated steps
             view.pages = 1 if view.kv_tokens >= view.held * page else 0
-        self.kv_pages += grown
         if ended:
             views = self.views
             self.running = [r for r in self.running if r.id in views]
@@ -609,8 +614,7 @@ class Machine:
     def _finish(self, view: SimulatedRequest) -> None:
         self.end[int(view.id)] = self.last = self.now
         self.ended += 1
-        self._release(view)
-        del self.views[view.id]
+        self._leave(view.id)
         self.policy.finished(view.id)
 
     def report(self, indices: NDArray[np.intp]) -> Report:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.valora_serve.workloads.test_simulator import PLAIN, run, workload
 from valora_serve.errors import SettingsError
+from valora_serve.memory.block_manager import Owner
 from valora_serve.orchestrator.cost_model import H200_7B
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.routing.registry import ROUTERS, make_router
@@ -98,9 +99,14 @@ def test_pages_are_given_back_by_machines_that_requests_leave(at):
     new.advance(1.0)
     for key in ("0", "1"):
         new.insert(old.remove(key))
-    assert (old.kv_pages, old.users, old.views, old.running, old.queue) == (0, {}, {}, [], [])
+    assert (old.views, old.running, old.queue) == ({}, [], [])
+    assert old.pool.count(Owner.KV) == 0 and not any(map(old.adapters.pinned, old.ranks))
     new.advance(math.inf)
-    assert new.kv_pages == 0 and not new.views and np.all(end > 1)
+    assert (
+        new.pool.free + new.adapters.idle_pages == settings.pages
+        and not new.views
+        and np.all(end > 1)
+    )
     assert np.all((first < 1) == (at > 0.05))
 
 

@@ -84,6 +84,8 @@ class SourceSettings(Section):
     @property
     def format(self) -> SourceFormat:
         """The data-set format that `kind` names; a `DataError` lists all."""
+        if self.kind not in FORMATS:
+            refuse_removed(f"source.kind={self.kind}")
         return FORMATS[self.kind]()
 
     @model_validator(mode="after")

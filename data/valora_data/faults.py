@@ -78,13 +78,13 @@ class Fault(NamedTuple):
     text: str
 
 
-def described(faults: Sequence[Fault], named: int) -> list[str]:
-    """A sentence for each kind of faults, the commonest first, that names so many of them."""
+def described(faults: Sequence[Fault], named: int, before: str = "") -> list[str]:
+    """A sentence for each kind of faults, the commonest first, with so many after some words."""
     texts = {
         kind: [fault.text for fault in faults if fault.kind is kind]
         for kind, _ in Counter(fault.kind for fault in faults).most_common()
     }
     return [
-        f"{plural(len(found), kind.what)} ({examples(found, named)}): {kind.remedy}"
+        f"{plural(len(found), kind.what)} ({before}{examples(found, named)}): {kind.remedy}"
         for kind, found in texts.items()
     ]

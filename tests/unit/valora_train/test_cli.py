@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from tests.support.helpers import coloured_squares
 from tests.support.stores import new_store
 from valora_train import cli
+from valora_train.errors import SettingsError
+from valora_train.settings import SourceSettings
 
 LABELLED = ["task=own", "domains.cat.name=cat", "domains.cat.labels=[cat]"]
 
@@ -335,3 +337,5 @@ def test_skipped_faults_are_one_warning_in_the_terminal(tmp_path):
 def test_a_file_that_builds_on_a_removed_format_is_told_what_to_write():
     error = MissingConfigException("Could not load 'domain/vqa'.", "domain/vqa")
     assert cli.sentence(error).startswith("domain/vqa was removed: write a metadata.jsonl")
+    with pytest.raises(SettingsError, match=r"kind=refcoco was removed: write a metadata\.jsonl"):
+        _ = SourceSettings(kind="refcoco").format

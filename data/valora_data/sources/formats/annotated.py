@@ -66,7 +66,6 @@ class Record:
 
     @property
     def files(self) -> list[Path]:
-        """The media that are files."""
         return [one for one in self.media if isinstance(one, Path)]
 
     @property
@@ -109,7 +108,6 @@ class AnnotatedFormat(SourceFormat):
                 yield place
 
     def open(self, source: Source) -> Splits:
-        """The splits of `parts`."""
         parts = self.parts(source)
         return {split: partial(self.read, source, part) for split, part in parts.items()}
 

@@ -53,7 +53,6 @@ class CvatFormat(AnnotatedFormat):
         return file.is_file() and file.suffix.lower() == ".xml"
 
     def parts(self, source: Source) -> Mapping[Split | None, tuple[Path, str | None]]:
-        """The splits that subsets are named after, or all images as one piece."""
         file, root = _cvat_file(source.location), _cvat_root(source.location)
         names = sorted(image.get("subset") or "" for image in root.iter("image"))
         splits = {files.SPLIT_NAMES.get(name.lower()): (file, name) for name in names}
@@ -140,7 +139,6 @@ class LabelStudioFormat(AnnotatedFormat):
         return {"data", "annotations"} <= location.keys or "annotation_id" in location.keys
 
     def guess_task(self, path: str) -> Task:
-        """Classification if the first result is a choice."""
         tasks = _tasks(annotation_file(Path(path)))
         kinds = (one.get("type") for task in tasks for one in _results(task) or ())
         return Task.CLASSIFICATION if next(kinds, "") == "choices" else Task.DETECTION

@@ -61,7 +61,6 @@ class ContextFormat(SourceFormat):
     task = Task.CONTEXT
 
     def supports(self, task: Task) -> bool:
-        """Contexts only."""
         return task is Task.CONTEXT
 
 
@@ -72,12 +71,10 @@ class DocumentsFormat(ContextFormat):
     """
 
     def recognises(self, location: Location) -> bool:
-        """JSON lines whose first entry has a text."""
         lines = location.path.suffix == ".jsonl"
         return lines and isinstance(location.entry.get("text"), str)
 
     def open(self, source: Source) -> Splits:
-        """The questions about the document that is named, or the only one."""
         file = Path(source.location)
         found: dict[str, tuple[str, Any, str]] = {}
         for number, entry in read_lines(file):
@@ -109,11 +106,9 @@ class TextsFormat(ContextFormat):
     """
 
     def recognises(self, location: Location) -> bool:
-        """Text files, PDFs, and folders that hold nothing else."""
         return bool(location.suffixes) and location.suffixes <= TEXTS
 
     def open(self, source: Source) -> Splits:
-        """Questions about the whole text."""
         place = Path(source.location)
         files = [file for file in self.reads(source) if file.name != QUESTIONS]
         if not files:
@@ -122,7 +117,6 @@ class TextsFormat(ContextFormat):
         return _splits_of(Document(_checked(place.name, text)), _questions(place), source)
 
     def reads(self, source: Source) -> Iterator[Path]:
-        """The text files, and the questions."""
         place = Path(source.location)
         yield from [place] if place.is_file() else files_below(place, TEXTS)
         if (place / QUESTIONS).is_file():
@@ -133,7 +127,6 @@ class AlbumFormat(ContextFormat):
     """A folder of images with `questions.jsonl`: an album."""
 
     def open(self, source: Source) -> Splits:
-        """Questions about all images."""
         folder = Path(source.location)
         images = tuple(sample.image for sample in ImagesFormat().read(source, (folder, "")))
         asked = _questions(folder)
@@ -158,7 +151,6 @@ class RecordsFormat(ContextFormat):
     linked: ClassVar[bool] = False
 
     def open(self, source: Source) -> Splits:
-        """The questions about its facts."""
         rng = _rng(source)
         document, facts = self.draw(rng, source.entries)
         if len(facts) < MIN_FACTS:

@@ -26,11 +26,9 @@ class KittiFormat(AnnotatedFormat):
     task = Task.DETECTION
 
     def recognises(self, location: Location) -> bool:
-        """Folders with `label_2/`."""
         return (_root(location.path) / "label_2").is_dir()
 
     def parts(self, source: Source) -> Mapping[Split | None, Path]:
-        """All images as one piece."""
         return {None: Path(source.images or _root(Path(source.location)) / "image_2")}
 
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:

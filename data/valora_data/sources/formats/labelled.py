@@ -100,17 +100,19 @@ class ImageReader:
 
     def finish(self) -> None:
         """Warn of what was skipped, and of notes that may mean that labels are lost."""
-        if skipped := "; ".join(described([one for one in self.found if one.kind.skips], 1)):
+        skipped = [fault for fault in self.found if fault.kind.skips]
+        if skipped:
             log.warning(
-                "%s: %d of %s skipped in whole or in part: %s; `valora-data check` lists all",
-                self.source, len(self.faulty), plural(self.total, "image"), skipped,
+                "%s: %d of %s skipped in whole or in part: %s; `valora-data check` lists all "
+                "faults", self.source, len(self.faulty), plural(self.total, "image"),
+                "; ".join(described(skipped, 1, "such as ")),
             )  # fmt: skip
-        kinds = {one.kind for one in self.found}
-        lost = {FaultKind.LABELS_ORPHANED, FaultKind.IMAGE_UNLABELLED}
-        shown = {FaultKind.SPLIT_REPEATED} | (lost if lost <= kinds else set())
-        if kinds & shown:
-            notes = described([one for one in self.found if one.kind in shown], 1)
-            log.warning("%s: %s", self.source, "; ".join(notes))
+        kinds, shown = {fault.kind for fault in self.found}, {FaultKind.SPLIT_REPEATED}
+        if kinds >= (lost := {FaultKind.LABELS_ORPHANED, FaultKind.IMAGE_UNLABELLED}):
+            shown |= lost
+            log.warning("%s: label files must have the names of their images", self.source)
+        if notes := [fault for fault in self.found if fault.kind in shown]:
+            log.warning("%s: %s", self.source, "; ".join(described(notes, 1, "such as ")))
 
 
 def ahead(

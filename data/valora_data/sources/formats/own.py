@@ -40,7 +40,6 @@ class ShardsFormat(SourceFormat):
         return any(is_shard(location.path / (split or "")) for split in (None, *Split))
 
     def guess_task(self, path: str) -> Task:
-        """The task that the first answer belongs to."""
         sample = open_shard(next(iter(_shards(path).values())))[0]
         answer = sample.answer
         fitting = {

@@ -191,7 +191,6 @@ class ImagesFormat(AnnotatedFormat):
     reads = SourceFormat.reads  # all files of the folder
 
     def parts(self, source: Source) -> Mapping[Split | None, Part]:
-        """The folders that are named like splits, or the whole folder."""
         folder = Path(source.location)
         folders = files.folder_splits(folder)
         prefix = "{}/" if len(folders) > 1 else ""
@@ -328,7 +327,6 @@ class HubFormat(AnnotatedFormat):
         return task_of_columns(_columns(next(iter(_load(path).values()))), Task.CLASSIFICATION)
 
     def parts(self, source: Source) -> Mapping[Split | None, str | None]:
-        """The splits that the data set names, or its only one as one piece."""
         named: dict[Split, str] = {}
         for name in _load(source.location):
             if name in files.SPLIT_NAMES:

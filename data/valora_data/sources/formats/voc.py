@@ -32,7 +32,6 @@ class VocFormat(AnnotatedFormat):
     task = Task.DETECTION
 
     def recognises(self, location: Location) -> bool:
-        """Folders with XML files of annotations."""
         if not location.path.is_dir() or ".xml" not in location.suffixes:
             return False
         try:
@@ -64,7 +63,6 @@ class VocFormat(AnnotatedFormat):
         return files.with_rest(parts, images)
 
     def lists(self, source: Source) -> Iterator[Path]:
-        """The lists of names."""
         yield from sorted(Path(source.location).glob("ImageSets/Main/*.txt"))
 
     def records(self, source: Source, part: list[Path], reading: ImageReader) -> Iterator[Record]:

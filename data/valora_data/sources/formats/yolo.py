@@ -54,7 +54,6 @@ class YoloFormat(AnnotatedFormat):
         return files.with_rest(splits, Split.TRAIN) if splits else {}
 
     def lists(self, source: Source) -> Iterator[Path]:
-        """The YAML file and its lists of images."""
         data = YoloSet(source.file)
         places = [path for split in data.splits for path in data.places(split)]
         yield from [source.file, *filter(files.is_file, places)]
@@ -102,12 +101,10 @@ class YoloSet:
 
     @property
     def splits(self) -> list[Split]:
-        """The splits that it names."""
         return [split for split in Split if self._named(split)]
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """Class names by id."""
         names = self.content.get("names")
         given = dict(enumerate(names)) if isinstance(names, list) else names
         try:
@@ -136,7 +133,6 @@ class YoloSet:
         return tried[0] if tried[0].exists() else beside
 
     def places(self, split: Split) -> list[Path]:
-        """Folders and lists of a split."""
         return [_resolved(self.root, place) for place in self._named(split)]
 
     def images(self, split: Split) -> list[Path]:

@@ -328,7 +328,7 @@ def test_a_run_skips_a_few_faults_with_one_warning(
     assert len(samples["3"].answer.boxes) == 1
     (record,) = caplog.records
     assert "2 of 40 images skipped in whole or in part" in record.message
-    assert "1 box has no area (3.txt, row 2" in record.message
+    assert "1 box has no area (such as 3.txt, row 2" in record.message
     (tmp_path / "set/labels/train/9.txt").write_text("0 0 0 0 0\n")
     with pytest.raises(DataError, match=r"3 of 40 images have faults, more than 5%"):
         list(read_split("yolo", path, "train"))

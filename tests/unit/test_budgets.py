@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_814,
-    "data/valora_data": 11_354,
+    "valora_train": 10_816,
+    "data/valora_data": 11_333,
     "teachers/valora_teachers": 1_766,
     "kernels/valora_kernels": 5_961,
     "valora_serve": 37_690,
-    "tests/*/valora_train": 8_422,
+    "tests/*/valora_train": 8_426,
     "tests/*/valora_data": 4_951,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_388,

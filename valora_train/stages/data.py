@@ -81,6 +81,7 @@ def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: 
             leaks=source.leaks, near=not source.format.drawn,
         )  # fmt: skip
     except DataError as error:
+        reader.warn_of_lost()  # which may be why
         raise DataError(f"data of domain {domain.name}: {error}") from error
     reader.finish()
     if reader.found:

@@ -99,7 +99,7 @@ class ImageReader:
                 )
 
     def finish(self) -> None:
-        """Warn of what was skipped, and of notes that may mean that labels are lost."""
+        """Warn of what was skipped, and of what may have lost labels."""
         skipped = [fault for fault in self.found if fault.kind.skips]
         if skipped:
             log.warning(
@@ -107,6 +107,10 @@ class ImageReader:
                 "faults", self.source, len(self.faulty), plural(self.total, "image"),
                 "; ".join(described(skipped, 1, "such as ")),
             )  # fmt: skip
+        self.warn_of_lost()
+
+    def warn_of_lost(self) -> None:
+        """Warn of notes that may mean that labels are lost, also if the data are refused."""
         kinds, shown = {fault.kind for fault in self.found}, {FaultKind.SPLIT_REPEATED}
         if kinds >= (lost := {FaultKind.LABELS_ORPHANED, FaultKind.IMAGE_UNLABELLED}):
             shown |= lost

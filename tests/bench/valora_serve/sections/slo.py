@@ -17,8 +17,8 @@ SYSTEMS = {
 
 
 def satisfaction(seconds, limit):
-    """1 up to the limit, from there falling to 0 at twice the limit."""
-    return min(1.0, max(0.0, 2 - seconds / limit))
+    """S-LoRA's reward (`slora/utils/metric.py`): 1 − (t / limit)² below the limit, then 0."""
+    return 1 - (seconds / limit) ** 2 if seconds < limit else 0.0
 
 
 def slo(bench):

@@ -181,6 +181,7 @@ class Request:
         cache_salt: Requests share cached prompts and images only where this is the same.
         stream: Whether outputs are passed on to the client as they come. Otherwise all of them come
             at the end, and another replica may begin the answer again.
+        also: Requests of other domains about the same images, answered together with this one.
     """
 
     id: str
@@ -200,6 +201,7 @@ class Request:
     client: str | None = None
     cache_salt: str | None = None
     stream: bool = True
+    also: tuple[Request, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +444,7 @@ class EngineStats:
         finished: Requests that ended, by the value of `Finish`.
         prompt_tokens: Prompt tokens computed.
         generated_tokens: Tokens generated.
+        shared_passes: Requests whose head read the hidden states of another request's pass.
         non_finite: Requests that failed because the model computed NaN or infinity for them.
         unmergeable: Names of the adapters that are never merged into the base weights.
         quarantined: Names of the adapters that requests cannot use any more, each with the reason.
@@ -481,6 +484,7 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    shared_passes: int = 0
     non_finite: int = 0
     unmergeable: tuple[str, ...] = ()
     quarantined: dict[str, str] = field(default_factory=dict)
@@ -519,8 +523,9 @@ class EngineClient(Protocol):
     def generate(self, request: Request) -> AsyncIterator[Output]:
         """Answer a request with a stream of outputs, the last of which has `finish`.
 
-        If the request fails, its last output has `error`; nothing is raised. Closing the iterator
-        before its end cancels the request.
+        The outputs of the requests in `Request.also` come among its own, with their ids. If a
+        request fails, its last output has `error`; nothing is raised. Closing the iterator before
+        its end cancels what has not ended.
         """
 
     async def cancel(self, request_id: str) -> bool:

@@ -8,6 +8,7 @@ sees.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import time
@@ -89,6 +90,12 @@ class FakeEngine:
         return self._tokenizer
 
     async def generate(self, request):
+        for one in (request, *request.also):
+            async with contextlib.aclosing(self._generate(one)) as outputs:
+                async for output in outputs:
+                    yield output
+
+    async def _generate(self, request):
         arrival = time.monotonic()
         self.asked.append(request)
         ended = False

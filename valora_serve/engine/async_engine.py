@@ -12,19 +12,20 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from valora_serve.catalogue.contexts import write_context
 from valora_serve.engine.profile import Profiler, adopt, ensure_costs, lacks_costs
+from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import RequestError, ServeError, StoppedError
 from valora_serve.types import EngineStats, Finish, Output, Times, failure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
     from pathlib import Path
 
     from valora_serve.engine.engine import Engine
-    from valora_serve.engine.sequence import Prepared
     from valora_serve.types import NewContext, Request, ServedModel
 
 log = logging.getLogger(__name__)
@@ -252,50 +253,66 @@ class AsyncEngine:
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         """Answer a request with a stream of outputs; see `types.EngineClient`."""
+        asked = (request, *request.also)
         async with contextlib.aclosing(
-            self._answer(request, lambda: self._engine.prepare(request))
+            self._answer(asked, lambda: self._engine.prepare_all(asked))
         ) as outputs:
             async for output in outputs:
                 yield output
 
     async def _answer(
-        self, request: Request, prepare: Callable[[], Prepared]
+        self,
+        asked: Sequence[Request],
+        prepare: Callable[[], Mapping[str, Prepared | ServeError]],
     ) -> AsyncGenerator[Output, None]:
-        """Answer a request; `prepare` is called in the thread that prepares prompts."""
+        """Answer requests together; `prepare` is called in the thread that prepares prompts."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Output] = asyncio.Queue()
         arrival = time.monotonic()
-        if request.id in self._queues:
-            yield failure(request, RequestError(f"request id {request.id} is in use"), arrival)
-            return
-        self._queues[request.id] = _Listener(loop, queue, None if request.stream else [])
-        done = False
+        mine = {one.id for one in asked if one.id not in self._queues}
+        left = set(mine)
+        for one in asked:
+            if one.id in mine:
+                self._queues[one.id] = _Listener(loop, queue, None if one.stream else [])
         try:
-            self._check_open()
-            prepared = await self._in(self._preparing, prepare)
-            await asyncio.wrap_future(self._call(lambda: self._engine.add(prepared)))
-            while not done:
+            failed = await self._begin(mine, prepare)
+            for one in asked:
+                taken = RequestError(f"request id {one.id} is in use")
+                wrong = failed.get(one.id) if one.id in mine else taken
+                if wrong is not None:
+                    left.discard(one.id)
+                    yield failure(one, wrong, arrival)
+            while left:
                 output = await queue.get()
-                done = output.finish is not None
+                if output.finish is not None:
+                    left.discard(output.id)
                 yield output
-        except ServeError as error:
-            done = True
-            yield failure(request, error, arrival)
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except Exception as error:
-            done = True
-            log.exception("request %s", request.id)
-            yield failure(request, ServeError(f"request {request.id} failed: {error}"), arrival)
         finally:
-            if done or self._closed:
-                del self._queues[request.id]
-            else:
+            for key in mine:
+                if key not in left or self._closed:
+                    del self._queues[key]
+                    continue
                 # The id stays in use until the request has ended; its outputs would reach the
                 # next request of this id otherwise.
-                self._queues[request.id] = None
-                # Runs after `add`, which is in the same queue of calls.
-                self._call(lambda: self._abandon(request.id))
+                self._queues[key] = None
+                # Runs after `add_all`, which is in the same queue of calls.
+                self._call(partial(self._abandon, key))
+
+    async def _begin(
+        self, mine: Set[str], prepare: Callable[[], Mapping[str, Prepared | ServeError]]
+    ) -> dict[str, ServeError]:
+        """Prepare requests and put them in the queue; return why some cannot be, by id."""
+        try:
+            self._check_open()
+            found = await self._in(self._preparing, prepare)
+            ready = [one for key, one in found.items() if isinstance(one, Prepared) and key in mine]
+            refused = await asyncio.wrap_future(self._call(lambda: self._engine.add_all(ready)))
+        except ServeError as error:
+            return dict.fromkeys(mine, error)
+        except Exception as error:
+            log.exception("requests %s", ", ".join(mine))
+            return {key: ServeError(f"request {key} failed: {error}") for key in mine}
+        return {key: one for key, one in found.items() if isinstance(one, ServeError)} | refused
 
     def _abandon(self, request_id: str) -> None:
         """Cancel a request whose client has left."""
@@ -388,7 +405,7 @@ class AsyncEngine:
             self._preparing, lambda: self._engine.prepare_compression(wanted, name)
         )
         last: Output | None = None
-        answering = self._answer(job.prepared.request, lambda: job.prepared)
+        answering = self._answer([job.prepared.request], lambda: {name: job.prepared})
         async with contextlib.aclosing(answering) as outputs:
             async for output in outputs:
                 last = output

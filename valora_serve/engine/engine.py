@@ -432,6 +432,29 @@ class Engine:
         prompt = prepare_prompt(self.lmm, request, target.model.prompt, target.context)
         return Prepared(request, target, prompt)
 
+    def prepare_all(self, requests: Sequence[Request]) -> dict[str, Prepared | ServeError]:
+        """Prepare requests about the same images; may be called from any thread.
+
+        Returns:
+            By id, each one prepared or why it cannot be answered. Equal prompts are made once.
+        """
+        prompts: dict[str, Prepared] = {}
+        found: dict[str, Prepared | ServeError] = {}
+        for request in requests:
+            try:
+                target = self.store.mix(request.model, request.adapters)
+                key = repr((request.messages or target.model.prompt, bool(request.videos)))
+                if key in prompts and target.context is None:
+                    found[request.id] = replace(prompts[key], request=request, target=target)
+                else:
+                    found[request.id] = prompts[key] = self.prepare(request)
+            except ServeError as error:
+                found[request.id] = error
+            except Exception as error:
+                log.exception("request %s", request.id)
+                found[request.id] = ServeError(f"request {request.id} failed: {error}")
+        return found
+
     def prepare_compression(self, wanted: NewContext, name: str) -> Compression:
         """Prepare the request that makes a context of a document; may be called from any thread.
 
@@ -445,8 +468,19 @@ class Engine:
         self._intake.check_characters(Request(name, text=wanted.document), "document")
         return prepare_compression(self.lmm, self.store, wanted, name, self.context_length)
 
-    def add(self, prepared: Prepared) -> None:
-        """Put a request in the queue.
+    def add_all(self, asked: Sequence[Prepared]) -> dict[str, ServeError]:
+        """Put requests about the same images in the queue; return why some cannot be answered."""
+        failed: dict[str, ServeError] = {}
+        together: list[SequenceState] = []
+        for prepared in asked:
+            try:
+                together.append(self.add(prepared, together))
+            except ServeError as error:
+                failed[prepared.request.id] = error
+        return failed
+
+    def add(self, prepared: Prepared, together: Sequence[SequenceState] = ()) -> SequenceState:
+        """Put a request in the queue, beside others about the same images.
 
         Raises:
             RequestError: The request cannot be answered, or its id is in use.
@@ -457,8 +491,10 @@ class Engine:
         if self.requests.find(request_id) is not None:
             raise RequestError(f"request id {request_id} is in use: choose another one")
         sequence = self._intake.sequence(prepared)
-        self._arrived.append(sequence.arrival)
-        self.requests.add(sequence)
+        self.requests.add(sequence, together)
+        if sequence.carrier is None:
+            self._arrived.append(sequence.arrival)
+        return sequence
 
     def cancel(self, request_id: str, error: ServeError | None = None) -> bool:
         """End a request and release what it holds.
@@ -726,6 +762,7 @@ class Engine:
             finished=dict(self._answers.finished),
             prompt_tokens=self._launcher.prompt_tokens,
             generated_tokens=self._answers.generated_tokens,
+            shared_passes=self._launcher.shared,
             non_finite=self._answers.non_finite,
             unmergeable=tuple(sorted(named.by_name(self.adapters.unmergeable))),
             quarantined=named.by_name(self.adapters.quarantined),

@@ -44,7 +44,8 @@ class Flight:
     Attributes:
         choosing: Requests that get a token, in the order of the tokens of `result`.
         result: Tokens, log probabilities and hidden states, on their way to the host.
-        answering: Requests whose head answers, in the order of `heads`.
+        answering: Requests whose head answers, in the order of `heads`, those included that rode on
+            the pass of another one.
         heads: Outputs of the heads, None if no head answers.
         mode: Inference mode of the step.
         merged: Key of the adapter that was merged into the weights, None for none.
@@ -73,6 +74,7 @@ class Launcher:
     Attributes:
         steps: Steps launched since the start.
         prompt_tokens: Prompt tokens computed since the start.
+        shared: Requests since the start that rode on the pass of another one.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Launcher:
         memory: UnifiedMemory,
         fail: Callable[[SequenceState, ServeError], None],
     ) -> None:
-        self.steps = self.prompt_tokens = 0
+        self.steps = self.prompt_tokens = self.shared = 0
         self._lmm, self._runner, self._requests = lmm, runner, requests
         self._blocks, self._adapters = requests.blocks, requests.adapters
         self._images, self._merge_state, self._fail = images, merge_state, fail
@@ -107,7 +109,8 @@ class Launcher:
         self.steps += 1
         now = time.monotonic()
         commit = self._blocks.commit
-        choosing, answering, inputs = [], [], []
+        choosing: list[SequenceState] = []
+        answering: list[SequenceState] = []
         prompts = iter(result.prompts)
         for (sequence, count), work, hidden in zip(shares, works, result.hidden, strict=True):
             if work.targets and sequence.scores is not None:
@@ -136,8 +139,8 @@ class Launcher:
                 sequence.features.clear()
                 sequence.memory = None
                 if sequence.head is not None:
-                    answering.append(sequence)
-                    inputs.append(self._head_request(sequence))
+                    answering += self._landed(sequence)
+        inputs = [self._head_request(one) for one in answering]
         heads = self._heads.launch(inputs) if inputs else None
         for sequence in answering:  # its keys and values are not needed any more
             if sequence.request.keep_kv:
@@ -146,6 +149,16 @@ class Launcher:
             self._requests.release(sequence)
         state = self._merge_state
         return Flight(choosing, result, answering, heads, state.mode, state.adapter)
+
+    def _landed(self, sequence: SequenceState) -> list[SequenceState]:
+        """Return the requests whose heads read the hidden states of a pass that is computed."""
+        riders, sequence.riders = sequence.riders, []
+        self.shared += len(riders)
+        sequence.hidden = [torch.cat(sequence.hidden)]
+        for rider in riders:
+            rider.carrier, rider.hidden = None, sequence.hidden
+            rider.started, rider.cached = sequence.started, sequence.cached
+        return [sequence, *riders]
 
     def _prefetch(self, labels: Iterable[str]) -> None:
         """Start copying adapters to the device; only the first may evict ones that are wanted."""
@@ -281,11 +294,10 @@ class Launcher:
         return replace(choice, allowed=allowed, forbidden=forbidden)
 
     def _head_request(self, sequence: SequenceState) -> HeadRequest:
-        """Return what the head of a request computes, whose prompt is all computed."""
+        """Return what the head of a request computes from the hidden states that it reads."""
         head, visuals = sequence.head, sequence.prompt.visuals
         assert head is not None
-        hidden = torch.cat(sequence.hidden)
-        sequence.hidden.clear()
+        (hidden,), sequence.hidden = sequence.hidden, []
         if head.reads_visual and any(item.cells is not None for item in visuals):
             # They were kept in the order of the prompt, and a head reads whole rows of the grid.
             order = np.concatenate([item.read for item in visuals]).argsort().argsort()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from valora_serve.errors import ServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from valora_serve.engine.sequence import SequenceState
     from valora_serve.memory.adapter_memory import AdapterMemory
@@ -43,6 +43,7 @@ class Requests:
         prefixes: Prefixes of the engine's contexts.
         waiting: Requests in the queue by id: preempted ones, then the others as they arrived.
         running: Requests that hold memory, by id; also those whose head computes its result.
+        riding: Requests by id that another one carries (`SequenceState.carrier`), until they end.
         wanted: Number of unfinished requests by key of their adapter; keys without any are absent.
         wanted_prefixes: The same by key of their prefix.
         mixes: Unfinished requests by what policies know their adapters by, and by id, where that
@@ -63,6 +64,7 @@ class Requests:
         self.blocks, self.adapters, self.prefixes = blocks, adapters, prefixes
         self.waiting: OrderedDict[str, SequenceState] = OrderedDict()
         self.running: dict[str, SequenceState] = {}
+        self.riding: dict[str, SequenceState] = {}
         self.wanted: Counter[str] = Counter()
         self.wanted_prefixes: Counter[str] = Counter()
         self.mixes: dict[str, dict[str, SequenceState]] = {}
@@ -74,15 +76,16 @@ class Requests:
     def queue(self) -> list[RequestView]:
         """Return what policies see of the waiting requests, oldest first.
 
-        Requests whose prefix is not on the device are left out: they only wait for that. If one
-        waits too long for room, all are left out until those that run have made it.
+        Requests whose prefix is not on the device, or is computed by another one, are left out:
+        they only wait for that. If one waits too long for room, all are left out until those that
+        run have made it.
         """
         if self._starved:
             return []
         views = [
             sequence.view
             for sequence in self.waiting.values()
-            if sequence.prefix is None or self._sees(sequence)
+            if not sequence.early and (sequence.prefix is None or self._sees(sequence))
         ]
         # Preempted requests stand before others that may be older.
         views.sort(key=attrgetter("arrival"))
@@ -135,11 +138,12 @@ class Requests:
 
     def find(self, request_id: str) -> SequenceState | None:
         """Return an unfinished request, None if there is none of this id."""
-        return self.waiting.get(request_id) or self.running.get(request_id)
+        found = self.waiting.get(request_id) or self.running.get(request_id)
+        return found or self.riding.get(request_id)
 
     def all(self) -> list[SequenceState]:
         """Return all unfinished requests."""
-        return [*self.waiting.values(), *self.running.values()]
+        return [*self.waiting.values(), *self.running.values(), *self.riding.values()]
 
     def of_adapter(self, key: str) -> list[SequenceState]:
         """Return the unfinished requests that run on an adapter."""
@@ -149,9 +153,16 @@ class Requests:
         """Return the unfinished requests that read a prefix."""
         return [sequence for sequence in self.all() if sequence.prefix == key]
 
-    def add(self, sequence: SequenceState) -> None:
-        """Put a new request at the end of the queue."""
-        self.waiting[sequence.id] = sequence
+    def add(self, sequence: SequenceState, others: Sequence[SequenceState] = ()) -> None:
+        """Put a new request at the end of the queue, or on the pass of another one.
+
+        Args:
+            sequence: The request.
+            others: Requests about the same images that were added with it.
+        """
+        sequence.follow([one for one in others if one.carrier is None and one.finish is None])
+        held = self.waiting if sequence.carrier is None else self.riding
+        held[sequence.id] = sequence
         if sequence.prefix is not None:
             self.wanted_prefixes[sequence.prefix] += 1
         self.wanted.update(list(sequence.adapters))
@@ -160,7 +171,7 @@ class Requests:
             self.mixes.setdefault(label, {})[sequence.id] = sequence
         if sequence.view.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.view.deadline, sequence.id))
-            unfinished = len(self.waiting) + len(self.running)
+            unfinished = len(self.waiting) + len(self.running) + len(self.riding)
             if len(self._deadlines) > 2 * unfinished + 64:  # most have ended long before theirs
                 self._deadlines = [(at, key) for at, key in self._deadlines if self.find(key)]
                 heapq.heapify(self._deadlines)
@@ -277,8 +288,17 @@ class Requests:
         self.waiting.move_to_end(sequence.id, last=False)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Take a finished request out and release what it holds."""
+        """Take a finished request out and release what it holds; one that it carries goes on."""
         self.waiting.pop(sequence.id, None)
+        self.riding.pop(sequence.id, None)
+        if sequence.carrier is not None:
+            sequence.carrier.riders.remove(sequence)
+        if sequence.riders:
+            first, *others = sequence.riders
+            sequence.riders, first.riders, first.carrier = [], others, None
+            for one in others:
+                one.carrier = first
+            self.waiting[first.id] = self.riding.pop(first.id)
         if self.running.pop(sequence.id, None) is not None:
             self.release(sequence)
         for key in sequence.adapters:

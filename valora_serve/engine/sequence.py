@@ -11,6 +11,8 @@ from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import PromptLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Generator, Tensor
 
@@ -86,6 +88,9 @@ class SequenceState:
         finish: Why it ended, None while it runs.
         preemptions: How often it was preempted.
         keys: Keys of its blocks in the prefix cache, once it has given them back.
+        riders: Requests whose heads read the hidden states of its pass, and compute nothing else.
+        carrier: The request that it rides on, None for one with a pass of its own.
+        after: Request that computes the beginning of its prompt first, and that many tokens.
     """
 
     request: Request
@@ -124,6 +129,9 @@ class SequenceState:
     finish: Finish | None = None
     preemptions: int = 0
     keys: list[bytes] = field(default_factory=list)
+    riders: list[SequenceState] = field(default_factory=list)
+    carrier: SequenceState | None = None
+    after: tuple[SequenceState, int] | None = None
 
     @property
     def id(self) -> str:
@@ -209,6 +217,49 @@ class SequenceState:
         assert at == size
         return found
 
+    def follow(self, others: Sequence[SequenceState]) -> None:
+        """Ride on the pass of another request about the same images, or wait for its prefix.
+
+        Args:
+            others: Requests with passes of their own.
+        """
+        most = 0
+        for other in others:
+            if (self.root, self.vision, self.prefix) != (other.root, other.vision, other.prefix):
+                continue
+            alike = (self.salt, self.own_from) == (other.salt, other.own_from)
+            if alike and self.ids == other.ids and self._reads_as(other):
+                other.riders.append(self)
+                self.carrier, self.after = other, None
+                other.view.latency_limit = _least(other.view.latency_limit, self.view.latency_limit)
+                return
+            pairs = enumerate(zip(self.ids, other.ids, strict=False))
+            common = next((at for at, (own, its) in pairs if own != its), len(other.ids))
+            if not alike:  # up to there both have the base model's keys and values
+                common = min(common, self.own_from, other.own_from)
+            images = max((int(item.at[-1]) for item in self.prompt.visuals), default=-1)
+            reads = self.head is not None and self.head.reads_visual
+            if common > max(most, images) and not reads:
+                most, self.after = common, (other, common)
+
+    def _reads_as(self, other: SequenceState) -> bool:
+        """Whether heads of both read the same hidden states of the same prompt."""
+        if self.head is None or other.head is None or other.request.keep_kv:
+            return False
+        same = self.head.reads_visual == other.head.reads_visual
+        keys = [[item.key for item in one.prompt.visuals] for one in (self, other)]
+        return same and self.head.last_tokens == other.head.last_tokens and keys[0] == keys[1]
+
+    @property
+    def early(self) -> bool:
+        """Whether another request still has to compute the beginning of its prompt."""
+        if self.after is not None:
+            other, tokens = self.after
+            if other.finish is None and other.computed < tokens:
+                return True
+            self.after = None
+        return False
+
     def kept(self, start: int, end: int) -> NDArray[np.int64]:
         """Return which tokens of `start` to `end` the head reads, counted from `start`."""
         assert self.head is not None
@@ -217,3 +268,7 @@ class SequenceState:
             return np.arange(first, max(min(end, self.prompt_tokens), first)) - start
         at = np.sort(np.concatenate([visual.read for visual in self.prompt.visuals]))
         return at[(at >= start) & (at < end)] - start
+
+
+def _least(one: float | None, other: float | None) -> float | None:
+    return min((limit for limit in (one, other) if limit is not None), default=None)

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
 from valora_data.faults import FaultError
@@ -153,8 +153,8 @@ async def answer_all(
         while (item := await waiting.get()) is not None:
             room.release()
             job, content = item
-            for model in job.domains:
-                note(await _answer(engine, job, model, content, question))
+            for made in await _answers(engine, job, content, question):
+                note(made)
         waiting.put_nowait(None)  # for the other workers
 
     decoding = asyncio.ensure_future(asyncio.to_thread(decode))
@@ -185,38 +185,31 @@ def _decoded(jobs: Sequence[Job]) -> Generator[tuple[Job, list[Image] | str], No
                 yield job, str(error)
 
 
-async def _answer(
-    engine: EngineClient,
-    job: Job,
-    model: ServedModel,
-    content: list[Image] | str,
-    question: Question,
-) -> Prediction:
-    """The answer of a domain to a file."""
-    task = model.task or "text"
+async def _answers(
+    engine: EngineClient, job: Job, content: list[Image] | str, question: Question
+) -> list[Prediction]:
+    """The answers of a job's domains to its file, which are asked together."""
+    blank = [
+        Prediction(job.name, model.name, model.task or "text", version=job.version)
+        for model in job.domains
+    ]
     if isinstance(content, str):
-        return Prediction(job.name, model.name, task, error=content, version=job.version)
-    first = content[0]
-    request = make_request(f"{job.name}:{model.name}", model, content, question)
-    texts: list[str] = []
-    failed: str | None = None
-    fields: dict[str, object] = {}
-    async for output in engine.generate(request):
-        texts.append(output.text)
+        return [replace(one, error=content) for one in blank]
+    asked = [
+        make_request(f"{job.name}:{model.name}", model, content, question) for model in job.domains
+    ]
+    made = dict(zip((request.id for request in asked), blank, strict=True))
+    texts = dict.fromkeys(made, "")
+    async for output in engine.generate(replace(asked[0], also=tuple(asked[1:]))):
+        texts[output.id] += output.text
+        fields: dict[str, Any] = {"width": content[0].width, "height": content[0].height}
         if output.finish in (Finish.ERROR, Finish.CANCELLED):
-            failed = str(output.error or "the request was cancelled")
-        if output.head is not None:
-            fields = output.head.image_fields(0)
-    return Prediction(
-        job.name,
-        model.name,
-        task,
-        first.width,
-        first.height,
-        {} if failed else (fields or {"text": "".join(texts).strip()}),
-        failed,
-        job.version,
-    )
+            fields["error"] = str(output.error or "the request was cancelled")
+        elif output.finish is not None:
+            answer = output.head.image_fields(0) if output.head is not None else None
+            fields["answer"] = answer or {"text": texts[output.id].strip()}
+        made[output.id] = replace(made[output.id], **fields)
+    return list(made.values())
 
 
 def make_request(

@@ -28,10 +28,11 @@ from valora_serve.errors import (
 from valora_serve.replicas.board import PERIOD, STALE
 from valora_serve.replicas.served import Revision, ServedState, find_part
 from valora_serve.replicas.wire import localised, packed
+from valora_serve.server.service import merged
 from valora_serve.types import EngineStats, Output, failure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
     from valora_serve.replicas.served import Part
     from valora_serve.replicas.wire import Batch, Done, Facts, Report
@@ -104,75 +105,107 @@ class ReplicatedEngine:
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         """Answer a request with a stream of outputs; see `types.EngineClient`.
 
-        If its replica dies before anything of the answer was passed on, the request is sent to
-        another one, once. Answers that are not streamed are passed on as a whole.
+        Requests that are asked together go to one replica for each adapter. If it dies before
+        anything of the answer was passed on, they are sent to another one, once. Answers that are
+        not streamed are passed on as a whole.
         """
+        groups: dict[str | None, list[Request]] = {}
+        for one in (request, *request.also):
+            groups.setdefault(self._adapter(one), []).append(one)
+        streams = [self._together(group) for group in groups.values()]
+        async with contextlib.aclosing(merged(streams)) as outputs:
+            async for _, output in outputs:
+                yield output
+
+    def _adapter(self, request: Request) -> str | None:
+        """Name of the adapter by which a request is routed, None for the base model."""
+        name = request.adapters[0][0] if request.adapters else request.model
+        return self._adapters.get(name or "")
+
+    async def _together(self, asked: Sequence[Request]) -> AsyncGenerator[Output, None]:
+        """Answer requests on one adapter."""
         arrival = time.monotonic()
-        if request.id in self._running:
-            yield failure(request, RequestError(f"request id {request.id} is in use"), arrival)
-            return
-        self._running.add(request.id)
+        left = {one.id: one for one in asked if one.id not in self._running}
+        mine = set(left)
+        self._running |= mine
         passed_on = False
         try:
+            for one in asked:
+                if one.id not in mine:
+                    yield failure(one, RequestError(f"request id {one.id} is in use"), arrival)
             for attempt in range(ATTEMPTS):
                 try:
-                    async with contextlib.aclosing(self._ask(request, arrival)) as outputs:
+                    asking = self._ask(list(left.values()), arrival)
+                    async with contextlib.aclosing(asking) as outputs:
                         async for output in outputs:
                             passed_on = True
-                            yield output
                             if output.finish is not None:
-                                return
+                                left.pop(output.id, None)
+                            yield output
                 except _LostError as error:
-                    log.warning("the replica of request %s is lost: %s", request.id, error)
+                    log.warning("the replica of %s is lost: %s", ", ".join(left), error)
                     if passed_on or attempt + 1 == ATTEMPTS:
                         raise _unanswered(passed_on) from error
+                else:
+                    return
         except ServeError as error:
-            yield failure(request, error, arrival)
+            for one in left.values():
+                yield failure(one, error, arrival)
         finally:
-            self._running.discard(request.id)
+            self._running -= mine
 
-    async def _ask(self, request: Request, arrival: float) -> AsyncGenerator[Output, None]:
-        """Send a request to a replica, and pass its outputs on.
+    async def _ask(self, asked: Sequence[Request], arrival: float) -> AsyncGenerator[Output, None]:
+        """Send requests to a replica, and pass their outputs on.
 
         Raises:
             _LostError: The replica is lost.
-            ServeError: No replica takes the request, or its deadline has passed.
+            ServeError: No replica takes the requests, or the deadline of all has passed.
         """
+        if not asked:
+            return
         if self._closed:
             raise StoppedError("the server is shutting down: ask another one")
-        ends = None if request.deadline is None else arrival + request.deadline
-        left = None if ends is None else ends - time.monotonic()
-        if left is not None and left <= 0:
-            raise _late(request)
-        name = request.adapters[0][0] if request.adapters else request.model
-        adapter = self._adapters.get(name or "")
-        call = packed(request, adapter, self._state.revision, left)
-        response = self._streams.remote(call)
-        finished = False
+        now, limits = time.monotonic(), [one.deadline for one in asked]
+        ends = None if None in limits else arrival + max(filter(None, limits), default=0.0)
+        if ends is not None and ends <= now:
+            raise _late(asked[0])
+        first, *also = [self._left(one, now - arrival) for one in asked]
+        first = dataclasses.replace(first, also=tuple(also))
+        response = self._streams.remote(packed(first, self._adapter(first), self._state.revision))
+        left = len(asked)
         try:
             stream = aiter(response)
             try:
-                await _next(stream, TAKEN_SECONDS if left is None else min(left, TAKEN_SECONDS))
+                await _next(
+                    stream, TAKEN_SECONDS if ends is None else min(ends - now, TAKEN_SECONDS)
+                )
             except TimeoutError as error:
                 if ends is not None and time.monotonic() >= ends:
-                    raise _late(request) from error
+                    raise _late(first) from error
                 raise StoppedError(
                     "No replica takes requests now: ask again in a moment, or see the log of the "
                     "Ray cluster"
                 ) from error
-            while not finished:
+            while left:
                 wait = None if ends is None else ends - time.monotonic() + LATE_SECONDS
                 try:
-                    batch = await _next(stream, wait if wait is None else max(wait, LATE_SECONDS))
+                    batch = await _next(stream, None if wait is None else max(wait, LATE_SECONDS))
                 except TimeoutError as error:
-                    raise _late(request) from error
+                    raise _late(first) from error
                 later = time.monotonic() - batch.sent
                 for output in batch.outputs:
-                    finished = output.finish is not None
+                    left -= output.finish is not None
                     yield localised(output, arrival, later)
         finally:
-            if not finished:
+            if left:
                 response.cancel()
+
+    @staticmethod
+    def _left(request: Request, gone: float) -> Request:
+        """The request with the time that is left of its deadline after `gone` seconds."""
+        if request.deadline is None:
+            return request
+        return dataclasses.replace(request, deadline=max(request.deadline - gone, 0.0))
 
     async def cancel(self, request_id: str) -> bool:
         """Cancel a request; see `types.EngineClient`."""

@@ -114,17 +114,20 @@ class EngineReplica:
                     raise self._missing[name]
             request = await unpacked(call, self._grammars)
         except ServeError as error:
-            yield self._batch([Output(request.id, finish=Finish.ERROR, error=error)])
+            failed = [request.id, *(one.id for one in request.also)]
+            yield self._batch([Output(one, finish=Finish.ERROR, error=error) for one in failed])
             return
         queue: asyncio.Queue[Output] = asyncio.Queue()
         reading = asyncio.create_task(self._read(request, queue))
+        left = 1 + len(request.also)
         try:
             while True:
                 outputs = [await queue.get()]
                 while not queue.empty() or not (request.stream or outputs[-1].finish):
                     outputs.append(await queue.get())
                 yield self._batch(outputs)
-                if outputs[-1].finish is not None:
+                left -= sum(output.finish is not None for output in outputs)
+                if not left:
                     return
                 await asyncio.sleep(self._engine.stats().running / MESSAGES)
         finally:
@@ -132,22 +135,21 @@ class EngineReplica:
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _read(self, request: Request, queue: asyncio.Queue[Output]) -> None:
-        """Put the outputs of a request into a queue; the last one has `finish`."""
-        ended = False
+        """Put the outputs of requests into a queue; the last one of each has `finish`."""
+        left = {request.id, *(one.id for one in request.also)}
+        wrong: ServeError = StoppedError("The engine stopped while it answered: try again")
         try:
             stream = cast("AsyncGenerator[Output, None]", self._engine.generate(request))
             async with contextlib.aclosing(stream) as outputs:
                 async for output in outputs:
-                    ended = output.finish is not None
+                    if output.finish is not None:
+                        left.discard(output.id)
                     queue.put_nowait(output)
         except Exception as error:
             log.exception("request %s", request.id)
             wrong = ServeError(f"request {request.id} failed: {error}")
-            queue.put_nowait(Output(request.id, finish=Finish.ERROR, error=wrong))
-        else:
-            if not ended:
-                gone = StoppedError("The engine stopped while it answered: try again")
-                queue.put_nowait(Output(request.id, finish=Finish.ERROR, error=gone))
+        for one in left:
+            queue.put_nowait(Output(one, finish=Finish.ERROR, error=wrong))
 
     def _batch(self, outputs: Sequence[Output]) -> Batch:
         return Batch(self._name, time.monotonic(), tuple(outputs))

@@ -99,30 +99,27 @@ class Report:
     stats: EngineStats
 
 
-def packed(
-    request: Request, adapter: str | None, revision: Revision, deadline: float | None
-) -> Call:
+def packed(request: Request, adapter: str | None, revision: Revision) -> Call:
     """Return what is sent to a replica for a request.
 
     Args:
         request: The request.
         adapter: Name of the adapter that it needs, None for the base model.
         revision: What is served now.
-        deadline: Seconds that are left until its deadline, None without one.
 
     Raises:
         RequestError: Its constraint is none that another process can make.
     """
     constraint = request.sampling.constraint
     if constraint is None:
-        return Call(dataclasses.replace(request, deadline=deadline), adapter, revision)
+        return Call(request, adapter, revision)
     if not isinstance(constraint, GrammarConstraint):
         raise RequestError(
             f"request {request.id} is constrained by {type(constraint).__name__}, which replicas "
             "cannot make: use a JSON schema"
         )
     sampling = dataclasses.replace(request.sampling, constraint=None)
-    bare = dataclasses.replace(request, sampling=sampling, deadline=deadline)
+    bare = dataclasses.replace(request, sampling=sampling)
     return Call(bare, adapter, revision, constraint.grammar)
 
 

@@ -10,7 +10,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valora_serve.errors import CancelledRequestError, StoppedError, UnknownModelError
+from valora_serve.errors import (
+    CancelledRequestError,
+    ServeError,
+    StoppedError,
+    UnknownModelError,
+)
 from valora_serve.server.access.guard import caller, caller_key
 from valora_serve.server.gather import gathered
 from valora_serve.types import Finish
@@ -135,16 +140,23 @@ class Service:
         headers: Mapping[str, str],
         *,
         stream: bool = True,
+        answering: AsyncIterator[Output] | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """Outputs of an admitted request; closing the iterator cancels the request."""
+        """Outputs of an admitted request; closing the iterator cancels the request.
+
+        Args:
+            ticket: Admits the request.
+            request: The request.
+            headers: Headers of the HTTP request, for the span.
+            stream: Whether outputs are passed on as they come.
+            answering: Outputs of the engine, if it is asked already.
+        """
         name = ticket.model.name
         tokens_at: list[float] = []
         last: Output | None = None
         constraint = request.sampling.constraint
         texts: list[str] = []
-        salt = self._cache_salt(request.cache_salt)
-        request = dataclasses.replace(request, client=caller.get(), cache_salt=salt, stream=stream)
-        answering = self.engine.generate(request)
+        answering = answering or self.engine.generate(self._sent(request, stream=stream))
         try:
             with self._tracer.span(name, headers) as ended:
                 async for output in answering:
@@ -171,6 +183,46 @@ class Service:
         finally:
             ticket.leave(last.times if last is not None else None)
             await _close(answering)
+
+    def _sent(self, request: Request, *, stream: bool) -> Request:
+        """A request as the engine gets it: with who asks, and whom it shares caches with."""
+        salt = self._cache_salt(request.cache_salt)
+        return dataclasses.replace(request, client=caller.get(), cache_salt=salt, stream=stream)
+
+    async def ask_together(
+        self, asked: Sequence[tuple[Ticket, Request]], headers: Mapping[str, str]
+    ) -> list[list[Output] | ServeError]:
+        """Outputs of requests about the same images, which share passes; or the error of each."""
+        first, *others = [self._sent(request, stream=False) for _, request in asked]
+        found: dict[str, list[Output]] = {request.id: [] for _, request in asked}
+
+        async def collect() -> None:
+            stream = self.engine.generate(dataclasses.replace(first, also=tuple(others)))
+            try:
+                async for output in stream:
+                    found[output.id].append(output)
+            finally:
+                await _close(stream)
+
+        async def replayed(request: Request) -> AsyncGenerator[Output, None]:
+            await asyncio.shield(collecting)
+            for output in found[request.id]:
+                yield output
+
+        async def whole(ticket: Ticket, request: Request) -> list[Output] | ServeError:
+            asking = self.ask(ticket, request, headers, stream=False, answering=replayed(request))
+            try:
+                async with contextlib.aclosing(asking) as outputs:
+                    return [output async for output in outputs]
+            except ServeError as error:
+                return error
+
+        collecting = asyncio.ensure_future(collect())
+        try:
+            return await gathered(*(whole(*one) for one in asked), at_once=len(asked))
+        finally:
+            collecting.cancel()
+            await asyncio.gather(collecting, return_exceptions=True)
 
     async def ask_all(
         self, ticket: Ticket, requests: Sequence[Request], headers: Mapping[str, str]

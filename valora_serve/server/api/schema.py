@@ -527,6 +527,15 @@ class VisionRequest(Body):
     cache_salt: CacheSalt | None = None
 
 
+class LookRequest(VisionRequest):
+    """JSON body of ``/v1/vision``."""
+
+    domains: Literal["*"] | Annotated[list[Text], Field(min_length=1, max_length=1000)] = Field(
+        description="names of domains, or of bundles for all of theirs; `*` for every domain that "
+        "reads what is sent",
+    )
+
+
 # Responses
 
 
@@ -775,6 +784,16 @@ class VisionAnswer(ResponseBody):
     warnings: list[str] = Field(
         default=[], description="what of the request was ignored or was not measured"
     )
+
+
+class LookAnswer(ResponseBody):
+    """Response of ``/v1/vision``: by domain its answer, or why there is none."""
+
+    id: str
+    object: Literal["vision.look"] = "vision.look"
+    created: int
+    domains: dict[str, VisionAnswer | ErrorAnswer]
+    seconds: float
 
 
 class Done(ResponseBody):

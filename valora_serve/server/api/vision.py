@@ -1,8 +1,10 @@
-"""``/v1/vision/{domain}``: images in, labels or boxes out."""
+"""``/v1/vision``: images in, labels or boxes of one domain or of several out."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -16,7 +18,7 @@ from starlette.responses import Response
 
 from valora_data.wording import plural
 from valora_serve import types
-from valora_serve.errors import RequestError, UnknownModelError
+from valora_serve.errors import RequestError, ServeError, UnknownModelError
 from valora_serve.server.access.rules import JSON, Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.domain_prompt import check_measured_media, question_of
@@ -26,8 +28,15 @@ from valora_serve.server.api.requests import (
     check_text,
 )
 from valora_serve.server.api.responses import usage
-from valora_serve.server.api.schema import VisionAnswer, VisionRequest, VisionResult
-from valora_serve.server.errors import invalid
+from valora_serve.server.api.schema import (
+    ErrorAnswer,
+    LookAnswer,
+    LookRequest,
+    VisionAnswer,
+    VisionRequest,
+    VisionResult,
+)
+from valora_serve.server.errors import error_body, invalid
 from valora_serve.server.gather import gathered, until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.types import SamplingParams
@@ -39,12 +48,14 @@ if TYPE_CHECKING:
 
     from valora_serve.server.context import ServerContext
     from valora_serve.server.media.reader import Pixels
+    from valora_serve.server.service import Ticket
     from valora_serve.server.settings import ServerSettings
     from valora_serve.types import Output, ServedModel
 
 _FILES = {"image", "images", "video", "frames"}
 _FIELDS = ("prompt", "min_score", "max_tokens", "deadline", "cache_salt")
-_FORM_SCHEMA = {
+_DOMAINS = "domains"
+_FORM_SCHEMA: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
     "properties": {
@@ -61,11 +72,19 @@ _FORM_SCHEMA = {
     },
 }  # fmt: skip
 _FORM = "multipart/form-data"
-_FIELDS_OF_JSON = TypeAdapter(VisionRequest)
+_BODY, _LOOK = TypeAdapter(VisionRequest), TypeAdapter(LookRequest)
 _SCHEMAS = {
     JSON: {"schema": VisionRequest.model_json_schema()},
     _FORM: {"schema": _FORM_SCHEMA},
 }
+_LOOK_SCHEMAS = {
+    JSON: {"schema": LookRequest.model_json_schema()},
+    _FORM: {"schema": {**_FORM_SCHEMA, "required": [_DOMAINS], "properties": {
+        **_FORM_SCHEMA["properties"],
+        _DOMAINS: {"type": "string", "description": "names of domains, or of bundles, separated by "
+                   "commas; `*` for every domain that reads what is sent"},
+    }}},
+}  # fmt: skip
 _PIECE = 2**18  # bytes of a form that are parsed at a time; other threads run in between
 
 
@@ -92,18 +111,130 @@ def router(context: ServerContext) -> APIRouter:
     ) -> Response:
         arrival = Arrival(context, request, None)
         arrival.answered_by(_domain(context, domain))
-        pixels = request.state.stack.enter_context(context.media.pixels())
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        from_body = _from_json if kind == JSON else _from_form
-        fields, read = await from_body(request, context, pixels)
+        fields, read = await _unread(request, context, _BODY)
         arrival.wanted = fields.deadline
-        check_text(len(fields.prompt or ""), context)
         images, video = await arrival.within(read())
         requests, warnings = _requests(arrival, fields, images, video)
-        work = _ask(arrival, requests, images if video is None else video[:1], warnings)
-        return answer(await until_disconnect(request.receive, work))
+
+        async def ask() -> VisionAnswer:
+            answers = await arrival.ask_all(requests)
+            return _answered(arrival, answers, images if video is None else video[:1], warnings)
+
+        return answer(await until_disconnect(request.receive, ask()))
+
+    @routes.post(
+        "/v1/vision",
+        response_model=LookAnswer,
+        responses=error_answers(),
+        openapi_extra={"requestBody": {"required": True, "content": _LOOK_SCHEMAS}},
+        summary="Ask several domains about the same images, or a video, at once",
+    )
+    @allow(Access.KEYED, content_types=(JSON, _FORM))
+    async def look(request: Request) -> Response:
+        fields, read = await _unread(request, context, _LOOK)
+        look = _Look(context, request, fields)
+        images, video = await look.latest.within(read())
+        return answer(await until_disconnect(request.receive, look.ask(images, video)))
 
     return routes
+
+
+class _Look:
+    """A request that names several domains; each has its own deadline, answer or error.
+
+    Attributes:
+        latest: The domain whose deadline is the latest.
+    """
+
+    def __init__(self, context: ServerContext, http: Request, fields: LookRequest) -> None:
+        self._context, self._http, self._fields = context, http, fields
+        self._since = time.monotonic()
+        self._errors: dict[str, ServeError] = {}
+        self._arrivals: dict[str, Arrival] = {}
+        every = fields.domains == "*"
+        self._names = list(_every(context, fields) if every else fields.domains)
+        for name in self._names:
+            try:
+                for model in _of_bundle(context, name) or [_domain(context, name)]:
+                    self._arrivals[model.name] = arrival = Arrival(context, http, fields.deadline)
+                    arrival.answered_by(model)
+            except ServeError as error:
+                self._errors[name] = error
+        if not self._arrivals:
+            none = UnknownModelError("No domain reads what was sent: see /v1/models")
+            raise next(iter(self._errors.values()), none)
+        http.state.facts["model"] = ", ".join(self._arrivals)[:200]
+        limit = context.service.deadline
+        self.latest = max(
+            self._arrivals.values(),
+            key=lambda one: limit(one.model.name, fields.deadline) or math.inf,
+        )
+
+    async def ask(self, images: list[Image], video: list[Image] | None) -> LookAnswer:
+        """Ask the engine about each image once, for all domains.
+
+        Raises:
+            ServeError: No domain has an answer; the error is that of the first.
+        """
+        asked: dict[str, tuple[Ticket, list[types.Request], list[str]]] = {}
+        service, shown = self._context.service, images if video is None else video[:1]
+        with contextlib.ExitStack() as stack:
+            for name, arrival in self._arrivals.items():
+                try:
+                    if arrival.model.form is not None:
+                        raise RequestError(f"{name} reads documents, no images: leave it out")
+                    requests, said = _requests(arrival, self._fields, images, video)
+                    if self._names.count(name) > 1:
+                        said.append(f"{name} is named several times: answered once")
+                    asked[name] = stack.enter_context(arrival.admitted(requests)), requests, said
+                except ServeError as error:
+                    self._errors[name] = error
+            rows = [
+                [(ticket, requests[at]) for ticket, requests, _ in asked.values()]
+                for at in range(len(shown) if asked else 0)
+            ]
+            headers = dict(self._http.headers)
+            found = await gathered(*(service.ask_together(row, headers) for row in rows))
+        answers: dict[str, VisionAnswer | ErrorAnswer] = {}
+        for place, (name, (_, _, said)) in enumerate(asked.items()):
+            outputs = [row[place] for row in found]
+            wrong = next((one for one in outputs if isinstance(one, ServeError)), None)
+            if wrong is None:
+                answers[name] = _answered(self._arrivals[name], outputs, shown, said)
+            else:
+                self._errors[name] = wrong
+        if not answers:
+            raise next(iter(self._errors.values()))
+        for name, failed in self._errors.items():
+            self._context.metrics.failed(getattr(failed, "code", "invalid_request"))
+            answers[name] = ErrorAnswer.model_validate({"error": error_body(failed)})
+        return LookAnswer(
+            id=f"vision-{new_id()}",
+            created=int(time.time()),
+            domains=answers,
+            seconds=time.monotonic() - self._since,
+        )
+
+
+def _every(context: ServerContext, fields: LookRequest) -> list[str]:
+    """The domains that read what is sent."""
+    video = fields.video is not None or bool(fields.frames)
+    return [
+        model.name
+        for model in context.service.models()
+        if model.kind == "domain"
+        and model.form is None
+        and model.media in (None, "video" if video else "images")
+        and (fields.prompt is not None or not model.prompted)
+    ]
+
+
+def _of_bundle(context: ServerContext, name: str) -> list[ServedModel]:
+    """The domains of the bundle of a name; none if it names no bundle."""
+    models = [model for model in context.service.models() if model.kind == "domain"]
+    if any(model.name == name for model in models):
+        return []
+    return [m for m in models if m.bundle and name in (m.bundle, m.bundle.partition("@")[0])]
 
 
 def _domain(context: ServerContext, name: str) -> ServedModel:
@@ -116,10 +247,24 @@ def _domain(context: ServerContext, name: str) -> ServedModel:
     return domains[name]
 
 
-async def _from_json(request: Request, context: ServerContext, pixels: Pixels) -> _Unread:
+async def _unread(
+    request: Request, context: ServerContext, body: TypeAdapter[Any]
+) -> tuple[Any, Callable[[], Coroutine[Any, Any, _Media]]]:
+    """Fields of a request, and a function that reads its images or its video."""
+    pixels = request.state.stack.enter_context(context.media.pixels())
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    from_body = _from_json if kind == JSON else _from_form
+    fields, read = await from_body(request, context, pixels, body)
+    check_text(len(fields.prompt or ""), context)
+    return fields, read
+
+
+async def _from_json(
+    request: Request, context: ServerContext, pixels: Pixels, form: TypeAdapter[Any]
+) -> _Unread:
     body = await request.body()
     del request._body  # each copy is freed when the next one exists
-    fields = await context.bodies.parsed(body, _FIELDS_OF_JSON)
+    fields = await context.bodies.parsed(body, form)
     del body
     _check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
 
@@ -134,9 +279,12 @@ async def _from_json(request: Request, context: ServerContext, pixels: Pixels) -
     return fields, read
 
 
-async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -> _Unread:
+async def _from_form(
+    request: Request, context: ServerContext, pixels: Pixels, form: TypeAdapter[Any]
+) -> _Unread:
     files: dict[str, list[bytes]] = {name: [] for name in _FILES}
     values: dict[str, Any] = {}
+    known = (_DOMAINS, *_FIELDS) if form is _LOOK else _FIELDS
     kind = request.headers["content-type"]
     body = await request.body()
     del request._body  # each copy is freed when the next one exists
@@ -145,18 +293,20 @@ async def _from_form(request: Request, context: ServerContext, pixels: Pixels) -
     for name, item in items:
         if isinstance(item, bytes) and name in _FILES:
             files[name].append(item)
-        elif isinstance(item, str) and name in _FIELDS and name not in values:
+        elif isinstance(item, str) and name in known and name not in values:
             values[name] = item
         else:
             raise RequestError(
                 f"The form has an unknown or repeated field {name[:50]!a}: the "
-                f"files are {', '.join(sorted(_FILES))}, the rest {', '.join(_FIELDS)}"
+                f"files are {', '.join(sorted(_FILES))}, the rest {', '.join(known)}"
             )
     del items
     images = files.pop("image") + files.pop("images")
     videos, frames = files.pop("video"), files.pop("frames")
+    if values.get(_DOMAINS, "*") != "*":
+        values[_DOMAINS] = [name.strip() for name in values[_DOMAINS].split(",")]
     try:
-        fields = VisionRequest.model_validate(values)
+        fields = form.validate_python(values)
     except ValidationError as error:
         raise invalid(error.errors(include_input=False), values, "The form") from None
     if len(videos) > 1:
@@ -188,7 +338,7 @@ def _form_items(
         raise RequestError("The form's content type names no boundary: let your client set it")
     size = _PIECE + len(boundary) - 1  # in pieces, as counting holds Python's lock
     found = sum(body.count(boundary, at, at + size) for at in range(0, len(body), _PIECE))
-    if found > most + len(_FIELDS) + 2:  # each costs time even where no part begins
+    if found > most + len(_FIELDS) + 3:  # each costs time even where no part begins
         raise RequestError(f"The form has more than {most} files: send fewer")
 
     async def pieces() -> AsyncGenerator[bytes, None]:
@@ -198,7 +348,7 @@ def _form_items(
     async def parse() -> list[tuple[str, str | bytes]]:
         parser = MultiPartParser(
             Headers({"content-type": content_type}), pieces(), max_files=most,
-            max_fields=len(_FIELDS), max_part_size=4 * settings.max_prompt_chars,
+            max_fields=len(_FIELDS) + 1, max_part_size=4 * settings.max_prompt_chars,
         )  # fmt: skip
         parser.spool_max_size = len(body) + 1  # never on disk
         form = await parser.parse()
@@ -266,15 +416,17 @@ def _requests(
     ], warnings
 
 
-async def _ask(
-    arrival: Arrival, requests: Sequence[types.Request], shown: Sequence[Image], warnings: list[str]
+def _answered(
+    arrival: Arrival,
+    answers: Sequence[Sequence[Output]],
+    shown: Sequence[Image],
+    warnings: list[str],
 ) -> VisionAnswer:
-    """Ask the engine, and put the answers together."""
-    answers, model = await arrival.ask_all(requests), arrival.model
-    lasts = [outputs[-1] for outputs in answers]
+    """Put the answers of a domain to all images together."""
+    lasts, model = [outputs[-1] for outputs in answers], arrival.model
     last = lasts[-1]
     return VisionAnswer(
-        id="-".join(requests[0].id.split("-")[:2]),
+        id="-".join(last.id.split("-")[:2]),
         created=int(time.time()),
         domain=model.name,
         task=model.task,

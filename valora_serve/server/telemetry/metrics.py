@@ -205,6 +205,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("engine_steps", "Engine steps.", lambda s: s.steps),
     ("prompt_tokens", "Prompt tokens computed.", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda s: s.generated_tokens),
+    ("shared_passes", "Answers of heads that another request's pass was computed for.",
+     lambda s: s.shared_passes),
     ("non_finite_outputs", "Requests that failed on NaN or infinity.", lambda s: s.non_finite),
     ("num_preemptions", "Requests that were preempted and recomputed.", lambda s: s.preemptions),
     ("adapter_loads", "Adapters that were copied to the device.", lambda s: s.adapter_loads),

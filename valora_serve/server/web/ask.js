@@ -59,54 +59,60 @@ export async function ask(asked, prompt, least) {
   }
 }
 
-// Every domain about every file, some requests at a time.
+// Every domain about every file, some files at a time.
 async function askHeads(asked, prompt, least, began) {
   const { items, running } = state;
-  const jobs = items.flatMap((item) => asked.map((model) => ({ item, model })));
-  const order = (answer) => asked.findIndex((model) => model.id === answer.domain);
+  const jobs = [...items];
   const failures = [];
-  let done = 0;
+  const took = [];
   const work = async () => {
     while (jobs.length && !running.signal.aborted) {
-      const { item, model } = jobs.shift();
+      const item = jobs.shift();
       try {
-        const answer = await askHead(item, model, prompt, least, running.signal);
-        const result = answer.results[0];
-        item.width = result.width;
-        item.height = result.height;
-        item.answers.push({ domain: model.id, seconds: answer.seconds, mode: answer.mode, warnings: answer.warnings, ...result });
-        item.answers.sort((a, b) => order(a) - order(b));
-        item.corrections.take(model.id, result.detections || []);
+        const answer = await look(item, asked, prompt, least, running.signal);
+        took.push(answer.seconds);
+        for (const { id } of asked) {
+          const { error, results, seconds, mode, warnings } = answer.domains[id];
+          if (error) {
+            item.failed = error.message;
+            failures.push(error);
+            continue;
+          }
+          const [result] = results;
+          item.width = result.width;
+          item.height = result.height;
+          item.answers.push({ domain: id, seconds, mode, warnings, ...result });
+          item.corrections.take(id, result.detections || []);
+        }
       } catch (error) {
         if (error.name === "AbortError") throw error;
         item.failed = error.message;
-        failures.push(error);
+        failures.push(...asked.map(() => error));
       }
-      done += 1;
       if (shownItem() === item) tell();
       else strip();
     }
   };
-  const total = jobs.length;
-  await Promise.all(Array.from({ length: Math.min(AT_ONCE, total) }, work));
+  await Promise.all(Array.from({ length: Math.min(AT_ONCE, items.length) }, work));
   const answers = items.flatMap((item) => item.answers);
-  const seconds = answers.reduce((sum, answer) => sum + answer.seconds, 0);
   const modes = [...new Set(answers.map((answer) => answer.mode))].join(", ");
   const parts = [`${milliseconds(performance.now() - began)} in total`];
-  if (done > 1) parts.push(`${answers.length} answers`);
-  if (answers.length) parts.push(`${milliseconds((seconds * 1000) / answers.length)} in the server${done > 1 ? " each" : ""}, ${modes} mode`);
+  if (answers.length > 1) parts.push(`${answers.length} answers`);
+  const each = (took.reduce((sum, seconds) => sum + seconds, 0) * 1000) / took.length;
+  if (took.length) parts.push(`${milliseconds(each)} in the server${took.length > 1 ? " each" : ""}, ${modes} mode`);
   el("timing").textContent = parts.join("; ");
+  const total = items.length * asked.length;
   if (failures.length) fail(total === 1 ? failures[0].message : `${failures.length} of ${total} answers failed: ${failures[0].message}`);
 }
 
-async function askHead(item, model, prompt, least, signal) {
+async function look(item, asked, prompt, least, signal) {
   const form = new FormData();
   if (item.frames) for (const frame of item.frames) form.append("frames", frame, frame.name);
   else form.append(item.video ? "video" : "image", item.file, item.name);
+  form.append("domains", asked.map((model) => model.id).join(","));
   if (prompt) form.append("prompt", prompt);
-  if (least !== null && model.boxes) form.append("min_score", String(least));
-  const path = `v1/vision/${encodeURIComponent(model.id)}`;
-  return (await call(path, { method: "POST", body: form, signal })).json();
+  if (least !== null && asked.some((model) => model.boxes)) form.append("min_score", String(least));
+  return (await call("v1/vision", { method: "POST", body: form, signal })).json();
 }
 
 async function askLanguageModel(model, prompt, began) {

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import data_url, encoded, picture, serving
 from tests.support.videos import video_file
+from valora_serve.errors import DeadlineError, UnknownModelError
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +157,94 @@ def test_wrong_content_types_are_refused(server, kind):
     answer = post(server, "person", content=content, headers={"content-type": kind})
     assert answer.status_code in (400, 415)
     assert answer.json()["error"]["message"]
+
+
+def look(server, domains, **more):
+    body = {"domains": domains, "images": [data_url(encoded(WIDE))], **more}
+    return server.client.post("/v1/vision", json=body)
+
+
+def test_several_domains_answer_as_each_does_alone(server):
+    urls = [data_url(encoded(WIDE)), data_url(encoded(TALL))]
+    found = look(server, ["scene", "person", "caption"], images=urls, min_score=0.3).json()
+    assert found["object"] == "vision.look"
+    assert list(found["domains"]) == ["scene", "person", "caption"]
+    for name, got in found["domains"].items():
+        alone = post(server, name, json={"images": urls, "min_score": 0.3}).json()
+        for varying in ("id", "created", "seconds"):
+            del got[varying], alone[varying]
+        assert got == alone
+    files = [("image", encoded(WIDE)), ("image", encoded(TALL))]
+    data = {"domains": "scene, person,caption", "min_score": "0.3"}
+    by_form = server.client.post("/v1/vision", files=files, data=data).json()
+    assert [one["results"] for one in by_form["domains"].values()] == [
+        one["results"] for one in found["domains"].values()
+    ]
+
+
+def test_a_star_or_a_bundle_stands_for_its_domains(server):
+    assert set(look(server, "*").json()["domains"]) == {"person", "scene", "caption"}
+    form = server.client.post("/v1/vision", files={"image": encoded(WIDE)}, data={"domains": "*"})
+    assert set(form.json()["domains"]) == {"person", "scene", "caption"}
+    assert set(look(server, ["d"]).json()["domains"]) == set(
+        look(server, ["d@1"]).json()["domains"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("domains", "name", "said"),
+    [
+        (["person", "cats"], "cats", "There is no domain 'cats'"),
+        (["person", ""], "", "There is no domain ''"),
+        (["person", "adapter-1"], "adapter-1", "There is no domain"),
+    ],
+)
+def test_what_is_wrong_with_one_domain_concerns_it_alone(server, domains, name, said):
+    answer = look(server, domains)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["domains"]
+    assert found["person"]["results"][0]["detections"]
+    assert found[name]["error"]["message"].startswith(said)
+    assert found[name]["error"]["code"]
+    assert look(server, domains[1:]).status_code == 404  # nothing else is left to answer
+
+
+def test_a_domain_that_is_named_twice_is_answered_once(server):
+    found = look(server, ["person", "person"]).json()["domains"]
+    assert found["person"]["warnings"] == ["person is named several times: answered once"]
+
+
+@pytest.mark.parametrize("domains", [None, [], "person", 3, {}, [3], ["x"] * 1001])
+def test_what_names_no_domains_is_refused(server, domains):
+    answer = look(server, domains)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith("domains")
+    image = {"image": encoded(WIDE)}
+    assert server.client.post("/v1/vision", files=image).status_code == 400
+    assert post(server, "person", files=image, data={"domains": "*"}).status_code == 400
+
+
+def test_an_error_of_the_engine_concerns_its_own_domain(server, monkeypatch):
+    def wrong(request):
+        if request.model == "scene":
+            return UnknownModelError("There is no scene: choose one of 30 secret names")
+        return DeadlineError("too late") if request.model == "caption" else None
+
+    monkeypatch.setattr(server.engine, "_problem", wrong)
+    found = look(server, "*").json()["domains"]
+    assert found["person"]["results"]
+    assert found["scene"]["error"]["message"] == "scene was unloaded: name one of /v1/models"
+    assert found["caption"]["error"]["code"] == "deadline_exceeded"
+    assert look(server, ["caption"]).status_code == 504
+
+
+def test_each_domain_has_its_own_limit_and_deadline():
+    engine = FakeEngine(step=0.2)
+    with serving(engine, max_waiting=2, deadlines={"scene": 0.1}) as small:
+        found = look(small, ["person", "scene", "caption"]).json()["domains"]
+        assert found["person"]["results"]
+        assert found["caption"]["error"]["code"] == "overloaded"
+        assert [one.deadline is None for one in engine.asked] == [True, False]
+        text = small.client.get("/metrics").text
+        assert 'valora_request_failure_total{code="overloaded"} 1.0' in text
+        assert 'valora_request_success_total{finished_reason="head",model_name="person"}' in text

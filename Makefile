@@ -70,7 +70,7 @@ serve: $(SERVER) ## Serve bundles/TASK at localhost:8000 (ARGS="--port 8001")
 	@$(BIN)/valora-serve bundles/$(TASK) $(ARGS)
 
 .PHONY: curve
-curve: $(FACTORY) ## Plot accuracy against the number of domains in one adapter (docs/tasks.md)
+curve: $(FACTORY) ## Plot accuracy against the number of domains in one adapter (docs/explanation/fusion.md)
 	@$(BIN)/valora-train task=$(TASK) command=fuse fusion=rehearsal fusion.of_dedicated=1e-6 fusion.margin=0 fusion.head_only=false $(ARGS)
 	@$(BIN)/python -m tests.bench.valora_train.accuracy_curve "$$(ls -td .valora/fuse-$(TASK)-*[0-9a-f]/ | head -1)" --picture curve-$(TASK).png
 

@@ -9,14 +9,17 @@ from valora_train.errors import SettingsError
 SUCCESSORS = {
     r"command=estimate": "start the run, which says after some steps how long attempts take",
     r"(?:command=baselines|baselines(?:\.\w+)?(?==))": (
-        "run python -m tests.bench.valora_train.bench_context_ways in a checkout (docs/context.md)"
+        "run python -m tests.bench.valora_train.bench_context_ways in a checkout "
+        "(docs/explanation/contexts.md)"
     ),
     r"tracking(\.also)?(?==)": "MLflow has every run, and other trackers can copy it from there",
     r"hydra/sweeper=grid": "leave it out",
-    r"hydra/sweeper=optuna": "let a search of your own read what jobs return (docs/factory.md)",
+    r"hydra/sweeper=optuna": (
+        "let a search of your own read what jobs return (docs/how-to/sweep.md)"
+    ),
     r"command=(?:oracle|compare)|(?:oracle|compare)(?:\.(?!processes=)\w+)?(?==)": (
         "run python -m tests.bench.valora_train.bench_oracle (or bench_compare) in a checkout "
-        "(docs/oracle.md)"
+        "(docs/explanation/fusion.md)"
     ),
     r"oracle\.processes(?==)": "set fusion.processes",
     r"experiment=shelf": "task=shelf is the same",
@@ -24,15 +27,19 @@ SUCCESSORS = {
     r"domains\.[^.\s]+\.relative(?==)": (
         "leave it out; of_teacher=SHARE with required=null is a share alone"
     ),
-    r"fusion\.oracle(?==)": "bench_oracle says which groups are the fewest (docs/oracle.md)",
+    r"fusion\.oracle(?==)": (
+        "bench_oracle says which groups are the fewest (docs/explanation/fusion.md)"
+    ),
     r"fusion\.strategy=(?:best_fit|exact|(?:repack|grow)(?::\S*)?)": (
         "fusion.strategy=affinity, which moves domains, too, finds the fewest adapters more often"
     ),
     r"(?:domain(?:@\S+=|/)|\S+\.kind=)(?:refcoco|swift|qwen2\.5-vl|qwen3-vl|vqa)": (
-        "write a metadata.jsonl with the answers of each image (docs/own-data.md)"
+        "write a metadata.jsonl with the answers of each image (docs/how-to/own-data.md)"
     ),
-    r"domains\.[^.\s]+\.source\.annotations(?==)": "write a metadata.jsonl (docs/own-data.md)",
-    r"(?:domain(?:@\S+=|/)|\S+\.kind=)fiftyone": "export as COCO or YOLO (docs/own-data.md)",
+    r"domains\.[^.\s]+\.source\.annotations(?==)": (
+        "write a metadata.jsonl (docs/how-to/own-data.md)"
+    ),
+    r"(?:domain(?:@\S+=|/)|\S+\.kind=)fiftyone": "export as COCO or YOLO (docs/how-to/own-data.md)",
     # Arguments are sorted: `.` comes before `/`.
     r"hydra\.launcher\.n_jobs=\S+(?=.* hydra/launcher=submitit_local)": (
         "submitit starts all jobs at once, hydra/launcher=joblib as many as n_jobs says"

@@ -1,7 +1,13 @@
-"""What mkdocs does not do by itself: the README is the first page, and notebooks are pages."""
+"""What mkdocs does not do by itself: the README is the first page, and notebooks are pages.
+
+Lines `<!-- help: valora sim -->` and `<!-- file: conf/config.yaml -->` become a command's help and
+a file.
+"""
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -20,8 +26,23 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, **_):
-    """Lead links to notebooks to their pages."""
-    return re.sub(r"(\]\(examples/[\w-]+)\.ipynb\)", r"\1.md)", markdown)
+    """Fill in helps and files, and lead links to the README and to notebooks to their pages."""
+    markdown = re.sub(r"^<!-- (help|file): (.+) -->$", filled, markdown, flags=re.MULTILINE)
+    markdown = markdown.replace("](../README.md)", "](index.md)")
+    return re.sub(r"(\]\((?:\.\./)?examples/[\w-]+)\.ipynb\)", r"\1.md)", markdown)
+
+
+def filled(found: re.Match[str]) -> str:
+    """What a line stands for, under a heading of its own."""
+    kind, name = found.groups()
+    if kind == "file":
+        text = (DOCS.parent / name).read_text(encoding="utf-8")
+        return f"### `{name}`\n```yaml\n{text}```\n"
+    text = subprocess.run(
+        [*name.split(), "--help"], capture_output=True, text=True, check=True, timeout=100,
+        env=os.environ | {"COLUMNS": "100"},
+    ).stdout  # fmt: skip
+    return f"## `{name}`\n```text\n{text}```\n"
 
 
 def page_of(notebook: Path) -> str:

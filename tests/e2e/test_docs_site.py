@@ -44,8 +44,7 @@ def site(tmp_path_factory):
 
 
 def test_every_page_is_there_and_loads_nothing_from_elsewhere(site):
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    pages |= {path.stem for path in (ROOT / "docs" / "reference").glob("*.md")}
+    pages = {path.stem for path in (ROOT / "docs").rglob("*.md")}
     pages |= {path.stem for path in (ROOT / "docs" / "examples").glob("*.ipynb")}
     built = list(site.rglob("*.html"))
     assert pages | {"index"} <= {page.stem for page in built}
@@ -64,5 +63,10 @@ def test_the_reference_has_what_the_public_names_document(site):
     for anchor in ("valora_serve.engine.start.start_engine", "valora_serve.types.Request"):
         assert f'id="{anchor}"' in engine
     assert "A setting cannot be kept on this machine." in engine  # of a docstring's Raises
+    settings = (site / "reference" / "settings-server.html").read_text(encoding="utf-8")
+    assert "max_waiting" in settings
+    assert "--max-waiting" in (site / "reference" / "commands.html").read_text(encoding="utf-8")
+    factory = (site / "reference" / "settings-factory.html").read_text(encoding="utf-8")
+    assert "rehearsal_share" in factory
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     assert any(entry["location"].startswith("reference/runtime.html#") for entry in index["docs"])

@@ -1,7 +1,7 @@
-"""A new user's path: the commands of README.md, as they stand there, in a clone without anything.
+"""A new user's path: commands of the README and the first tutorials, in a clone without anything.
 
-Every block of the README is replayed or named below as one that is not, so that a new command
-fails the test until somebody has decided. What is not as for a new user:
+Every block of these pages is replayed, so that a new command fails the test until somebody has
+decided. What is not as for a new user:
 
 - packages come from the environment of this checkout, because a new one takes minutes and
   gigabytes: `make VENV=…`, and for the wheel a new environment that sees it;
@@ -30,11 +30,9 @@ from tests.unit.test_docs import blocks
 pytestmark = pytest.mark.slow
 
 README = ROOT / "README.md"
+TUTORIALS = [ROOT / "docs" / "tutorials" / name for name in ("first-bundle.md", "serve.md")]
 INSTALLED = " ".join(f"-o {sys.prefix}/.{name}" for name in ("ready", "factory", "server"))
 MAKE = f"make VENV={sys.prefix} {INSTALLED}"
-NOT_REPLAYED = (
-    ".venv/bin/valora-train -m",  # sweeps: tests/unit/valora_train/test_sweeps.py
-)
 
 
 def run(command, folder, **settings):
@@ -142,7 +140,7 @@ def test_the_commands_of_a_clone(clone):
     process = server(f"{MAKE} serve TASK=detection", clone, settings, "startup complete")
     said = {}
     try:
-        for block in blocks(README, "bash"):
+        for block in (block for page in (README, *TUTORIALS) for block in blocks(page, "bash")):
             if "make wheel" in block:  # the test above
                 continue
             if block.startswith("curl"):
@@ -150,12 +148,10 @@ def test_the_commands_of_a_clone(clone):
                 said[block] = run(text, clone)
                 continue
             for line in lines(block):
-                if line.startswith("make "):
-                    how = "" if line == "make help" else " -n"
-                    said[line] = run(f"{MAKE}{how}{line.removeprefix('make')}", clone)
-                else:
-                    assert line.startswith(NOT_REPLAYED), f"not replayed: {line}"
-        for block in blocks(README, "python"):
+                assert line.startswith("make "), f"not replayed: {line}"
+                how = "" if line == "make help" else " -n"
+                said[line] = run(f"{MAKE}{how}{line.removeprefix('make')}", clone)
+        for block in (block for page in TUTORIALS for block in blocks(page, "python")):
             text = block.replace("localhost:8000", f"127.0.0.1:{port}")
             said[block] = run(f"{sys.executable} - <<'END'\n{text}\nEND", clone)
     finally:

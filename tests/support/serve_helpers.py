@@ -115,7 +115,7 @@ def make_label_head(
     pooling: str = "last",
     temperature: float | None = None,
 ) -> Path:
-    """Save a random label head in the format of docs/bundle.md."""
+    """Save a random label head in the format of docs/reference/bundle.md."""
     generator = torch.Generator().manual_seed(seed)
     inputs = pooled_width(pooling, width)
     tensors = {

@@ -18,16 +18,19 @@ from hydra import compose, initialize_config_dir
 
 from valora_serve import cli as serve
 from valora_serve.commands import COMMANDS
+from valora_serve.options import REMOVED
 from valora_train.cli import config_folder
+from valora_train.removed import SUCCESSORS, removed
 from valora_train.settings import from_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/reference/*.md")])
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+WORDS = 25_000  # by hand, at most; the changelog grows with every release
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:tests|docs|conf|valora_\w+|data|kernels|teachers)/[\w./-]+)`")
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: "-".join(page.parts[-2:]))
 
 
 def prose(page: Path) -> str:
@@ -59,18 +62,65 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
 
+def linked(page: Path) -> list[str]:
+    """What a page links to or shows in this repository."""
+    targets = (link or picture for link, picture in LINK.findall(prose(page)))
+    return [target for target in targets if not target.startswith(("http://", "https://"))]
+
+
 @pages
 def test_links_lead_somewhere(page):
-    for groups in LINK.findall(prose(page)):
-        target = groups[0] or groups[1]
-        if target.startswith(("http://", "https://")):
-            continue
+    for target in linked(page):
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name}: {target}"
         if anchor:
             headings = re.findall(r"^#+ (.+)$", prose(file), re.MULTILINE)
             assert anchor in map(slug, headings), f"{page.name}: {target}"
+
+
+def test_every_page_is_two_clicks_from_the_readme():
+    found = {ROOT / "README.md"}
+    for _ in range(2):
+        found |= {
+            (page.parent / target.partition("#")[0]).resolve()
+            for page in found
+            if page.suffix == ".md"
+            for target in linked(page)
+        }
+    assert set(PAGES) <= found
+
+
+def test_pages_are_short_enough_to_be_read():
+    counted = {
+        page: sum(bool(re.search(r"\w", word)) for word in page.read_text(encoding="utf-8").split())
+        for page in PAGES
+        if page.name != "changelog.md"
+    }
+    assert sum(counted.values()) <= WORDS, sorted(counted.items(), key=lambda item: -item[1])[:5]
+
+
+def test_the_page_on_migrating_lists_what_the_code_refuses():
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+    factory, server = (
+        [row.split("|")[1] for row in sections[f"Settings of the {side} that went"].splitlines()
+         if row.startswith("| `")]
+        for side in ("factory", "server")
+    )  # fmt: skip
+    matched = set()
+    for cell in factory:
+        for given in re.findall(r"`([^`]*=[^`]*)`", cell):
+            assert removed(*given.split()), given
+            line = " ".join(sorted(given.split()))
+            matched |= {
+                pattern
+                for pattern in SUCCESSORS
+                if re.search(rf"(?:^|\s)[+~]*({pattern})(?:[\s=]|$)", line)
+            }
+    assert matched == set(SUCCESSORS)
+    listed = " ".join(server)
+    assert [name for name in REMOVED if name not in listed] == []
 
 
 @pages

@@ -1,4 +1,4 @@
-"""Contexts that requests can name: documents that were learnt once (docs/context.md)."""
+"""Contexts that requests can name: documents that were learnt once (docs/how-to/documents.md)."""
 
 from __future__ import annotations
 

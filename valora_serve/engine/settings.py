@@ -88,10 +88,10 @@ class EngineSettings:
             start on this machine.
         decision_trace: File for the decision trace, one line per decision; None for none.
         tensor_parallel: GPUs that share the model, each with a part of every layer
-            (docs/scaling.md); 1 to serve it on one.
+            (docs/explanation/parallel.md); 1 to serve it on one.
         lora_parallel: How the GPUs share LoRA matrices: ``replicate_a`` needs no communication,
             ``slora`` splits both, for less memory.
-        operator: LoRA operator, to compare others with ``atmm`` (docs/engine.md).
+        operator: LoRA operator, to compare others with ``atmm`` (docs/explanation/engine.md).
         switch: How adapters are merged: ``swift`` in one launch, or ``by_matrix`` to compare it
             with systems that merge each matrix for itself.
         adapter_share: Share of the pages that is kept for adapters alone, to compare the unified

@@ -1,4 +1,4 @@
-"""Heads that find objects: boxes relative to visual tokens, see docs/bundle.md.
+"""Heads that find objects: boxes relative to visual tokens, see docs/reference/bundle.md.
 
 The token in row i and column j of a rows × columns grid predicts boxes relative to its cell: four
 outputs (ox, oy, ow, oh) say that a box has the cell's centre plus (ox, oy) cells, and measures

@@ -7,7 +7,7 @@ The prompt of a request about a context is its *head*, the system turn with the 
             head                            tail
 
 A memory replaces the head: by keys and values (`prefix`), by embeddings in place of the document
-(`memory_tokens`), or by nothing (`adapter`: LoRA alone answers). See docs/bundle.md.
+(`memory_tokens`), or by nothing (`adapter`: LoRA alone answers). See docs/reference/bundle.md.
 """
 
 from __future__ import annotations

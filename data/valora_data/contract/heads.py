@@ -1,4 +1,4 @@
-"""Vision task heads (VaLoRA §4.2.2): the kinds, and the file format of docs/bundle.md."""
+"""Vision task heads (VaLoRA §4.2.2): the kinds, and the file format of docs/reference/bundle.md."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ context_entry = TypeAdapter(ContextEntry).validate_python
 
 
 class _Part(BaseModel):
-    """A part of a manifest that readers rely on; docs/bundle.md says what it means."""
+    """A part of a manifest that readers rely on; docs/reference/bundle.md says what it means."""
 
     model_config = ConfigDict(strict=True)
 

@@ -90,4 +90,4 @@ def detect_kind(path: Path | str) -> str:
         raise DataError(f"{path} does not exist: check the path")
     if location.path.is_dir():
         raise DataError(f"folder {path} holds no images, videos or tables: check the path")
-    raise DataError(f"{location.path.name} is of no known kind: docs/data.md lists all")
+    raise DataError(f"{location.path.name} is of no known kind: docs/reference/data.md lists all")

@@ -1,4 +1,4 @@
-"""Ways to serve the domains of a task, trained and measured side by side (docs/oracle.md).
+"""Ways to serve the domains of a task, trained and measured side by side.
 
 `python -m tests.bench.valora_train.bench_compare --strategies affinity paper -- task=vqa` trains
 dedicated adapters, one joint adapter, heads without LoRA, merged adapters, EWC and fusions, and

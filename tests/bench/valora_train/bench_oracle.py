@@ -1,4 +1,4 @@
-"""Oracle tables, played: the fewest adapters, and how close each strategy comes (docs/oracle.md).
+"""Oracle tables, played: the fewest adapters, and how close each strategy comes.
 
 `python -m tests.bench.valora_train.bench_oracle task=vqa` plays the strategies on the table of a
 task in `oracles/` (`--table FILE` for another one). `--train` trains every group of the domains

@@ -51,7 +51,7 @@ def bundle_with_golden(folder, *, seed=2, **options):
 
 
 def detect(bundle, facts, image):
-    """Boxes of a detection domain, by docs/bundle.md: PEFT, one linear layer, the box code.
+    """Boxes of a detection domain, by the format of bundles: PEFT, one linear layer, the box code.
 
     A domain without an adapter is one of the base model as transformers loads it.
     """

@@ -362,7 +362,7 @@ def test_labels_are_beside_what_they_name(page, tmp_path, size):
 
 
 def test_how_soon_the_page_can_be_used(browser, server):
-    """Prints what docs/serving.md says; how fast a machine is decides nothing."""
+    """Prints its figures; how fast a machine is decides nothing."""
     context = browser.new_context()
     context.add_init_script(KEY)
     context.add_init_script(

@@ -212,12 +212,12 @@ def test_metrics_after_requests(served, client, picture):
     assert 'valora_e2e_request_latency_seconds_count{model_name="scene"}' in text
 
 
-# What the README says
+# What the tutorial says
 
 
 @pytest.fixture(scope="module")
-def readme_server(tmp_path_factory):
-    place = tmp_path_factory.mktemp("readme")
+def tutorial_server(tmp_path_factory):
+    place = tmp_path_factory.mktemp("tutorial")
     names = ("license_plate", "traffic_sign", "vehicle", "vegetation", "bicycle", "person")
     domains = {
         name: DomainSpec("adapter-1", labels=[name], prompt=f"detect {name}") for name in names
@@ -234,12 +234,11 @@ def readme_server(tmp_path_factory):
 
 
 def serve_section():
-    text = (ROOT / "README.md").read_text()
-    return text.split("## Serve\n", 1)[1].split("\n## ", 1)[0]
+    return (ROOT / "docs" / "tutorials" / "serve.md").read_text()
 
 
-def test_the_readmes_curl_examples(readme_server):
-    place, process = readme_server
+def test_the_tutorials_curl_examples(tutorial_server):
+    place, process = tutorial_server
     blocks = re.findall(r"```bash\n(.*?)```", serve_section(), re.DOTALL)
     commands = [
         c for block in blocks for c in re.split(r"\n(?=curl)", block) if c.startswith("curl")
@@ -264,8 +263,8 @@ def test_the_readmes_curl_examples(readme_server):
             assert "error" not in json.loads(answer), answer
 
 
-def test_the_readmes_python_example(readme_server):
-    place, process = readme_server
+def test_the_tutorials_python_example(tutorial_server):
+    place, process = tutorial_server
     (code,) = re.findall(r"```python\n(.*?)```", serve_section(), re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", code.replace("localhost:8000", f"127.0.0.1:{process.port}")],

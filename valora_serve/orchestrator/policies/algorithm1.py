@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Algorithm1Policy(BasePolicy):
-    """Algorithm 1 as it is printed; docs/orchestrator.md names what `valora` does otherwise.
+    """Algorithm 1 as it is printed; docs/explanation/orchestrator.md compares its readings.
 
     R are all requests, the oldest first, running ones included: those that the batch leaves out
     pause. MaxBS is the most requests that may run at a time. A credit is the time since the request

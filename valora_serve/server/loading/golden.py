@@ -80,7 +80,7 @@ async def replay(engine: EngineClient, folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Example:
-    """A golden example, as docs/bundle.md describes it.
+    """A golden example, as docs/reference/bundle.md describes it.
 
     Attributes:
         domain: Its domain.

@@ -46,13 +46,13 @@ def peft_answer(model, base, prompt, count=12):
     return made[0, ids["input_ids"].shape[1] :].tolist()
 
 
-def test_readmes_adapter_answers_as_the_server(tmp_path):
+def test_the_tutorials_adapter_answers_as_the_server(tmp_path):
     adapter = make_adapter(tmp_path / "adapter", "tiny", seed=4, strength=0.1)
-    code = snippet("README.md", "PeftModel").replace(
+    code = snippet("docs/tutorials/first-bundle.md", "PeftModel").replace(
         "bundles/detection/adapters/adapter-1", str(adapter)
     )
     names = {}
-    exec(code, names)  # the README's own code
+    exec(code, names)  # the page's own code
     model = names["model"].eval()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     expected = engine_answer("tiny", {"mine": adapter}, "mine", PROMPT)
@@ -70,7 +70,7 @@ def test_merging_as_documented_serves_what_peft_computes(options, random_llava, 
     before = Path.cwd()
     os.chdir(tmp_path)
     try:
-        exec(snippet("docs/serving.md", "merge_and_unload"), {})  # the page's own code
+        exec(snippet("docs/how-to/adapters.md", "merge_and_unload"), {})  # the page's own code
     finally:
         os.chdir(before)
     base = AutoModelForImageTextToText.from_pretrained(random_llava, dtype=torch.float32)

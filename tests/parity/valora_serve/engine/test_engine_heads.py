@@ -222,7 +222,7 @@ def test_heads_again_from_the_prefix_cache(
 
 
 def test_other_heads_by_hand(others: Path) -> None:
-    """Logits and confidences from PEFT's hidden states and the formulas of docs/bundle.md."""
+    """Logits and confidences from PEFT's hidden states and the formulas of the bundle format."""
     engine = make_engine("tiny", policy="valora", overlap=True, chunk=50)
     engine.load(others)
     reference = Reference("tiny", {n: others / "adapters" / n for n in ("adapter-1", "adapter-2")})

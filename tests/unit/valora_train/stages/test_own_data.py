@@ -1,4 +1,4 @@
-"""Every example of docs/own-data.md reads generated files of its format."""
+"""Every example of docs/how-to/own-data.md reads generated files of its format."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from valora_train.cli import config_folder
 from valora_train.settings import DomainSettings, SourceSettings, from_config
 from valora_train.stages.data import FAULTS, build_data, data_stage
 
-PAGE = Path(__file__).parents[4] / "docs" / "own-data.md"
+PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "own-data.md"
 EXAMPLES = {
     match[1]: match[2]
     for match in re.finditer(r"```yaml\n# own/domain/(\w+)\.yaml\n(.*?)```", PAGE.read_text(), re.S)
@@ -222,7 +222,7 @@ DOCUMENTS = ("records", "linked_records", "drawn_album", "documents", "texts", "
 
 def test_the_page_has_an_example_of_every_format_and_task() -> None:
     kinds = {yaml.safe_load(text)["defaults"][0] for text in EXAMPLES.values()}
-    assert kinds == set(FORMATS) - {"scenes", *DOCUMENTS}  # docs/context.md has those
+    assert kinds == set(FORMATS) - {"scenes", *DOCUMENTS}  # docs/how-to/documents.md has those
     assert set(MAKERS) == set(EXAMPLES)
     folder = config_folder() / "domain"
     tasks = set()

@@ -118,7 +118,7 @@ def dashboard():
 
 
 def test_the_dashboard_shows_the_metrics_of_the_docs():
-    text = (DOCS / "serving.md").read_text().partition("with the prefix `valora_`")[2]
+    text = (DOCS / "how-to" / "monitor.md").read_text().partition("with the prefix `valora_`")[2]
     names = re.findall(r"`(\w+)`", text.partition("An answer that is not streamed")[0])
     assert len(names) >= 25
     shown = " ".join(dashboard())

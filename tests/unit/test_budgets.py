@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 4_951,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_388,
-    "tests/*/valora_serve": 29_647,
+    "tests/*/valora_serve": 29_658,
     "tests/unit/bench": 1_786,
     BENCH: 10_977,
 }

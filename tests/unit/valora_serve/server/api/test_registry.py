@@ -1,5 +1,8 @@
 """Endpoints of other packages: served, documented and closed unless declared open."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.support.fake_engine import FakeEngine
@@ -121,6 +124,14 @@ def test_open_paths_take_no_key():
         for path in ("/health", "/ready", "/version", "/metrics", "/", "/console/app.js", "/docs",
                      "/console/docs/swagger-ui.css", "/openapi.json"):  # fmt: skip
             assert server.client.get(path).status_code == 200, path
+
+
+def test_the_page_on_the_api_lists_the_endpoints_that_there_are():
+    page = (Path(__file__).parents[5] / "docs" / "reference" / "http.md").read_text()
+    listed = set(re.findall(r"`((?:GET|POST|DELETE) /[^`]*)`", page.partition("## Answers")[0]))
+    with serving() as server:
+        paths = server.client.get("/openapi.json").json()["paths"]
+    assert listed == {f"{verb.upper()} {path}" for path, found in paths.items() for verb in found}
 
 
 def test_an_unknown_name_lists_what_there_is():

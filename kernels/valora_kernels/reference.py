@@ -12,6 +12,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
 
@@ -30,11 +33,10 @@ def atmm_reference(
         batch: Which rows have which adapters.
     """
     grouping = batch.grouping
-    order = torch.from_numpy(grouping.order).to(x.device)
     scale = torch.from_numpy(grouping.scale).to(x.device)
     for s in range(grouping.segments):
         first, end = int(grouping.starts[s]), int(grouping.starts[s + 1])
-        rows = order[first:end]
+        rows = _neighbours(grouping.order[first:end], x.device)
         inputs = x[rows].float()
         for p, y in enumerate(ys):
             total = y[rows].float()
@@ -44,7 +46,16 @@ def atmm_reference(
                     a, b = weights.rows_of(p, slot, rank)
                     hidden = (inputs @ a.float().T) * scale[first:end, t, None]
                     total.addmm_(hidden, b.float())
-            y[rows] = total.to(y.dtype)
+            if y.dtype != torch.float32 or not isinstance(rows, slice):  # else a view of y
+                y[rows] = total.to(y.dtype)
+
+
+def _neighbours(order: NDArray[np.int32], device: torch.device) -> slice | torch.Tensor:
+    """The rows of a segment, which may be slices of a batch: views cost nothing."""
+    first, last = int(order[0]), int(order[-1])
+    if last - first + 1 == len(order):  # they ascend
+        return slice(first, last + 1)
+    return torch.from_numpy(order).to(device)
 
 
 def shrink_reference(x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> torch.Tensor:

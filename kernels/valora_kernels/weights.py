@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,7 +119,8 @@ class LoraWeights:
     def rows_of(self, projection: int, slot: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A [rank, in_features] and Bᵀ [rank, out_features[p]] of one adapter.
 
-        They are views of a contiguous pool, or copies gathered from paged memory.
+        They are views of a contiguous pool, and of paged memory on the host where the rows lie at
+        equal distances; else copies gathered from paged memory.
         """
         width = self.out_features[projection]
         if self.a_table is None or self.b_table is None:
@@ -130,8 +132,15 @@ class LoraWeights:
         found = []
         pairs = ((self.a, self.a_table, self.in_features), (self.b, self.b_table, width))
         for memory, table, length in pairs:
-            start_of = table[projection, slot, :rank, None]
-            place = start_of + torch.arange(length, device=memory.device)
+            starts = table[projection, slot, :rank]
+            if rank and not starts.is_cuda:
+                at = starts.tolist()
+                step, *others = {two - one for one, two in pairwise(at)} or {length}
+                if step > 0 and not others:
+                    first = memory.storage_offset() + at[0]
+                    found.append(memory.as_strided((rank, length), (step, 1), first))
+                    continue
+            place = starts[:, None] + torch.arange(length, device=memory.device)
             found.append(memory.view(-1)[place])
         return found[0], found[1]
 

@@ -13,7 +13,7 @@ BUDGETS = {
     "valora_train": 10_824,
     "data/valora_data": 11_337,
     "teachers/valora_teachers": 1_766,
-    "kernels/valora_kernels": 5_961,
+    "kernels/valora_kernels": 5_981,
     "valora_serve": 38_086,
     "tests/*/valora_train": 8_426,
     "tests/*/valora_data": 4_951,

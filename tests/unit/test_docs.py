@@ -25,7 +25,7 @@ from valora_train.settings import from_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-WORDS = 25_000  # by hand, at most; the changelog grows with every release
+WORDS = 22_500  # of all pages but the changelog; 25,000 at most, whatever is added
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:tests|docs|conf|valora_\w+|data|kernels|teachers)/[\w./-]+)`")
@@ -92,8 +92,9 @@ def test_every_page_is_two_clicks_from_the_readme():
 
 
 def test_pages_are_short_enough_to_be_read():
+    """Words by hand: those with a letter, outside of code."""
     counted = {
-        page: sum(bool(re.search(r"\w", word)) for word in page.read_text(encoding="utf-8").split())
+        page: sum(bool(re.search(r"[^\W\d_]", word)) for word in prose(page).split())
         for page in PAGES
         if page.name != "changelog.md"
     }

@@ -128,6 +128,10 @@ soak: $(READY) ## Serve with faults for three minutes: full disks, diverged adap
 bench-http: $(READY) ## Measure the HTTP server: overhead, open connections, memory
 	@$(BIN)/python tests/bench/valora_serve/bench_http.py $(ARGS)
 
+.PHONY: bench-shelf
+bench-shelf: $(READY) ## Measure a bundle beside the small models that it replaces, all domains on every image
+	@$(BIN)/python -m tests.bench.valora_serve.bench_shelf $(ARGS)
+
 .PHONY: bench-serve
 bench-serve: $(READY) ## Measure the engine end to end on a 7B shape (needs a CUDA GPU)
 	@$(BIN)/python -m tests.bench.valora_serve.bench_serve $(ARGS)

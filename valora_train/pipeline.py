@@ -136,7 +136,7 @@ class Pipeline:
             partial(distill.build_distilled, domain, teacher, read, pseudo_labelled),
             distill.describe_distilled,
         )
-        return DomainInputs(domain, read, distilled)
+        return DomainInputs(domain, read, distilled, taught=pseudo_labelled)
 
     def _warn_of_few(self, domain: DomainSettings, read: Path) -> None:
         fusion = self.settings.fusion

@@ -153,11 +153,15 @@ class DomainSettings(Section):
         return Domain(self.name, self.task_type, tuple(self.labels), self.prompt, required or 0.0)
 
     def resolved(self, task: TaskSettings) -> DomainSettings:
-        """The domain with its task type and its contract completed by those of the task."""
-        share = self.of_teacher
+        """The domain with its task type, contract and prompt completed by those of the task."""
+        share, kind = self.of_teacher, self.task or task.type
         if share is None and self.teacher != LABELS:
             share = task.of_teacher
-        return replace(self, task=self.task or task.type, of_teacher=share)
+        prompt = self.prompt
+        if task.prompt is not None and "{}" not in prompt:
+            heads = kind.spec.detects or (kind.spec.choice and self.labels)
+            prompt = task.prompt if heads else prompt
+        return replace(self, task=kind, of_teacher=share, prompt=prompt)
 
     def data(self) -> Source:
         """What its data are read from."""
@@ -189,6 +193,9 @@ class TaskSettings(Section):
     # Share of its teacher's accuracy that a domain with a teacher must keep besides `required`.
     of_teacher: ShareAboveZero | None = None
     only: Names = field(default_factory=list)  # domains to fuse, in this order; empty: all
+    # One prompt for all domains that heads answer, in place of their own: those in one adapter then
+    # read one pass of the model, where an image is asked about several of them.
+    prompt: Text | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,15 @@ def main(url: str) -> None:
     body = {"images": [url_of_image], "min_score": 0.3}
     print(client.post(f"/v1/vision/{domain}", json=body).json()["results"][0])
 
+    # All domains about one image, which it is computed once for.
+    answer = client.post("/v1/vision", files={"image": image}, data={"domains": "*"}).json()
+    print(
+        {
+            name: found.get("results", found.get("error"))
+            for name, found in answer["domains"].items()
+        }
+    )
+
     # OpenAI's chat, as a stream; and a completion, a response, an embedding.
     content = [
         {"type": "text", "text": "describe the image."},

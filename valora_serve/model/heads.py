@@ -6,6 +6,7 @@ what its outputs mean is defined in `valora_data.contract.heads`.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from dataclasses import dataclass, field
@@ -210,19 +211,15 @@ def _interpret(item: HeadRequest, raw: torch.Tensor) -> HeadResult | ServeError:
         return broken
     try:
         result = item.head.interpret(raw[:, :-1].contiguous(), item.sizes, item.min_score)
-        return result if _is_finite(result.prompt_fields(item.sizes)) else broken
+        fields = result.prompt_fields(item.sizes)
     except Exception as error:  # a head of another package must not end the engine
         log.exception("interpreting the outputs of a %s head", item.head.kind)
         return ServeError(f"the {item.head.kind} head failed: {error}")
-
-
-def _is_finite(value: Any) -> bool:
-    """Return whether all numbers of an answer, which is made of JSON types, are finite."""
-    if isinstance(value, dict):
-        return all(map(_is_finite, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
+    try:
+        json.dumps(fields, allow_nan=False, default=repr)
+    except ValueError:
+        return broken
+    return result
 
 
 class HeadSet:
@@ -294,7 +291,10 @@ def _rows(item: HeadRequest) -> torch.Tensor:
     if item.head.reads_visual:
         assert item.visual is not None
         # The indices are computed on the host: a mask on the device would need a synchronisation.
-        visual = hidden[_on_device(torch.nonzero(item.visual.cpu()).flatten(), hidden)]
+        mask = item.visual.cpu()
+        visual = hidden
+        if not bool(mask.all()):
+            visual = hidden[_on_device(torch.nonzero(mask).flatten(), hidden)]
     places = None if item.places is None else _on_device(item.places, hidden)
     last = hidden[-item.head.last_tokens :]
     return item.head.inputs(last, visual, places if item.head.reads_places else None)

@@ -13,7 +13,13 @@ from rich.filesize import decimal
 
 from valora_data.wording import plural
 from valora_train.reporting.licences import licence_lines
-from valora_train.reporting.texts import BESIDE_OTHERS, REPORTED, domain_table, markdown_table
+from valora_train.reporting.texts import (
+    BESIDE_OTHERS,
+    REPORTED,
+    domain_table,
+    markdown_table,
+    speed_line,
+)
 
 BARS = "pictures/accuracy-of-all-domains.png"
 """Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""
@@ -87,6 +93,8 @@ a head of its own or its written answers. Teachers are measured on test, too; im
 of 32, from decoded images to answers.
 
 {lines(domain_table(domains, adapters, (*REPORTED, *BESIDE_OTHERS)))}
+
+{speed_line(manifest) or ""}
 
 ![accuracy of all domains]({BARS})
 

@@ -270,12 +270,24 @@ def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
     return text[: NOTE_LENGTH - len(end)].rpartition("\n")[0] + end
 
 
+def speed_line(manifest: Mapping[str, Any]) -> str | None:
+    """How fast all domains answer about one image, beside the small models; None if not known."""
+    if not (speed := manifest.get("speed")):
+        return None
+    text = f"All {speed['domains']} domains of an image: {speed['images_per_second']:.3g} images/s"
+    if other := speed.get("teacher"):
+        text += f"; their small models one after the other: {other['images_per_second']:.3g}"
+    return f"{text} ({speed['machine']})."
+
+
 def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | None) -> None:
     """Print what a bundle promises, how long the whole run took, and a link to its fusion."""
     domains, adapters, manifest = bundle.domains, bundle.adapters, bundle.manifest
     lines = [f"**{bundle.name}, version {bundle.version}**", ""]
     lines += [*domain_table(domains, adapters, REPORTED), ""]
     lines += [*domain_table(domains, adapters, ("domain", *BESIDE_OTHERS)), ""]
+    if line := speed_line(manifest):
+        lines += [line, ""]
     if manifest.get("rejected"):
         lines += ["**Rejected attempts**", "", *manifest["rejected"]]
     console.print(Markdown("\n".join(lines)))

@@ -327,14 +327,25 @@ def log_classes(domain: str, facts: Mapping[str, Any]) -> None:
         mlflow.log_figure(matrix, f"pictures/{domain}-confusion.png")
 
 
-def register_bundle(run_id: str, name: str, bundle: Path, tags: Mapping[str, str]) -> None:
-    """Register a bundle, as an artifact of its run, with the alias ``latest-fused``."""
+def register_bundle(
+    run_id: str,
+    name: str,
+    bundle: Path,
+    tags: Mapping[str, str],
+    figures: Mapping[str, float] | None = None,
+) -> None:
+    """Register a bundle, as an artifact of its run, with the alias ``latest-fused``.
+
+    `figures` that it brings become metrics of the run.
+    """
     with storing():
         client = mlflow.MlflowClient()
         versions = client.search_model_versions(f"run_id = '{run_id}'")
         if any(known.name == name for known in versions):
             return  # by a process that was killed afterwards
         client.log_artifacts(run_id, str(bundle), "bundle")
+        for key, value in (figures or {}).items():
+            client.log_metric(run_id, key, value)
         with suppress(MlflowException):  # it may be there; other errors come again below
             client.create_registered_model(name, description="VaLoRA bundle: adapters and heads")
         source = f"{client.get_run(run_id).info.artifact_uri}/bundle"

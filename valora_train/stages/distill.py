@@ -257,6 +257,11 @@ def _cache(domain: DomainSettings, work: Path | None) -> Path | None:
     return None if work is None else work / HASHES / f"{domain.name}.teacher.json"
 
 
+def load_taught(domain: DomainSettings, teacher: TeacherSettings, taught: Path) -> Teacher:
+    """The teacher of a domain, as stage `teach` left it."""
+    return _load(intact(taught / str(KINDS[teacher.kind].artefact)), domain, teacher)
+
+
 def _load(weights: str | Path, domain: DomainSettings, teacher: TeacherSettings) -> Teacher:
     return load_teacher(
         teacher.kind, weights, domain.labels, teacher.options, domain.task_type, domain.prompt

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from valora_data.contract.bundle import GOLDEN, MANIFEST, Bundle, read_bundle, w
 from valora_data.errors import BundleError, ValoraError
 from valora_data.schema import Split
 from valora_train.fusion.state import FUSION
+from valora_train.metrics.speed import BATCH, measure_speed
 from valora_train.reporting.cards import BARS, bundle_card, confusion_file
 from valora_train.reporting.fusion_report import run_of
 from valora_train.reporting.licences import find_licences, licence_tags
@@ -30,10 +32,11 @@ from valora_train.reporting.texts import rejected_lines
 from valora_train.reporting.tracking import register_bundle
 from valora_train.settings import Settings, as_dict
 from valora_train.stage import intact, read_json, versions, write_json
-from valora_train.stages.distill import answers_on_test
+from valora_train.stages.distill import answers_on_test, load_taught
 from valora_train.stages.encoder_training import ENCODER
 from valora_train.stages.fuse import DomainInputs, adapter_facts
 from valora_train.stages.gate import BundleModel
+from valora_train.tasks.base import HeadTask
 
 EXAMPLES_PER_DOMAIN = 2
 FUSION_KEY = "fusion_stage"
@@ -121,6 +124,8 @@ def _write_bundle(
     reported = [item for item in domains if item.settings.name in manifest["domains"]]
     golden = [_golden_examples(folder, manifest, item, model) for item in reported]
     write_json(folder / GOLDEN, [example for examples in golden for example in examples])
+    if (speed := _speed(settings, reported, model)) is not None:
+        manifest["speed"] = speed
     accuracy_bars(manifest["domains"], manifest["adapters"]).savefig(folder / BARS)
     for name, facts in manifest["domains"].items():
         if matrix := facts["accuracy"].get("confusion"):
@@ -188,6 +193,36 @@ def _manifest(
     }
 
 
+def _speed(
+    settings: Settings, domains: Sequence[DomainInputs], model: BundleModel
+) -> dict[str, Any] | None:
+    """How fast domains with heads answer about the same images, and small models in their place.
+
+    None if there are not several; `teacher` is None unless each has a small model of its own here.
+    """
+    asked = {
+        item.settings.name: item
+        for item in domains
+        if isinstance(task := model.tasks[item.settings.name], HeadTask)
+        and not task.video
+        and "{}" not in task.domain.prompt
+    }
+    if len(asked) < 2:
+        return None
+    test = shards.open_shard(intact(next(iter(asked.values())).data / Split.TEST))
+    samples = [test[number] for number in range(min(BATCH, len(test)))]
+    ours = measure_speed(partial(model.together, list(asked)), samples, settings.model.device)
+    shelf = [
+        load_taught(item.settings, item.settings.taught_by or settings.teacher, item.taught)
+        for item in asked.values()
+        if item.taught is not None
+    ]
+    teacher = None
+    if len(shelf) == len(asked):
+        teacher = measure_speed(lambda some: [one.answer(some) for one in shelf], samples)
+    return {"domains": len(asked), **ours, "teacher": teacher}
+
+
 def _golden_examples(
     folder: Path, manifest: Mapping[str, Any], item: DomainInputs, model: BundleModel
 ) -> list[dict[str, Any]]:
@@ -249,4 +284,11 @@ def _register(bundle: Bundle) -> None:
     } | accuracy
     tags |= licence_tags(bundle.manifest["licenses"])
     run = bundle.manifest["lineage"]["mlflow_run_id"]
-    register_bundle(run, f"valora-{bundle.name}", bundle.folder, tags)
+    speed = bundle.manifest.get("speed") or {}
+    rates = {"": speed, "teacher_": speed.get("teacher")}
+    figures = {
+        f"{kind}images_per_second_together": one["images_per_second"]
+        for kind, one in rates.items()
+        if one
+    }
+    register_bundle(run, f"valora-{bundle.name}", bundle.folder, tags, figures)

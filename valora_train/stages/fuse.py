@@ -75,6 +75,7 @@ class DomainInputs:
     # where its contract counts.
     dedicated: tuple[float, float, float] | None = None
     adapter: DedicatedAdapter | None = None  # its own
+    taught: Path | None = None  # output of stage `teach`; None where there is none
 
     def requirement(self, margin: float = 0.0) -> Requirement:
         """What the domain must reach; `margin` is asked for on top on the validation split."""

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image
 from transformers.utils import logging
@@ -25,7 +25,7 @@ from valora_data.schema import Answer, Domain, Sample, Split, Task, no_image
 from valora_data.wording import plural
 from valora_train.model.lmm import Lmm
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
-from valora_train.tasks.base import DomainTask, Prediction
+from valora_train.tasks.base import DomainTask, HeadTask, Prediction, answer_together
 from valora_train.tasks.registry import load_head, make_task
 
 WEIGHTS = "adapter_model.safetensors"
@@ -76,6 +76,15 @@ class BundleModel:
         """The bundle's answers for samples; their true answers are not used."""
         self._lmm.adapters.activate(self._bundle.domains[domain]["adapter"])
         return self.tasks[domain].answer(self._heads[domain], self._lmm, samples)
+
+    def together(self, domains: Sequence[str], samples: Sequence[Sample]) -> None:
+        """Have domains with heads answer the same samples, in as few passes as they need."""
+        adapters = [self._bundle.domains[name]["adapter"] for name in domains]
+        for adapter in dict.fromkeys(adapters):
+            self._lmm.adapters.activate(adapter)
+            mine = [name for name, one in zip(domains, adapters, strict=True) if one == adapter]
+            heads = [(self.tasks[name], self._heads[name]) for name in mine]
+            answer_together(cast("list[tuple[HeadTask, Any]]", heads), self._lmm, samples)
 
     def accuracy(self, domain: str, samples: Sequence[Sample]) -> float:
         """Accuracy of the bundle on samples with true answers."""

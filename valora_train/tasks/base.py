@@ -258,11 +258,43 @@ class HeadTask(DomainTask):
 
     def outputs(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> Tensor:
         """(n, …) float32 on the CPU, what the head returns."""
-        starts = range(0, len(batch), EVALUATION_BATCH)
-        parts = [batch[start : start + EVALUATION_BATCH] for start in starts]
-        raw = [self.head_outputs(head, lmm.states(part).head_inputs()).cpu() for part in parts]
-        return torch.cat(raw)
+        return _outputs([(self, head)], lmm, batch)[0]
 
     def matches(self, found: Any, expected: Any, threshold: float | None) -> bool:
         """Whether a prediction reproduces a golden one, within the tolerances of its form."""
         return self.result.matches(found, expected, threshold or 0.0)
+
+
+def _outputs(
+    heads: Sequence[tuple[HeadTask, Any]], lmm: Lmm, batch: Sequence[Encoded]
+) -> list[Tensor]:
+    """What heads return that read the same hidden states, each as `HeadTask.outputs`."""
+    found: list[list[Tensor]] = [[] for _ in heads]
+    for start in range(0, len(batch), EVALUATION_BATCH):
+        inputs = lmm.states(batch[start : start + EVALUATION_BATCH]).head_inputs()
+        for raw, (task, head) in zip(found, heads, strict=True):
+            raw.append(task.head_outputs(head, inputs).cpu())
+    return [torch.cat(raw) for raw in found]
+
+
+@torch.no_grad()
+def answer_together(
+    heads: Sequence[tuple[HeadTask, Any]], lmm: Lmm, samples: Sequence[Sample]
+) -> list[list[Prediction]]:
+    """Answers of tasks with heads on the active adapter; equal prompts share passes of the model.
+
+    Args:
+        heads: The tasks, each with its head.
+        lmm: The base model.
+        samples: The samples that each of them answers.
+    """
+    groups: dict[Any, list[int]] = {}
+    for place, (task, _) in enumerate(heads):
+        groups.setdefault((task.domain.question(samples[0]), task.whole_prompt), []).append(place)
+    found: list[list[Prediction]] = [[] for _ in heads]
+    for places in groups.values():
+        first, mine = heads[places[0]][0], [heads[place] for place in places]
+        encoded = lmm.encode([first.prompt(sample) for sample in samples], first.whole_prompt)
+        for place, raw in zip(places, _outputs(mine, lmm, encoded), strict=True):
+            found[place] = heads[place][0].predictions(heads[place][1], raw, samples)
+    return found

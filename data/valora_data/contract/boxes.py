@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import torch
@@ -25,13 +26,16 @@ MAX_BOXES = 10_000  # of an image, that a box head may be set to return
 LOG_SIZE = (-4.0, 3.0)  # bounds of (ow, oh): from a fiftieth of a cell to twenty cells
 
 
+@lru_cache(maxsize=64)
 def cell_centres(grid: tuple[int, int]) -> Tensor:
     """Return the centres of a grid's cells: (rows · columns, 2) float32, x and y, row by row."""
     rows, columns = grid
-    y, x = torch.meshgrid(
-        (torch.arange(rows) + 0.5) / rows, (torch.arange(columns) + 0.5) / columns, indexing="ij"
-    )
-    return torch.stack([x.flatten(), y.flatten()], dim=-1)
+    with torch.inference_mode(mode=False):  # training may ask for them later
+        y, x = torch.meshgrid(
+            (torch.arange(rows) + 0.5) / rows, (torch.arange(columns) + 0.5) / columns,
+            indexing="ij",
+        )  # fmt: skip
+        return torch.stack([x.flatten(), y.flatten()], dim=-1)
 
 
 def decode(raw: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -92,14 +96,17 @@ def read_detections(
     sigmoid(a · logit + b) (Platt scaling). Boxes do not `vote` if `vote_sigma` is None.
     """
     raw = raw.float()
-    logit = raw[:, 0]
-    score = torch.nn.functional.logsigmoid(logit)
-    classes = torch.zeros(len(raw), dtype=torch.int64, device=raw.device)
-    if raw.shape[1] > 5:
+    logit, several = raw[:, 0], raw.shape[1] > 5
+    if several:
         best, classes = raw[:, 5:].log_softmax(-1).max(-1)
-        score = score + best
+        score = torch.nn.functional.logsigmoid(logit) + best
         logit = score - torch.log(-torch.expm1(score.clamp(max=-1e-6)))
     confidence = torch.sigmoid(calibration[0] * logit + calibration[1])
+    if not bool((confidence >= min_score).any()):  # of many domains most find nothing in an image
+        return raw.new_zeros(0, 4), confidence[:0], raw.new_zeros(0, dtype=torch.int64)
+    if not several:
+        score = torch.nn.functional.logsigmoid(logit)
+        classes = torch.zeros(len(raw), dtype=torch.int64, device=raw.device)
     boxes = decode(raw[:, 1:5], grid)
     kept = suppress(boxes, confidence, classes, nms_iou, min_score, most)
     # All cells vote, by scores before calibration, so that a box does not depend on `min_score`.

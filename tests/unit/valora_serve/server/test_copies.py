@@ -39,6 +39,7 @@ def requests():
         "frames": (CHAT, {"json": {"messages": video, **LONG}}),
         "responses": ("/v1/responses", {"json": said}),
         "vision": ("/v1/vision/caption", {"json": {"images": [url], "max_tokens": 100_000}}),
+        "look": ("/v1/vision", {"json": {"images": [url], "max_tokens": 9999, "domains": "*"}}),
         "form": ("/v1/vision/caption", {"files": {"image": NOISE}, "data": {"max_tokens": "9999"}}),
     }
 
@@ -52,7 +53,9 @@ def _few_objects():
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("name", ["chat", "stream", "frames", "responses", "vision", "form"])
+@pytest.mark.parametrize(
+    "name", ["chat", "stream", "frames", "responses", "vision", "look", "form"]
+)
 def test_a_running_request_holds_no_copy_of_its_body(name):
     assert len(NOISE) > 2 * 2**20  # twice as much as may be left
     with serving(FakeEngine(step=0.05), drain_seconds=0.1) as server:

@@ -31,6 +31,7 @@ from valora_train.reporting.texts import (
     attempt_page,
     consequences,
     outcome_of,
+    speed_line,
 )
 
 HERE, THERE = "small CPU, 2 cores", "large GPU"
@@ -270,3 +271,13 @@ def test_the_card_lists_domains_and_what_was_rejected():
     assert "from peft import" in card
     old = bundle_card(manifest(adapters={}))
     assert not any(one in old for one in ("Rejected attempts", "from peft import"))
+
+
+def test_the_speed_of_all_domains_at_once():
+    speed = {"domains": 6, "images_per_second": 91.24, "machine": HERE, "teacher": None}
+    line = "All 6 domains of an image: 91.2 images/s"
+    assert speed_line({"speed": speed}) == f"{line} ({HERE})."
+    speed["teacher"] = {"images_per_second": 103.1, "machine": HERE}
+    others = "their small models one after the other: 103"
+    assert speed_line({"speed": speed}) == f"{line}; {others} ({HERE})."
+    assert speed_line({}) is None

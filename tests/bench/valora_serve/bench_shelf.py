@@ -1,0 +1,212 @@
+"""`make bench-shelf`: the small models of a fusion beside the bundle, all domains on every image.
+
+It needs what `make fuse TASK=detection` leaves in `.valora/` and `bundles/detection`. More domains
+than the bundle has are more heads on its adapter, and more copies of the small models. Ultralytics
+asks its models about batches, as it does itself; the same models run in ONNX Runtime where
+`onnx` and `onnxruntime` are installed. Each runs in a process of its own.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import importlib.util
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from tests.bench.valora_serve.harness import table
+from valora_data import shards
+from valora_data.contract.base_model import base_folder
+from valora_data.schema import Split
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.engine.start import start_engine
+from valora_serve.types import Request
+from valora_train.metrics.speed import machine
+
+WAYS = {
+    "bundle": "VaLoRA, all domains at once",
+    "apart": "VaLoRA, one domain after the other",
+    "yolo": "YOLOs, Ultralytics (PyTorch)",
+    "onnx": "YOLOs, Ultralytics (ONNX Runtime)",
+}
+HEAD = [
+    "domains", "what", "images/s", "CPU of one in a batch, ms", "latency of one alone, ms",
+    "memory, MB", "on disk, MB", "mean F1",
+]  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bundle", type=Path, default=Path("bundles/detection"))
+    parser.add_argument("--work", type=Path, default=Path(".valora"))
+    parser.add_argument("--domains", type=int, nargs="+", default=[1, 6, 12, 30])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one is not None:
+        print(json.dumps(measure(options, options.one, options.domains[0])))
+        return
+    rows = []
+    for count in options.domains:
+        for way in options.ways:
+            if way == "onnx" and not all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))):
+                continue
+            command = [sys.executable, "-m", "tests.bench.valora_serve.bench_shelf", *sys.argv[1:]]
+            command += ["--domains", str(count), "--one", way]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                sys.exit(done.stderr)
+            found = json.loads(done.stdout.splitlines()[-1])
+            rows.append([count, WAYS[way], *found])
+            print(rows[-1], file=sys.stderr)
+    where = f"{machine(options.device)}, torch {torch.__version__}"
+    table(f"The shelf and its bundle ({where}, {date.today()})", HEAD, rows)
+
+
+def measure(options, way, count):
+    """The figures of a row: images/s, CPU and latency in ms, MB in memory and on disk, F1."""
+    manifest = json.loads((options.bundle / "bundle.json").read_text())
+    names = list(manifest["domains"])
+    images = images_of(options.work, names)
+    chosen = [names[n % len(names)] for n in range(count)]
+    facts = [manifest["domains"][name]["accuracy"] for name in chosen]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if way in ("yolo", "onnx"):
+        answer, disk = shelf(options, way, chosen)
+        speed = asyncio.run(timed(options, answer, images))
+        f1 = statistics.mean(one["teacher"] for one in facts)
+    else:
+        *speed, disk = asyncio.run(fused(options, manifest, way, chosen, images))
+        f1 = statistics.mean(one["test"] for one in facts)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return [*speed, memory / 1024, disk / 1e6, f1]
+
+
+def images_of(work, names):
+    """Test images of all domains, in turn."""
+    tests = [shards.read(newest(work, f"data-{name}-*") / Split.TEST) for name in names]
+    return [sample.image for samples in zip(*tests, strict=False) for sample in samples]
+
+
+def newest(work, pattern):
+    found = [path for path in work.glob(pattern) if path.is_dir() and path.suffix != ".partial"]
+    if not found:
+        sys.exit(f"{work} holds no {pattern}: run make fuse TASK=detection first")
+    return max(found, key=lambda path: path.stat().st_mtime)
+
+
+async def timed(options, answer, images):
+    """Images a second in batches, their milliseconds of CPU, and those of an image alone."""
+    place = 0
+
+    async def took(size):
+        nonlocal place
+        batch = [images[(place + n) % len(images)] for n in range(size)]
+        place += size
+        started, used = time.perf_counter(), time.process_time()
+        await answer(batch)
+        return time.perf_counter() - started, time.process_time() - used
+
+    found = []
+    for size in (options.batch, 1):
+        for _ in range(3):
+            await took(size)
+        seconds, end = [], time.perf_counter() + options.seconds
+        while time.perf_counter() < end or len(seconds) < 3:
+            seconds.append(await took(size))
+        found.append([statistics.median(times) for times in zip(*seconds, strict=True)])
+    (batch, used), (alone, _) = found
+    return options.batch / batch, 1e3 * used / options.batch, 1e3 * alone
+
+
+def shelf(options, way, chosen):
+    """One small model for each domain, asked one after the other; and their bytes on disk."""
+    from ultralytics import YOLO
+
+    folder, models = Path(tempfile.mkdtemp()), []
+    for name in dict.fromkeys(chosen):
+        weights = next(newest(options.work, f"teach-{name}-*").glob("*.pt"))
+        shutil.copyfile(weights, folder / f"{name}.pt")
+        size = YOLO(weights).overrides.get("imgsz", 96)
+        if way == "onnx":
+            YOLO(folder / f"{name}.pt").export(format="onnx", imgsz=size, dynamic=True)
+    files = [folder / f"{name}.{'onnx' if way == 'onnx' else 'pt'}" for name in chosen]
+    models = [YOLO(file, task="detect") for file in files]
+
+    async def answer(batch):
+        for model in models:
+            model.predict(batch, imgsz=size, batch=len(batch), device=options.device, verbose=False)
+
+    return answer, sum(file.stat().st_size for file in files)
+
+
+async def fused(options, manifest, way, chosen, images):
+    """The bundle, with more heads if more domains are asked for than it has."""
+    folder = Path(tempfile.mkdtemp()) / "bundle"
+    shutil.copytree(options.bundle, folder)
+    domains, names = manifest["domains"], []
+    for number, name in enumerate(chosen):
+        names.append(name if number < len(domains) else f"{name}_{number}")
+        if names[-1] != name:
+            head = f"heads/{names[-1]}.safetensors"
+            shutil.copyfile(folder / domains[name]["head"], folder / head)
+            manifest["files"][head] = manifest["files"][domains[name]["head"]]
+            domains[names[-1]] = domains[name] | {"head": head}
+            manifest["adapters"][domains[name]["adapter"]]["domains"].append(names[-1])
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+    base = manifest["base"]["id"]
+    settings = EngineSettings(
+        base=base, device=options.device, image_cache_bytes=0, prefix_cache=False, profile=False
+    )
+    engine, number = await start_engine(settings), 0
+
+    async def ask(request):
+        async for output in engine.generate(request):
+            assert output.error is None, output.error
+
+    def requests(image):
+        nonlocal number
+        number += 1
+        return [
+            Request(f"{number}-{name}", model=name, images=[image], stream=False) for name in names
+        ]
+
+    async def answer(batch):
+        asked = [requests(image) for image in batch]
+        if way == "apart":
+            for domain in zip(*asked, strict=True):
+                await asyncio.gather(*map(ask, domain))
+        else:
+            await asyncio.gather(
+                *(ask(dataclasses.replace(one, also=tuple(also))) for one, *also in asked)
+            )
+
+    try:
+        await engine.load_bundle(folder)
+        speed = await timed(options, answer, images)
+    finally:
+        await engine.close()
+    parts = [
+        *folder.glob("adapters/**/*"),
+        *folder.glob("heads/*"),
+        *Path(base_folder(base)).glob("*"),
+    ]
+    return *speed, sum(part.stat().st_size for part in parts if part.is_file())
+
+
+if __name__ == "__main__":
+    Image.init()
+    main()

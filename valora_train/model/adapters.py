@@ -6,7 +6,8 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ class Adapters:
             return
         self.peft.base_model.enable_adapter_layers()
         self.peft.set_adapter(name)
+
+    @contextmanager
+    def none_active(self) -> Iterator[None]:
+        """Compute as the base model inside."""
+        active = self._active
+        self.activate(None)
+        try:
+            yield
+        finally:
+            self.activate(active)
 
     def save(self, name: str, folder: Path, base: str) -> None:
         """Write an adapter in PEFT's format; plain PEFT loads it onto the base model."""

@@ -251,7 +251,7 @@ class Lmm(BaseModel):
                 )
             )
         )
-        with watched:
+        with watched, self.adapters.none_active():  # they would compute what nothing reads
             features, deep = self._visual_features(batch)
         features = torch.cat(seen) if seen else features
         short = features.bfloat16()

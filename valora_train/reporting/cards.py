@@ -66,7 +66,7 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         peft = f""", or load an adapter with PEFT:
 
 ```python
-{tower if base == "photo" else ""}from peft import PeftModel
+{tower if base in ("photo", "smol") else ""}from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHIPPED = ("tiny", "photo")  # base models that are part of the package
+SMOL = "smol"  # whose halves are packages
 # Suffixes of the files that tokenizers, processors and further heads are read from.
 PROCESSOR_FILES = {".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt"}
 _MARK = "\ufdd0"  # a noncharacter of Unicode
@@ -32,13 +33,18 @@ MANY_PIXELS = 4_000_000  # images of more together are processed one by one, in 
 def base_folder(base: str) -> str:
     """Return the folder, or the name on the hub, that a base model's id stands for.
 
-    The id is ``tiny`` or ``photo`` (shipped with the project), a folder, or a name on the hub; a
-    `BundleError` says that it is empty, a folder that holds no model, or a path to nothing.
+    The id is ``tiny`` or ``photo`` (shipped with the project), ``smol`` (see `models.smol`), a
+    folder, or a name on the hub; a `BundleError` says that it is empty, a folder that holds no
+    model, or a path to nothing.
     """
     if not base:
         raise BundleError("the base model's name is empty: name a folder, or a model on the hub")
     if base in SHIPPED:
         return str(Path(__file__).parents[1] / base)
+    if base == SMOL:
+        from valora_data.models import smol
+
+        return str(smol.folder())
     path = expanded(base)
     if path.is_dir():
         if not (path / "config.json").is_file():

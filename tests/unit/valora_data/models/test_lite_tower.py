@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.bench.base_models.tower import tower_of
-from valora_data.models.lite_tower import BLOCKS, LiteTowerConfig
+from valora_data.models.lite_tower import BLOCKS, LiteTowerConfig, tower_of
 
 
 def package_weights():

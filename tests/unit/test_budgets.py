@@ -10,18 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_951,
-    "data/valora_data": 11_344,
+    "valora_train": 10_962,
+    "data/valora_data": 11_555,
     "teachers/valora_teachers": 1_766,
     "kernels/valora_kernels": 5_981,
     "valora_serve": 38_086,
-    "tests/*/valora_train": 8_489,
-    "tests/*/valora_data": 4_951,
+    "tests/*/valora_train": 8_492,
+    "tests/*/valora_data": 5_006,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_388,
     "tests/*/valora_serve": 29_662,
     "tests/unit/bench": 1_786,
-    BENCH: 11_189,
+    BENCH: 11_235,
 }
 
 

@@ -40,6 +40,7 @@ from valora_kernels.launching import (
     tiles_to_launch,
     use_triton,
 )
+from valora_kernels.reference import atmm_reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -151,8 +152,8 @@ def _apart(
             y.addmm_(x, base.T)
         else:
             torch.mm(x, base.T, out=y)
-    if not first:
-        atmm(ys, x, weights, batch)
+    if not first:  # what the reference relies on is checked already
+        (atmm if use_triton(x) else atmm_reference)(ys, x, weights, batch)
 
 
 def _as_one(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ BUDGETS = {
     "valora_train": 10_962,
     "data/valora_data": 11_555,
     "teachers/valora_teachers": 1_766,
-    "kernels/valora_kernels": 5_981,
+    "kernels/valora_kernels": 5_982,
     "valora_serve": 38_086,
     "tests/*/valora_train": 8_492,
     "tests/*/valora_data": 5_006,

@@ -362,7 +362,8 @@ class ServedModel:
         teacher: Accuracy of its teacher on the same samples.
         prompt: Prompt of the domain; ``{}`` in it stands for the request's own words.
         prompted: Whether requests to the domain have words of their own, such as a question.
-        media: ``images`` or ``video``, what the domain was measured with; None if not known.
+        media: ``images``, ``video`` or ``text`` alone, what the domain was measured with; None if
+            not known.
         images: Number of images or frames of the prompts that the domain was measured with; None
             if not known, or if it differs.
         max_tokens: Most tokens of the answers that the domain was measured with; None if a head

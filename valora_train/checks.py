@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from valora_data.contract import quantized
-from valora_data.contract.base_model import base_folder
+from valora_data.contract.base_model import base_family, base_folder
 from valora_data.contract.files import expanded
 from valora_data.identity import hub_commit
 from valora_teachers.registry import KINDS, make_teacher
@@ -87,6 +87,14 @@ def check_with_libraries(settings: Settings) -> None:
             f"model.device={device}: this machine, or the installed torch, has no such GPU; set "
             "model.device=cpu"
         )
+    if not base_family(model.id).takes_images:
+        for domain in settings.chosen():
+            if not domain.source.format.texts or domain.domain().task.spec.answer == "boxes":
+                raise SettingsError(
+                    f"domain {domain.name} shows images (source.kind={domain.source.kind}), and "
+                    f"model.id={model.id} reads text alone: choose a model of images, such as "
+                    "model=photo or model=qwen2.5-vl-3b, or leave the domain out (task.only)"
+                )
     if model.quantize is not None:
         quantized.loading_options(model.id, base_folder(model.id), torch.float32, model.device)
 

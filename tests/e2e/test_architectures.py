@@ -6,6 +6,7 @@ the gate in its own process, and the serving engine says what the golden example
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.engine_reference import make_engine
-from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from tests.support.stores import new_store
 from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.schema import Task
@@ -22,6 +23,7 @@ from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.server.loading.golden import replay
 from valora_serve.server.loading.startup import find_rounding
 from valora_train.cli import run
+from valora_train.errors import SettingsError
 from valora_train.reporting.progress import Display
 from valora_train.settings import (
     DomainSettings,
@@ -82,6 +84,37 @@ def settings_of(
         paths=PathSettings(str(folder / "work"), str(folder / "bundles"),
                            f"sqlite:///{folder}/mlflow.db"),
     )  # fmt: skip
+
+
+WORDS = {"answers": Task.VQA, "mood": Task.CLASSIFICATION, "choice": Task.VQA}
+"""Domains of text: the answers of the first are written, the others have a head."""
+
+
+def text_domains(folder: Path) -> dict[str, DomainSettings]:
+    """Conversations without images, and a document."""
+    said = [("mild and fine", "good"), ("wet and cold", "bad")] * 30
+    talks = []
+    for number, (day, mood) in enumerate(said):
+        asked = {"from": "human", "value": f"Day {number} was {day}."}
+        talks.append({"id": number, "conversations": [asked, {"from": "gpt", "value": mood}]})
+    (folder / "days.json").write_text(json.dumps(talks))
+    common: dict[str, Any] = {"required": 0.01, "teacher": "labels", "mirror": False}
+    domains = {
+        name: DomainSettings(
+            name=name,
+            task=task,
+            labels=[] if name == "answers" else ["good", "bad"],
+            prompt="How was it? {}",
+            source=SourceSettings(kind="llava", path=str(folder / "days.json")),
+            **common,
+        )
+        for name, task in WORDS.items()
+    }
+    source = SourceSettings(kind="records", entries=6, counts={"train": 8, "unlabelled": 8})
+    domains["ledger"] = DomainSettings(
+        name="ledger", task=Task.CONTEXT, prompt="{}", source=source, **common
+    )
+    return domains
 
 
 def make(base: Path, folder: Path, names: tuple[str, ...], **options: Any) -> Path:
@@ -151,3 +184,34 @@ def test_every_architecture_goes_all_the_way(family: str, tmp_path: Path) -> Non
     assert read_bundle(bundle).manifest["base"]["coordinates"] == coordinates
     assert read_bundle(bundle).manifest["base"].get("quantize") == quantize
     assert replayed(base, bundle) == 2 * len(names)
+
+
+@pytest.mark.parametrize("family", [*TEXT_CHECKPOINTS, "llava", "qwen2_5_vl"])
+def test_domains_of_text_go_all_the_way(family: str, tmp_path: Path) -> None:
+    """On models that take no images, and beside a domain of images on those that do."""
+    base = (CHECKPOINTS | TEXT_CHECKPOINTS)[family](tmp_path / "base", seed=3)
+    domains = text_domains(tmp_path)
+    if family in CHECKPOINTS:
+        domains["street_presence"] = domain("street_presence")
+    new_store(tmp_path)
+    settings = replace(settings_of(base, tmp_path, ()), domains=domains)
+    run(settings, Display(Console(quiet=True)))
+    folder = tmp_path / "bundles" / "all"
+    bundle = read_bundle(folder)
+    assert list(bundle.adapters) == ["adapter-1"]
+    assert set(bundle.contexts) == {"ledger"}
+    assert {bundle.domains[name]["media"] for name in WORDS} == {"text"}
+    assert {name for name in WORDS if bundle.domains[name]["head"]} == {"mood", "choice"}
+    words = family in TEXT_CHECKPOINTS
+    assert bundle.manifest["base"].get("class") == ("AutoModelForCausalLM" if words else None)
+    assert ("AutoModelForCausalLM" in (folder / "README.md").read_text()) == words
+    assert replayed(base, folder) == 2 * len(domains)
+
+
+def test_domains_of_images_are_refused_before_any_work(tmp_path: Path) -> None:
+    base = TEXT_CHECKPOINTS["mistral"](tmp_path / "base", seed=3)
+    with pytest.raises(
+        SettingsError, match=r"domain person shows images .* reads text alone: choo"
+    ):
+        make(base, tmp_path, ("person",))
+    assert not (tmp_path / "work").exists()

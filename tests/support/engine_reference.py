@@ -12,7 +12,13 @@ import torch
 from numpy.typing import NDArray
 from peft import PeftModel
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 
 from valora_data.contract.base_model import base_folder
 from valora_serve.engine.engine import Engine
@@ -42,6 +48,19 @@ def ask(text: str, *, images: int = 0, videos: int = 0) -> list[dict[str, Any]]:
     parts += [{"type": "image"}] * images + [{"type": "video"}] * videos
     parts += [{"type": "text", "text": text[half:]}]
     return [{"role": "user", "content": parts}]
+
+
+def auto_class(source: str) -> Any:
+    """Return the class of transformers that loads a model, of images or of text alone."""
+    config = AutoConfig.from_pretrained(source)
+    words = type(config) not in AutoModelForImageTextToText._model_mapping
+    return AutoModelForCausalLM if words else AutoModelForImageTextToText
+
+
+def load_processor(source: str) -> Any:
+    """Load the processor of a model of images, or the tokenizer of one of text alone."""
+    words = auto_class(source) is AutoModelForCausalLM
+    return (AutoTokenizer if words else AutoProcessor).from_pretrained(source)
 
 
 @dataclass(frozen=True)
@@ -84,8 +103,8 @@ class Reference:
         self, base: str, adapters: Mapping[str, Path], dtype: torch.dtype = torch.float32
     ) -> None:
         source = base_folder(base)
-        self.processor: Any = AutoProcessor.from_pretrained(source)
-        model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype)
+        self.processor: Any = load_processor(source)
+        model: Any = auto_class(source).from_pretrained(source, dtype=dtype)
         self.model: Any = model.eval().requires_grad_(False)
         for name, folder in adapters.items():
             if isinstance(self.model, PeftModel):
@@ -108,8 +127,14 @@ class Reference:
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         text = request.text
         if text is None:
+            turns: Any = list(request.messages or ())
+            if not hasattr(self.processor, "image_processor"):
+                turns = [
+                    {**turn, "content": "".join(part["text"] for part in turn["content"])}
+                    for turn in turns
+                ]
             text = self.processor.apply_chat_template(
-                list(request.messages or ()), add_generation_prompt=True
+                turns, add_generation_prompt=True, tokenize=False
             )
         kwargs: dict[str, Any] = {}
         if request.images:
@@ -119,7 +144,7 @@ class Reference:
                 np.stack([np.asarray(frame) for frame in video]) for video in request.videos
             ]
             kwargs["videos_kwargs"] = {"do_sample_frames": False}
-        bos = self.processor.tokenizer.bos_token
+        bos = getattr(self.processor, "tokenizer", self.processor).bos_token
         special = not (bos and text.startswith(bos))
         return self.processor(
             text=[text], return_tensors="pt", add_special_tokens=special, **kwargs
@@ -183,8 +208,8 @@ class Got:
 @lru_cache(maxsize=2)
 def _loaded(base: str, dtype: str) -> tuple[Any, Any]:
     source = base_folder(base)
-    model = AutoModelForImageTextToText.from_pretrained(source, dtype=getattr(torch, dtype))
-    return model, AutoProcessor.from_pretrained(source)
+    model = auto_class(source).from_pretrained(source, dtype=getattr(torch, dtype))
+    return model, load_processor(source)
 
 
 def make_engine(

@@ -6,6 +6,7 @@ enough that every part of a prompt, and every adapter, changes which token comes
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
     InternVLForConditionalGeneration,
     InternVLProcessor,
     InternVLVideoProcessor,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaNextConfig,
@@ -28,15 +30,18 @@ from transformers import (
     LlavaNextImageProcessor,
     LlavaNextProcessor,
     LlavaProcessor,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    Qwen2ForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3ForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLProcessor,
@@ -74,6 +79,10 @@ MISTRAL_TEMPLATE = (
     "{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"
     "{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] }}"
     "{% endfor %}{{ ' [/INST]' }}{% endif %}{% endfor %}"
+)
+WORDS_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # As SmolVLM2 and Idefics3 have it.
 SMOLVLM_TEMPLATE = processing_smolvlm.DEFAULT_CHAT_TEMPLATE
@@ -115,12 +124,17 @@ def _randomize(model: Any, seed: int) -> None:
             else:
                 parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
         # So that the likeliest token is so by far more than fp32 can blur.
-        model.lm_head.weight.mul_(3.0)
+        if model.lm_head.weight is model.get_input_embeddings().weight:
+            # Small beside what layers add, as otherwise each token would be followed by itself.
+            model.lm_head.weight.mul_(0.1)
+            model.get_decoder().norm.weight.mul_(10.0)
+        else:
+            model.lm_head.weight.mul_(3.0)
 
 
 def _save(folder: Path, model: Any, processor: Any, seed: int) -> Path:
     _randomize(model, seed)
-    tokenizer = processor.tokenizer
+    tokenizer = getattr(processor, "tokenizer", processor)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
@@ -233,19 +247,22 @@ def save_qwen2_5_vl(folder: Path, seed: int = 0) -> Path:
 
 
 def save_qwen3_vl(folder: Path, seed: int = 0) -> Path:
-    """Qwen3-VL: images also enter the first layers (DeepStack), frames have times in the text."""
+    """Qwen3-VL: images also enter the first layers (DeepStack), frames have times in the text.
+
+    As in the 2B and 4B, embeddings are tied.
+    """
     tokenizer = _tokenizer(QWEN_TOKENS)
     text = _qwen_text(
         tokenizer, "qwen3_vl_text", {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
     )
     config = Qwen3VLConfig(
-        text_config={**text, "head_dim": HEAD_DIM},
+        text_config={**text, "head_dim": HEAD_DIM, "tie_word_embeddings": True},
         vision_config={
             "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
             "patch_size": PATCH, "out_hidden_size": WIDTH, "num_position_embeddings": 36,
             "deepstack_visual_indexes": [0, 2],
         },
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
         **_qwen_ids(tokenizer),
     )  # fmt: skip
     processor = _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, tokenizer, FRAMED)
@@ -371,6 +388,27 @@ def save_internvl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, InternVLForConditionalGeneration(config), processor, seed)
 
 
+def _save_words(kind: Any, tied: bool, folder: Path, seed: int = 0, **settings: Any) -> Path:
+    """A causal language model and its tokenizer, whose template reads texts and not parts."""
+    tokenizer = _tokenizer(QWEN_TOKENS)
+    tokenizer.chat_template = WORDS_TEMPLATE
+    text = _text(tokenizer, kind.config_class.model_type)
+    config = kind.config_class(**{**text, "tie_word_embeddings": tied, **settings})
+    return _save(folder, kind(config), tokenizer, seed)
+
+
+# As Llama 3.2's, positions beyond a quarter of the context are turned more slowly.
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+}  # fmt: skip
+TEXT_CHECKPOINTS: dict[str, Callable[..., Path]] = {
+    "llama": partial(_save_words, LlamaForCausalLM, True, rope_parameters=LLAMA3_ROPE),
+    "mistral": partial(_save_words, MistralForCausalLM, False, sliding_window=None),
+    "qwen2": partial(_save_words, Qwen2ForCausalLM, True),
+    "qwen3": partial(_save_words, Qwen3ForCausalLM, False, head_dim=32),
+}
+"""Builders of models without images, the first and third with tied embeddings."""
 CHECKPOINTS: dict[str, Callable[..., Path]] = {
     "idefics3": save_idefics3,
     "internvl": save_internvl,

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig
 
+from tests.support.engine_reference import auto_class
 from valora_data.contract.base_model import base_folder, base_hash
 from valora_data.contract.bundle import write_manifest
 from valora_data.contract.heads import write_head
@@ -31,7 +32,8 @@ EVERYTHING = f"{LANGUAGE}|{MLP}|{VISION}|{PROJECTOR}"
 @lru_cache(maxsize=4)
 def load_base(base: str, dtype: torch.dtype | None = None) -> Any:
     """The transformers model, shared: whoever changes it puts it back."""
-    model = AutoModelForImageTextToText.from_pretrained(base_folder(base), dtype=dtype or "auto")
+    source = base_folder(base)
+    model = auto_class(source).from_pretrained(source, dtype=dtype or "auto")
     return model.eval().requires_grad_(False)
 
 

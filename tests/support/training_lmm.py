@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.support.lmm_checkpoints import FRAMES_AS_IMAGES
+from tests.support.engine_reference import auto_class, load_processor
+from tests.support.lmm_checkpoints import FRAMES_AS_IMAGES, TEXT_CHECKPOINTS
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
@@ -50,7 +50,10 @@ def picture(width, height, seed):
 
 
 def questions(family):
-    """One image, several of different sizes, a video."""
+    """One image, several of different sizes, a video; or words where no images are taken."""
+    if family in TEXT_CHECKPOINTS:
+        asked = ("Say it.", "Which one is the larger of both?", "What happens?")
+        return [Example(question, ()) for question in asked]
     frames = tuple(picture(40, 32, 20 + n) for n in range(4))
     return [
         Example("Say it.", (picture(40, 30, 1),)),
@@ -61,8 +64,12 @@ def questions(family):
 
 def whole(folder, example):
     """Model, and inputs of an example by transformers' processor, as a user makes them."""
-    model = AutoModelForImageTextToText.from_pretrained(folder)
-    processor = AutoProcessor.from_pretrained(folder)
+    model = auto_class(str(folder)).from_pretrained(folder)
+    processor = load_processor(str(folder))
+    if not (example.images or example.video):
+        turn = [{"role": "user", "content": example.question}]
+        text = processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        return model, processor(text=[text], return_tensors="pt", add_special_tokens=False)
     kind = "video" if example.video else "image"
     shown = [{"type": kind}] * (1 if example.video else len(example.images))
     turn = [{"role": "user", "content": [{"type": "text", "text": example.question}, *shown]}]

@@ -458,6 +458,8 @@ class Store:
         golden = [one for one in examples if one.get("domain") == name]
         rests = (one.get("rest") for one in golden)
         counts = {1 + len(rest) if isinstance(rest, list) else 1 for rest in rests}
+        if facts.get("media") == "text":
+            counts.clear()
         accuracy = facts.get("accuracy") or {}
         test, required = accuracy.get("test"), facts.get("required")
         teacher = accuracy.get("teacher")

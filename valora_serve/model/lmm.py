@@ -10,7 +10,6 @@ import torch
 
 from valora_data.contract.base_model import BaseModel, load_model
 from valora_data.contract.quantized import BLOCK, check_library, unpack
-from valora_data.errors import BundleError
 from valora_data.models.base import ModelPart
 from valora_kernels.launching import has_dependent_launch
 from valora_serve.catalogue.adapters import ModelTargets
@@ -106,7 +105,6 @@ class Lmm(BaseModel):
         self.mergeable = not (fp8 or packed)
         self.to(device)
         text = self.config.get_text_config()
-        self._refuse_windows(text)
         text._attn_implementation = register_attention()
         self.pixel_shape = self.architecture.pixel_shape(self.config)
         self.layers = int(text.num_hidden_layers)
@@ -207,15 +205,6 @@ class Lmm(BaseModel):
         if quantize is not None and not packed:
             model = unpack(model, dtype)
         return cls(base, model, processor, device, quantize, fp8=fp8, packed=packed)
-
-    def _refuse_windows(self, text: Any) -> None:
-        window = getattr(text, "sliding_window", None)
-        uses = getattr(text, "use_sliding_window", window is not None)
-        if window and uses and window < text.max_position_embeddings:
-            raise BundleError(
-                f"base model {self.base} attends in windows of {window} tokens, which paged "
-                "attention here does not do: use a model with full attention"
-            )
 
     def _check_rounded(self, fp8: bool) -> None:
         """Say how many layers stay as they are; refuse it if all do: nothing could be merged."""

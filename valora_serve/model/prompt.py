@@ -182,6 +182,8 @@ def prepare_prompt(
         RequestError: The request has no prompt or several, or its placeholders do not match its
             images and videos.
     """
+    if request.images or request.videos:
+        model.check_takes_images(RequestError)
     given = [request.messages is not None, request.text is not None,
              request.token_ids is not None]  # fmt: skip
     if sum(given) > 1:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from valora_data.contract import quantized
 from valora_data.contract.base_model import base_folder
 from valora_data.models.base import ModelPart
-from valora_data.models.registry import architecture_of
+from valora_data.models.registry import architecture_of, empty_model, family_of
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import SettingsError
 from valora_serve.parallel.group import Group
@@ -57,12 +57,12 @@ class SplitReader:
         Raises:
             SettingsError: The model cannot be split over the processes.
         """
-        from transformers import AutoConfig, AutoModelForImageTextToText
+        from transformers import AutoConfig
 
         import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
 
         config = AutoConfig.from_pretrained(source)
-        kind: Any = AutoModelForImageTextToText._model_mapping[type(config)]
+        kind: Any = family_of(config.model_type).auto_class()._model_mapping[type(config)]
         device = self.group.device
         reader, rounds = self, self.quantize is not None
 
@@ -222,15 +222,13 @@ def check_split(base: str, size: int) -> None:
         BundleError: There is no such model.
         SettingsError: It cannot be split over so many processes.
     """
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
     import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
 
     source = base_folder(base)
     try:
-        config = AutoConfig.from_pretrained(source)
-        with torch.device("meta"):
-            model: Any = AutoModelForImageTextToText.from_config(config)
+        model = empty_model(AutoConfig.from_pretrained(source))
     except (OSError, ValueError, ImportError):
         return  # loading it says why
     SplitReader(base, Group(0, size, torch.device("meta"))).cut(model)

@@ -101,7 +101,7 @@ def find_jobs(
         The jobs, and the number of answers that there are already.
     """
     of_videos = [model for model in domains if model.media == "video"]
-    of_images = [model for model in domains if model.media != "video"]
+    of_images = [model for model in domains if model.media not in ("video", "text")]
     root = source.parent if source.is_file() else source
     jobs, answered = [], 0
     for path in find_files(source, images=bool(of_images), videos=bool(of_videos)):

@@ -56,12 +56,13 @@ class DomainData:
     ) -> None:
         self.task = task
         task.prepare(pseudo_labelled)
-        mirrored = [task.mirrored(sample) for sample in pseudo_labelled] if mirror else []
+        shown = any(sample.images for sample in pseudo_labelled)
+        mirrored = [task.mirrored(sample) for sample in pseudo_labelled] if mirror and shown else []
         samples = [*pseudo_labelled, *mirrored]
         self.inputs = lmm.encode(
             [task.training_example(sample) for sample in samples], task.whole_prompt
         )
-        if augment is not None and augment.views:
+        if augment is not None and augment.views and shown:
             augmenter = Augmenter(augment, task.geometric, seed)
             views = _views_that_fit(
                 augment, samples[: len(pseudo_labelled)], self.inputs, task.domain.name

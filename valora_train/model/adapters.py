@@ -67,7 +67,8 @@ class Adapters:
         """Refuse LoRA on a vision tower without linear layers, which would change nothing."""
         wanted = "|".join(self._model.architecture.tower_targets)
         paths = (path for path, _ in self._model.model.named_modules())
-        if self._lora.vision_tower and not any(re.fullmatch(wanted, path) for path in paths):
+        found = wanted and any(re.fullmatch(wanted, path) for path in paths)
+        if self._lora.vision_tower and not found:
             raise SettingsError(
                 f"the vision tower of base model {self._model.base} has no linear layers for LoRA: "
                 "set train.lora.vision_tower=false, or use train=photo with model=photo"

@@ -90,7 +90,8 @@ class Lmm(BaseModel):
     @property
     def crops(self) -> bool:
         """Whether the image processor keeps only the middle of an image."""
-        cut = getattr(self.processor.image_processor, "do_center_crop", False)
+        images = getattr(self.processor, "image_processor", None)
+        cut = getattr(images, "do_center_crop", False)
         return bool(cut) and not self.architecture.in_crops
 
     # --- encoding -----------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class Lmm(BaseModel):
         visual tokens do without the tokens behind the last of them (`whole`).
         """
         if examples and not any(example.images or example.video for example in examples):
-            return [self._tail(example) for example in examples]
+            return [self._worded(example) for example in examples]
         found: list[Encoded] = []
         for batch in _batches(examples, self.batch_size):
             if self.fixed_grid is None:
@@ -116,13 +117,18 @@ class Lmm(BaseModel):
             found += self._with_features(part) if self._keep else part
         return found
 
-    def _tail(self, example: Example) -> Encoded:
-        """Encode a question about a context: the tail of its prompt, with the answer."""
-        parts = [{"type": "text", "text": example.question}]
-        ids = torch.tensor(tail_tokens(self, [{"role": "user", "content": parts}]))
-        none = torch.zeros(0, dtype=torch.int64)
+    def _worded(self, example: Example) -> Encoded:
+        """Encode a question without images, or the tail of one about a context, with the answer."""
+        turns = [{"role": "user", "content": [{"type": "text", "text": example.question}]}]
+        made = tail_tokens(self, turns) if example.context else self.tokenize(self.render(turns))
+        ids, none = torch.tensor(made), torch.zeros(0, dtype=torch.int64)
         seen = torch.zeros_like(ids, dtype=torch.bool)
-        item = Encoded(ids, seen, len(ids), (0, 0), (0, 0), none, none)
+        positions = None
+        if self.three_positions and not example.context:
+            positions = torch.arange(len(ids)).expand(3, -1)
+        item = Encoded(
+            ids, seen, len(ids), (0, 0), (0, 0), none, none, positions=positions,
+        )  # fmt: skip
         return self._with_answer(item, example)
 
     def _render(self, question: str, kind: str, count: int, answer: str | None = None) -> str:
@@ -297,6 +303,9 @@ class Lmm(BaseModel):
 
         And the same for each of the first layers to whose outputs features are added.
         """
+        batch = [item for item in batch if bool(item.visual.any())]
+        if not batch:
+            return torch.zeros(0, self.width, dtype=self.dtype, device=self.device), []
         if batch[0].features is not None:
             kept = zip(*((item.features, *item.deep) for item in batch), strict=True)
             features, *deep = (torch.cat(parts).to(self.dtype) for parts in kept)

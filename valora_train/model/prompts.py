@@ -20,8 +20,9 @@ class Example:
     """One question about images, with the answer to learn."""
 
     question: str  # text of the turn; it precedes the images
-    images: tuple[Image, ...]  # or frames of a video, in order; none where it is about a context
+    images: tuple[Image, ...]  # or frames of a video, in order; none where it is about text
     video: bool = False  # whether the images are the frames of one video
+    context: bool = False  # whether it is about a context, which stands before it
     # The text to learn, given the size of the first image as the encoder sees it; None for heads.
     answer: Callable[[Size], str] | None = None
 

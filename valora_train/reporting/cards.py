@@ -61,15 +61,16 @@ def bundle_card(manifest: dict[str, Any]) -> str:
         decisions += ["", "Rejected attempts:", "", *manifest["rejected"]]
     licences = licence_lines(manifest.get("licenses"))
     base, lines, peft = manifest["base"]["id"], "\n".join, "."
+    loader = manifest["base"].get("class", "AutoModelForImageTextToText")
     if adapters:
         tower = "import valora_data.models.lite_tower  # registers its vision tower\n"
         peft = f""", or load an adapter with PEFT:
 
 ```python
 {tower if base in ("photo", "smol") else ""}from peft import PeftModel
-from transformers import AutoModelForImageTextToText
+from transformers import {loader}
 
-base = AutoModelForImageTextToText.from_pretrained(...)  # weights: see bundle.json
+base = {loader}.from_pretrained(...)  # weights: see bundle.json
 model = PeftModel.from_pretrained(base, "{next(iter(adapters.values()))["path"]}")
 ```
 """
@@ -77,7 +78,7 @@ model = PeftModel.from_pretrained(base, "{next(iter(adapters.values()))["path"]}
 ---
 base_model: {base}
 library_name: peft
-tags: [valora, lora, vision]
+tags: [{", ".join(_tags(manifest))}]
 ---
 # {manifest["name"]}, version {manifest["version"]}
 
@@ -123,6 +124,11 @@ domain; where the adapter is null, the base model answers without LoRA.
 """
 
 
+def _tags(manifest: dict[str, Any]) -> list[str]:
+    """What hubs list a bundle by; the class of a base model is named where it takes no images."""
+    return ["valora", "lora", *([] if "class" in manifest["base"] else ["vision"])]
+
+
 def with_metadata(card: str, manifest: dict[str, Any]) -> str:
     """A bundle's README with the metadata of model hubs, evaluation results included."""
     domains = manifest["domains"]
@@ -138,7 +144,7 @@ def with_metadata(card: str, manifest: dict[str, Any]) -> str:
         library_name="peft",
         model_name=manifest["name"],
         pipeline_tag=tasks.pop() if len(tasks) == 1 and "other" not in tasks else None,
-        tags=["valora", "lora", "vision"],
+        tags=_tags(manifest),
         metrics=sorted({result.metric_type for result in results}) or None,
         eval_results=results or None,
     )

@@ -204,4 +204,5 @@ def _piece(lmm: Lmm, document: Document, generator: torch.Generator) -> Encoded:
     start = start if len(ids) > PIECE else 0
     given = lmm.tokenizer.decode(ids[max(0, start - 4) : start]) if start else ""
     text = lmm.tokenizer.decode(ids[start : start + PIECE])
-    return lmm.encode([Example(f"{REPEAT} {given}".strip(), (), answer=lambda _: text)])[0]
+    example = Example(f"{REPEAT} {given}".strip(), (), context=True, answer=lambda _: text)
+    return lmm.encode([example])[0]

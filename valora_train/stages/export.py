@@ -18,7 +18,7 @@ from typing import Any
 from accelerate.utils.memory import clear_device_cache
 
 from valora_data import shards
-from valora_data.contract.base_model import base_hash
+from valora_data.contract.base_model import base_family, base_hash
 from valora_data.contract.bundle import GOLDEN, MANIFEST, Bundle, read_bundle, write_manifest
 from valora_data.errors import BundleError, ValoraError
 from valora_data.schema import Split
@@ -144,6 +144,7 @@ def _manifest(
     contexts = {
         name: facts["context"] for name, facts in result["domains"].items() if "context" in facts
     }
+    family = base_family(settings.model.id)
     return {
         "name": settings.task.name,
         "version": version,
@@ -154,6 +155,7 @@ def _manifest(
             "dtype": settings.model.dtype,
             "coordinates": settings.model.coordinates,
             **({"quantize": settings.model.quantize} if settings.model.quantize else {}),
+            **({} if family.takes_images else {"class": family.auto}),
         },
         "preprocessing": {
             "image": "the base model's image processor, resized to its square without cropping",

@@ -436,6 +436,9 @@ class Fusion:
     ) -> dict[str, Any]:
         """What the bundle says of a domain."""
         item, task = self.inputs[name], self.trainer.task(name)
+        media = "video" if task.video else "images"
+        if not (task.remembers or self.trainer.samples(name, Split.TEST)[0].images):
+            media = "text"
         accuracy = {
             "val": val.accuracy, "val_ci95": list(val.interval),
             "test": test.accuracy, "test_ci95": list(test.interval),
@@ -446,7 +449,7 @@ class Fusion:
         return {
             "task": str(task.domain.task), "metric": task.domain.metric, "accuracy": accuracy,
             "adapter": adapter, "labels": item.settings.labels, "prompt": item.settings.prompt,
-            "media": "video" if task.video else "images",
+            "media": media,
             "head": None if head is None or task.remembers else f"heads/{name}.safetensors",
             **task.metadata(head),
         }  # fmt: skip

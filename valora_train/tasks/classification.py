@@ -176,6 +176,13 @@ class ChoiceTask(HeadTask):
         """A head with initial weights for every pooling that is to be tried."""
         wanted = self.settings.pooling
         poolings = POOLINGS if wanted == "auto" else (wanted,)
+        if not len(first.cells):  # the question alone
+            if wanted not in ("auto", Pooling.LAST):
+                raise DataError(
+                    f"domain {self.domain.name} has no images, which heads.pooling={wanted} reads: "
+                    "set it to auto"
+                )
+            poolings = (str(Pooling.LAST),)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             head = LabelHeadModule(lmm.width, self.domain.labels, self.kind, poolings)

@@ -8,7 +8,7 @@ tokens, its logits and its hidden states (self-study, as in Cartridges and Knowl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from valora_train.metrics.measures import Scores, known, normalized
 from valora_train.model import memory
 from valora_train.model.lmm import Lmm
 from valora_train.model.memory import AnyMemory
-from valora_train.model.prompts import Encoded, HiddenStates
+from valora_train.model.prompts import Encoded, Example, HiddenStates
 from valora_train.settings import ContextSettings
 from valora_train.tasks.language import LanguageTask, Size
 
@@ -68,6 +68,10 @@ class ContextTask(LanguageTask):
         return Scores(np.array(hits, np.float64))
 
     # --- learning -------------------------------------------------------------------------------
+
+    def prompt(self, sample: Sample) -> Example:
+        """The question, which stands behind the memory."""
+        return replace(super().prompt(sample), context=True)
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Remember the document that the samples ask about."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.contract import quantized
 from valora_data.contract.files import expanded
-from valora_data.errors import BundleError
+from valora_data.errors import BundleError, ValoraError
 from valora_data.hashing import hash_files
 from valora_data.models.base import IMAGE, PIXELS, VIDEO, Architecture
-from valora_data.models.registry import ARCHITECTURES, architecture_of
+from valora_data.models.registry import architecture_of, family_of
 from valora_data.wording import first_line
 
 if TYPE_CHECKING:
@@ -53,6 +53,14 @@ def base_folder(base: str) -> str:
     if base.startswith((".", "/", "~")):
         raise BundleError(f"base model folder {base} does not exist: check the path")
     return base
+
+
+def base_family(base: str) -> Architecture:
+    """Return the family of a base model, of which the configuration alone is read."""
+    from transformers import PretrainedConfig
+
+    described, _ = PretrainedConfig.get_config_dict(base_folder(base))
+    return family_of(str(described.get("model_type")), base)
 
 
 def base_hash(base: str) -> str:
@@ -112,7 +120,7 @@ def load_model(
         options: Further arguments of ``from_pretrained``.
 
     Raises:
-        BundleError: There is no such model, it takes no images, or it cannot be rounded.
+        BundleError: There is no such model, it is of no known family, or it cannot be rounded.
     """
     from transformers import PretrainedConfig
 
@@ -121,9 +129,8 @@ def load_model(
     source = base_folder(base)
     try:
         described, _ = PretrainedConfig.get_config_dict(source)
-        kind = str(described.get("model_type"))
         # Imports the package that registers it, which may bring the transformers model along.
-        family = ARCHITECTURES[kind]() if kind in ARCHITECTURES else Architecture()
+        family = family_of(str(described.get("model_type")), base)
         if plain:
             quantized.check_plain(base, described)
         processor = family.load_processor(source)
@@ -132,7 +139,8 @@ def load_model(
         model: Any = (read or family.load_model)(source, dtype=dtype, **options)
     except (OSError, ValueError, ImportError) as error:
         raise BundleError(f"cannot load base model {base}: {first_line(error)}") from error
-    check_image_token(base, model.config, processor)
+    if family.takes_images:
+        check_image_token(base, model.config, processor)
     if quantize is not None:
         quantized.prepare_packed(model)
     return model, processor
@@ -257,10 +265,29 @@ class PlainText:
         return parts
 
 
-class BaseModel:
-    """A frozen LMM with its processor, e.g. of `load_model`.
+def _check_attention(base: str, text: Any) -> None:
+    """Refuse a language model whose tokens' keys and values do not depend on the past alone."""
+    window = getattr(text, "sliding_window", None)
+    uses = getattr(text, "use_sliding_window", window is not None)
+    if window and uses and window < text.max_position_embeddings:
+        raise BundleError(
+            f"base model {base} attends in windows of {window} tokens, which paged attention here "
+            "does not do: use a model with full attention"
+        )
+    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+    if rope in ("dynamic", "longrope"):
+        raise BundleError(
+            f"base model {base} turns positions by the length of the prompt (rope_type {rope}), "
+            "which the requests of a batch would change for each other: use another model, or one "
+            "with a fixed scaling"
+        )
 
-    A `BundleError` says that it is of no known family, see `architecture_of`.
+
+class BaseModel:
+    """A frozen LMM with its processor, or a language model with its tokenizer (`load_model`).
+
+    A `BundleError` says that it is of no known family, see `architecture_of`, or that its attention
+    is not that of a paged cache.
     """
 
     def __init__(self, base: str, model: Any, processor: Any) -> None:
@@ -274,9 +301,12 @@ class BaseModel:
         self.dtype: torch.dtype = model.dtype
         self.config: Any = model.config
         text = self.config.get_text_config()
+        _check_attention(base, text)
+        self.takes_images = family.takes_images
         self.width = int(text.hidden_size)
         self.context_length = int(text.max_position_embeddings)  # of prompt and answer together
-        self.image_token = int(self.config.image_token_id)  # stands for a visual token
+        # Id that stands for a visual token; None where there are none.
+        self.image_token: Any = int(self.config.image_token_id) if self.takes_images else None
         self.video_token = family.video_token(self.config)
         self.three_positions = family.three_positions
         self.fixed_grid = family.fixed_grid(self.config)
@@ -294,6 +324,14 @@ class BaseModel:
         }
         tokens = (self.image_token, self.video_token)
         self.plain = PlainText(self.tokenizer, tokens, self.placeholders.values())
+
+    def check_takes_images(self, error: type[ValoraError] = BundleError) -> None:
+        """Raise an error if it reads nothing but text."""
+        if not self.takes_images:
+            raise error(
+                f"base model {self.base} reads text alone: leave images and videos out, or use a "
+                "LLaVA, SmolVLM, InternVL or Qwen-VL model"
+            )
 
     def to(self, device: torch.device | str) -> None:
         """Move the model to a device."""
@@ -343,6 +381,8 @@ class BaseModel:
         """
         import numpy as np
 
+        if images or videos:
+            self.check_takes_images()
         media: dict[str, Any] = {"images": list(images)} if images else {}
         if videos:
             media["videos"] = [np.stack([np.asarray(frame) for frame in video]) for video in videos]

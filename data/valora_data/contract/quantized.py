@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import BundleError
 from valora_data.models.base import ModelPart
-from valora_data.models.registry import architecture_of
+from valora_data.models.registry import architecture_of, empty_model
 
 if TYPE_CHECKING:
     import torch
@@ -37,13 +37,12 @@ def loading_options(
     `dtype`. A `BundleError` says that library or model cannot do it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText, BitsAndBytesConfig
+    from transformers import AutoConfig, BitsAndBytesConfig
 
     check_library(torch.device(device).type)
     config: Any = AutoConfig.from_pretrained(source)
     check_plain(base, vars(config))
-    with torch.device("meta"):
-        model: Any = AutoModelForImageTextToText.from_config(config)
+    model = empty_model(config)
     rounded, linears = _rounded(base, model), _linears(model)
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,

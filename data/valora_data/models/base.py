@@ -62,9 +62,12 @@ class Architecture:
     A subclass is registered under the ``model_type`` of transformers' configuration, see
     `valora_data.models.registry`; it has no state. `model`, `processor` and `config` are those of
     transformers. The model has the parts that transformers gives LMMs: ``model.model`` with
-    ``get_image_features`` and ``language_model``, and ``model.lm_head``.
+    ``get_image_features`` and ``language_model``, and ``model.lm_head``; or, where it takes no
+    images, those of `valora_data.models.text`.
     """
 
+    takes_images: bool = True
+    auto: str = "AutoModelForImageTextToText"  # the class of transformers that loads the model
     linears: LinearNames = LLAMA
     decoder: str = "language_model"  # the component of a path that is the decoder
     # Last component of the paths of the modules that encode images, tower and projector: adapters
@@ -89,9 +92,13 @@ class Architecture:
 
     def load_model(self, source: str, **options: Any) -> Any:
         """Load the model with these options of transformers' ``from_pretrained``."""
-        from transformers import AutoModelForImageTextToText
+        return self.auto_class().from_pretrained(source, **options)
 
-        return AutoModelForImageTextToText.from_pretrained(source, **options)
+    def auto_class(self) -> Any:
+        """Return transformers' class of the name `auto`."""
+        import transformers
+
+        return getattr(transformers, self.auto)
 
     def render(self, processor: Any, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
         """Write turns of parts as a prompt, up to where an answer begins if `generate`."""

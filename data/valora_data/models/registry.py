@@ -16,20 +16,46 @@ from valora_data.registry import Registry
 
 ARCHITECTURES: Registry[type[Architecture]] = Registry(
     "valora.architectures",
-    "LMM architecture",
+    "architecture",
     {
         "idefics3": "valora_data.models.idefics3:Idefics3",
         "internvl": "valora_data.models.internvl:InternVL",
+        "llama": "valora_data.models.text:TextModel",
         "llava": "valora_data.models.llava:Llava",
         "llava_next": "valora_data.models.llava_next:LlavaNext",
+        "mistral": "valora_data.models.text:TextModel",
+        "qwen2": "valora_data.models.text:TextModel",
         "qwen2_vl": "valora_data.models.qwen_vl:QwenVL",
         "qwen2_5_vl": "valora_data.models.qwen_vl:QwenVL",
+        "qwen3": "valora_data.models.text:TextModel",
         "qwen3_vl": "valora_data.models.qwen_vl:QwenVL",
         "smolvlm": "valora_data.models.idefics3:Idefics3",
     },
     BundleError,
 )
 VISION_MODULES = ("vision_tower", "visual", "multi_modal_projector")
+
+
+def family_of(name: str, base: str = "custom") -> Architecture:
+    """Return the registered family of a ``model_type``, or what loads any model of images.
+
+    A `BundleError` says that transformers loads no such model.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]()
+    if name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return Architecture()
+    raise _unknown(name, base, "it takes no images")
+
+
+def empty_model(config: Any) -> Any:
+    """Build the model of a configuration without weights, on the meta device."""
+    import torch
+
+    with torch.device("meta"):
+        return family_of(config.model_type).auto_class().from_config(config)
 
 
 def architecture_of(model: Any, base: str = "custom") -> Architecture:
@@ -45,7 +71,11 @@ def architecture_of(model: Any, base: str = "custom") -> Architecture:
     unmet = generic.unmet(model)
     if unmet is None:
         return generic
-    raise BundleError(
+    raise _unknown(name, base, unmet)
+
+
+def _unknown(name: str, base: str, unmet: str) -> BundleError:
+    return BundleError(
         f"base model {base} has the architecture {name!r}, which is not one of "
         f"{', '.join(sorted(ARCHITECTURES))}, nor like one of them ({unmet}): choose another base "
         "model, or register the architecture in the entry-point group valora.architectures"

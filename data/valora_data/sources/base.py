@@ -124,6 +124,7 @@ class SourceFormat(ABC):
     task: ClassVar[Task | None] = None  # the most likely one; None if a data set tells
     remote: ClassVar[bool] = False  # whether the path may be a name of what is on the hub
     video: ClassVar[bool] = False  # whether all samples are videos
+    texts: ClassVar[bool] = False  # whether it may hold questions without images
     drawn: ClassVar[bool] = False  # whether samples are drawn, so that none is a copy of another
 
     def supports(self, task: Task) -> bool:

@@ -64,9 +64,7 @@ def question_of(model: ServedModel, words: str | None, *, head: bool) -> tuple[s
     if not words:
         if not prompt or PLACE in prompt:
             hint = f" (its prompt is {shown(prompt)})" if prompt else ""
-            raise RequestError(
-                f"{model.name} answers questions about an image{hint}: send the question as text"
-            )
+            raise RequestError(f"{model.name} answers questions{hint}: send the question as text")
         return prompt, []
     if _takes_words(model):
         return _filled(prompt, words), []
@@ -86,7 +84,9 @@ def check_measured_media(
     if model.head is not None and not head:
         return []
     wrong = None
-    if model.media == "video" and (images or len(videos) != 1):
+    if model.media == "text":
+        wrong = f"{model.name} reads text: leave images and videos out"
+    elif model.media == "video" and (images or len(videos) != 1):
         wrong = f"{model.name} reads one video: send a video, or its frames as such"
     elif model.media == "images" and videos:
         wrong = f"{model.name} reads images, not videos: send images"
@@ -113,8 +113,8 @@ def completion_warnings(model: ServedModel) -> list[str]:
     if model.kind != "domain" or model.form is not None:
         return []
     return [
-        f"{model.name} was measured with its prompt ({shown(model.prompt)}) and images, which text "
-        "completions lack: its accuracy does not hold, ask /v1/chat/completions instead"
+        f"{model.name} was measured with its prompt ({shown(model.prompt)}){_and_images(model)}, "
+        "which text completions lack: its accuracy does not hold, ask /v1/chat/completions instead"
     ]
 
 
@@ -140,10 +140,11 @@ def _about_context(model: ServedModel, messages: Sequence[Message]) -> Asked:
 def _for_head(model: ServedModel, messages: Sequence[Message]) -> Asked:
     """The only turn that a head sees: its prompt, and the newest images."""
     users = [n for n, message in enumerate(messages) if message.role == "user"]
-    newest = next((n for n in reversed(users) if _media(messages[n])), None)
+    read, what = (_text, "text") if model.media == "text" else (_media, "an image or video")
+    newest = next((n for n in reversed(users) if read(messages[n])), None)
     if newest is None:
         raise RequestError(
-            f"{model.name} answers with its {model.head} head, which reads an image or video: "
+            f"{model.name} answers with its {model.head} head, which reads {what}: "
             "send one in a user message, or set valora.head to false to generate"
         )
     spoken = None
@@ -188,7 +189,7 @@ def _for_language_model(model: ServedModel, messages: Sequence[Message], told: b
             turns[spoken] = _with_parts(turns[spoken], [text, *_media(turns[spoken])])
         elif words != (model.prompt or "").strip():
             unmeasured.append("another text")
-    if newest is None:
+    if newest is None and model.media != "text":
         unmeasured.append("no image")
     if told or any(message.role in ("system", "developer") for message in messages):
         unmeasured.append("a system prompt")
@@ -229,9 +230,13 @@ def _ignored(model: ServedModel, what: Sequence[str]) -> str:
 def _unmeasured(model: ServedModel, what: Sequence[str]) -> str:
     listed = ", ".join(dict.fromkeys(what))
     return (
-        f"{model.name} was measured with its prompt ({shown(model.prompt)}) and images alone: its "
-        f"accuracy does not hold with {listed}"
+        f"{model.name} was measured with its prompt ({shown(model.prompt)}){_and_images(model)} "
+        f"alone: its accuracy does not hold with {listed}"
     )
+
+
+def _and_images(model: ServedModel) -> str:
+    return "" if model.media == "text" else " and images"
 
 
 def _text(message: Message) -> str:

@@ -85,7 +85,7 @@ class Example:
     Attributes:
         domain: Its domain.
         threshold: Confidence from which the domain's boxes count.
-        files: Its images or frames, in order; none for a question about a context.
+        files: Its images or frames, in order; none for a question about a context or text.
         video: Whether they are the frames of a video.
         question: Its own question, None for the domain's prompt.
         max_tokens: Most tokens of its answer, None for the default.
@@ -122,8 +122,9 @@ def read_examples(folder: Path) -> list[Example]:
         raise ValueError(f"expected a list of at most {MOST_EXAMPLES} examples")
     examples = []
     for entry in stored:
-        asked = "question" if "image" in entry else "prompt"  # a context has no image
-        names = [entry["image"], *(entry.get("rest") or ())] if asked == "question" else []
+        # Questions about contexts and texts have no image; those of earlier bundles are prompts.
+        asked = "question" if "image" in entry or "question" in entry else "prompt"
+        names = [entry["image"], *(entry.get("rest") or ())] if "image" in entry else []
         question, tokens = entry.get(asked), entry.get("max_tokens")
         if not names and not question:
             raise ValueError("expected an image or a prompt")

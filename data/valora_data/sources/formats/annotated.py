@@ -20,7 +20,7 @@ from PIL.Image import Image
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
 from valora_data.images import EncodedFile, encoded_file
-from valora_data.schema import Answer, Box, Sample, Split
+from valora_data.schema import Answer, Box, Sample, Split, no_image
 from valora_data.sources.base import Source, SourceFormat, Splits
 from valora_data.sources.formats.files import Finder, is_file, read_text, readable
 from valora_data.sources.formats.labelled import ImageReader, Media, ahead, load_image
@@ -49,7 +49,7 @@ Entries = Iterable[tuple[str, Any]]
 class Record:
     """An image, several of one sample, or a video, and what the data set says of it."""
 
-    media: tuple[Media, ...]  # files, or what was read of them
+    media: tuple[Media, ...]  # files, or what was read of them; none for a question alone
     id: str  # of its sample
     entries: Entries | None = None  # its objects; None if the data set says nothing of them
     # what an entry is, or None if it does not count; errors that wrong values raise are faults
@@ -75,6 +75,8 @@ class Record:
 
     def open(self, frames: int) -> list[Image]:
         """The images, or so many frames of the videos."""
+        if not self.media:
+            return [no_image()]
         if not self.video:
             return [load_image(one, self.item) for one in self.media]
         name = self.file_name or self.item
@@ -133,7 +135,7 @@ class AnnotatedFormat(SourceFormat):
             validator.checked(self.records(source, part, reading)),
             lambda item: item[0].open(source.frames),
             lambda item: item[0].media,
-            lambda item: len(item[0].media) * (source.frames if item[0].video else 1),
+            lambda item: max(len(item[0].media), 1) * (source.frames if item[0].video else 1),
         ):
             images: list[Image] = []
             with reading.tolerate(record.file_name or record.item):

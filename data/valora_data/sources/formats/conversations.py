@@ -37,8 +37,11 @@ ROLES = {"user": "human", "assistant": "gpt"}
 class LlavaFormat(AnnotatedFormat):
     """One file of conversations, each question of which is asked about the same images.
 
-    Boxes in `<box>` are on Qwen-VL's grid; those in brackets are in shares of the image.
+    Boxes in `<box>` are on Qwen-VL's grid; those in brackets are in shares of the image. A file
+    without any image holds questions about text, each of which is asked alone.
     """
+
+    texts = True
 
     answers = ANSWERS - {"objects"}
     task = Task.VQA
@@ -52,11 +55,13 @@ class LlavaFormat(AnnotatedFormat):
         """A record for each question with its answer, in the file's order.
 
         The id is the entry's, or its number, followed by `#` and the number of the question where
-        there are several. Entries without an image are left out.
+        there are several. Entries without an image are left out beside others.
         """
         entries = files.load_rows(part, "conversations")
         shown = [entry for entry in entries if not isinstance(entry, dict) or _media_of(entry)]
-        if not any(isinstance(entry, dict) for entry in shown):
+        if source.task.spec.answer != "boxes" and not any(map(_is_object, shown)):
+            shown = entries
+        if not any(map(_is_object, shown)):
             raise DataError(f"{part.name}: no conversation has an image: the data set is empty")
         if len(shown) < len(entries):
             log.info("%s: %d conversations have no image", part.name, len(entries) - len(shown))
@@ -79,10 +84,16 @@ class LlavaFormat(AnnotatedFormat):
                     name = key if len(pairs) == 1 else f"{key}#{number}"
                     record = Record(media, name, item=item, video=video)
                     record.prompt = PLACE.sub(" ", question).strip() or None
+                    if not media and record.prompt is None:
+                        raise ValueError("has neither an image nor a question")
                     place = f"{where}, question {number}"
                     with reading.tolerate(item, place):
                         _answer(record, text.strip(), source.task, place)
                         yield record
+
+
+def _is_object(entry: Any) -> bool:
+    return isinstance(entry, dict)
 
 
 def _media_of(entry: dict[str, Any]) -> list[str]:

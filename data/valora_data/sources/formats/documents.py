@@ -59,6 +59,7 @@ class ContextFormat(SourceFormat):
     """A format of documents."""
 
     task = Task.CONTEXT
+    texts = True
 
     def supports(self, task: Task) -> bool:
         return task is Task.CONTEXT
@@ -126,6 +127,8 @@ class TextsFormat(ContextFormat):
 class AlbumFormat(ContextFormat):
     """A folder of images with `questions.jsonl`: an album."""
 
+    texts = False
+
     def open(self, source: Source) -> Splits:
         folder = Path(source.location)
         images = tuple(sample.image for sample in ImagesFormat().read(source, (folder, "")))
@@ -185,6 +188,7 @@ class LinkedRecordsFormat(RecordsFormat):
 class DrawnAlbumFormat(RecordsFormat):
     """A drawn album; `source.entries` says of how many scenes."""
 
+    texts = False
     wordings = 2
 
     def draw(self, rng: np.random.Generator, entries: int) -> tuple[Document, Facts]:

@@ -36,6 +36,8 @@ class ScenesFormat(SourceFormat):
 class ShardsFormat(SourceFormat):
     """The folder of one split, or a folder with one folder for each split."""
 
+    texts = True
+
     def recognises(self, location: Location) -> bool:
         return any(is_shard(location.path / (split or "")) for split in (None, *Split))
 

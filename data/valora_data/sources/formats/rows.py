@@ -311,10 +311,10 @@ class VideoFolderFormat(ImageFolderFormat):
 class HubFormat(AnnotatedFormat):
     """A data set by its name on the hub, with its configuration after ``:``; or a folder.
 
-    Rows are streamed: only a few are in memory at a time.
+    Rows are streamed: only a few are in memory at a time. Questions need no column of images.
     """
 
-    remote = True
+    remote = texts = True
     reads = SourceFormat.reads  # all files of a folder
 
     def recognises(self, location: Location) -> bool:
@@ -345,7 +345,9 @@ class HubFormat(AnnotatedFormat):
         known = _columns(rows)
         wanted = [columns["image"]] if "image" in columns else NAMES["image"]
         column = next((each for each in wanted if each in known), None)
-        if column is None:
+        questions = [columns["question"]] if "question" in columns else NAMES["question"]
+        alone = source.task.spec.answer == "answers" and any(one in known for one in questions)
+        if column is None and not (alone and "image" not in columns):
             raise DataError(
                 f"{name} has no column {' or '.join(wanted)}, only {', '.join(known)}: name the "
                 "column of the images in source.columns.image"
@@ -359,7 +361,7 @@ class HubFormat(AnnotatedFormat):
             reading.total = before + max(PATIENCE, number + 1)
             item, where = f"row {number}", f"{name}, row {number}"
             with reading.tolerate(item, where):
-                media, video = _media(row.pop(column))
+                media, video = ((), False) if column is None else _media(row.pop(column))
                 key = str(row.get(columns.get("id", "id"), number))
                 key = key if len(splits) == 1 else f"{part}/{key}"
                 found = reader.read(row, where)

@@ -10,26 +10,39 @@ import pytest
 
 from tests.parity.valora_serve.engine.test_engine import Forced
 from tests.parity.valora_serve.engine.test_tensor_parallel import MODES, assert_equal
-from tests.parity.valora_serve.model.test_lmm import TARGETS, requests_of
+from tests.parity.valora_serve.model.test_lmm import FAMILIES, TARGETS, requests_of
 from tests.support.engine_reference import make_engine, run
-from tests.support.lmm_checkpoints import CHECKPOINTS
 from tests.support.serve_helpers import LANGUAGE, make_adapter
 from valora_serve.types import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.mark.parametrize(("family", "how"), [("qwen2_5_vl", "slora"), ("qwen3_vl", "replicate_a")])
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("qwen2_5_vl", "slora"),
+        ("qwen3_vl", "replicate_a"),
+        ("qwen2", "slora"),
+        ("mistral", "replicate_a"),
+    ],
+)
 def test_adapters_on_every_linear_of_other_architectures(
     family: str, how: str, tmp_path: Path
 ) -> None:
-    base = str(CHECKPOINTS[family](tmp_path / family, seed=3))
+    base = str(FAMILIES[family](tmp_path / family, seed=3))
     adapters = {
         "all": make_adapter(
             tmp_path / "all", base, seed=1, rank=3, alpha=6, targets=TARGETS[family], strength=0.3
         ),
         "part": make_adapter(
-            tmp_path / "part", base, seed=2, rank=4, alpha=9, targets=LANGUAGE, strength=0.3
+            tmp_path / "part",
+            base,
+            seed=2,
+            rank=4,
+            alpha=9,
+            targets=rf"{LANGUAGE}|model\.layers.*\.(q|o)_proj",
+            strength=0.3,
         ),
     }
     asked = [

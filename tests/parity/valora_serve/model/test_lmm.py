@@ -6,11 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoTokenizer
 
 from tests.parity.valora_serve.engine.test_engine import Forced
-from tests.support.engine_reference import Reference, ask, assert_empty, make_engine, noise, run
-from tests.support.lmm_checkpoints import APART, CHECKPOINTS, FRAMES_AS_IMAGES
+from tests.support.engine_reference import (
+    Reference,
+    ask,
+    assert_empty,
+    load_processor,
+    make_engine,
+    noise,
+    run,
+)
+from tests.support.lmm_checkpoints import APART, CHECKPOINTS, FRAMES_AS_IMAGES, TEXT_CHECKPOINTS
 from tests.support.serve_helpers import make_adapter
 from valora_serve.errors import RequestError
 from valora_serve.types import Mode, Request, SamplingParams
@@ -34,17 +42,19 @@ TARGETS = {
 }
 """All linear layers that adapters can change."""
 
-TEXT_ONLY = r".*(language|text)_model.*\.(q_proj|k_proj|down_proj)"
+TARGETS |= dict.fromkeys(TEXT_CHECKPOINTS, r".*_proj")
+TEXT_ONLY = r".*(language|text)_model.*\.(q_proj|k_proj|down_proj)|model\.layers.*\.(k|o|up)_proj"
+FAMILIES = CHECKPOINTS | TEXT_CHECKPOINTS
 
 
-@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def base(family: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(CHECKPOINTS[family](tmp_path_factory.mktemp(family), seed=3))
+    return str(FAMILIES[family](tmp_path_factory.mktemp(family), seed=3))
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +91,22 @@ def requests_of(family: str, names: list[str | None]) -> list[Request]:
                 images=[noise(20, 48, 2), noise(64, 24, 3), noise(33, 33, 4)],
             ),
         }
-        if family not in FRAMES_AS_IMAGES:
+        if family in TEXT_CHECKPOINTS:
+            system = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+            long_ago = ask(" ".join(f"Line {n} says {n * n}." for n in range(60)))
+            cases = {
+                "words": cases["words"],
+                "turns": Request("", messages=[system, *ask("Who?"), *ask("Why?")]),
+                "long": Request("", messages=long_ago),  # in several chunks
+                "text": Request("", text="Once upon a time"),
+                "ids": Request("", token_ids=list(range(40, 90, 3))),
+            }
+        elif family not in FRAMES_AS_IMAGES:
             cases["video"] = Request("", messages=ask("What happens?", videos=1), videos=[video])
         if family in APART:
             others = [video[::-1], [noise(50, 30, 40 + n) for n in range(4)]]
             cases["both"] = Request("", messages=ask("Is it?", videos=2), videos=others)
-        elif family not in FRAMES_AS_IMAGES:
+        elif family not in (*FRAMES_AS_IMAGES, *TEXT_CHECKPOINTS):
             cases["both"] = Request(
                 "",
                 messages=ask("Is it the same?", images=1, videos=2),
@@ -94,16 +114,7 @@ def requests_of(family: str, names: list[str | None]) -> list[Request]:
                 videos=[long, video],
             )
         for case, one in cases.items():
-            made.append(
-                Request(
-                    f"{case}-{name}",
-                    model=name,
-                    messages=one.messages,
-                    images=one.images,
-                    videos=one.videos,
-                    sampling=greedy,
-                )
-            )
+            made.append(replace(one, id=f"{case}-{name}", model=name, sampling=greedy))
     return made
 
 
@@ -152,10 +163,15 @@ def test_adapters_on_every_linear_are_merged_and_mixed_as_in_peft(
             assert engine.adapters.load(key)
         told = Forced(lambda _, mode=mode, merged=merged: (mode, merged), engine)  # type: ignore[misc]
         engine.policy = told  # type: ignore[assignment]
-        found = run(engine, asked)
+        scored = [replace(one, sampling=replace(one.sampling, logprobs=0)) for one in asked]
+        found = run(engine, scored)
         assert set(told.modes) == {mode}
         for one in asked:
-            assert found[one.id].tokens == reference(one).tokens, (mode, merged, one.id)
+            got, expected = found[one.id], reference(one)
+            assert got.tokens == expected.tokens, (mode, merged, one.id)
+            wanted = expected.logprobs()[range(len(got.tokens)), got.tokens].tolist()
+            said = [item.chosen.logprob for item in got.logprobs]
+            assert said == pytest.approx(wanted, abs=1e-3), (mode, merged, one.id)
 
 
 def test_preempted_in_the_middle_of_an_answer(
@@ -181,6 +197,12 @@ def test_placeholders_without_what_they_stand_for(family: str, base: str) -> Non
     engine = make_engine(base)
     image = noise(20, 20, 1)
     one = ask("Look at it.", images=1)
+    if family in TEXT_CHECKPOINTS:
+        clip = {"messages": ask("Look at it.", videos=1), "videos": [[image] * 4]}
+        for sent in ({"messages": one, "images": [image]}, {"images": [image]}, clip):
+            with pytest.raises(RequestError, match=f"{family}.* reads text alone: leave images"):
+                engine.prepare(Request("x", **sent))
+        return
     two = ask("Look at it.", images=2)
     none = ask("Look at it.")
     for messages, images, message in (
@@ -207,13 +229,13 @@ def test_placeholders_without_what_they_stand_for(family: str, base: str) -> Non
 def test_special_tokens_in_texts_are_text(base: str) -> None:
     """Also those in two parts, and beside an image; the tokenizers library says what text is."""
     engine = make_engine(base)
-    processor = AutoProcessor.from_pretrained(base)
-    tokenizer, plain = processor.tokenizer, AutoTokenizer.from_pretrained(base)
+    processor = load_processor(base)
+    tokenizer, plain = engine.lmm.tokenizer, AutoTokenizer.from_pretrained(base)
     options = {"add_special_tokens": False, "split_special_tokens": True}
     added = tokenizer.added_tokens_decoder.values()
     words = [token.content for token in added if token.special]
     assert len(words) >= 7
-    around = processor.apply_chat_template(ask("@"), add_generation_prompt=True).split("@")
+    around = engine.lmm.render(ask("@")).split("@")
     blank = " " * around[0].endswith(" ")  # a token with the word behind it
     around[0] = around[0].removesuffix(blank)
     before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in around)
@@ -224,6 +246,8 @@ def test_special_tokens_in_texts_are_text(base: str) -> None:
         content = [{"type": "text", "text": piece} for piece in pieces]
         asked = [{"role": "user", "content": content}]
         assert engine.prepare(Request("x", messages=asked)).prompt.ids == wanted
+        if not engine.lmm.takes_images:
+            continue
         shown = [{"role": "user", "content": [*content, {"type": "image"}]}]
         image = noise(20, 20, 1)
         prompt = engine.prepare(Request("x", messages=shown, images=[image])).prompt

@@ -16,12 +16,12 @@ from transformers import (
 )
 
 from tests.support.engine_reference import add_requests, ask, make_engine, noise
-from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from valora_data.contract import base_model
 from valora_data.contract.base_model import BaseModel, check_image_token, load_model
 from valora_data.errors import BundleError, DataError
 from valora_data.models.registry import GenericSquare
-from valora_serve.errors import ImageError, TooLongError
+from valora_serve.errors import ImageError, RequestError, TooLongError
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.types import Request
 from valora_train.model.lmm import Lmm
@@ -174,3 +174,30 @@ def test_what_is_no_base_model_of_images(random_llava, tmp_path):
         assert "\n" not in str(caught.value)
     with pytest.raises(BundleError, match="has no image token, so it takes no images"):
         check_image_token("words", config, SimpleNamespace(tokenizer=None))
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "said"),
+    [
+        ("mistral", {"sliding_window": 64}, "attends in windows of 64 tokens, which paged"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "in windows of 64 tokens"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+         r"length of the prompt \(rope_type dynamic\)"),
+        ("llama", {"model_type": "gemma2"}, "'gemma2', which is not one of idefics3, internvl, "),
+    ],
+)  # fmt: skip
+def test_language_models_that_would_get_wrong_logits(family, changed, said, tmp_path):
+    base = TEXT_CHECKPOINTS[family](tmp_path)
+    file = base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    with pytest.raises(BundleError, match=said):
+        loaded(base)
+
+
+def test_language_models_without_a_template_complete_texts(tmp_path):
+    base = TEXT_CHECKPOINTS["qwen3"](tmp_path)
+    (base / "chat_template.jinja").unlink()
+    model = loaded(base)
+    assert prepare_prompt(model, Request("x", text="Once upon a time")).ids
+    with pytest.raises(RequestError, match="has no chat template: use the model's instruct"):
+        prepare_prompt(model, Request("x", messages=ask("Who?")))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from valora_data.contract import quantized
 from valora_data.contract.base_model import load_model
 from valora_data.contract.bundle import check_base
@@ -34,9 +34,12 @@ def nearest(weight):
     return (CODES[code] * scales).reshape(weight.shape)
 
 
-@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+FAMILIES = CHECKPOINTS | TEXT_CHECKPOINTS
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def base(request, tmp_path_factory):
-    return CHECKPOINTS[request.param](tmp_path_factory.mktemp(request.param), seed=5)
+    return FAMILIES[request.param](tmp_path_factory.mktemp(request.param), seed=5)
 
 
 def test_the_language_models_layers_are_rounded_and_nothing_else(base):
@@ -46,7 +49,7 @@ def test_the_language_models_layers_are_rounded_and_nothing_else(base):
     rounded = dict(unpack(packed, torch.float32).named_parameters())
     assert rounded.keys() == plain.keys()
     for name, weight in plain.items():
-        inside = re.search(r"\.(language|text)_model\.layers\..*proj\.weight$", name)
+        inside = re.search(r"(\.(language|text)_|^)model\.layers\..*proj\.weight$", name)
         assert kinds[name] == (torch.uint8 if inside else torch.float32), name
         if not inside:
             assert torch.equal(rounded[name], weight), name

@@ -154,7 +154,7 @@ GEMMA = {"model_type": "gemma", **TEXT}
 
 def build(kind, parts):
     config = AutoConfig.for_model(kind, **parts)
-    model = AutoModelForCausalLM if kind == "llama" else AutoModelForImageTextToText
+    model = AutoModelForCausalLM if kind == "gemma2" else AutoModelForImageTextToText
     with torch.device("meta"):
         return model.from_config(config)
 
@@ -176,7 +176,7 @@ def test_the_shape_of_llava_or_qwen_vl_is_enough():
 @pytest.mark.parametrize(
     ("kind", "parts", "reason"),
     [
-        ("llama", TEXT, "it has no image token"),
+        ("gemma2", TEXT, "it has no image token"),
         ("paligemma", {"text_config": GEMMA, "vision_config": SIGLIP}, "attend to those behind"),
         ("llava_onevision", {"text_config": LLAMA, "vision_config": CLIP}, "needs image_sizes"),
     ],
@@ -186,6 +186,6 @@ def test_others_are_refused_with_the_list_of_known_ones(kind, parts, reason):
         architecture_of(build(kind, parts), "some/model")
     message = str(caught.value)
     assert f"base model some/model has the architecture {kind!r}" in message
-    assert "llava_next, qwen2_5_vl, qwen2_vl, qwen3_vl, smolvlm" in message
-    with pytest.raises(BundleError, match="LMM architecture 'kite': choose one of idefics3, "):
+    assert "llava_next, mistral, qwen2, qwen2_5_vl, qwen2_vl, qwen3, qwen3_vl, smolvlm" in message
+    with pytest.raises(BundleError, match="unknown architecture 'kite': choose one of idefics3, "):
         ARCHITECTURES["kite"]

@@ -5,17 +5,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from valora_data.contract.base_model import load_model
 from valora_data.contract.quantized import NF4, is_installed, unpack
 from valora_serve.errors import SettingsError
 from valora_serve.model.split_model import SplitReader, check_split
 from valora_serve.parallel.group import Group
 
+FAMILIES = CHECKPOINTS | TEXT_CHECKPOINTS
 
-@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(CHECKPOINTS[request.param](tmp_path_factory.mktemp(request.param), seed=5))
+    return str(FAMILIES[request.param](tmp_path_factory.mktemp(request.param), seed=5))
 
 
 def read(base: str, rank: int, size: int, quantize: str | None = None) -> tuple[Any, SplitReader]:
@@ -42,7 +44,7 @@ def check(base: str, whole: dict[str, torch.Tensor], size: int, quantize: str | 
                     assert reader.targets.linears[path] == tuple(whole[name].shape)
             assert weight.shape == want.shape, name
             assert torch.equal(weight, want), name
-    layers = [name for name in whole if ".language_model.layers." in name and "proj" in name]
+    layers = [name for name in whole if "model.layers." in name and "proj" in name]
     assert set(layers) <= {*seen, *(name for name in layers if name.endswith("o_proj.bias"))}
     for name, found in seen.items():  # nothing is missing
         row = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.helpers import coloured_squares
-from tests.support.lmm_checkpoints import CHECKPOINTS
+from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 
 
 @pytest.fixture(scope="module")
@@ -11,11 +11,14 @@ def images():
     return [sample.image for sample in coloured_squares(3, seed=7, label="a")]
 
 
-@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+FAMILIES = CHECKPOINTS | TEXT_CHECKPOINTS
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
 def checkpoint(family, tmp_path_factory):
-    return CHECKPOINTS[family](tmp_path_factory.mktemp(family), seed=5)
+    return FAMILIES[family](tmp_path_factory.mktemp(family), seed=5)

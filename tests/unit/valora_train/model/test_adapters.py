@@ -7,6 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.support.lmm_checkpoints import TEXT_CHECKPOINTS
 from tests.support.training_lmm import (
     PROMPTS,
     disturb,
@@ -95,6 +96,10 @@ def test_adapters_on_a_16_bit_base_compute_in_its_precision(family, checkpoint):
 
 def test_vision_and_projector_are_found_in_every_family(family, checkpoint):
     lmm = load(checkpoint, vision_tower=True, projector=True)
+    if family in TEXT_CHECKPOINTS:
+        with pytest.raises(SettingsError, match="has no linear layers for LoRA"):
+            lmm.adapters.add("one", seed=1)
+        return
     lmm.adapters.add("one", seed=1)
     names = set(lmm.adapters.parameters("one"))
     parts = {

@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.support.lmm_checkpoints import TEXT_CHECKPOINTS
 from tests.support.training_lmm import PROMPTS, disturb, load, questions, reference, visual, whole
 from valora_train.model.lmm import Lmm, training_type
 from valora_train.settings import LoraSettings, ModelSettings
@@ -39,7 +40,7 @@ def test_hidden_states_of_every_family_equal_transformers(family, checkpoint):
             out = model(**inputs, output_hidden_states=True).hidden_states[-1][0]
         ids = inputs["input_ids"][0]
         assert batch[row].ids.tolist() == ids.tolist()
-        tokens = (model.config.image_token_id, getattr(model.config, "video_token_id", None))
+        tokens = [getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video")]
         seen = torch.tensor([int(token) in tokens for token in ids]).nonzero()[:, 0]
         cells = batch[row].cells  # all visual tokens, but for the whole image beside its crops
         assert torch.isin(cells, seen).all()
@@ -74,7 +75,8 @@ def test_only_the_answer_is_learnt(family, checkpoint):
         hidden, tokens = lmm.states(lmm.encode(taught)).answer_pairs()
         loss = torch.nn.functional.cross_entropy(lmm.logits(hidden), tokens, reduction="sum")
     expected, end = 0.0, lmm.tokenizer.eos_token_id
-    blank = "" if family in ("internvl", *WHOLE) else " "  # as the chat template writes it
+    whole_words = ("internvl", *WHOLE, *TEXT_CHECKPOINTS)
+    blank = "" if family in whole_words else " "  # as the chat template writes it
     for example, text in zip(questions(family), answers, strict=True):
         model, inputs = whole(checkpoint, example)
         answer = [*lmm.tokenizer(blank + text, add_special_tokens=False)["input_ids"], end]
@@ -122,12 +124,12 @@ class Watch(TorchFunctionMode):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_may_multiply_in_bfloat16(family, checkpoint, checkpointing):
-    found = {}
+    found, vision = {}, family not in TEXT_CHECKPOINTS
     for precision in ("float32", "bfloat16"):
         settings = ModelSettings(
             id=str(checkpoint), precision=precision, gradient_checkpointing=checkpointing
         )
-        lmm = Lmm(settings, LoraSettings(rank=4, vision_tower=True, projector=True))
+        lmm = Lmm(settings, LoraSettings(rank=4, vision_tower=vision, projector=vision))
         lmm.adapters.add("one", seed=2)
         disturb(lmm, "one")
         batch = lmm.encode(questions(family))

@@ -27,7 +27,9 @@ def asked(lmm):
     return {
         name: (
             DOCUMENTS[name],
-            lmm.encode([Example(q, (), answer=lambda _, a=a: a) for q, a in pairs[name]]),
+            lmm.encode(
+                [Example(q, (), context=True, answer=lambda _, a=a: a) for q, a in pairs[name]]
+            ),
         )
         for name in DOCUMENTS
     }

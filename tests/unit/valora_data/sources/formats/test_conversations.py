@@ -46,6 +46,18 @@ def test_conversations_become_questions(tmp_path: Path) -> None:
     assert samples[1].image.tobytes() == Image.open(tmp_path / "a.png").tobytes()
 
 
+@pytest.mark.parametrize("task", [Task.VQA, Task.CLASSIFICATION])
+def test_conversations_without_any_image_are_questions_about_text(
+    tmp_path: Path, task: Task
+) -> None:
+    entries = [talk("Is it fine? The day is mild.", "yes", "Sure?", "no", image=None)]
+    samples = read(tmp_path, entries, task)
+    assert [(s.id, s.prompt, s.answer.choice) for s in samples] == [
+        ("x#0", "Is it fine? The day is mild.", "yes"), ("x#1", "Sure?", "no"),
+    ]  # fmt: skip
+    assert not any(sample.images for sample in samples)
+
+
 CAT = Answer((Box(50, 50, 100, 100, "the cat"),))
 TASKS: list[tuple[Task, str, str, str | None, Answer]] = [
     (Task.CAPTION, "Describe.", "a cat", "Describe.", Answer(captions=("a cat",))),
@@ -83,7 +95,8 @@ FAULTS: dict[str, tuple[Task, dict[str, object]]] = {
     "has 1 image and 2 <image>": (Task.VQA, talk("<image><image>?", "b")),
     "question 0: the answer is empty": (Task.VQA, talk("<image>?", "")),
     "has objects beside its messages": (Task.VQA, talk("<image>?", "b", objects={})),
-    "no conversation has an image": (Task.VQA, {"id": 1, "conversations": []}),
+    "no conversation has an image": (Task.GROUNDING, talk("?", "[0, 0, 1, 1]", image=None)),
+    "has neither an image nor a question": (Task.VQA, talk("", "b", image=None)),
     "1 of 1 image has faults": (Task.VQA, talk("<image>?", "b", image="gone.png")),
     "label 'fox' is not one of cat, dog": (Task.CLASSIFICATION, talk("<image>?", "fox")),
     "'over there' holds no box": (Task.GROUNDING, talk("<image>?", "over there")),

@@ -284,6 +284,18 @@ def test_rows_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         list(stream)
 
 
+def test_a_table_of_questions_without_images(tmp_path: Path) -> None:
+    features = {name: datasets.Value("string") for name in ("question", "answer")}
+    rows = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(3)]
+    table(tmp_path / "set", "train", features, rows)
+    samples = list(read_hub(tmp_path / "set", Task.VQA))
+    assert [(one.images, one.prompt, one.answer.choice) for one in samples] == [
+        ((), "0 + 0?", "0"), ((), "1 + 1?", "2"), ((), "2 + 2?", "4"),
+    ]  # fmt: skip
+    with pytest.raises(DataError, match="has no column image or images"):
+        list(read_hub(tmp_path / "set", Task.CAPTION))
+
+
 def test_tables_of_no_use(table_of_pets: Path) -> None:
     for name, task, labels, columns, message in (
         ("nobody/nothing", Task.VQA, [], {}, "data set nobody/nothing cannot be loaded"),

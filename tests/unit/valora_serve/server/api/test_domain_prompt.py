@@ -27,6 +27,7 @@ ACTION = ServedModel(
 )
 CAPTION = ServedModel("caption", "domain", "b", prompt="describe it.", media="images", images=1)
 PLACE = ServedModel("place", "domain", "b", prompt="locate {}", prompted=True, media="images")
+MOOD = ServedModel("mood", "domain", "b", head="yes_no", prompt="{}", prompted=True, media="text")
 ADAPTER = ServedModel("b/one", "adapter", "b")
 
 IMAGE = {"type": "image_url", "image_url": "data:,1"}
@@ -204,6 +205,20 @@ def test_without_its_head_a_domain_is_asked_like_one_that_writes():
     assert ask(PERSON, turn("system", "x"), turn("user", IMAGE), head=False)[0][1] == MEASURED[0]
 
 
+def test_a_domain_of_text_reads_no_image():
+    asked = turn("user", text("Is it fine?"))
+    assert ask(MOOD, turn("system", "x"), asked)[0] == [("user", "Is it fine?")]
+    written = replace(MOOD, head=None, prompt="How? {}")
+    assert ask(written, asked, head=False) == ([("user", "How? Is it fine?")], [])
+    warning = ask(written, turn("system", "x"), asked, head=False)[1][0]
+    assert "measured with its prompt ('How? {}') alone" in warning
+    assert "and images" not in completion_warnings(written)[0]
+    with pytest.raises(RequestError, match="which reads text: send one"):
+        ask(MOOD, turn("system", "x"))
+    with pytest.raises(RequestError, match=r"mood answers questions .*: send the question as text"):
+        question_of(MOOD, None, head=True)
+
+
 def test_others_than_domains_are_asked_as_they_were():
     turns = [turn("user", IMAGE, text("y"))]
     assert ask(ADAPTER, *turns) == ([("user", "data:,1", "y")], [])
@@ -218,6 +233,7 @@ def test_others_than_domains_are_asked_as_they_were():
         (PERSON, 1, [4], "not videos"), (ACTION, 1, [], "one video"),
         (ACTION, 0, [4, 4], "one video"), (ACTION, 1, [4], "one video"),
         (replace(FACTS, images=2), 1, [], "2 images at a time"),
+        (MOOD, 1, [], "reads text: leave images"), (MOOD, 0, [4], "reads text: leave images"),
     ],
 )  # fmt: skip
 def test_media_that_a_head_was_not_measured_with_are_refused(model, images, videos, said):

@@ -1,0 +1,57 @@
+"""Language models without a vision side: Llama, Mistral, Qwen2 and Qwen3."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from valora_data.errors import BundleError
+from valora_data.models.base import Architecture
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# What chat templates would choose by themselves: Llama 3.2's writes the date of today, which no
+# adapter was trained with, and Qwen3's lets the model think before it answers.
+TEMPLATE = {"date_string": "26 Jul 2024", "enable_thinking": False}
+
+
+class TextModel(Architecture):
+    """A causal language model; another family of this shape needs only its registration.
+
+    The logits must be ``lm_head`` of the decoder's output, and attention must be full and causal.
+    """
+
+    takes_images = False
+    auto = "AutoModelForCausalLM"
+    decoder = "model"
+
+    def load_processor(self, source: str) -> Any:
+        """Load the tokenizer, which is all that prompts need."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(source)
+
+    def render(self, processor: Any, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
+        """Write turns as a prompt; templates of such models read texts, not lists of parts."""
+        if not processor.chat_template:
+            raise BundleError(
+                f"the tokenizer of base model {processor.name_or_path} has no chat template: use "
+                "the model's instruct version, or save the tokenizer with a chat_template; "
+                "/v1/completions needs none"
+            )
+        turns = [{**turn, "content": _text_of(turn["content"])} for turn in messages]
+        return str(
+            processor.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=generate, **TEMPLATE
+            )
+        )
+
+    def language_model(self, model: Any) -> Any:
+        """Return the decoder, beside which there is only the output layer."""
+        return model.model
+
+
+def _text_of(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)

@@ -10,16 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_962,
-    "data/valora_data": 11_555,
+    "valora_train": 11_005,
+    "data/valora_data": 11_710,
     "teachers/valora_teachers": 1_766,
     "kernels/valora_kernels": 5_982,
-    "valora_serve": 38_086,
-    "tests/*/valora_train": 8_492,
-    "tests/*/valora_data": 5_006,
+    "valora_serve": 38_084,
+    "tests/*/valora_train": 8_511,
+    "tests/*/valora_data": 5_065,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_388,
-    "tests/*/valora_serve": 29_662,
+    "tests/*/valora_serve": 29_717,
     "tests/unit/bench": 1_786,
     BENCH: 11_235,
 }

@@ -438,6 +438,12 @@ class Engine:
         Returns:
             By id, each one prepared or why it cannot be answered. Equal prompts are made once.
         """
+        if len(requests) > 1:
+            with self.lmm.images_once():
+                return self._prepare_all(requests)
+        return self._prepare_all(requests)
+
+    def _prepare_all(self, requests: Sequence[Request]) -> dict[str, Prepared | ServeError]:
         prompts: dict[str, Prepared] = {}
         found: dict[str, Prepared | ServeError] = {}
         for request in requests:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,8 +179,9 @@ class _ImageProcessor:
         return getattr(self._image_processor, name)
 
     def __call__(self, images: Sequence[Any], *others: Any, **options: Any) -> Any:
-        function = self._each if self._one_by_one else self._image_processor
-        self.made = function(images, *others, **options)
+        if self.made is None:
+            function = self._each if self._one_by_one else self._image_processor
+            self.made = function(images, *others, **options)
         return copy.copy(self.made)
 
     def _each(self, images: Sequence[Any], *others: Any, **options: Any) -> Any:
@@ -324,6 +326,16 @@ class BaseModel:
         }
         tokens = (self.image_token, self.video_token)
         self.plain = PlainText(self.tokenizer, tokens, self.placeholders.values())
+        self._shared_images: dict[tuple[int, ...], _ImageProcessor] | None = None
+
+    @contextmanager
+    def images_once(self) -> Iterator[None]:
+        """Context in which images that several prompts have are processed once."""
+        self._shared_images = {}
+        try:
+            yield
+        finally:
+            self._shared_images = None
 
     def check_takes_images(self, error: type[ValoraError] = BundleError) -> None:
         """Raise an error if it reads nothing but text."""
@@ -391,9 +403,11 @@ class BaseModel:
         if images and videos and self.image_token == self.video_token:
             raise ValueError("this base model takes images or videos in a prompt, not both")
         many = sum(image.width * image.height for image in images) > MANY_PIXELS
-        if images and (many or family.in_crops):
+        if images and (many or family.in_crops or self._shared_images is not None):
+            known = {} if self._shared_images is None else self._shared_images
+            once = _ImageProcessor(processor.image_processor, many)
             processor = copy.copy(processor)
-            processor.image_processor = _ImageProcessor(processor.image_processor, many)
+            processor.image_processor = known.setdefault(tuple(map(id, images)), once)
         options = {"return_tensors": "pt", "add_special_tokens": self._special(text, special)}
         found = processor(text=[text], **options, **media)
         if images and family.in_crops:

@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 11_005,
-    "data/valora_data": 11_710,
+    "data/valora_data": 11_724,
     "teachers/valora_teachers": 1_766,
     "kernels/valora_kernels": 5_982,
-    "valora_serve": 38_084,
+    "valora_serve": 38_090,
     "tests/*/valora_train": 8_511,
     "tests/*/valora_data": 5_065,
     "tests/*/valora_teachers": 1_366,

@@ -32,6 +32,7 @@ _NAMES = {
     "cost": "CostPolicy",
     "valora": "ValoraPolicy",
     "algorithm1": "Algorithm1Policy",
+    "algorithm1_published": "Algorithm1PublishedPolicy",
     "merge_only": "MergeOnlyPolicy",
     "unmerge_only": "UnmergeOnlyPolicy",
     "dlora": "DLoraPolicy",

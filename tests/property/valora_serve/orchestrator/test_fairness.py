@@ -70,7 +70,9 @@ def test_shares_are_kept_while_all_have_work(name, backlog, same):
         assert len(machine.ended) == len(requests)  # nobody starves
 
 
-@pytest.mark.parametrize("name", [*KEEPS, "dlora", "merge_only", "algorithm1"])
+@pytest.mark.parametrize(
+    "name", [*KEEPS, "dlora", "merge_only", "algorithm1", "algorithm1_published"]
+)
 @examples(10)
 @given(kinds=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=12))
 def test_one_client_alone_gets_what_it_would_get_anyway(name, kinds):

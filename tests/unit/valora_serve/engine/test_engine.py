@@ -230,7 +230,7 @@ def test_requests_that_hold_all_places_and_wait_to_be_read(
     found = run(engine, asked)
     assert [found[one.id].error for one in asked] == [None] * len(asked)
     assert {len(found[one.id].tokens) for one in asked} == {5}
-    if policy != "algorithm1":  # which may wait unmerged
+    if not policy.startswith("algorithm1"):  # which may wait unmerged
         assert engine.merge_state.switches - switches <= 1
     assert_empty(engine)
 

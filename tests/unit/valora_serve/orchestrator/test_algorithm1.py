@@ -1,4 +1,4 @@
-"""Algorithm 1 to the letter: each branch of the listing, worked out by hand."""
+"""Algorithm 1, as printed and as published: each branch, worked out by hand."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,10 +13,10 @@ running = partial(policy_views.running, served=0.99)
 """A request that was computed 10 ms ago."""
 
 
-def decide(run, coming=(), *, most=8, theta=0.5, **more):
+def decide(run, coming=(), *, most=8, theta=0.5, policy="algorithm1", **more):
     found = view(run, coming, **more)
     found = replace(found, limits=replace(found.limits, max_requests=most))
-    return make_policy("algorithm1", COSTS, PolicySettings(theta=theta)).decide(found)
+    return make_policy(policy, COSTS, PolicySettings(theta=theta)).decide(found)
 
 
 def test_merged_while_the_adapter_has_more_than_half_of_the_largest_batch():
@@ -57,3 +57,23 @@ def test_an_adapter_that_is_not_on_the_device_is_not_merged():
     decision = decide([running(20, "a")], coming)
     assert decision.mode is Mode.UNMERGED
     assert "z" in decision.prefetch
+
+
+def published(run, coming, **more):
+    decision = decide(run, coming, policy="algorithm1_published", **more)
+    return decision.mode, decision.merged, {key for key, _ in decision.batch}
+
+
+def test_the_published_scheduler_looks_at_waiting_requests_only():
+    coming = [waiting(i, "ab"[i == 2], arrival=0.9) for i in range(3)]  # two of three are of a
+    run = [running(20 + i, "b") for i in range(4)]
+    going = {one.id for one in run}
+    mode, merged, batch = published(run, coming)
+    assert (mode, merged) == (Mode.MIXTURE, "a")  # running requests go on, that of b waits
+    assert batch == going | {"w0", "w1"}
+    starving = [*coming[:2], waiting(2, "b", arrival=0.0)]
+    assert published(run, starving)[1:] == ("a", going | {"w0", "w1", "w2"})
+    assert published(run, [waiting(i, "a", arrival=0.0) for i in range(3)])[0] is Mode.UNMERGED
+    assert published(run, coming[1:])[0] is Mode.UNMERGED  # one of two is no more than half
+    assert published(run, coming, most=4)[2] == going  # nobody may join: nothing is switched
+    assert published([running(20, "a")], [], merged="a")[:2] == (Mode.MERGED, "a")

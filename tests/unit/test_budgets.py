@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 11_005,
-    "data/valora_data": 11_724,
+    "valora_train": 10_998,
+    "data/valora_data": 11_732,
     "teachers/valora_teachers": 1_766,
     "kernels/valora_kernels": 5_982,
     "valora_serve": 38_134,
-    "tests/*/valora_train": 8_511,
+    "tests/*/valora_train": 8_513,
     "tests/*/valora_data": 5_065,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_388,

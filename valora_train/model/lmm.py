@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -248,16 +248,13 @@ class Lmm(BaseModel):
     def _with_features(self, batch: Sequence[Encoded]) -> list[Encoded]:
         """Replace pixels by features, those that the projector reads if adapters change it."""
         seen: list[Tensor] = []
-        watched = (
-            nullcontext()
-            if self._projector is None
-            else (
-                self._projector.register_forward_pre_hook(
+        with ExitStack() as watched:
+            if self._projector is not None:
+                watched.enter_context(self.adapters.none_active())  # nothing reads their results
+                hook = self._projector.register_forward_pre_hook(
                     lambda _, given: seen.append(given[0].flatten(0, -2))
                 )
-            )
-        )
-        with watched, self.adapters.none_active():  # they would compute what nothing reads
+                watched.callback(hook.remove)
             features, deep = self._visual_features(batch)
         features = torch.cat(seen) if seen else features
         short = features.bfloat16()

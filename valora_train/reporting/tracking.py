@@ -328,11 +328,7 @@ def log_classes(domain: str, facts: Mapping[str, Any]) -> None:
 
 
 def register_bundle(
-    run_id: str,
-    name: str,
-    bundle: Path,
-    tags: Mapping[str, str],
-    figures: Mapping[str, float] | None = None,
+    run_id: str, name: str, bundle: Path, tags: Mapping[str, str], figures: Mapping[str, float]
 ) -> None:
     """Register a bundle, as an artifact of its run, with the alias ``latest-fused``.
 
@@ -344,7 +340,7 @@ def register_bundle(
         if any(known.name == name for known in versions):
             return  # by a process that was killed afterwards
         client.log_artifacts(run_id, str(bundle), "bundle")
-        for key, value in (figures or {}).items():
+        for key, value in figures.items():
             client.log_metric(run_id, key, value)
         with suppress(MlflowException):  # it may be there; other errors come again below
             client.create_registered_model(name, description="VaLoRA bundle: adapters and heads")

@@ -60,7 +60,10 @@ def base_family(base: str) -> Architecture:
     """Return the family of a base model, of which the configuration alone is read."""
     from transformers import PretrainedConfig
 
-    described, _ = PretrainedConfig.get_config_dict(base_folder(base))
+    try:
+        described, _ = PretrainedConfig.get_config_dict(base_folder(base))
+    except (OSError, ValueError) as error:
+        raise BundleError(f"cannot load base model {base}: {error}") from error
     return family_of(str(described.get("model_type")), base)
 
 
@@ -326,7 +329,7 @@ class BaseModel:
         }
         tokens = (self.image_token, self.video_token)
         self.plain = PlainText(self.tokenizer, tokens, self.placeholders.values())
-        self._shared_images: dict[tuple[int, ...], _ImageProcessor] | None = None
+        self._shared_images: dict[Any, tuple[_ImageProcessor, Sequence[Any]]] | None = None
 
     @contextmanager
     def images_once(self) -> Iterator[None]:
@@ -407,7 +410,9 @@ class BaseModel:
             known = {} if self._shared_images is None else self._shared_images
             once = _ImageProcessor(processor.image_processor, many)
             processor = copy.copy(processor)
-            processor.image_processor = known.setdefault(tuple(map(id, images)), once)
+            # Kept images beside it, so that no other image gets the id of one that is gone.
+            key = tuple(map(id, images))
+            processor.image_processor, _ = known.setdefault(key, (once, images))
         options = {"return_tensors": "pt", "add_special_tokens": self._special(text, special)}
         found = processor(text=[text], **options, **media)
         if images and family.in_crops:

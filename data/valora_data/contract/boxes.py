@@ -96,17 +96,15 @@ def read_detections(
     sigmoid(a · logit + b) (Platt scaling). Boxes do not `vote` if `vote_sigma` is None.
     """
     raw = raw.float()
-    logit, several = raw[:, 0], raw.shape[1] > 5
-    if several:
+    logit = raw[:, 0]
+    score, classes = torch.nn.functional.logsigmoid(logit), torch.zeros_like(logit).long()
+    if raw.shape[1] > 5:
         best, classes = raw[:, 5:].log_softmax(-1).max(-1)
-        score = torch.nn.functional.logsigmoid(logit) + best
+        score = score + best
         logit = score - torch.log(-torch.expm1(score.clamp(max=-1e-6)))
     confidence = torch.sigmoid(calibration[0] * logit + calibration[1])
     if not bool((confidence >= min_score).any()):  # of many domains most find nothing in an image
-        return raw.new_zeros(0, 4), confidence[:0], raw.new_zeros(0, dtype=torch.int64)
-    if not several:
-        score = torch.nn.functional.logsigmoid(logit)
-        classes = torch.zeros(len(raw), dtype=torch.int64, device=raw.device)
+        return raw.new_zeros(0, 4), confidence[:0], classes[:0]
     boxes = decode(raw[:, 1:5], grid)
     kept = suppress(boxes, confidence, classes, nms_iou, min_score, most)
     # All cells vote, by scores before calibration, so that a box does not depend on `min_score`.

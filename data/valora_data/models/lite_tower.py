@@ -141,10 +141,11 @@ class LiteTower(PreTrainedModel):  # type: ignore[misc]
             return torch.cat(list(t.map(encode, pixels.split(1))))
 
     def _encode(self, pixels: Tensor) -> Tensor:
-        x, kept = F.relu6(self.stem(pixels)), []
-        for group in self.groups:
+        x, kept = F.relu6(self.stem(pixels)), {}
+        for i, group in enumerate(self.groups):
             x = group(x)
-            kept.append(x)
+            if i in {FINE, FINEST}:  # others are let go: they are large
+                kept[i] = x
         coarse = torch.cat([x, F.pixel_unshuffle(kept[FINE], 2)], 1)
         parts = [scaled(coarse), places(x)]
         if self.config.hidden_size == LiteTowerConfig.hidden_size + FINEST_CHANNELS:

@@ -58,19 +58,23 @@ def folder(shipped: Path = SHIPPED) -> Path:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "valora"
     place = cache / f"smol-{_sha256(shipped / CONNECTOR)[:16]}"
-    if not (place / "config.json").is_file():
+    if not place.is_dir():
         import torch
         from safetensors.torch import load_file
 
         model, processor = joined(*halves())
         merge(model, load_file(shipped / CONNECTOR))
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as new:
+        with tempfile.TemporaryDirectory(dir=cache) as temporary:
+            new = Path(temporary) / "smol"
             model.to(torch.bfloat16).save_pretrained(new)
             processor.save_pretrained(new)
             shutil.copy(shipped / "detection_head.safetensors", new)
-            shutil.rmtree(place, ignore_errors=True)
-            shutil.copytree(new, place)
+            try:
+                new.rename(place)  # whole, or not at all
+            except OSError:
+                if not place.is_dir():  # another process was faster
+                    raise
     return place
 
 

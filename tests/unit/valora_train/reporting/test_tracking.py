@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -196,7 +197,8 @@ def test_a_store_that_cannot_be_used_is_one_sentence(paths, tmp_path, damage, me
         monkeypatch.setattr(MlflowClient, "search_model_versions", fail)
         monkeypatch.setattr(mlflow, "set_experiment", fail)
     bad = PathSettings(work=paths.work, tracking=f"sqlite:///{file}")
-    for use in (lambda: connect(bad, "x"), lambda: tracking.register_bundle("r", "n", file, {})):
+    register = partial(tracking.register_bundle, "r", "n", file, {}, {})
+    for use in (lambda: connect(bad, "x"), register):
         with pytest.raises(TrackingError, match=message) as caught:
             use()
         assert "\n" not in str(caught.value) and str(file) in str(caught.value)
@@ -216,7 +218,7 @@ def test_a_folder_that_moved_finds_its_files(tmp_path, monkeypatch):
         if folder == before:
             with open_run("fusion", {}) as run:
                 mlflow.log_text("told", "note.txt")
-                tracking.register_bundle(run, "own", Path("mlflow.db"), {})
+                tracking.register_bundle(run, "own", Path("mlflow.db"), {}, {})
     assert mlflow.artifacts.load_text(f"runs:/{run}/note.txt") == "told"
     (version,) = MlflowClient().search_model_versions(f"run_id = '{run}'")
     assert Path(version.source).is_relative_to(after)

@@ -39,7 +39,12 @@ SUCCESSORS = {
     r"domains\.[^.\s]+\.source\.annotations(?==)": (
         "write a metadata.jsonl (docs/how-to/own-data.md)"
     ),
-    r"(?:domain(?:@\S+=|/)|\S+\.kind=)fiftyone": "export as COCO or YOLO (docs/how-to/own-data.md)",
+    r"(?:domain(?:@\S+=|/)|\S+\.kind=)(?:fiftyone|cvat|labelstudio|kitti)": (
+        "export as COCO or YOLO, choices as a metadata.jsonl (docs/how-to/own-data.md)"
+    ),
+    r"domain/\w+(?:@\S+)?=(?:surface|sign_count|change|digit_\w+|drawn_album)": (
+        "take another built-in domain (docs/reference/tasks.md), or an album of your own"
+    ),
     # Arguments are sorted: `.` comes before `/`.
     r"hydra\.launcher\.n_jobs=\S+(?=.* hydra/launcher=submitit_local)": (
         "submitit starts all jobs at once, hydra/launcher=joblib as many as n_jobs says"

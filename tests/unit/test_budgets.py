@@ -10,18 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_998,
-    "data/valora_data": 11_732,
+    "valora_train": 11_003,
+    "data/valora_data": 11_069,
     "teachers/valora_teachers": 1_766,
     "kernels/valora_kernels": 5_982,
     "valora_serve": 38_134,
-    "tests/*/valora_train": 8_513,
-    "tests/*/valora_data": 5_065,
+    "tests/*/valora_train": 8_486,
+    "tests/*/valora_data": 4_859,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_388,
     "tests/*/valora_serve": 29_741,
-    "tests/unit/bench": 1_786,
-    BENCH: 11_235,
+    "tests/unit/bench": 1_845,
+    BENCH: 11_502,
 }
 
 

@@ -4,18 +4,16 @@ import re
 
 import numpy as np
 
-from valora_data.sources.generic.scenes import (
-    COLORS,
-    SIZE,
+from tests.bench.base_models.scenes import (
     Scene,
     compose,
     draw_background,
     draw_clutter,
-    draw_sprite,
     draw_sprites,
     finish,
     is_reserved,
 )
+from valora_data.sources.generic.scenes import COLORS, SIZE, draw_sprite
 from valora_data.sources.generic.shapes import SHAPES
 
 DOMAIN_WORDS = frozenset(

@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.bench.base_models.albums import MAX_THINGS as ALBUM_THINGS
+from tests.bench.base_models.albums import AlbumFact, album_facts
 from tests.bench.base_models.clips import domain_words_in, draw_clip
 from tests.bench.base_models.questions import (
     CAPTIONED,
@@ -33,17 +35,8 @@ from tests.bench.base_models.questions import (
     ask_which_image,
     vocabulary,
 )
-from valora_data.sources.documents.albums import MAX_THINGS as ALBUM_THINGS
-from valora_data.sources.documents.albums import AlbumFact, album_facts
-from valora_data.sources.generic.scenes import (
-    COLORS,
-    MAX_THINGS,
-    PATTERNS,
-    SIZE,
-    TRAINING_SEEDS,
-    Scene,
-    draw_scene,
-)
+from tests.bench.base_models.scenes import MAX_THINGS, TRAINING_SEEDS, Scene, draw_scene
+from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE
 from valora_data.sources.generic.shapes import SHAPES
 
 VOCABULARY = 2048

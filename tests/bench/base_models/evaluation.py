@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torchvision.ops import box_iou
 
 import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
+from tests.bench.base_models.albums import draw_album
 from tests.bench.base_models.clips import draw_clip
 from tests.bench.base_models.data import CELLS, PHOTO, SMOL
 from tests.bench.base_models.questions import (
@@ -31,12 +32,12 @@ from tests.bench.base_models.questions import (
     caption_phrases,
     read_boxes,
 )
+from tests.bench.base_models.scenes import MAX_THINGS, Scene, draw_scene
 from valora_data.contract.boxes import decode, suppress
 from valora_data.contract.contexts import system_turn
 from valora_data.models import smol
-from valora_data.sources.documents.albums import draw_album
 from valora_data.sources.documents.records import RECORD_TOKENS, draw_document
-from valora_data.sources.generic.scenes import MAX_THINGS, SIZE, Scene, draw_scene
+from valora_data.sources.generic.scenes import SIZE
 
 GRID = (CELLS, CELLS)
 THRESHOLD_SEEDS, TEST_SEEDS, NOVEL_SEEDS = 10_000_000, 20_000_000, 30_000_000

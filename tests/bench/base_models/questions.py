@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from valora_data.sources.documents.albums import WORDINGS, AlbumFact
-from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE, Scene, Thing, plural
+from tests.bench.base_models.albums import WORDINGS, AlbumFact
+from tests.bench.base_models.scenes import Scene
+from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE, Thing, plural
 from valora_data.sources.generic.shapes import SHAPES
 
 ORDINALS = ("first", "second", "third", "fourth")

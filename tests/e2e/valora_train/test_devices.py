@@ -24,10 +24,10 @@ SHORT = [
 ]  # fmt: skip
 SHELF = [
     "task=shelf", *(f"domains.{name}.source.counts={FEW}" for name in (
-        "digits", "person", "sign_count", "change", "place_reference", "sign_facts",
+        "digits", "person", "coin_count", "ball_path", "place_reference", "sign_facts",
         "weather_caption")),
-    "domains.person.teacher=labels", "domains.sign_count.teacher=labels",
-    "domains.change.teacher=labels", "domains.digits.teacher=labels", *SHORT,
+    "domains.person.teacher=labels", "domains.coin_count.teacher=labels",
+    "domains.ball_path.teacher=labels", "domains.digits.teacher=labels", *SHORT,
 ]  # fmt: skip
 
 
@@ -68,10 +68,10 @@ def test_a_tensor_left_on_the_cpu_is_found():
 
 def test_tasks_are_fused_exported_and_extended(train):
     """With an attempt that is rolled back, and a bundle that is loaded again by the gate."""
-    easy = [f"domains.{name}.required=1e-6" for name in ("person", "sign_count", "change")]
+    easy = [f"domains.{name}.required=1e-6" for name in ("person", "coin_count", "ball_path")]
     everything = [*SHELF, *easy, "fusion=rehearsal", "fusion.margin=0", "fusion.head_only=false",
                   "fusion.of_dedicated=null"]  # fmt: skip
-    out = train(*everything, "task.only=[person,sign_count,change,sign_facts]")
+    out = train(*everything, "task.only=[person,coin_count,ball_path,sign_facts]")
     assert "rolled back" in out
     assert "of 4 domains at their requirement" in out
     out = train(*everything, "task.only=[person,weather_caption]", "fusion.parent=bundles/shelf")

@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from PIL import Image
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Sample, Split, Task, no_image
 from valora_data.sources.base import Location, Source, SourceFormat, Splits
-from valora_data.sources.documents.albums import AlbumFact, draw_album
 from valora_data.sources.documents.records import Fact, Link, draw_document
 from valora_data.sources.formats.files import files_below, read_lines, read_text
 from valora_data.sources.formats.rows import ImagesFormat
-from valora_data.sources.generic.scenes import TRAINING_SEEDS
 from valora_data.wording import plural
 
 TEXTS = frozenset({".txt", ".md", ".markdown", ".rst", ".pdf"})
@@ -43,7 +40,6 @@ MAX_WORDS = 12
 GAP = "___"
 SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n+")
 WORD = re.compile(r"\w+")
-Facts = Sequence[Fact | Link | AlbumFact]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,52 +145,32 @@ class RecordsFormat(ContextFormat):
     """
 
     drawn = True
-    wordings: ClassVar[int] = 3
-    """Wordings that are studied."""
     linked: ClassVar[bool] = False
 
     def open(self, source: Source) -> Splits:
         rng = _rng(source)
-        document, facts = self.draw(rng, source.entries)
+        document = draw_document(rng, source.entries)
+        facts: Sequence[Fact | Link] = document.links() if self.linked else document.facts
         if len(facts) < MIN_FACTS:
             raise DataError(
                 f"domain {source.name} has {plural(len(facts), 'fact')} to ask about, too few to "
                 "decide and to measure with: raise source.entries, or change source.seed"
             )
         studied = [
-            Asked(fact.question(wording), (fact.value,))
-            for wording in range(self.wordings)
-            for fact in facts
+            Asked(fact.question(wording), (fact.value,)) for wording in range(3) for fact in facts
         ]
         held = [facts[number] for number in rng.permutation(len(facts))]
         asked = [Asked(fact.question(-1), (fact.value,)) for fact in held]
         half = len(asked) // 2
         parts = {Split.TRAIN: studied, Split.UNLABELLED: studied}
         parts |= {Split.VAL: asked[:half], Split.TEST: asked[half:]}
-        return _streams(document, parts, source)
-
-    def draw(self, rng: np.random.Generator, entries: int) -> tuple[Document, Facts]:
-        """The document, and what questions are about."""
-        drawn = draw_document(rng, entries)
-        return Document(drawn.text), drawn.links() if self.linked else drawn.facts
+        return _streams(Document(document.text), parts, source)
 
 
 class LinkedRecordsFormat(RecordsFormat):
     """The same documents, with questions that do not name the letter (`records.Link`)."""
 
     linked = True
-
-
-class DrawnAlbumFormat(RecordsFormat):
-    """A drawn album; `source.entries` says of how many scenes."""
-
-    texts = False
-    wordings = 2
-
-    def draw(self, rng: np.random.Generator, entries: int) -> tuple[Document, Facts]:
-        """Scenes that the base model has not been trained on, and facts about single things."""
-        scenes, facts = draw_album(int(rng.integers(TRAINING_SEEDS)), entries)
-        return Document("", tuple(Image.fromarray(scene.pixels) for scene in scenes)), facts
 
 
 def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Splits:

@@ -94,11 +94,12 @@ def _shape(element: Element) -> Shape:
 
     The first pixel is number 1, as the devkit defines it; so it reaches from xmin − 1 to xmax here.
     """
-    sides = [child_text(element, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
+    names = ("xmin", "ymin", "xmax", "ymax")
+    sides = [(element.findtext(f"bndbox/{side}") or "").strip() for side in names]
     x0, y0, x1, y1 = annotated.four_numbers(sides)
     # labelImg counts from 0 at the very edge.
     edges = max(x0 - 1, min(x0, 0)), max(y0 - 1, min(y0, 0)), x1, y1
-    return child_text(element, "name"), edges
+    return (element.findtext("name") or "").strip(), edges
 
 
 def parse_xml(path: Path) -> Element:
@@ -110,8 +111,3 @@ def parse_xml(path: Path) -> Element:
         raise FaultError(FaultKind.FILE_MALFORMED, text) from error
     assert root is not None, "an XML file without a root is a ParseError"
     return root
-
-
-def child_text(element: Element, path: str) -> str:
-    """Text of an element below another one; empty if there is none."""
-    return (element.findtext(path) or "").strip()

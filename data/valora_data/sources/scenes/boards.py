@@ -86,11 +86,6 @@ class Board:
         suitable = [n for n, file in enumerate(PHOTOGRAPHS) if not without or without not in file]
         return cls(photograph_crop(rng, split, SIZE, chosen(rng, suitable)).astype(np.float32))
 
-    @classmethod
-    def slate(cls, rng: Rng) -> Board:
-        """A board of one dark colour, to write on."""
-        return cls(np.zeros((SIZE, SIZE, 3), np.float32) + np.float32(rng.uniform(0, 60, 3)))
-
     def add(self, rng: Rng, layer: Floats, region: Edges = EVERYWHERE) -> Edges | None:
         """Put a thing where it covers no other, its middle in a region (shares of the image)."""
         x0, y0, x1, y1 = extent(layer)

@@ -1,6 +1,6 @@
 """Built-in classification, of pictures and of clips, and counting.
 
-Pictures show things on photographs, weather, and real surfaces; in clips vehicles, people, balls
+Pictures show things on photographs, and weather; in clips vehicles, people, balls
 and cameras move.
 """
 
@@ -33,8 +33,6 @@ from valora_data.sources.scenes.objects import PLANTS, SIGNS, VEHICLES
 from valora_data.sources.scenes.photographs import photograph_crop
 
 VEHICLE_LABELS = (*VEHICLES, "bicycle")
-SURFACES = {"brick": 0, "gravel": 1, "grass": 2, "coins": 4, "tissue": 7, "stars": 8}
-"""Surface to its photograph, by the number in `PHOTOGRAPHS`."""
 
 
 @scene(Task.CLASSIFICATION, "which vehicle is this?", VEHICLE_LABELS)
@@ -77,13 +75,6 @@ def _weather(rng: Rng, split: Split) -> Drawn:
     return Drawn((board.image(rng),), Answer(label=label))
 
 
-@scene(Task.CLASSIFICATION, "which surface is this?", SURFACES)
-def _surface(rng: Rng, split: Split) -> Drawn:
-    label = chosen(rng, list(SURFACES))
-    pixels = photograph_crop(rng, split, photograph=SURFACES[label])
-    return Drawn((Image.fromarray(pixels),), Answer(label=label))
-
-
 MOST = 5
 COUNTS = tuple(str(count) for count in range(MOST + 1))
 METALS = ((214, 172, 60), (190, 192, 196), (184, 110, 62))
@@ -119,7 +110,6 @@ def _count(painter: Callable[[Rng], Floats], without: str, rng: Rng, split: Spli
 for _name, _what, _painter, _without in (
     ("people", "people", lambda rng: fitted(rng, objects.person(rng).layer()), ""),
     ("vehicle", "vehicles", lambda rng: fitted(rng, objects.vehicle(rng).layer()), ""),
-    ("sign", "signs", lambda rng: objects.traffic_sign(rng, size=rng.uniform(20, 30)).layer(), ""),
     ("plant", "plants", _potted_plant, "grass"),
     ("coin", "coins", _coin, "coins"),
 ):
@@ -136,7 +126,6 @@ DRIVES = ("left", "right", "closer", "away", "still")
 ACTIONS = ("walk", "jump", "wave", "crouch", "stand")
 BALL_PATHS = ("roll", "bounce", "rise", "fall", "swing")
 CAMERA_MOVES = ("pan left", "pan right", "zoom in", "zoom out", "still")
-CHANGES = ("appear", "vanish", "grow", "shrink", "recolor")
 
 
 def _clip(rng: Rng, boards: Sequence[Board], label: str) -> Drawn:
@@ -292,34 +281,4 @@ def _camera_motion(rng: Rng, split: Split) -> Drawn:
         window = (left, top, left + side, top + side)
         frame = wide.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=window)
         frames.append(Board(np.asarray(frame, dtype=np.float32)))
-    return _clip(rng, frames, label)
-
-
-@scene(Task.VIDEO, "what does the thing do?", CHANGES)
-def _change(rng: Rng, split: Split) -> Drawn:
-    label = chosen(rng, CHANGES)
-    board = Board.photograph(rng, split)
-    shape = chosen(rng, list(SHAPES))
-    first, second = (str(c) for c in rng.choice(list(COLORS), 2, replace=False))
-    length, state = rng.uniform(28, 42), rng.bit_generator.state
-    layer = thing(rng, shape, first, length)
-    x, y = rng.uniform(30, 66, 2)
-    other = thing(rng, chosen(rng, [s for s in SHAPES if s != shape]), second, 16)
-    board.add(rng, other, (0, 0, 1, 0.2) if y > 48 else (0, 0.8, 1, 1))
-    after = rng.bit_generator.state
-    rng.bit_generator.state = state  # the same specimen in the other colour
-    recoloured = thing(rng, shape, second, length)
-    rng.bit_generator.state = after
-    turn = int(rng.integers(1, FRAMES))
-    frames = []
-    for index, time in enumerate(TIMES):
-        late, shown = index >= turn, layer
-        if label in ("appear", "vanish") and late != (label == "appear"):
-            frames.append(board)
-            continue
-        if label in ("grow", "shrink"):
-            shown = resized(layer, 0.4 + 0.8 * (time if label == "grow" else 1 - time))
-        elif label == "recolor" and late:
-            shown = recoloured
-        frames.append(board.with_middle(shown, x, y))
     return _clip(rng, frames, label)

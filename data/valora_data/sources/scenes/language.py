@@ -13,7 +13,6 @@ from valora_data.sources.generic.shapes import SHAPES
 from valora_data.sources.scenes.boards import Board, Drawn, add_weather, resized, scene
 from valora_data.sources.scenes.drawing import Edges, chosen
 from valora_data.sources.scenes.objects import SIGNS, TARGETS, VEHICLES, traffic_sign
-from valora_data.sources.scenes.photographs import DIGITS, digit_layer
 from valora_data.wording import joined
 
 ANNOTATORS = 10  # answers per question, as in VQA v2
@@ -107,18 +106,6 @@ def _place_content(rng: Rng, split: Split) -> Drawn:
     where = "in the center" if place == "center" else f"at the {place}"
     shapes = [one.shape for one in things.values()]
     return _asked(board, rng, f"what is {where}?", shapes[0], shapes)
-
-
-@scene(Task.VQA, "{}")
-def _digit_facts(rng: Rng, split: Split) -> Drawn:
-    board = Board.slate(rng)
-    layer, digit = digit_layer(rng, split, rng.uniform(56, 88), (235, 235, 228))
-    board.add(rng, layer)
-    if rng.random() < 0.5:
-        return _asked(board, rng, "which digit is this?", digit, DIGITS)
-    limit = int(rng.integers(2, 8))
-    answer = "yes" if int(digit) > limit else "no"
-    return _asked(board, rng, f"is this digit more than {limit}?", answer, ("yes", "no"))
 
 
 @scene(Task.VQA, "{}")
@@ -218,19 +205,6 @@ def _pattern_caption(rng: Rng, split: Split) -> Drawn:
     return _captioned(board, rng, plain, f"there is {plain}", bare)
 
 
-@scene(Task.CAPTION, "read the digits.")
-def _digit_caption(rng: Rng, split: Split) -> Drawn:
-    board, found = Board.slate(rng), []
-    count = int(rng.integers(1, 3))
-    for place in range(count):
-        layer, digit = digit_layer(rng, split, rng.uniform(42, 48), (245, 245, 240))
-        middle = (place + 0.5) / count
-        if board.add(rng, layer, (middle - 0.1, 0.3, middle + 0.1, 0.7)) is not None:
-            found.append(digit)
-    digits = joined(found)
-    return _captioned(board, rng, digits, f"the numbers {digits}", f"{' '.join(found)} in a row")
-
-
 # ---- referring expressions -----------------------------------------------------------------------
 
 HALVES = {
@@ -293,18 +267,3 @@ def _pattern_reference(rng: Rng, split: Split) -> Drawn:
         if marked and plain:
             meant = marked if rng.random() < 0.6 else plain
             return _referred(board, rng, f"{meant.pattern} {shape}", meant.box)
-
-
-@scene(Task.GROUNDING, "locate {}")
-def _digit_reference(rng: Rng, split: Split) -> Drawn:
-    """Two handwritten digits, not the same."""
-    while True:
-        board, found = Board.slate(rng), dict[str, Edges]()
-        for _ in range(2):
-            layer, digit = digit_layer(rng, split, rng.uniform(42, 50), (245, 245, 240))
-            box = None if digit in found else board.add(rng, layer)
-            if box is not None:
-                found[digit] = box
-        if len(found) > 1:
-            digit, box = next(iter(found.items()))
-            return _referred(board, rng, f"number {digit}", box)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Sample, Split
-from valora_data.sources.generic.scenes import SIZE, Floats, Pixels, Rng
+from valora_data.sources.generic.scenes import SIZE, Pixels, Rng
 
 MIN_SIDE = 60
 """Shortest side of a crop in pixels of its photograph: smaller ones are mush when enlarged."""
@@ -110,17 +110,6 @@ def digit_samples(split: Split, count: int, seed: int = 0) -> Iterator[Sample]:
     for place in np.random.default_rng(seed).permutation(places)[:count]:
         image, digit = _digit(place, SIZE)
         yield Sample(f"digits/{place:04d}", image.convert("RGB"), Answer(label=digit))
-
-
-def digit_layer(
-    rng: Rng, split: Split, length: float, colour: tuple[int, int, int]
-) -> tuple[Floats, str]:
-    """A digit of a split as a layer of one colour (see `Pen.layer`), and its name."""
-    places = _places(split)
-    ink, digit = _digit(places[int(rng.integers(len(places)))], max(8, round(length)))
-    cover = np.asarray(ink, dtype=np.float32) / 255
-    sheet = np.broadcast_to(np.array(colour, dtype=np.float32), (*cover.shape, 3))
-    return np.dstack([sheet, cover]), digit
 
 
 def _digit(place: int, side: int) -> tuple[Image.Image, str]:

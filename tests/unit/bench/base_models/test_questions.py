@@ -17,7 +17,8 @@ from tests.bench.base_models.questions import (
     vocabulary,
     write_boxes,
 )
-from valora_data.sources.generic.scenes import PATTERNS, SIZE, draw_scene, plural
+from tests.bench.base_models.scenes import draw_scene
+from valora_data.sources.generic.scenes import PATTERNS, SIZE, plural
 from valora_data.sources.generic.shapes import SHAPES
 
 SCENES = [draw_scene(seed) for seed in range(120)]

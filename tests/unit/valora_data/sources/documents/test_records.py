@@ -5,9 +5,7 @@ from collections import Counter
 import numpy as np
 
 from tests.bench.base_models.clips import domain_words_in
-from tests.bench.base_models.questions import ask_about_album
 from valora_data.contract.base_model import base_folder
-from valora_data.sources.documents.albums import draw_album
 from valora_data.sources.documents.records import (
     RECORD_TOKENS,
     VALUES,
@@ -62,19 +60,3 @@ def test_documents_are_made_of_the_base_models_tokens():
         assert len(tokenizer.encode(fact.value).ids) <= 2
     assert not domain_words_in(document.text)
     assert not any(domain_words_in(word) for words in WORDINGS.values() for word in words)
-
-
-def test_an_album_is_asked_about_things_that_it_shows_once():
-    scenes, facts = draw_album(20_000_000, 8)
-    assert len(scenes) == 8
-    things = [thing for scene in scenes for thing in scene.things]
-    asked = ask_about_album(np.random.default_rng(6), facts, 6)
-    assert len(asked) == min(6, len(facts)) and len({question for _, question in asked}) > 1
-    for fact, question in asked:
-        named = [thing for thing in things if f" {thing.shape} " in question.replace("?", " ")]
-        assert len(named) == 1 and named[0] in scenes[fact.image].things
-        assert fact.value == getattr(named[0], fact.attribute) and fact.box == named[0].box
-    assert len(ask_about_album(np.random.default_rng(6), facts, 10_000)) == len(facts)
-    for fact in facts:
-        assert fact.question(-1).startswith(f"what {fact.attribute}")
-        assert sum(thing.shape == fact.shape for thing in things) == 1

@@ -13,8 +13,7 @@ from tests.support.data_sets import check_no_leak
 from valora_data.errors import DataError
 from valora_data.schema import Domain, Split, Task
 from valora_data.sources.scenes.builtin import SCENES, builtin_domain, builtin_samples
-from valora_data.sources.scenes.classification import FRAMES, SURFACES
-from valora_data.sources.scenes.photographs import PHOTOGRAPHS
+from valora_data.sources.scenes.classification import FRAMES
 
 DRAWN = Path(__file__).parents[4] / "fixtures" / "drawn.npz"  # written by `drawn`
 DOMAINS = [(task, name) for task in Task.all() for name in SCENES.get(task, ())]
@@ -119,12 +118,6 @@ def test_colours_and_places_are_true():
         outside = np.asarray(sample.image, dtype=float)
         redness = (pixels[..., 0] - pixels[..., 1:].max(-1)).mean()
         assert redness > (outside[..., 0] - outside[..., 1:].max(-1)).mean()
-
-
-def test_surfaces_are_those_photographs():
-    files = {"coins": "coins", "tissue": "ihc", "stars": "hubble"}
-    for surface, number in SURFACES.items():
-        assert files.get(surface, surface) in list(PHOTOGRAPHS)[number]
 
 
 def test_unknown_domains_are_named():

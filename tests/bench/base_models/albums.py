@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from valora_data.sources.generic.scenes import Scene, draw_scene
+from tests.bench.base_models.scenes import Scene, draw_scene
 
 MAX_THINGS = 3
 """Most things of a scene in an album."""

@@ -3,16 +3,10 @@
 import numpy as np
 import pytest
 
-from valora_data.sources.generic.scenes import (
-    COLORS,
-    MAX_THINGS,
-    PATTERNS,
-    SIZE,
-    compose,
-    draw_scene,
-    draw_sprite,
-    is_reserved,
-)
+from tests.bench.base_models.albums import draw_album
+from tests.bench.base_models.questions import ask_about_album
+from tests.bench.base_models.scenes import MAX_THINGS, compose, draw_scene, is_reserved
+from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE, draw_sprite
 from valora_data.sources.generic.shapes import SHAPES
 
 
@@ -45,3 +39,19 @@ def test_a_box_is_where_the_thing_changes_the_picture(pattern):
         assert seen[y0:y1, x0:x1].any(1).mean() > 0.85
         seen[max(y0 - 3, 0) : y1 + 3, max(x0 - 3, 0) : x1 + 3] = False
         assert not seen.any(), shape
+
+
+def test_an_album_is_asked_about_things_that_it_shows_once():
+    scenes, facts = draw_album(20_000_000, 8)
+    assert len(scenes) == 8
+    things = [thing for scene in scenes for thing in scene.things]
+    asked = ask_about_album(np.random.default_rng(6), facts, 6)
+    assert len(asked) == min(6, len(facts)) and len({question for _, question in asked}) > 1
+    for fact, question in asked:
+        named = [thing for thing in things if f" {thing.shape} " in question.replace("?", " ")]
+        assert len(named) == 1 and named[0] in scenes[fact.image].things
+        assert fact.value == getattr(named[0], fact.attribute) and fact.box == named[0].box
+    assert len(ask_about_album(np.random.default_rng(6), facts, 10_000)) == len(facts)
+    for fact in facts:
+        assert fact.question(-1).startswith(f"what {fact.attribute}")
+        assert sum(thing.shape == fact.shape for thing in things) == 1

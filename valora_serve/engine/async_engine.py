@@ -92,8 +92,8 @@ class AsyncEngine:
         self._tokenizer = copy.deepcopy(engine.lmm.tokenizer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-        if engine.crew is not None:
-            engine.crew.on_lost = self._lost
+        if engine.workers is not None:
+            engine.workers.on_lost = self._lost
 
     # ------------------------------------------------------------------ the engine's thread
 
@@ -455,7 +455,7 @@ class AsyncEngine:
     @property
     def lost(self) -> str | None:
         """Why the engine's tensor-parallel group cannot go on; None while it can."""
-        return None if self._engine.crew is None else self._engine.crew.lost
+        return None if self._engine.workers is None else self._engine.workers.lost
 
     @property
     def healthy(self) -> bool:

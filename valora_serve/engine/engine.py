@@ -14,8 +14,7 @@ The parts:
 - `merge`: which adapter is merged into the base weights;
 - `launch`: from a decision to a step on the device; `images` encodes what it needs;
 - `answers`: from a step's results to outputs;
-- `crew`, `lockstep`, `follower`: the other processes of a tensor-parallel group, what they are told
-  and what they do;
+- `workers`, `worker`: the other processes of a tensor-parallel group, which do the same;
 - `warm_up`: graphs and kernels that are prepared before and between requests;
 - `profile`: measures the costs that decisions are made with, before there are requests;
 - `tuning`: measures tilings of the kernels on a GPU for which none are shipped.
@@ -41,11 +40,9 @@ from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
 from valora_serve.engine.answers import Answers
 from valora_serve.engine.compress import prepare_compression
-from valora_serve.engine.crew import Crew
 from valora_serve.engine.images import ImageEncoder
 from valora_serve.engine.intake import Intake
 from valora_serve.engine.launch import Launcher
-from valora_serve.engine.lockstep import FollowingRunner, LeadingMemory, LeadingRunner
 from valora_serve.engine.merge import MergeState
 from valora_serve.engine.named import Named
 from valora_serve.engine.requests import Requests
@@ -53,6 +50,7 @@ from valora_serve.engine.sequence import Prepared, SequenceState
 from valora_serve.engine.settings import BY_MATRIX, FP8, LAZY, NF4_PACKED, UNMERGEABLE
 from valora_serve.engine.tuning import make_tuning
 from valora_serve.engine.warm_up import WarmUp
+from valora_serve.engine.workers import Workers
 from valora_serve.errors import (
     CancelledRequestError,
     DeadlineError,
@@ -70,7 +68,7 @@ from valora_serve.model.attention.base import KVCache
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
-from valora_serve.model.split_linears import SplitLinears
+from valora_serve.model.split_runner import SplitRunner
 from valora_serve.model.work import AdapterTable
 from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.orchestrator.decision import StepLimits, View, window
@@ -80,7 +78,7 @@ from valora_serve.parallel.partition import LoraParallel
 from valora_serve.types import EngineStats, Finish, Mode, Output, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from valora_serve.engine.compress import Compression
@@ -105,8 +103,8 @@ class Engine:
         lmm: The base model; loaded as the settings say if None.
         cost_model: Predicts what steps cost; if None, the measured costs of this machine, or an
             estimate if there are none.
-        group: The tensor-parallel group of this process, if it is a follower of one; the
-            leader starts the group itself.
+        group: The tensor-parallel group of this process, if it is a worker of one; rank 0
+            starts the group itself.
 
     Attributes:
         settings: Settings of the engine.
@@ -126,7 +124,7 @@ class Engine:
         runner: Runs steps on the device.
         cost: Cost model that the policy uses.
         policy: Decides every step.
-        crew: The followers of a tensor-parallel group; None on one GPU.
+        workers: The other processes of a tensor-parallel group; None on one GPU, and in a worker.
         start_up: What is prepared before and between requests, and the time that the start takes.
         tuning: Measures the tilings of the GPU; None where some are shipped, and in a
             tensor-parallel group, whose processes must all choose the same ones.
@@ -150,25 +148,22 @@ class Engine:
         if settings.quantize in UNMERGEABLE:
             self._modes = frozenset({Mode.UNMERGED})
         self.start_up = WarmUp(sizing.lora_terms(self._modes), lazy=settings.capture == LAZY)
-        self.crew: Crew | None = None
+        self.workers: Workers | None = None
         if settings.tensor_parallel > 1 and group is None:
             if lmm is not None:
                 raise SettingsError(
                     "tensor_parallel: expected no model, as each process reads its own part"
                 )
-            self.crew = Crew(settings)
-            group = self.crew.group
+            self.workers = Workers(settings)
+            group = self.workers.group
         try:
-            self._open(lmm, cost_model, group)
-            if self.crew is not None:
-                self.crew.wait_ready()
-        except BaseException as error:
-            if self.crew is None:
-                raise
-            explained = self.crew.explain(error)
-            self.crew.close()
-            if explained is not None:
-                raise explained from error
+            with self._explained():
+                self._open(lmm, cost_model, group)
+                if self.workers is not None:
+                    self.workers.lead(self)
+        except BaseException:
+            if self.workers is not None:
+                self.workers.close()
             raise
         terms = sizing.lora_terms(self._modes)
         self.tuning = (
@@ -294,12 +289,12 @@ class Engine:
 
     def _make_memory(self, group: Group | None, *, mergeable: bool) -> UnifiedMemory:
         """Make the memory of pages, of the same number on every GPU."""
-        settings, lmm, crew = self.settings, self.lmm, self.crew
+        settings, lmm = self.settings, self.lmm
         page = PageShape(settings.block_size, lmm.layers, lmm.kv_heads, lmm.head_dim)
         pages = settings.pages or sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable)
         if group is not None:
             pages = group.least(pages)
-        made = (UnifiedMemory if crew is None else partial(LeadingMemory, crew))(
+        return UnifiedMemory(
             pages,
             page,
             [group.spec for group in lmm.linears.groups.values()],
@@ -308,9 +303,6 @@ class Engine:
             dtype=lmm.dtype,
             device=self.device,
         )
-        if isinstance(lmm.linears, SplitLinears):
-            lmm.linears.relay = None if crew is None else crew.tell
-        return made
 
     def _kept_for_adapters(self) -> int:
         """Return the number of pages that hold adapters alone."""
@@ -326,11 +318,7 @@ class Engine:
     def _make_runner(self, group: Group | None) -> ModelRunner:
         """Make the runner: one of a tensor-parallel group also talks with the others."""
         settings, lmm = self.settings, self.lmm
-        make: Callable[..., ModelRunner] = ModelRunner
-        if self.crew is not None:
-            make = partial(LeadingRunner, self.crew)
-        elif group is not None:
-            make = partial(FollowingRunner, group)
+        make = ModelRunner if group is None else partial(SplitRunner, group)
         return make(
             lmm,
             KVCache(self.memory.kv, settings.block_size, lmm.heads),
@@ -527,7 +515,7 @@ class Engine:
             Their last outputs.
         """
         self._flight = None
-        if self.crew is not None and self.crew.lost is not None:
+        if self.workers is not None and self.workers.lost is not None:
             self._answers.pending.clear()  # what a lost process left behind is no answer
         for sequence in self.requests.all():
             self._answers.fail(sequence, StoppedError(reason))
@@ -578,14 +566,11 @@ class Engine:
             StoppedError: A process of the tensor-parallel group has ended.
         """
         with self._explained():
-            found = self._step()
-            if self.crew is not None:
-                self.crew.check()  # what a lost process left behind is no answer
-        return found
+            return self._step()
 
     def _explained(self) -> AbstractContextManager[object]:
         """Context in which the end of a process of the group is told as such."""
-        return contextlib.nullcontext() if self.crew is None else self.crew.explained()
+        return contextlib.nullcontext() if self.workers is None else self.workers.explained()
 
     def _step(self) -> list[Output]:
         self.start_up.beside(self.runner)
@@ -780,14 +765,13 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Stop the followers and reading adapters from their files, and close the trace."""
+        """Stop the workers and reading adapters from their files, and close the trace."""
         if self.tuning is not None:
             self.tuning.close()
-        if self.crew is not None:
-            if self.crew.lost is None:
-                with contextlib.suppress(ServeError):  # a process has ended meanwhile
-                    self.runner.forget_graphs()  # NCCL does not end while graphs hold its calls
-            self.crew.close()
+        if self.workers is not None:
+            with contextlib.suppress(ServeError):  # a process has ended
+                self.runner.forget_graphs()  # NCCL does not end while graphs hold its calls
+            self.workers.close()
         self.adapters.close()
         self.prefixes.close()
         if self._trace_file is not None:

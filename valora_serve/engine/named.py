@@ -201,22 +201,20 @@ class Named:
             if target.context is not None
         }
         return {
-            content: self._pack_prefix(
+            content: self.pack_prefix(
                 contexts[content].name, contexts[content].file, content, memory
             )
             for content, memory in staged.memories.items()
         }
 
-    def _pack_prefix(
+    def pack_prefix(
         self, name: str, file: Path | None, content: str, memory: Memory
     ) -> PackedPrefix:
-        assert file is not None
+        """Lay out the prefix of a context, which was read from a file, in host memory."""
+        del file  # other ranks read it
         keys, values = (memory.tensors[part][:, self._lmm.own_kv_heads]
                         for part in ("keys", "values"))  # fmt: skip
-        with self._memory.packing(file, content) as note:
-            packed = pack_prefix(self._memory, name, content, keys, values)
-            note(packed)
-        return packed
+        return pack_prefix(self._memory, name, content, keys, values)
 
     def register(
         self,
@@ -264,7 +262,7 @@ class Named:
 
         def reload() -> PackedPrefix:
             found, memory = reread_context(context, file, self._store.base_hash(), config)
-            return self._pack_prefix(context.name, file, found, memory)
+            return self.pack_prefix(context.name, file, found, memory)
 
         self._prefixes.add(self.prefix_key(context), packed, reload)
 

@@ -97,9 +97,6 @@ class AdapterMemory(DeviceResidency["PackedAdapter"]):
         assert entry.packed is not None
         self._memory.write(entry.packed, entry.pages, entry.slot)
 
-    def _has_arrived(self, entry: Entry[PackedAdapter]) -> bool:
-        return self._memory.has_arrived(entry.slot)
-
     def _has_slot(self) -> bool:
         return bool(self._free_slots)
 

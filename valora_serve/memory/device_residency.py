@@ -29,7 +29,8 @@ class DeviceResidency(Residency[P]):
         """Copy an entry to its pages, on the current stream."""
         raise NotImplementedError
 
-    def _copy(self, entry: Entry[P]) -> torch.cuda.Event | None:
+    def copy(self, entry: Entry[P]) -> torch.cuda.Event | None:
+        """Copy an entry to its pages; return what is recorded behind the copy on a GPU."""
         if self._stream is None:
             self._write(entry)
             return None

@@ -127,6 +127,3 @@ class PrefixMemory(DeviceResidency[PackedPrefix]):
     def _write(self, entry: Entry[PackedPrefix]) -> None:
         assert entry.packed is not None
         self._memory.write_pages(entry.packed, entry.pages)
-
-    def _has_arrived(self, entry: Entry[PackedPrefix]) -> bool:
-        return self._memory.pages_have_arrived(entry.pages)

@@ -3,7 +3,7 @@
 Adapters (`adapter_memory`) and prefixes of contexts (`prefix_memory`) are packed in host memory and
 copied into pages of the unified memory. When pages are short, those that were not used for longest
 are evicted, of either kind; pinned ones never are. Plain bookkeeping without torch, for one thread:
-engine and simulator drive it, and a kind says how its copies are made (`Residency._copy`).
+engine and simulator drive it, and a kind says how its copies are made (`Residency.copy`).
 """
 
 from __future__ import annotations
@@ -232,13 +232,9 @@ class Residency(Generic[P]):
 
     # ------------------------------------------------------------------ what a kind adds
 
-    def _copy(self, entry: Entry[P]) -> Copy | None:
+    def copy(self, entry: Entry[P]) -> Copy | None:
         """Copy an entry to its pages; return the copy under way, None if it is complete."""
         raise NotImplementedError
-
-    def _has_arrived(self, entry: Entry[P]) -> bool:
-        """Return whether all processes that hold a part of an entry have copied theirs."""
-        return True
 
     def _has_slot(self) -> bool:
         """Return whether one more could be on the device, apart from its pages."""
@@ -415,7 +411,7 @@ class Residency(Generic[P]):
             self.room.keep(entry, self)
             self._place(entry, entry.urgent)
             return
-        if entry.copied is not None and entry.copied.query() and self._has_arrived(entry):
+        if entry.copied is not None and entry.copied.query():
             self._arrived(entry)
 
     def _read(self, entry: Entry[P], reading: Future[P]) -> P:
@@ -448,7 +444,7 @@ class Residency(Generic[P]):
         self._placing(entry)
         self.loading.add(entry.key)
         self.room.loaded(entry)
-        entry.copied = self._copy(entry)
+        entry.copied = self.copy(entry)
         if entry.copied is None:
             self._arrived(entry)
         return True

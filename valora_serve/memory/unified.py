@@ -7,7 +7,6 @@ locate; so an adapter of any rank fits as long as enough pages are free, whereve
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import weakref
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from valora_kernels.weights import LoraWeights
 from valora_serve.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -313,20 +311,6 @@ class UnifiedMemory:
         self._table.copy_(table, non_blocking=True)
         self._tables[:, :, slot] = self._table
 
-    @contextlib.contextmanager
-    def packing(self, source: Path, content: str) -> Iterator[Callable[[object], None]]:
-        """Context in which something is packed from files; other processes pack their part.
-
-        Args:
-            source: Its folder or file.
-            content: Its content hash.
-
-        Returns:
-            A function that must be called with what was packed.
-        """
-        del source, content
-        yield lambda _: None
-
     def write_pages(self, packed: PackedPages, pages: Sequence[int]) -> None:
         """Copy keys and values to the device, on the current stream.
 
@@ -362,24 +346,6 @@ class UnifiedMemory:
         parts = held.view(count, page.layers, 2, page.block_size, page.kv_heads, page.head_dim)
         tokenwise = parts.permute(2, 1, 4, 0, 3, 5).flatten(3, 4)
         return tokenwise[:, :, :, :tokens].contiguous()
-
-    def pages_have_arrived(self, pages: Sequence[int]) -> bool:
-        """Return whether all processes have copied their part of what `write_pages` wrote.
-
-        Args:
-            pages: The pages, as they were written.
-        """
-        del pages
-        return True
-
-    def has_arrived(self, slot: int) -> bool:
-        """Return whether all processes that hold a part of a slot's adapter have copied theirs.
-
-        Args:
-            slot: A slot whose adapter was copied to this process's device.
-        """
-        del slot
-        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from valora_serve.model.linears import Linears
 from valora_serve.model.nf4_linears import make_nf4
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.split_linears import SplitLinears
-from valora_serve.model.split_model import SplitReader, local_heads, split_head
+from valora_serve.model.split_model import SplitReader, split_head
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +139,7 @@ class Lmm(BaseModel):
         self.linears = SplitLinears.split(model, within, group, split.slices, lora, names)
         self._vocabulary = split_head(model, group)
         first = group.rank * self.kv_heads // group.size
-        self.heads, self.kv_heads = local_heads(self.heads, self.kv_heads, group.size)
+        self.heads, self.kv_heads = self.heads // group.size, max(self.kv_heads // group.size, 1)
         self.own_kv_heads = slice(first, first + self.kv_heads)
 
     @property

@@ -1,8 +1,8 @@
 """The processes of a tensor-parallel group, and the tensors that they exchange.
 
 torch.distributed carries them: NCCL between GPUs (small tensors go through memory that they share),
-gloo between processes on a CPU. All processes must call the same methods in the same order; on a
-GPU the calls are enqueued on the current stream, and can be captured in a CUDA graph.
+gloo between processes on a CPU. All ranks must call the same methods in the same order; on a GPU
+the calls are enqueued on the current stream, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,31 +25,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HOST = "127.0.0.1"
-"""Address of the store at which the processes meet: they run on one machine."""
-
 SECONDS = 600.0
 """Seconds for which a process waits for the others in a call before it gives up."""
 
 
 def make_store(size: int, port: int = 0) -> Any:
-    """Return the store at which the processes of a group meet.
-
-    Args:
-        size: Number of processes.
-        port: Port of the leader's store; 0 for the leader, whose store takes a free one (`port`).
-    """
-    leads = port == 0
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        HOST, port, size, is_master=leads, wait_for_workers=False
-    )
+    """Return the store at which processes meet; rank 0 leaves its port open, and others name it."""
+    return dist.TCPStore(HOST, port, size, is_master=not port, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One process's view of its tensor-parallel group.
+    """A rank's view of its tensor-parallel group, whose processes run on one machine.
 
     Attributes:
-        rank: Number of this process; 0 is the leader.
+        rank: Number of this process; 0 has the queue and the policy.
         size: Number of processes.
         device: Device of this process.
         peers: Memory that the GPUs share; None without GPUs, or where they cannot.
@@ -62,17 +52,7 @@ class Group:
 
     @classmethod
     def join(cls, rank: int, size: int, device: torch.device, store: Any) -> Group:
-        """Meet the other processes.
-
-        Args:
-            rank: Number of this process.
-            size: Number of processes.
-            device: Device of this process.
-            store: The leader's store.
-
-        Raises:
-            SettingsError: This process is in a group already.
-        """
+        """Meet the other processes at a store; a process belongs to one group at a time."""
         if dist.is_initialized():
             raise SettingsError(
                 "tensor_parallel: this process belongs to a group of torch.distributed already: "
@@ -83,7 +63,7 @@ class Group:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
-            # torch would end this process without a word if another one were lost; `crew` watches.
+            # torch would end this process without a word if another one were lost.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             "nccl" if cuda else "gloo",
@@ -93,16 +73,10 @@ class Group:
             timeout=datetime.timedelta(seconds=SECONDS),
             device_id=device if cuda else None,
         )
-        peers = PeerMemory.open(rank, size, device) if cuda else None
-        return cls(rank, size, device, peers)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the leader."""
-        return self.rank == 0
+        return cls(rank, size, device, PeerMemory.open(rank, size, device) if cuda else None)
 
     def all_reduce(self, values: Tensor) -> None:
-        """Replace a tensor by the sum over the processes."""
+        """Replace a tensor by the sum over the ranks."""
         if self.peers is not None and self.peers.takes(values):
             self.peers.all_reduce(values)
         else:
@@ -117,7 +91,7 @@ class Group:
         return work.wait
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the tensors of all processes: […] → [size, …]."""
+        """Return the tensors of all ranks: […] → [size, …]."""
         values = values.contiguous()
         if self.peers is not None and (small := self.peers.gather(values)) is not None:
             return small
@@ -126,21 +100,21 @@ class Group:
         return found
 
     def least(self, value: int) -> int:
-        """Return the smallest of the processes' numbers; waits for the device."""
+        """Return the smallest of the ranks' numbers; waits for the device."""
         found = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return int(found)
 
     def broadcast(self, values: Tensor) -> None:
-        """Replace a tensor by the leader's."""
+        """Replace a tensor by that of rank 0."""
         dist.broadcast(values, src=0)
 
     def send(self, values: Tensor, target: int) -> None:
-        """Send a tensor to another process."""
+        """Send a tensor to another rank."""
         dist.send(values.contiguous(), dst=target)
 
     def receive(self, values: Tensor, source: int) -> None:
-        """Fill a tensor with one that another process sends to this one."""
+        """Fill a tensor with one that another rank sends to this one."""
         dist.recv(values, src=source)
 
     def abort(self) -> None:

@@ -1,8 +1,7 @@
-"""Which part of every weight each process of a tensor-parallel group holds; needs no torch.
+"""Which part of every weight each rank of a tensor-parallel group holds; needs no torch.
 
 The base model is split as Megatron-LM does: the layers that read the hidden states (q, k, v, gate,
-up) by their outputs, those that write them (o, down) by their inputs. Their LoRA matrices follow
-S-LoRA §6, or are partly replicated; see `LoraParallel`.
+up) by their outputs, those that write them (o, down) by their inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 LARGEST_GROUP = 64
 """Largest number of GPUs that messages propose."""
-
 SLICE_ALIGNMENT = 8
 """The kernels need widths that are multiples of it."""
 
@@ -43,13 +41,7 @@ class LoraParallel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The part of one linear layer's weight that a process holds.
-
-    Attributes:
-        row: Whether the layer is split by its inputs; otherwise by its outputs.
-        start: First input or output of the part.
-        stop: End of the part.
-    """
+    """The inputs (of a `row` layer) or outputs of a linear layer that a rank holds."""
 
     row: bool
     start: int
@@ -57,20 +49,13 @@ class Slice:
 
     @property
     def width(self) -> int:
-        """Number of inputs or outputs of the part."""
+        """Number of inputs or outputs."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a group of linear layers, which share their input, that a process holds.
-
-    Attributes:
-        rank: Number of the process.
-        size: Number of processes.
-        slices: Part of each layer's weight, in the order of the layers.
-        lora: How the LoRA matrices are split.
-    """
+    """The part of linear layers, which share their input, that a rank holds."""
 
     rank: int
     size: int
@@ -93,47 +78,28 @@ class Share:
         return self.row and self.lora is LoraParallel.SLORA
 
     def rank_rows(self, rank: int) -> int:
-        """Return how many rows of an A of this rank the process has memory for.
-
-        Ranks that the number of processes does not divide are padded with rows of zeros.
-        """
+        """Rows of an A of this rank that there is memory for; it is filled up with zeros."""
         return -(-rank // self.size) if self.splits_ranks else rank
 
     def rank_row(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return which rank rows the process's rows of A are."""
+        """Which rank rows the process's rows of A are: they are dealt out one by one."""
         return row * self.size + self.rank if self.splits_ranks else row
 
     def outputs(self, width: int) -> slice:
-        """Return which of the `width` outputs of a row layer the process expands."""
+        """Which of the `width` outputs of a row layer the process expands."""
         part = width // self.size
         return slice(part * self.rank, part * (self.rank + 1))
 
     def a_slices(self, index: int) -> tuple[slice, slice]:
-        """Return which rows and columns of an A [rank, inputs] the process holds.
-
-        The rank rows are dealt out one by one. So row j of process k is rank row j·size + k,
-        whatever the adapter's rank is.
-
-        Args:
-            index: Index of the layer in its group.
-        """
+        """Rows and columns of the A [rank, inputs] of the layer at `index`."""
         if self.row:
-            part = self.slices[index]
-            return slice(None), slice(part.start, part.stop)
-        if self.splits_ranks:
-            return slice(self.rank, None, self.size), slice(None)
-        return slice(None), slice(None)
+            return slice(None), slice(self.slices[index].start, self.slices[index].stop)
+        return slice(self.rank, None, self.size) if self.splits_ranks else slice(None), slice(None)
 
     def b_slice(self, index: int, width: int) -> slice:
-        """Return which rows of a B [outputs, rank] the process holds.
-
-        Args:
-            index: Index of the layer in its group.
-            width: Outputs of the whole layer.
-        """
+        """Rows of the B [outputs, rank] of the layer at `index`, which has `width` outputs."""
         if not self.row:
-            part = self.slices[index]
-            return slice(part.start, part.stop)
+            return slice(self.slices[index].start, self.slices[index].stop)
         return self.outputs(width) if self.splits_row_outputs else slice(None)
 
 
@@ -148,10 +114,10 @@ def partition(
     base: str,
     names: LinearNames = LLAMA,
 ) -> dict[str, Slice]:
-    """Return the part of every linear layer of a decoder that a process holds.
+    """Return the part of every linear layer of a decoder that a rank holds.
 
     Query heads are dealt out in runs of equal length. If there are fewer heads of keys and values
-    than processes, each one is replicated on the processes whose query heads read it.
+    than ranks, each one is replicated on the ranks whose query heads read it.
 
     Args:
         linears: (outputs, inputs) of every linear layer of the decoder, by path.
@@ -177,8 +143,9 @@ def partition(
         if leaf not in names.kv:
             widths.add(inputs if leaf in names.row else outputs)
     fitting = [
-        count for count in range(1, LARGEST_GROUP + 1) if _fits(count, heads, kv_heads, widths)
-    ]
+        n for n in range(1, LARGEST_GROUP + 1)
+        if not heads % n and not (kv_heads % n and n % kv_heads) and not any(w % n for w in widths)
+    ]  # fmt: skip
     if size not in fitting:
         raise SettingsError(
             f"tensor_parallel: {size} GPUs cannot share base model {base} with {heads} attention "
@@ -189,8 +156,7 @@ def partition(
     for path, (outputs, inputs) in linears.items():
         leaf = path.rpartition(".")[2]
         if leaf in names.kv:
-            count = max(kv_heads // size, 1)
-            first = rank * kv_heads // size
+            first, count = rank * kv_heads // size, max(kv_heads // size, 1)
             found[path] = Slice(False, first * head_dim, (first + count) * head_dim)
         else:
             part = (inputs if leaf in names.row else outputs) // size
@@ -198,29 +164,12 @@ def partition(
     return found
 
 
-def _fits(size: int, heads: int, kv_heads: int, widths: set[int]) -> bool:
-    """Return whether so many processes can share a model equally."""
-    kv = kv_heads % size == 0 or size % kv_heads == 0
-    return heads % size == 0 and kv and all(width % size == 0 for width in widths)
-
-
 def share_of(
-    slices: Sequence[Slice],
-    outputs: Sequence[int],
-    lora: LoraParallel,
-    *,
-    rank: int,
-    size: int,
+    slices: Sequence[Slice], outputs: Sequence[int], lora: LoraParallel, *, rank: int, size: int
 ) -> Share:
-    """Return the share of a group of linear layers.
+    """Return the share of layers of so many `outputs` on this rank.
 
-    Args:
-        slices: Part of each layer's weight.
-        outputs: Outputs of each layer on this process.
-        lora: How their LoRA matrices should be split. The outputs of a row layer that cannot be
-            split into equal, aligned parts stay whole.
-        rank: Number of the process.
-        size: Number of processes.
+    The outputs of a row layer that cannot be split into equal, aligned parts stay whole.
     """
     if slices[0].row and outputs[0] % (size * SLICE_ALIGNMENT):
         lora = LoraParallel.REPLICATE_A

@@ -23,10 +23,8 @@ log = logging.getLogger(__name__)
 
 LIMIT = 1 << 20
 """Most bytes of a tensor; every GPU reads all others' whole, so that NCCL wins with long ones."""
-
 ALIGNMENT = 16
 """Bytes that the kernel reads at once."""
-
 RELEASE_SECONDS = 2.0
 """Seconds for which kernels that wait for an ended process are let go; a step has a few hundred."""
 
@@ -36,13 +34,9 @@ class PeerMemory:
     """Memory of this GPU that the other GPUs of a group can read, and theirs.
 
     Attributes:
-        name: Name of the group of torch.distributed.
-        rank: Number of this process.
-        size: Number of processes.
         buffers: Memory of this GPU by data type: [elements].
-        beside: The same for sums on another stream, which need memory and signals of their own.
+        beside: The same for sums on `stream`, which need memory and signals of their own.
         handles: All of it, of all GPUs.
-        stream: The other stream; None without a GPU.
     """
 
     name: str
@@ -59,20 +53,14 @@ class PeerMemory:
 
     @classmethod
     def open(cls, rank: int, size: int, device: torch.device) -> PeerMemory | None:
-        """Share memory with the other processes, which must call this, too.
-
-        Args:
-            rank: Number of this process.
-            size: Number of processes.
-            device: Device of this process.
+        """Share memory with the other ranks, which must call this, too.
 
         Returns:
-            The memory; None where a GPU cannot read the others' memory, or for the second group of
-            a process.
+            None where a GPU cannot read the others' memory, or for the second group of a process.
         """
-        others = [number for number in range(size) if number != rank]
         first = (device.index or 0) - rank
-        reads = all(torch.cuda.can_device_access_peer(device, first + other) for other in others)
+        others = [first + number for number in range(size) if number != rank]
+        reads = all(torch.cuda.can_device_access_peer(device, other) for other in others)
         agreed = torch.tensor([int(reads and not cls.opened)], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         if not int(agreed):
@@ -107,7 +95,7 @@ class PeerMemory:
         )
 
     def all_reduce(self, values: Tensor) -> None:
-        """Replace a tensor by the sum over the processes."""
+        """Replace a tensor by the sum over the ranks."""
         self._sum(self.buffers, values)
 
     def start_all_reduce(self, values: Tensor) -> Callable[[], object]:
@@ -124,7 +112,7 @@ class PeerMemory:
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(buffer, values, "sum", self.name, values)
 
     def gather(self, values: Tensor) -> Tensor | None:
-        """Return the tensors of all processes, […] → [size, …]; None if they are too long."""
+        """Return the tensors of all ranks, […] → [size, …]; None if they are too long."""
         if values.numel() * values.dtype.itemsize * self.size > LIMIT or not self.takes(values):
             return None
         found = values.new_zeros((self.size, *values.shape))
@@ -151,14 +139,10 @@ class PeerMemory:
 def signal_all(pads: Sequence[Tensor], rank: int) -> None:
     """Write the signals that a process waits for, as if the others had come to every sum.
 
-    In the pad of a process, entry `block * size + sender` says that the sender has come. A kernel
-    waits until its own entry of every pad is 0 and sets it to 1, then waits until all entries of
-    its process's pad are 1 and sets them to 0. Its entry in the pad of its own process is between
-    0 and 1 by its own doing: written here, it would wait for that forever.
-
-    Args:
-        pads: Signals to each process, [entries] int32.
-        rank: Number of this process.
+    In the pad of a process ([entries] int32), entry `block * size + sender` says that the sender
+    has come. A kernel waits until its own entry of every pad is 0 and sets it to 1, then waits
+    until all entries of its process's pad are 1 and sets them to 0. Its entry in the pad of its own
+    process is between 0 and 1 by its own doing: written here, it would wait for that forever.
     """
     size = len(pads)
     for receiver, pad in enumerate(pads):

@@ -198,7 +198,7 @@ class _Adapters(Residency[_Adapter]):
     def _has_slot(self) -> bool:
         return len(self.resident) + len(self.loading) < self._machine.settings.slots
 
-    def _copy(self, entry: Entry[_Adapter]) -> _Load:
+    def copy(self, entry: Entry[_Adapter]) -> _Load:
         assert entry.packed is not None
         start = max(self._machine.now, self._free)
         self._free = start + self._machine.cost.load(entry.packed.rank)

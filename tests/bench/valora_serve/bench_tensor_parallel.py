@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests.bench.valora_serve.bench_follower import NCCL, SILENT, change
+from tests.bench.valora_serve.bench_worker import NCCL, SILENT, change
 from tests.bench.valora_serve.serve_models import ATTENTION
 from tests.bench.valora_serve.split_models import save_adapters, save_base
-from valora_serve.engine.crew import Crew
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import _shape
 from valora_serve.engine.settings import EngineSettings
+from valora_serve.engine.workers import Workers
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ WAYS = {
     "replicate_a": ("{} GPUs, replicate_a", "replicate_a", ""),
 }
 """Label, `lora_parallel` and variable of the environment of what is measured."""
-FOLLOWER = "tests.bench.valora_serve.bench_follower"
+WORKER = "tests.bench.valora_serve.bench_worker"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,7 +78,7 @@ def measure(given: argparse.Namespace) -> None:
     """Measure one engine, and print the result as JSON."""
     folder, gpus, way = Path(given.one[0]), int(given.one[1]), given.one[2]
     change()
-    Crew.module = FOLLOWER
+    Workers.module = WORKER
     engine = Engine(settings_of(given, folder, gpus, way))
     try:
         for place in sorted(folder.glob("adapter-*")):
@@ -97,8 +97,8 @@ def measure(given: argparse.Namespace) -> None:
                     if given.kernels:
                         print_kernels(engine, works, f"{rows} rows, {distinct} adapters")
         if gpus > 1:
-            assert engine.crew is not None
-            found["memory is shared"] = engine.crew.group.peers is not None
+            assert engine.workers is not None
+            found["memory is shared"] = engine.workers.group.peers is not None
         print(json.dumps(found))
     finally:
         engine.close()

@@ -14,11 +14,11 @@ from tests.e2e.valora_serve.serving import Process
 pytestmark = pytest.mark.slow
 
 
-def followers(pid):
-    """Process ids of a server's followers."""
+def workers(pid):
+    """Process ids of a server's workers."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     lines = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in children}
-    return [child for child, line in lines.items() if "valora_serve.engine.follower" in line]
+    return [child for child, line in lines.items() if "valora_serve.engine.worker" in line]
 
 
 def test_a_server_whose_process_is_killed_answers_and_exits(tmp_path):
@@ -39,8 +39,8 @@ def test_a_server_whose_process_is_killed_answers_and_exits(tmp_path):
         asking = threading.Thread(target=ask)
         asking.start()
         time.sleep(1.0)
-        (follower,) = followers(server.process.pid)
-        os.kill(follower, signal.SIGKILL)
+        (worker,) = workers(server.process.pid)
+        os.kill(worker, signal.SIGKILL)
         asking.join(30)
         assert late["answer"].status_code >= 500
         assert "was killed by SIGKILL: restart the server" in late["answer"].text

@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
     return place
 
 
-def make(folder, size, way="auto"):
+def make(folder, size, way="replicate_a"):
     engine = Engine(
         EngineSettings(
             base=str(folder / "base"), device="cuda", tensor_parallel=size, lora_parallel=way,
@@ -118,7 +118,7 @@ def test_a_killed_process_ends_the_engine_with_one_message(folder):
         engine.add(engine.prepare(Request("r", token_ids=[5, 6, 7], sampling=params)))
         for _ in range(5):
             engine.step()
-        os.kill(engine.crew._followers[0].process.pid, signal.SIGKILL)
+        os.kill(engine.workers.processes[0].pid, signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(StoppedError, match="was killed by SIGKILL: restart the server"):
             while engine.busy:

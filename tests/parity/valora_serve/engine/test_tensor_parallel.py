@@ -318,14 +318,14 @@ def test_a_killed_process_ends_requests_with_one_message(
 ) -> None:
     """Runs last, as the engine is lost."""
     engine = pair[1]
-    assert engine.crew is not None
-    follower = engine.crew._followers[0].process
+    assert engine.workers is not None
+    worker = engine.workers.processes[0]
     asked = [question(f"r{number}", "mlp", tokens=400) for number in range(4)]
     add_requests(engine, *asked)
     found: dict[str, Got] = {}
     for _ in range(5):
         collect(engine.step(), found)
-    os.kill(follower.pid, signal.SIGKILL)
+    os.kill(worker.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(StoppedError, match=r"^process 1 of .* was killed by SIGKILL: restart the"):
         finish(engine, found, steps=1000)

@@ -1,4 +1,4 @@
-"""Follower of `bench_tensor_parallel`, which may leave LoRA's own collectives out.
+"""Worker of `bench_tensor_parallel`, which may leave LoRA's own collectives out.
 
 Without collectives the results are wrong and the times those
 of everything else, as in S-LoRA's Figure 8.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from valora_serve.engine import follower
+from valora_serve.engine import worker
 from valora_serve.parallel.group import Group
 from valora_serve.parallel.peer_memory import PeerMemory
 
@@ -34,6 +34,6 @@ def change() -> None:
 
 if __name__ == "__main__":
     change()
-    code = follower.main(sys.argv[1:])
+    code = worker.main(sys.argv[1:])
     sys.stderr.flush()
     os._exit(code)

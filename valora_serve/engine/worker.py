@@ -1,0 +1,148 @@
+"""A worker of a tensor-parallel group: the process of a rank above 0, which `workers` starts.
+
+It calls of its engine what rank 0 calls, and ends when it is told to, or with rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from valora_data.contract.base_model import file_hash
+from valora_data.contract.contexts import FILE_BYTES
+from valora_data.contract.files import read_safetensors
+from valora_data.errors import ValoraError
+from valora_serve.catalogue.adapters import read_adapter
+from valora_serve.engine.engine import Engine
+from valora_serve.engine.workers import FAILED, HELD, READY, STARTED, device_of
+from valora_serve.errors import AdapterError
+from valora_serve.memory.prefix_memory import pack_prefix
+from valora_serve.parallel.group import Group, make_store
+from valora_serve.pauses import short_pauses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from valora_serve.memory.prefix_memory import PackedPrefix
+    from valora_serve.memory.unified import PackedAdapter
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Calls of an engine what rank 0 calls; `answer` sends a call's number and its result back."""
+
+    def __init__(self, engine: Engine, answer: Callable[[int, object], None]) -> None:
+        self._engine, self._answer = engine, answer
+        self._beside = ThreadPoolExecutor(4, "beside")  # the steps
+
+    def do(
+        self, number: int, name: str, arguments: Sequence[Any], tables: Any, dropped: Sequence[int]
+    ) -> None:
+        """Make a call of rank 0; see `Workers.call`."""
+        adapters = self._engine.adapters
+        adapters.ranks[:], adapters.scalings[:] = tables
+        for one in dropped:
+            HELD.pop(one)
+        if name == "pack":
+            self._beside.submit(self._pack, number, *arguments)
+        elif name == "activate":
+            self._activate(*arguments)
+        else:
+            found = attrgetter(name)(self._engine)(*arguments)
+            if isinstance(found, torch.cuda.Event):
+                self._beside.submit(self._await, found, number)
+
+    def _await(self, copied: torch.cuda.Event, number: int) -> None:
+        copied.synchronize()
+        self._answer(number, None)
+
+    def _activate(self, names: Sequence[str], mergeable: bool) -> None:
+        engine = self._engine
+        engine.lmm.linears.activate(names, engine.memory.lora, mergeable=mergeable)
+        engine.runner.has_lora = True
+
+    def _pack(self, number: int, source: Path, content: str) -> None:
+        wrong: str | None = None
+        try:
+            HELD[number] = self._packed(source, content)
+        except Exception as error:
+            HELD[number] = None  # type: ignore[assignment]
+            wrong = str(error)
+            if not isinstance(error, ValoraError):
+                log.exception("packing %s", source)
+                wrong = f"{source} cannot be packed: {error}"
+        self._answer(number, wrong)
+
+    def _packed(self, source: Path, content: str) -> PackedAdapter | PackedPrefix:
+        """Read an adapter's folder, or a prefix's file that rank 0 has checked; pack a part."""
+        lmm, memory = self._engine.lmm, self._engine.memory
+        adapter = read_adapter(source, lmm.targets) if source.is_dir() else None
+        if content != (file_hash(source) if adapter is None else adapter.content):
+            raise AdapterError(f"{source} was changed while it was loaded: load it again")
+        if adapter is not None:
+            return memory.pack(adapter)
+        _, tensors = read_safetensors(source, FILE_BYTES)
+        keys, values = (tensors[name][:, lmm.own_kv_heads] for name in ("keys", "values"))
+        return pack_prefix(memory, source.stem, content, keys, values)
+
+
+def _end_with(parent: int) -> None:
+    """End with rank 0, also while a collective waits for it."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point; the argument is the file descriptor of the pipe to rank 0."""
+    for one in (signal.SIGINT, signal.SIGTERM):  # rank 0 says when to stop
+        signal.signal(one, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    pipe, sending = Connection(int(arguments[0])), threading.Lock()
+
+    def answer(number: int, value: object) -> None:
+        with sending:
+            pipe.send((number, value))
+
+    try:
+        settings, rank, port, threads, level = pipe.recv()
+        logging.basicConfig(level=level, format=f"[GPU {rank}] %(levelname)s %(message)s")
+        torch.set_num_threads(threads)
+        answer(STARTED, None)
+        size = settings.tensor_parallel
+        group = Group.join(rank, size, device_of(settings, rank), make_store(size, port))
+        worker = Worker(Engine(settings, group=group), answer)
+        answer(READY, None)
+        with short_pauses():
+            while (call := pickle.loads(pipe.recv_bytes()))[1] != "stop":
+                worker.do(*call)
+        group.leave()
+    except (EOFError, ConnectionError):
+        return 1  # rank 0 is gone
+    except Exception as error:
+        if not isinstance(error, ValoraError):
+            log.exception("this process of the tensor-parallel group failed")
+        with contextlib.suppress(OSError):
+            answer(FAILED, str(error) or type(error).__name__)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # threads and collectives under way are not waited for

@@ -1,0 +1,351 @@
+"""The other processes of a tensor-parallel group, and what rank 0 has them do.
+
+Every rank has an engine. Rank 0 has the queue, the policy and the HTTP side; what it calls of its
+runner, weights and memory is sent to the workers, which call the same in the same order, so that
+their collectives meet. A process that ends, or fails, ends the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import io
+import itertools
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import wait
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from valora_data.errors import ValoraError
+from valora_serve.engine import sizing
+from valora_serve.errors import AdapterError, SettingsError, StoppedError
+from valora_serve.memory.prefix_memory import PackedPrefix
+from valora_serve.memory.unified import PackedAdapter
+from valora_serve.model.split_model import check_split
+from valora_serve.model.split_runner import FORMS
+from valora_serve.parallel.group import Group, make_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from valora_serve.engine.settings import EngineSettings
+    from valora_serve.memory.residency import Copy, Entry
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0
+LOST_SECONDS = 5.0
+"""Most seconds between an error of a collective and the news that a process has ended."""
+
+FAILED, STARTED, READY = -1, 0, 1
+"""What a worker reports, apart from the numbers of calls."""
+
+EVERYWHERE = (
+    "runner.step", "runner.encode", "runner.capture", "runner.prepare", "runner.give_up",
+    "runner.compile_kernels", "runner.forget_graphs", "memory.copy_page",
+    "lmm.linears.merge", "lmm.linears.unmerge", "lmm.linears.is_finite",
+)  # fmt: skip
+"""What all ranks call of their engines when rank 0 does."""
+
+HELD: dict[int, PackedAdapter | PackedPrefix] = {}
+"""A worker's parts of what is packed, by the numbers of the calls."""
+
+
+def device_of(settings: EngineSettings, rank: int) -> torch.device:
+    """Return the device of a rank; a `SettingsError` says that there are fewer GPUs."""
+    name = "cuda" if settings.device == "auto" else settings.device
+    first = torch.device(name)
+    if first.type != "cuda":
+        return sizing.find_device(name)
+    size, count = settings.tensor_parallel, torch.cuda.device_count()
+    start = first.index or 0
+    if start + size > count:
+        raise SettingsError(
+            f"tensor_parallel: {size} GPUs are asked for, and this machine has "
+            f"{count - start if count > start else 'none'}"
+            f"{f' from {first} on' if start else ''}: ask for fewer"
+        )
+    return torch.device("cuda", start + rank)
+
+
+class Workers:
+    """The processes of all ranks but 0, which this one is.
+
+    A `SettingsError` says that there are fewer GPUs than asked for, or that the model cannot be
+    split; a `StoppedError`, here and later, that a process has ended.
+
+    Attributes:
+        module: Program of the workers.
+        group: All processes.
+        processes: Those of the workers.
+        lost: Why the group cannot go on, once a worker has ended; None before.
+        on_lost: Called then, in another thread.
+    """
+
+    module: ClassVar[str] = "valora_serve.engine.worker"
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.lost: str | None = None
+        self.on_lost: Callable[[str], None] = lambda _: None
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        self._gone, self._closing = threading.Event(), False
+        self._answers: defaultdict[int, list[Any]] = defaultdict(list)  # by number
+        self._answered = threading.Condition()
+        self._sending = threading.Lock()
+        self._next = itertools.count(READY + 1)
+        self._dropped: deque[int] = deque()
+        self._held: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._tables: tuple[Any, ...] = ()
+        named = dict.fromkeys((PackedAdapter, PackedPrefix), self._name)
+        self._forms = {**copyreg.dispatch_table, **FORMS, **named}
+        size, device = settings.tensor_parallel, device_of(settings, 0)
+        check_split(settings.base, size)
+        store = make_store(size)
+        settings = replace(settings, decision_trace=None)
+        level = logging.getLogger().getEffectiveLevel()
+        try:
+            for rank in range(1, size):
+                self._start((settings, rank, store.port, torch.get_num_threads(), level))
+            threading.Thread(target=self._watch, name="workers", daemon=True).start()
+            self._await(STARTED)
+            with self.explained():
+                self.group = Group.join(0, size, device, store)
+        except BaseException:
+            self._end_all()
+            if dist.is_initialized() and not hasattr(self, "group"):
+                dist.destroy_process_group()
+            raise
+
+    def _start(self, orders: tuple[object, ...]) -> None:
+        """Start a fresh interpreter: a forked one could not use its GPU.
+
+        Its session is its own, so that Ctrl-C reaches rank 0 alone, which ends its requests first.
+        """
+        ours, theirs = multiprocessing.Pipe()
+        self._pipes.append(ours)
+        self.processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", self.module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # rank 0's standard output is its own
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        )
+        theirs.close()
+        ours.send(orders)
+
+    # ------------------------------------------------------------------ calls
+
+    def lead(self, engine: Any) -> None:
+        """Wait for the workers' engines; from now on they do what this one does."""
+        self._await(READY)
+        self._tables = engine.adapters.ranks, engine.adapters.scalings
+        ways: dict[str, Callable[..., Any]] = dict.fromkeys(EVERYWHERE, self._both)
+        ways |= dict.fromkeys(("adapters.copy", "prefixes.copy"), self._copy)
+        ways["lmm.linears.activate"] = self._activate
+        ways |= {"memory.pack": self._pack_adapter, "named.pack_prefix": self._pack_prefix}
+        for path, way in ways.items():
+            owner, _, name = path.rpartition(".")
+            target = attrgetter(owner)(engine)
+            setattr(target, name, partial(way, path, getattr(target, name)))
+
+    def call(self, name: str, *arguments: object) -> int:
+        """Have the workers call something of their engines; return the number of the call."""
+        self.check()
+        with self._sending, self.explained():
+            number = next(self._next)
+            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+            message = io.BytesIO()
+            pickler = pickle.Pickler(message, pickle.HIGHEST_PROTOCOL)
+            pickler.dispatch_table = self._forms
+            pickler.dump((number, name, arguments, self._tables, dropped))
+            for pipe in self._pipes:
+                pipe.send_bytes(message.getbuffer())
+        return number
+
+    def _both(self, path: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        self.call(path, *arguments)
+        return method(*arguments)
+
+    def _activate(
+        self, path: str, method: Callable[..., None], names: Any, lora: Any, *, mergeable: bool
+    ) -> None:
+        del path
+        method(names, lora, mergeable=mergeable)  # first, as there may be no memory for it
+        self.call("activate", sorted(names), mergeable)
+
+    def _copy(self, path: str, method: Callable[..., Copy | None], entry: Entry[Any]) -> Any:
+        what = SimpleNamespace(packed=entry.packed, pages=entry.pages, slot=entry.slot)
+        number = self.call(path, what)
+        copied = method(entry)
+        return copied and _Copies(copied, self, number)  # on a CPU it is complete
+
+    def _pack_adapter(self, path: str, method: Callable[..., Any], adapter: Any) -> Any:
+        del path
+        return self._pack(adapter.folder, adapter.content, lambda: method(adapter))
+
+    def _pack_prefix(
+        self, path: str, method: Callable[..., Any], name: str, file: Path, content: str, *more: Any
+    ) -> Any:
+        del path
+        return self._pack(file, content, lambda: method(name, file, content, *more))
+
+    def _pack(self, source: Path, content: str, method: Callable[[], Any]) -> Any:
+        """Pack something on all ranks, each its part; its name is then the number of the call."""
+        number, packed = self.call("pack", source, content), None
+        try:
+            packed = method()
+        finally:
+            wrong = [answer for answer in self._await(number) if answer is not None]
+            if packed is None or wrong:
+                self._dropped.append(number)
+        if wrong:
+            raise AdapterError(wrong[0])
+        self._held[packed] = number
+        weakref.finalize(packed, self._dropped.append, number).atexit = False
+        return packed
+
+    def _name(self, packed: object) -> tuple[Callable[[int], Any], tuple[int]]:
+        return held, (self._held[packed],)
+
+    def answered(self, number: int) -> bool:
+        """Return whether all workers have answered a call."""
+        return len(self._answers[number]) == len(self.processes)
+
+    def _await(self, number: int) -> list[Any]:
+        """Return the workers' answers to a call."""
+        with self._answered:
+            self._answered.wait_for(lambda: self.lost is not None or self.answered(number))
+        self.check()
+        return self._answers.pop(number)
+
+    # ------------------------------------------------------------------ the end
+
+    def check(self) -> None:
+        """Raise a `StoppedError` if a process has ended."""
+        if self.lost is not None:
+            raise StoppedError(self.lost)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Context whose errors and results give way to the news that a process has ended."""
+        try:
+            yield
+        except ValoraError:
+            raise  # it says itself what is wrong
+        except Exception as error:
+            self._gone.wait(LOST_SECONDS)
+            if self.lost is None:
+                raise
+            raise StoppedError(self.lost) from error
+        self.check()
+
+    def _watch(self) -> None:
+        """Read what the workers report, until one ends."""
+        while True:
+            heard: list[Any] = wait(self._pipes)
+            for pipe in heard:
+                rank = self._pipes.index(pipe) + 1
+                try:
+                    number, value = pipe.recv()
+                except (EOFError, OSError):
+                    return self._lose(rank, _ended(self.processes[rank - 1]))
+                if number == FAILED:
+                    return self._lose(rank, f"failed: {value}")
+                with self._answered:
+                    self._answers[number].append(value)
+                    self._answered.notify_all()
+
+    def _lose(self, rank: int, how: str) -> None:
+        """Give the group up, as one process has ended."""
+        if self._closing:
+            return
+        size = len(self.processes) + 1
+        reason = f"process {rank} of the tensor-parallel group of {size} {how}: restart the server"
+        self.lost = reason
+        log.error("%s", reason)
+        for process in self.processes:
+            process.kill()
+        with self._answered:
+            self._answered.notify_all()
+        self._gone.set()
+        if hasattr(self, "group"):
+            threading.Thread(target=self.group.abort, daemon=True).start()  # it may take long
+        self.on_lost(reason)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self._closing:
+            return
+        self._closing = True
+        with contextlib.suppress(Exception):
+            self.call("stop")
+        until = time.monotonic() + STOP_SECONDS
+        leaving = threading.Thread(target=self.group.leave, daemon=True)
+        leaving.start()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in self.processes:
+                process.wait(max(0.0, until - time.monotonic()))
+        leaving.join(max(0.1, until - time.monotonic()))
+        self._end_all()
+
+    def _end_all(self) -> None:
+        self._closing = True
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            process.kill()
+            process.wait()
+            pipe.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Copies of something to all devices."""
+
+    own: Copy
+    workers: Workers
+    number: int
+
+    def query(self) -> bool:
+        """Return whether all are complete."""
+        self.workers.check()
+        return self.own.query() and self.workers.answered(self.number)
+
+
+def held(number: int) -> PackedAdapter | PackedPrefix:
+    """Return what rank 0 has named."""
+    return HELD[number]
+
+
+def _ended(process: subprocess.Popen[bytes]) -> str:
+    """Return how a process ended."""
+    try:
+        code = process.wait(LOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "closed its connection"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name: Any = -code
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(-code).name
+    return f"was killed by {name}"

@@ -1,8 +1,7 @@
 """Constrained decoding: answers that follow a JSON schema or another grammar, with llguidance.
 
-A schema is refused before its request is admitted if the grammar engine cannot keep it exactly
-(`json_schema`), or exceeds its limits in a trial. A constraint that fails later ends its request
-with an error, so that no answer ends by itself without following its schema.
+What cannot be kept exactly (`json_schema`), or exceeds limits in a trial, is refused before its
+request is admitted. A constraint that fails later ends its request with an error.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -69,20 +69,18 @@ class Grammar:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A grammar that is to be compiled, by `Grammars._compile_all`."""
+    """A grammar that is to be compiled, for all who wait for it."""
 
     client: str
-    compiled: asyncio.Future[_Known]
+    work: asyncio.Task[_Known]
     waiting: int = 0
-    begun: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class _Known:
     """A cached grammar: the client that asked for it, and its matcher or why it has none.
 
-    The copies of a matcher share a lexer, whose number of states is limited; once a copy has
-    failed, it is `worn`.
+    Copies of a matcher share a lexer, whose states are limited; once one has failed, it is `worn`.
     """
 
     client: str
@@ -91,11 +89,10 @@ class _Known:
 
 
 class Grammars:
-    """Makes constraints from grammars, which are compiled once and cached.
+    """Makes constraints from grammars, which are compiled once and cached, for one event loop.
 
     One thread compiles, so that grammars that are slow to compile leave the other cores to the
-    engine. Clients take turns at it, and each keeps its share of the cache. A grammar that nobody
-    waits for any more is not compiled. All but `read` belongs to one event loop.
+    engine. Clients take turns at it, and each keeps its share of the cache.
 
     Args:
         engine: Engine whose tokenizer is used.
@@ -107,7 +104,8 @@ class Grammars:
         self._was_read = False
         self._known: OrderedDict[str, _Known] = OrderedDict()  # by the grammar's text
         self._jobs: dict[str, _Job] = {}
-        self._working: asyncio.Task[None] | None = None
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "schema")
         self._worker: subprocess.Popen[bytes] | None = None
 
@@ -130,62 +128,56 @@ class Grammars:
     ) -> list[GrammarConstraint]:
         """Make constraints from a grammar; cancelling this leaves the queue."""
         key = _key(grammar)
-        known = self._known.get(key)
-        if known is None or known.worn:
-            known = await self._compiled(key, client)
-        else:
-            self._known.move_to_end(key)
+        known = self._cached(key) or await self._awaited(grammar, key, client)
         if isinstance(known.made, str):
             raise RequestError(known.made)
         return [GrammarConstraint(known, grammar) for _ in range(count)]
 
-    async def _compiled(self, key: str, client: str) -> _Known:
+    def _cached(self, key: str) -> _Known | None:
+        known = self._known.get(key)
+        if known is None or known.worn:
+            return None
+        self._known.move_to_end(key)
+        return known
+
+    async def _awaited(self, grammar: Grammar, key: str, client: str) -> _Known:
         """Wait until a grammar is compiled, with all who wait for the same."""
-        job = self._jobs.get(key)
-        if job is None:
+        if (job := self._jobs.get(key)) is None:
             mine = sum(other.client == client for other in self._jobs.values())
             if len(self._jobs) >= MOST_WAITING or mine >= MOST_OF_ONE:
                 raise OverloadedError(
                     "Too many JSON schemas wait to be compiled: try again in 1 s, and send the "
                     "same schema rather than a new one each time"
                 )
-            job = _Job(client, asyncio.get_running_loop().create_future())
+            job = _Job(client, asyncio.create_task(self._in_turn(grammar, key, client)))
             self._jobs[key] = job
-            if self._working is None or self._working.done():
-                self._working = asyncio.create_task(self._compile_all())
         job.waiting += 1
         try:
-            return await asyncio.shield(job.compiled)
+            return await asyncio.shield(job.work)
         finally:
             job.waiting -= 1
-            if not job.waiting and not job.begun:
-                del self._jobs[key]
+            if not job.waiting:
+                job.work.cancel()
+                self._jobs.pop(key, None)
 
-    async def _compile_all(self) -> None:
-        """Compile what is waited for, of the client first that was served least recently."""
+    async def _in_turn(self, grammar: Grammar, key: str, client: str) -> _Known:
+        # Who has got the client's own turn queues for that of all: each client has one place there.
+        own = self._turns.setdefault(client, asyncio.Lock())
+        async with own, self._turn:
+            return await asyncio.shield(self._compiled(grammar, key, client))
+
+    async def _compiled(self, grammar: Grammar, key: str, client: str) -> _Known:
         loop = asyncio.get_running_loop()
-        served: dict[str, float] = {}
-        while self._jobs:
-            key = min(self._jobs, key=lambda one: served.get(self._jobs[one].client, 0.0))
-            job = self._jobs[key]
-            job.begun, served[job.client] = True, loop.time()
-            work = loop.run_in_executor(self._thread, self._compile, key)
-            await asyncio.wait({work})
-            del self._jobs[key]
-            error = work.exception()
-            if error is None or isinstance(error, RequestError):
-                known = _Known(job.client, work.result() if error is None else str(error))
-                self._remember(key, known)
-                job.compiled.set_result(known)
-            else:
-                job.compiled.set_exception(error)
-
-    def _remember(self, key: str, known: _Known) -> None:
-        """Cache a grammar; the oldest of the client that has the most goes for it."""
-        self._known[key] = known
+        try:
+            made = await loop.run_in_executor(self._thread, self._compile, grammar, key)
+        except RequestError as error:
+            made = str(error)
+        known = self._known[key] = _Known(client, made)
+        # The oldest of the client that has the most goes for it.
         while len(self._known) > REMEMBERED or sum(map(len, self._known)) > MOST_CHARS:
             ((most, _),) = Counter(one.client for one in self._known.values()).most_common(1)
             del self._known[next(key for key, one in self._known.items() if one.client == most)]
+        return known
 
     def close(self) -> None:
         """End the worker process."""
@@ -215,8 +207,8 @@ class Grammars:
             "The JSON schema takes too long to compile, or too much memory: simplify it"
         )
 
-    def _compile(self, key: str) -> Any:
-        """Compile a grammar that is known by its text, and try it; refused if that fails."""
+    def _compile(self, grammar: Grammar, key: str) -> Any:
+        """Return the matcher of a grammar, which is tried; refused if that fails."""
         import llguidance
 
         if not self._was_read:
@@ -233,27 +225,25 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tokenizer, rules, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"The JSON schema cannot be used: {first_line(matcher.get_error())}")
-        _mask(matcher)  # which its copies then know
-        begins = json.loads(key)[-1]
-        for begin in begins:
+        known = _Known("", matcher)
+        GrammarConstraint(known, grammar).may()
+        for begin in grammar.begins:
             for first in ('{[,"}]0', '"}]0,{['):  # the longest answer, and the shortest
-                trial = matcher.deep_copy()
+                trial = GrammarConstraint(known, grammar)
                 for token in self._tokenizer.tokenize_str(begin):
-                    _consume(trial, token)
-                self._try(trial, first, TRIAL_SECONDS / len(begins))
+                    trial.advance(token)
+                self._try(trial, first, TRIAL_SECONDS / len(grammar.begins))
         return matcher
 
-    def _try(self, matcher: Any, first: str, seconds: float) -> None:
+    def _try(self, trial: GrammarConstraint, first: str, seconds: float) -> None:
         """Walk on in a grammar, by the `first` character allowed, to exceed its limits now."""
         preferred = [self._tokenizer.tokenize_str(character)[0] for character in first]
-        end = self._tokenizer.eos_token
         until = time.monotonic() + seconds
         for _ in range(TRIAL_TOKENS):
-            allowed = np.flatnonzero(_mask(matcher))
-            if end in allowed or time.monotonic() > until:
+            allowed = np.flatnonzero(trial.may())
+            if self._tokenizer.eos_token in allowed or time.monotonic() > until:
                 return
-            chosen = next((token for token in preferred if token in allowed), allowed[0])
-            _consume(matcher, int(chosen))
+            trial.advance(next((one for one in preferred if one in allowed), int(allowed[0])))
 
 
 class GrammarConstraint:
@@ -267,24 +257,25 @@ class GrammarConstraint:
         self.grammar = grammar
         self._known, self._matcher = known, known.made.deep_copy()
 
+    def may(self) -> NDArray[np.bool_]:
+        """Return which tokens may come next, [tokenizer's vocabulary] bool, at least one."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        may = np.unpackbits(bits, bitorder="little").view(np.bool_)
+        if self._matcher.is_error() or not may.any():
+            raise self._given_up()
+        return may
+
     def mask(self, allowed: NDArray[np.bool_]) -> None:
         """Clear the entries of tokens that cannot come next; `allowed` is [vocabulary] bool."""
-        try:
-            may = _mask(self._matcher)[: allowed.size]
-        except RequestError:
-            self._known.worn = True
-            raise
+        may = self.may()[: allowed.size]
         allowed[: may.size] &= may
         allowed[may.size :] = False  # rows that pad the vocabulary
 
     def advance(self, token: int) -> bool | None:
         """Advance by the token that was sampled."""
         free = None if self.grammar.rules == JSON_ONLY else self._matcher.is_accepting()
-        try:
-            _consume(self._matcher, token)
-        except RequestError:
-            self._known.worn = True
-            raise
+        if not self._matcher.consume_token(token):
+            raise self._given_up()
         return free
 
     def check(self, text: str) -> None:
@@ -298,6 +289,16 @@ class GrammarConstraint:
                 f"The answer does not follow the JSON schema ({first_line(error)}): simplify the "
                 "schema"
             ) from error
+
+    def _given_up(self) -> RequestError:
+        self._known.worn = True
+        reason = first_line(self._matcher.get_error()).removesuffix("<non-verbose/>").strip()
+        if not self._matcher.is_error() or reason.startswith("NoExtension"):
+            return RequestError("No answer satisfies the JSON schema: allow for at least one")
+        return RequestError(
+            f"The JSON schema is too complex ({reason}): use fewer alternatives, optional "
+            "properties and repetitions"
+        )
 
 
 def _readable(tokenizer: Any) -> str:
@@ -328,27 +329,3 @@ def _key(grammar: Grammar) -> str:
             f"The JSON schema has {len(text)} characters, more than {LARGEST_SCHEMA}: simplify it"
         )
     return text
-
-
-def _mask(matcher: Any) -> NDArray[np.bool_]:
-    """Return which tokens may come next, [tokenizer's vocabulary] bool, at least one."""
-    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-    may = np.unpackbits(bits, bitorder="little").view(np.bool_)
-    if matcher.is_error() or not may.any():
-        raise _given_up(matcher)
-    return may
-
-
-def _consume(matcher: Any, token: int) -> None:
-    if not matcher.consume_token(token):
-        raise _given_up(matcher)
-
-
-def _given_up(matcher: Any) -> RequestError:
-    reason = first_line(matcher.get_error()).removesuffix("<non-verbose/>").strip()
-    if not matcher.is_error() or reason.startswith("NoExtension"):
-        return RequestError("No answer satisfies the JSON schema: allow for at least one")
-    return RequestError(
-        f"The JSON schema is too complex ({reason}): use fewer alternatives, optional properties "
-        "and repetitions"
-    )

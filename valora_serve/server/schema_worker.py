@@ -1,8 +1,8 @@
 """The process that compiles grammars first: ``python -m valora_serve.server.schema_worker``.
 
-Some schemas take the grammar engine hours, or all memory. Here they end only this process, which
-holds nothing else; what it can compile, the server compiles again with its own vocabulary. A job is
-a line of JSON, [rules, strict, schemas, …] of a `Grammar`; the answer is a line [error, rules].
+Some schemas take the grammar engine hours, or all memory. Here they end only this process; what it
+can compile, the server compiles again with its own vocabulary. A job is a line of JSON,
+[rules, strict, schemas, …] of a `Grammar`; the answer is a line [error, rules].
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ def first_line(error: object) -> str:
 
 def rules_of(rules: str, strict: list[str], schemas: dict[str, Any]) -> str:
     """Return the rules of a grammar, with those of its schemas."""
-    lines = [rules]
     for name, schema in schemas.items():
         try:
             made = prepare(schema, strict=name in strict)
         except RequestError as error:
             raise RequestError(f"{_title(schemas, name)}{error}") from error
         options = {"x-guidance": _OPTIONS if name == "json" else _OPTIONS | _SPACED}
-        lines.append(f"{name}: %json {json.dumps(options if made is True else made | options)}")
-    return "\n".join(lines)
+        rules += (
+            f"\n{name}: %json {json.dumps(made | options if isinstance(made, dict) else options)}"
+        )
+    return rules
 
 
 def _title(schemas: dict[str, Any], name: str) -> str:

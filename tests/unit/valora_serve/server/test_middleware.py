@@ -186,7 +186,7 @@ def test_messages_name_files_without_their_folders_and_quote_requests_as_they_ar
         engine.refuse = None
         form = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/$defs/Missing"}}}
         for sent, part in (
-            ({"response_format": form}, "reference #/$defs/Missing"),
+            ({"response_format": form}, "Pointer '/$defs/Missing'"),
             ({"model": "/models/Qwen"}, "no model '/models/Qwen'"),
             ({"tool_choice": "/a/b/c"}, "is '/a/b/c'"),
         ):

@@ -1,7 +1,4 @@
-"""Checks of a run before any work: files, folders, the base model and the machine.
-
-What the settings alone can tell is checked where they are declared.
-"""
+"""Checks of a run before any work: files, folders, the base model and the machine."""
 
 from __future__ import annotations
 

@@ -51,10 +51,7 @@ QUIET = {
 
 
 def run(settings: Settings, display: Display, wait: bool = False) -> dict[str, Any]:
-    """Run the stages up to `settings.command`; gives figures of a fusion (see `figures_of`).
-
-    A stage that another process is running is waited for (`wait`), or an error.
-    """
+    """Run the stages up to `settings.command`; gives figures of a fusion (`figures_of`)."""
     check(settings)
     if settings.command == "push":
         from valora_train.stages.push import push

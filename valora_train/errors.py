@@ -34,10 +34,7 @@ def without_passwords(text: str) -> str:
 
 
 def explain(error: ValidationError, known: Iterable[str], *above: str) -> str:
-    """One sentence on the first thing that pydantic found wrong with settings below a place.
-
-    Of the `known` names of settings, those like an unknown one are suggested.
-    """
+    """One sentence on the first fault of settings, with `known` names like an unknown one."""
     first = error.errors()[0]
     kind, given, path = first["type"], first["input"], ".".join([*above, *map(str, first["loc"])])
     said = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")

@@ -33,11 +33,7 @@ def preparing_processes(asked: int, device: str, waiting: int) -> int:
 def worker_processes(
     count: int, setting: str, begin: Callable[..., None], *arguments: Any
 ) -> Iterator[ProcessPoolExecutor]:
-    """Start processes within a `with` block; an error or a signal in it ends them at once.
-
-    Each begins with `begin(*arguments)`, which pickle can write; messages name the `setting` that
-    says how many there are.
-    """
+    """Start processes that an error or signal in the block ends; `setting` is named in messages."""
     executor = ProcessPoolExecutor(
         count,
         multiprocessing.get_context("spawn"),  # CUDA cannot be used in processes that are forked

@@ -1,7 +1,4 @@
-"""The settings of `valora-train`, whose values and defaults are in the files of `conf/`.
-
-What a kind of teacher or a task type needs is declared there (`teacher.options`, `heads.options`).
-"""
+"""The settings of `valora-train`, whose values and defaults are in the files of `conf/`."""
 
 from __future__ import annotations
 
@@ -525,10 +522,7 @@ def from_config(config: DictConfig) -> Settings:
 
 
 def _with_shelf(values: dict[str, Any]) -> Any:
-    """Domains of the models on the shelf, changed by the settings of domains and completed by them.
-
-    Each must keep a share of its teacher's accuracy.
-    """
+    """Domains of a shelf, changed and completed by settings; each keeps a share of its teacher."""
     teacher = values.get("teacher") or {}
     taken = {key: teacher[key] for key in ("min_confidence", "threshold") if key in teacher}
     found = {

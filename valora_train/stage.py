@@ -1,9 +1,7 @@
 """Stages: functions from settings and inputs to a folder that is named by a hash of both.
 
-The output folder appears in one rename and never changes afterwards, so a stage whose folder exists
-is up to date and is skipped. A resumable stage that was interrupted continues in its unfinished
-folder. The record of a stage holds the content hash of each part of its output: later stages depend
-on the parts that they read, and find out if one was damaged.
+The folder appears in one rename and never changes; a resumable stage continues in its unfinished
+one. Its record has a hash of each part, by which later stages depend on it.
 """
 
 from __future__ import annotations
@@ -68,11 +66,7 @@ class Stage:
     def run(
         self, work: Path, build: Callable[[Path], None], wait: bool = False
     ) -> tuple[Path, bool]:
-        """Build the output, unless the stage is up to date; gives its folder, and whether it was.
-
-        `build` writes the output into the folder that it is given. Another process that runs the
-        stage is waited for, or an error.
-        """
+        """Run `build` unless up to date; gives the folder, and whether it was. May wait."""
         if self.is_done(work):
             return self.folder(work), True
         done, partial = work / f"{self.name}-{self.key}", self.partial(work)
@@ -142,10 +136,7 @@ def was_killed(work: Path, key: str) -> bool:
 
 
 def digest(path: Path, cache: Path | None = None) -> str:
-    """Content hash of an input file or folder; `cache` remembers those of single files.
-
-    That of a stage's output folder is in its name, that of a part of it in the stage's record.
-    """
+    """Content hash of an input: of a stage's output by its name or record."""
     if (path / RECORD).is_file():
         return path.name
     if not (path.parent / RECORD).is_file():

@@ -1,8 +1,4 @@
-"""Sweeps: `valora-train -m …` runs all combinations of the values given, one job each.
-
-Hydra's own plug-in for Ray needs a cloudpickle that this environment's libraries have left behind,
-and the AWS libraries, so that `hydra/launcher=ray` is written here, on Ray's own interface.
-"""
+"""Sweeps (`-m`): one job for each combination, also on Ray by an interface of our own."""
 
 from __future__ import annotations
 

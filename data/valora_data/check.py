@@ -75,19 +75,7 @@ class SplitFacts:
 
 
 def check(source: Source, out: Path, console: Console) -> bool:
-    """Read a data set from end to end, and show what is in it and what is wrong with it.
-
-    Args:
-        source: The source; any number of faults is collected.
-        out: Folder for contact sheets, and for a list of all faults.
-        console: Where the report goes.
-
-    Returns:
-        Whether nothing has to be mended.
-
-    Raises:
-        DataError: The set cannot be read at all.
-    """
+    """Read a data set from end to end, show what is in it, and say if nothing must be mended."""
     spec, duplicates = source.task.spec, Duplicates()
     reader, streams = _streams(source)
     splits = {name: SplitFacts() for name in streams}

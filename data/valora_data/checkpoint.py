@@ -18,14 +18,7 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Checkpoint:
-    """The file that holds the state of an unfinished training, after the sha256 of its content.
-
-    A damaged file is ignored. If it cannot be written, the training goes on.
-
-    Args:
-        path: The file; its folder exists.
-        every: Seconds between checkpoints; more where writing one takes long.
-    """
+    """The state of an unfinished training; a damaged file is ignored, a failing write warned of."""
 
     def __init__(self, path: Path, every: float | None = None) -> None:
         self._path, self._every = path, SECONDS if every is None else every

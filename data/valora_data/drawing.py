@@ -1,8 +1,4 @@
-"""Draws samples for people: images with boxes, captions below them, tiles side by side on a sheet.
-
-Boxes and their labels are drawn by supervision, which the training extra installs. Sizes are in
-pixels.
-"""
+"""Draws samples for people: images with boxes (by supervision), captions, sheets of tiles."""
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ LABEL_SIZE, LABEL_PADDING = 12, 2
 
 
 def show_photograph(images: Sequence[Image.Image], side: int) -> tuple[Image.Image, float]:
-    """Scale an image to the area of a square, so that panoramas and portraits stay readable.
-
-    Of a video's frames up to four are shown in a square, the first and the last among them. The
-    second result is the scale of the image, or of the first frame, in the upper left corner.
-    """
+    """An image, or up to four frames, at the area of a square, and the scale of the first."""
     if len(images) == 1:
         width, height = images[0].size
         scale = min(side / math.sqrt(width * height), MAX_STRETCH * side / max(width, height))
@@ -64,10 +56,7 @@ def draw_boxes(
     *,
     below: bool = False,
 ) -> Image.Image:
-    """Draw boxes with a dark edge on an image that was scaled, and labels that stay inside it.
-
-    Boxes are in pixels of the image before; labels, above or below them, are cut to its width.
-    """
+    """Draw boxes of the unscaled image with a dark edge, and labels that stay inside it."""
     if not boxes:
         return tile
     with warnings.catch_warnings():
@@ -146,10 +135,7 @@ def contact_sheet(samples: Sequence[Sample]) -> Image.Image:
 
 
 def pair_sheet(pairs: Sequence[Pair], samples: Mapping[Key, Sample]) -> Image.Image | None:
-    """A sheet of pairs of pictures that look the same, one pair per row, with their boxes.
-
-    Pairs without their samples are left out; None if none is left.
-    """
+    """A sheet of pairs of pictures that look the same, one per row; None without samples."""
     colours = _colours(samples.values())
     tiles = [
         _tile(samples[key], colours, [f"pair {number}, {pair.likeness}", ": ".join(key)], PAIR_TILE)

@@ -76,11 +76,7 @@ class _Print(NamedTuple):
 
 
 class Duplicates:
-    """Recognises pictures that occur again; keeps hashes and thumbnails, not images.
-
-    Args:
-        near: Whether to look for copies whose pixels differ, too.
-    """
+    """Recognises pictures that occur again, also changed ones if `near`; keeps no images."""
 
     def __init__(self, near: bool = True) -> None:
         self._near = near
@@ -152,10 +148,7 @@ def perceptual_hash(image: Image.Image) -> np.uint64 | None:
 
 
 def groups_of(pairs: Iterable[Pair]) -> Mapping[Key, Key]:
-    """The first image of its group for every image of a pair; pairs chain to groups.
-
-    Keys have the id of the image, which is the part of the sample's id before ``#``.
-    """
+    """The first image of the group of each image of a pair; pairs chain to groups."""
     first: dict[Key, Key] = {}
 
     def root(key: Key) -> Key:
@@ -170,10 +163,7 @@ def groups_of(pairs: Iterable[Pair]) -> Mapping[Key, Key]:
 
 
 def _is_copy(one: _Print, other: _Print) -> bool:
-    """Whether pictures differ nowhere, whatever was labelled, or little and have the same boxes.
-
-    Recompression changes colours most, so without boxes to compare, grey levels decide.
-    """
+    """Whether pictures differ nowhere (recompression changes colours), or have the same boxes."""
     gaps = one.thumb.astype(np.float32) - other.thumb
     if np.abs(gaps).mean() > NEAR_LEVELS:
         return False

@@ -12,10 +12,7 @@ from valora_data.wording import examples, plural
 
 
 class FaultKind(Enum):
-    """A kind of fault: what is counted (see `wording.plural`), and what to do.
-
-    The image or a part of its answer is left out (`skips`), or it is only a note.
-    """
+    """What is counted (`wording.plural`), the remedy, and whether it skips or is only a note."""
 
     def __init__(self, what: str, remedy: str, skips: bool = True) -> None:
         self.what, self.remedy, self.skips = what, remedy, skips

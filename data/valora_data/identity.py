@@ -45,12 +45,7 @@ def hub_commit(name: str, kind: Literal["model", "dataset"] = "model") -> str:
 
 
 def code_hash(module: str) -> str:
-    """Hash a module, the local modules that it imports, and the files that they name.
-
-    A module is local if it belongs to the same package, or is not installed. A file is named by a
-    string constant with its path, relative to the working directory or to the module. Empty for
-    modules of this project, and for those that cannot be found.
-    """
+    """Hash a module, the local modules that it imports, and files they name; empty for ours."""
     top = module.partition(".")[0]
     sources, named, waiting, seen = set[Path](), set[Path](), [module], set[str]()
     while waiting:

@@ -1,8 +1,4 @@
-"""Opens image files of every colour mode and depth, as a viewer shows them.
-
-Every image that is trained on is decoded here. An image remembers the file it came from
-(`encoded_file`), so that data sets keep the file's bytes instead of encoding the pixels again.
-"""
+"""Opens image files of every mode and depth as a viewer shows them, and remembers their bytes."""
 
 from __future__ import annotations
 
@@ -52,10 +48,8 @@ class EncodedFile:
 def decode_image(content: bytes) -> Image.Image:
     """Decode an image file to RGB, turned as EXIF says; `encoded_file` gives the file back.
 
-    Transparent pixels lie on white. 16-bit grey levels are scaled, so that 65535 is white. CMYK is
-    converted with the file's colour profile, if it has one. Floating-point images are read on a
-    scale of 0 to 1, or of 0 to 255. Of an animation or several pages the first is taken. A
-    `DataError` says that the file is empty, damaged or truncated, or its values cannot be shown.
+    Transparency lies on white, 16-bit grey is scaled, CMYK converted by its profile, floats read on
+    0 to 1 or 0 to 255, the first page taken. A `DataError` says why it cannot be shown.
     """
     if not content:
         raise DataError("the file is empty")
@@ -79,19 +73,12 @@ def decode_image(content: bytes) -> Image.Image:
 
 
 def encoded_file(image: Image.Image) -> EncodedFile | None:
-    """The file that `decode_image` decoded an image from.
-
-    None for images that are made from another one, such as its mirror image, or that were drawn.
-    """
+    """The file that `decode_image` made an image of; None for images made from another one."""
     return cast("EncodedFile | None", vars(image).get("encoded_file"))
 
 
 def to_rgb(image: Image.Image, file_format: str | None = None) -> Image.Image:
-    """Convert an image of any mode to RGB, 8 bits a channel (see `decode_image`).
-
-    `file_format` is Pillow's name of it, such as ``PPM``. A `DataError` says that the values have
-    no known white.
-    """
+    """Convert to RGB, 8 bits a channel (see `decode_image`); `file_format` is Pillow's name."""
     mode = image.mode
     if mode.startswith("I;16") or (mode == "I" and file_format in ("PNG", "PPM")):
         return _from_levels(np.asarray(image).astype(np.float64) / 257)

@@ -44,23 +44,21 @@ def prepare(
 ) -> dict[Split, int]:
     """Write every split of a domain as a shard, and return the number of samples of each.
 
-    Splits that the source does not have are taken from its part without a split (key None), in
-    proportion to their fractions; copies of one picture go to the same split. Answers of the
-    unlabelled split are removed and kept in `TRUTH`: nothing is trained on them; they measure how
-    well a teacher labels. A `DataError` says that a split would be empty or shares an image with
-    another, a label is stray, or the source cannot be read.
+    Missing splits are taken from the part without a split (key None) by `fractions`; copies of a
+    picture stay together. Answers of the unlabelled split go to `TRUTH`: they measure teachers.
 
     Args:
         splits: From `valora_data.sources.registry.open_source`.
         labels: The domain's labels; empty where answers are language.
-        fractions: Share of each split that the source may not name; 0.25 where none is given.
+        fractions: Share of each missing split; 0.25 where none is given.
         folder: Where the shards go, named after the splits.
         seed: Seed of the division.
         on_sample: Called with the number of samples so far.
-        leaks: What is done about an image that two given splits share: refuse the data, or keep the
-            copy in the split that comes last or first in train, unlabelled, val, test. Copies that
-            are only alike are named in a warning.
-        near: Whether copies whose pixels differ (resized, recompressed, mirrored) count, too.
+        leaks: Refuse an image that given splits share, or keep its copy in the last or first split.
+        near: Whether resized, recompressed and mirrored copies count, too.
+
+    Raises:
+        DataError: A split is empty or leaks, a label is stray, or the source cannot be read.
     """
     missing = [split for split in Split if split not in splits]
     if missing and None not in splits:
@@ -144,11 +142,7 @@ def _check(plan: Mapping[Split, Sequence[int]], known: Sequence[bool]) -> None:
 
 
 def split_of(sample_id: str, shares: Mapping[Split, float], seed: int = 0) -> Split:
-    """The split of a sample, by a hash of its id, so it does not change when the set grows.
-
-    The part of an id before ``#`` names the image, so all questions about one image share a split.
-    The shares add up to 1.
-    """
+    """The split of a sample by a hash of its image's id, the same when the set grows."""
     digest = sha256(f"{seed}/{sample_id.split('#', 1)[0]}".encode()).digest()
     place = int.from_bytes(digest[:8], "big") / 2**64
     used = [(split, share) for split, share in shares.items() if share > 0]

@@ -21,16 +21,8 @@ def _installed(group: str, _folders: tuple[str, ...]) -> EntryPoints:
 class Registry(Mapping[str, T], Generic[T]):
     """Extensions of one kind by name, each imported when it is first looked up.
 
-    Another package adds one with an entry point, without any change here::
-
-        [project.entry-points."valora.policies"]
-        mine = "my_package.policy:MyPolicy"
-
-    Args:
-        group: Entry-point group, e.g. ``valora.policies``.
-        kind: What the names stand for, in error messages, e.g. ``policy``.
-        builtin: ``module:attribute`` of each built-in extension by its name.
-        error: Raised for an unknown name, or for an entry point that cannot be imported.
+    Another package adds one with an entry point in the `group`; `builtin` has ``module:attribute``
+    by name. `error` is raised for a name that is no such `kind`, or cannot be imported.
     """
 
     def __init__(

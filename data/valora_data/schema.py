@@ -16,11 +16,7 @@ from valora_data.tasks import BUILTIN, TaskSpec, task_names, task_spec
 
 
 class Task(str):
-    """Name of a task type, one of `valora_data.tasks.task_names`; others raise a `DataError`.
-
-    There is one object for each name, so that names can be compared with `is`. The attributes are
-    the built-in types: those of VaLoRA §6.1, counting, and contexts.
-    """
+    """Name of a task type, one object for each; others than `task_names` raise a `DataError`."""
 
     CLASSIFICATION: ClassVar[Task]
     DETECTION: ClassVar[Task]

@@ -151,10 +151,7 @@ def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int
 
 
 class Shard:
-    """A data set on disk (see `open_shard`); samples are decoded one by one from a memory map.
-
-    `images` are rows in the same order that hold the images, None if `dataset` does.
-    """
+    """A data set on disk, decoded sample by sample; `images` are rows of another shard's images."""
 
     def __init__(self, dataset: Any, images: Any = None, document: Document | None = None) -> None:
         self.document = document

@@ -49,16 +49,10 @@ class TeacherOptions(BaseModel):
 class Teacher(ABC):
     """A small model that answers for one domain; each subclass is a kind of teacher.
 
-    Register it in `valora_teachers.registry.KINDS`, or with an entry point of the group
-    ``valora.teachers``. Its module imports torch and other large libraries only inside of methods,
-    because all settings are checked before these are loaded.
-
-    Args:
-        task: Task of the domain.
-        labels: Labels of the domain; empty where answers are text.
-        options: Values for `options_type`.
-        names: Label for each class name of the model, where the two differ.
-        prompt: Prompt of the domain; ``{}`` stands for a sample's own.
+    Register it in `KINDS`, or with an entry point of the group ``valora.teachers``. Its module
+    imports large libraries only inside of methods, because settings are checked before. `names` has
+    the label of each class name of the model that differs; ``{}`` in `prompt` stands for a sample's
+    own.
     """
 
     options_type: ClassVar[type[TeacherOptions]] = TeacherOptions  # the options of this kind
@@ -89,10 +83,7 @@ class Teacher(ABC):
     def inputs(
         cls, weights: str | None, options: Mapping[str, Any], cache: Path | None
     ) -> dict[str, str]:
-        """Content hashes of the model, of files that options name, and of code elsewhere.
-
-        `weights` is None where the model is hashed by others.
-        """
+        """Content hashes of model (if not None), files that options name, and code elsewhere."""
         found = {"code": code_hash(cls.__module__)}
         if weights is not None:
             found["weights"] = place_hash(weights, cache)
@@ -104,11 +95,7 @@ class Teacher(ABC):
 
     @abstractmethod
     def load(self, weights: Path | str) -> None:
-        """Load a trained model from its file or folder, or by what else names it.
-
-        Raises:
-            TeacherError: The model cannot be loaded, or does not fit the task or the labels.
-        """
+        """Load a model from file, folder or name; a `TeacherError` if it does not fit."""
 
     @abstractmethod
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
@@ -134,19 +121,11 @@ class Teacher(ABC):
         on_epoch: OnEpoch | None = None,
         validation: Sequence[Sample] = (),
     ) -> dict[str, Any]:
-        """Train a model on labelled samples and save it as `folder` / `artefact`.
+        """Train on labelled samples, save the model as `folder` / `artefact`, and return a report.
 
-        Args:
-            samples: Labelled training samples.
-            folder: May hold the `CHECKPOINT` of an interrupted training.
-            on_epoch: Called after each epoch.
-            validation: Labelled samples for a curve; nothing that is trained depends on them.
-
-        Returns:
-            A report, ready for JSON.
-
-        Raises:
-            TeacherError: The task is not supported, or the samples do not fit.
+        `folder` may hold the `CHECKPOINT` of an interrupted training; nothing that is trained
+        depends on `validation`, samples for a curve. A `TeacherError` says that task or samples do
+        not fit.
         """
         raise TeacherError("a teacher of this kind is not trained here: name a trained one")
 
@@ -231,10 +210,7 @@ def boxes_inside(
     edges: Iterable[Sequence[float]], labels: Iterable[str | None], scores: Iterable[float],
     size: tuple[int, int],
 ) -> Answer:  # fmt: skip
-    """Boxes (x0, y0, x1, y1) cut to an image of (width, height), most confident first.
-
-    Those without a label or an area are left out.
-    """
+    """Boxes cut to an image of (width, height), most confident first, if any area is left."""
     boxes = [
         Box(max(0.0, x0), max(0.0, y0), min(x1, size[0]), min(y1, size[1]), label, score)
         for (x0, y0, x1, y1), label, score in zip(edges, labels, scores, strict=True)

@@ -43,13 +43,11 @@ class Function(Teacher):
         return super().inputs(None, options, cache) | {"function": code}
 
     def load(self, weights: Path | str) -> None:
-        """Import the function."""
         self.batch = self.options.batch
         self._name = str(weights)
         self._function = look_up(self._name)
 
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Call the function and check what it returns."""
         said = list(self._function(list(samples)))
         if len(said) != len(samples):
             raise TeacherError(

@@ -1,8 +1,4 @@
-"""Models of transformers: classifiers, detectors, and vision-language models.
-
-A model comes from a folder or, by name, from the hub; weights are read as safetensors, so that
-loading runs no code of theirs.
-"""
+"""Models of transformers: classifiers, detectors, vision-language models; safetensors only."""
 
 from __future__ import annotations
 
@@ -59,7 +55,6 @@ class HuggingFace(Teacher):
     without_effect: ClassVar[frozenset[str]] = frozenset({"batch", "device"})
 
     def load(self, weights: Path | str) -> None:
-        """Load a model from a folder or by its name on the hub."""
         import torch
         import transformers
 
@@ -137,7 +132,6 @@ class HuggingFace(Teacher):
             )
 
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Answer by what the model is for."""
         import torch
 
         with torch.inference_mode():

@@ -32,10 +32,7 @@ class InContextOptions(TeacherOptions):
 
 
 class InContext(Teacher):
-    """Reads each document once, and answers its questions from keys and values.
-
-    The model is `tiny`, a folder, or a name on the hub.
-    """
+    """Reads each document once, and answers its questions from keys and values."""
 
     options_type = InContextOptions
     without_effect: ClassVar[frozenset[str]] = frozenset({"device", "batch"})
@@ -54,7 +51,6 @@ class InContext(Teacher):
             raise TeacherError(str(error)) from error
 
     def load(self, weights: Path | str) -> None:
-        """Load the model."""
         import torch
 
         from valora_data.contract.base_model import BaseModel, load_model
@@ -68,7 +64,6 @@ class InContext(Teacher):
         self.model.to(self.options.device)
 
     def answer(self, samples: Sequence[Sample], on_batch: OnBatch | None = None) -> list[Answer]:
-        """Answer questions about their documents, one answer per sample in order."""
         answers = [Answer()] * len(samples)
         done = 0
         by_document: dict[int, list[int]] = defaultdict(list)
@@ -88,7 +83,6 @@ class InContext(Teacher):
         return answers
 
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Answer some questions."""
         return self.answer(samples)
 
     def _about(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[str]]]:

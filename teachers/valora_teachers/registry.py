@@ -39,11 +39,7 @@ def make_teacher(
     options: Mapping[str, Any] | None = None,
     prompt: str = "",
 ) -> Teacher:
-    """A teacher that is to be trained or loaded, with arguments as in `load_teacher`.
-
-    Raises:
-        TeacherError: The kind or an option is unknown, or a value is not possible.
-    """
+    """A teacher to be trained or loaded; a `TeacherError` names what is not possible."""
     found = KINDS[kind]
     own = dict(options or {})
     names = own.pop(NAMES, None)
@@ -73,17 +69,9 @@ def load_teacher(
 ) -> Teacher:
     """Load a trained teacher.
 
-    Args:
-        kind: A name of `KINDS`.
-        weights: The model's file or folder; for `huggingface` also a name on the hub; for
-            `function` ``package.module:function``.
-        labels: Labels of the domain; empty where answers are text.
-        options: `names`, and the kind's own options. Settings of training have no effect.
-        task: Task of the domain.
-        prompt: Prompt of the domain, for vision-language models.
-
-    Raises:
-        TeacherError: An argument is not possible, or the model does not fit the others.
+    `weights` is the model's file, folder, name on the hub, or ``package.module:function``;
+    `options` are `names` and the kind's own. A `TeacherError` names what is not possible or does
+    not fit.
     """
     teacher = make_teacher(kind, task, labels, options, prompt)
     teacher.load(weights)

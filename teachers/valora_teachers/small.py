@@ -1,8 +1,4 @@
-"""A small ResNet of transformers that is trained here, for images or short clips.
-
-It gives domains without a teacher of their own something to distill. A trained one is a folder
-that transformers can open.
-"""
+"""A small ResNet of transformers that is trained here, for images or short clips."""
 
 from __future__ import annotations
 
@@ -47,7 +43,6 @@ class Small(Teacher):
     batch = 64
 
     def load(self, weights: Path | str) -> None:
-        """Load the folder that the training wrote."""
         from transformers import ResNetForImageClassification
 
         try:
@@ -63,7 +58,6 @@ class Small(Teacher):
         self.match_classes(Path(weights).name, classes)
 
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Choose a label for each sample."""
         from valora_teachers.small_network import probabilities
 
         rows = probabilities(self._model, samples, self._size, self._frames)

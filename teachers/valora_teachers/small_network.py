@@ -1,8 +1,4 @@
-"""The network of small classifiers and its training, which continues to the bit after a kill.
-
-Ultralytics' trainer does not serve here: it knows no clips, whose frames go in as further channels,
-and no soft labels, and it is optional.
-"""
+"""Small classifiers and their training, which continues to the bit after a kill."""
 
 from __future__ import annotations
 
@@ -48,10 +44,7 @@ def train(
     on_epoch: OnEpoch | None,
     validation: Sequence[Sample],
 ) -> dict[str, Any]:
-    """Train a classifier with `SmallOptions` and save it in a folder, the checkpoint beside it.
-
-    Samples that do not fill a batch come in another epoch.
-    """
+    """Train a classifier and save it in a folder; what fills no batch comes another time."""
     started = time.perf_counter()
     targets, pixels = _targets(samples, labels), _pixels(samples, settings.size, frames)
     batch = min(settings.batch, len(samples))

@@ -91,7 +91,6 @@ class Yolo(Teacher):
         self.match_classes(path.name, self._model.names)
 
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Find boxes, or choose a label."""
         if self._classifies:
             found = predict(self._model, samples)
             return [self.choose(result.probs.data.tolist()) for result in found]
@@ -105,7 +104,6 @@ class Yolo(Teacher):
         on_epoch: OnEpoch | None = None,
         validation: Sequence[Sample] = (),
     ) -> dict[str, Any]:
-        """Train a small detector from its yaml; Ultralytics' tools open the file."""
         if not self.task.spec.detects:
             raise TeacherError(
                 f"a YOLO is trained here for detection only, not for {self.task}: choose teacher "
@@ -145,7 +143,6 @@ class YoloWorld(Teacher):
     def inputs(
         cls, weights: str | None, options: Mapping[str, Any], cache: Path | None
     ) -> dict[str, str]:
-        """The model, and the text encoder."""
         encoder = place_hash(options.get("text_encoder", TEXT_ENCODER))
         return super().inputs(weights, options, cache) | {"text_encoder": encoder}
 
@@ -166,7 +163,6 @@ class YoloWorld(Teacher):
         self._prompted: list[str] = []
 
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Find the labels, or what each sample's phrase refers to."""
         if self.task.spec.detects:
             return self._find(samples, self._phrases)
         asked = [base.phrase_of(sample) for sample in samples]

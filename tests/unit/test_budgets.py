@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 11_003,
-    "data/valora_data": 11_069,
-    "teachers/valora_teachers": 1_766,
+    "valora_train": 10_644,
+    "data/valora_data": 10_620,
+    "teachers/valora_teachers": 1_689,
     "kernels/valora_kernels": 5_982,
     "valora_serve": 37_272,
     "tests/*/valora_train": 8_486,

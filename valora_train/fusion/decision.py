@@ -68,11 +68,7 @@ class HeadOnlyDecision:
 
 @dataclass(frozen=True, slots=True)
 class AttemptDecision:
-    """The verdict on an attempt.
-
-    An attempt with several new domains is committed if one of them keeps its target and no held
-    domain misses it; the others are left out.
-    """
+    """The verdict: committed if a new domain keeps its target and no held one misses it."""
 
     attempt: Attempt
     accuracy: Mapping[str, float]  # of all its domains on validation; NaN if training diverged
@@ -96,11 +92,7 @@ def attempts_as_json(
     head_only: Collection[str] = (),
     dedicated: Collection[int] = (),
 ) -> list[dict[str, Any]]:
-    """The attempts of `fusion.json`, of which every text about attempts is made.
-
-    `went` says what became of the new domains until now. `dedicated` are the numbers of the
-    attempts that took a dedicated adapter.
-    """
+    """The attempts of `fusion.json`: `went` is where new domains are, `dedicated` numbers."""
     holders = {name: adapter for adapter, held in packing.items() for name in held}
     placed: dict[str, int] = {}  # number of the attempt that placed a domain last
     for one in decisions:

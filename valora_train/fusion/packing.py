@@ -1,9 +1,4 @@
-"""Runs the attempts of a fusion: trains, judges, then commits or rolls back.
-
-After every attempt the decision and the adapter's snapshot are on disk before the next attempt
-starts, and within an attempt there are checkpoints, so a fusion that is killed at any moment is
-resumed with the same decisions.
-"""
+"""Runs the attempts of a fusion: trains, judges, then commits or rolls back, on disk first."""
 
 from __future__ import annotations
 
@@ -99,10 +94,7 @@ def check_reachable(
 
 @dataclass
 class Packing:
-    """The attempts of a fusion.
-
-    An attempt at a domain alone takes its dedicated adapter, if it has one, instead of training.
-    """
+    """The attempts of a fusion; a domain alone takes its dedicated adapter, if it has one."""
 
     plan: FusionPlan
     trainer: Trainer

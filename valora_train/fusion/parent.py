@@ -1,8 +1,6 @@
 """Extends an earlier fusion: unchanged domains keep their adapters, heads and figures.
 
-New domains, and domains that changed, are packed anew beside them. A domain that was removed or
-changed leaves its adapter; the other domains of that adapter are not affected, because the
-adapter's weights stay as they are and every domain has a head of its own.
+A domain that changed or went leaves its adapter as it is, for the others.
 """
 
 from __future__ import annotations

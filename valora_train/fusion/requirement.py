@@ -31,11 +31,7 @@ class Requirement:
 
     @property
     def target(self) -> float:
-        """Accuracy on the validation split from which the requirement counts as kept.
-
-        At most half of what lies between the requirement and `largest` is asked for on top, so that
-        the target can be reached and is still stricter than the requirement.
-        """
+        """Accuracy on validation to reach: above it by the margin, or half of what is left."""
         target = min(self.required + self.margin, (self.required + self.largest) / 2)
         return max(target, self.least)
 
@@ -81,10 +77,7 @@ class Requirement:
 def contract_requirement(
     domain: DomainSettings, margin: float, validation: float | None, test: float | None
 ) -> Requirement:
-    """What a domain must reach by its contract: the larger of both figures on each split.
-
-    `validation` and `test` are its teacher's accuracies, None if they are unknown.
-    """
+    """What a contract asks on each split: the larger of both figures."""
     assert domain.task is not None, "`Settings.chosen` fills it in"
     least, of_teacher = domain.required or 0.0, domain.of_teacher
     plain = Requirement(least, margin, domain.task.spec.largest)
@@ -130,10 +123,7 @@ def dedicated_requirement(
 def few_samples(
     domain: DomainSettings, validation: int, test: int, share: float | None, margin: float
 ) -> list[str]:
-    """What to tell of splits that are too small to decide on, or to promise on.
-
-    `share` is that of what the domain's own adapter reaches, where its contract does not count.
-    """
+    """What to tell of splits too small to decide, or to promise on."""
     if validation < 2:
         raise SettingsError(
             f"domain {domain.name} has {validation} validation sample, which can decide nothing: "

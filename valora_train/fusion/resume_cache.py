@@ -1,8 +1,4 @@
-"""The resume cache: attempts of earlier fusions of the same data, which a new one would repeat.
-
-A fusion whose requirements, margin, order or domains changed makes the same attempts as the earlier
-one up to the first decision that differs. Those are taken over instead of being trained again.
-"""
+"""Attempts of earlier fusions of the same data that a new one would repeat are taken over."""
 
 from __future__ import annotations
 
@@ -82,10 +78,7 @@ class ResumeCache:
         state: FusionState,
         dedicated: Mapping[str, DedicatedAdapter] | None = None,
     ) -> None:
-        """Take over the attempts that the new fusion, in which nothing was attempted, would repeat.
-
-        `new_plan` makes its plan before the first attempt; `dedicated` as in `Packing`.
-        """
+        """Take over the attempts that the new fusion, which has made none yet, would repeat."""
         count, files, source, saved = 0, dict[str, str](), state.folder, dict[str, Any]()
         for folder in self._folders:
             found, place = _read(folder / STATE), folder / SNAPSHOTS
@@ -115,10 +108,7 @@ def _replay(
     same: AbstractSet[str],
     dedicated: Mapping[str, DedicatedAdapter],
 ) -> Iterator[dict[str, str]]:
-    """The snapshots that a plan needs after each attempt of an earlier fusion that it would make.
-
-    It ends at the first with a domain that is not one of the `same`.
-    """
+    """The snapshots after each attempt of an earlier fusion that a plan would make as well."""
     snapshots: dict[str, str] = {}
     # An earlier version kept no facts of attempts.
     for facts, reached in zip(

@@ -1,8 +1,4 @@
-"""What a fusion keeps on disk while it runs, so that an interrupted one can be resumed.
-
-The folder holds `state.json`, one snapshot per adapter in `snapshots/`, the checkpoint of the
-attempt that is running, and in the end `fusion.json` with the result.
-"""
+"""What a fusion keeps on disk, to be resumed: state, snapshots, checkpoint, result."""
 
 from __future__ import annotations
 
@@ -33,11 +29,7 @@ SAVED = {  # attributes, and what files call them since the first version
 
 
 class FusionState:
-    """Progress of a fusion, read from its folder if it was started before.
-
-    `save` writes `state.json`; snapshots are written at once. A new fusion begins with accuracies
-    without LoRA that an earlier one measured (`head_only`).
-    """
+    """Progress of a fusion, read from its folder; `head_only` are figures of an earlier one."""
 
     def __init__(
         self,

@@ -145,13 +145,9 @@ class Trainer:
     ) -> None:
         """Train an open adapter on domains that are new to it, several of them jointly.
 
-        Each gets a new head by the seed. Domains that the adapter already holds (`held`) are
-        rehearsed, or their heads are frozen. A training that was killed continues from its
-        checkpoint; what follows is what would have followed, to the bit.
-
-        `on_step` is called with step (from 1), number of steps, loss and, for people, learning
-        rates and at some steps the accuracy on a part of the validation split; also for the steps
-        before the checkpoint.
+        Each gets a new head by the seed; those `held` are rehearsed, or their heads frozen. A
+        killed training continues from its checkpoint, to the bit. `on_step` is called for every
+        step with its number, that of all, loss and further figures.
         """
         settings, main = self._settings, self._accelerator.is_main_process
         rehearsed = list(held) if rehearse else []
@@ -214,10 +210,7 @@ class Trainer:
     def train_head_only(
         self, domain: str, seed: int, on_step: OnStep = lambda *_: None
     ) -> nn.Module | None:
-        """A new head, or memory of a document, that is trained on the frozen base model.
-
-        None where the model writes its answers.
-        """
+        """A head or memory trained on the frozen base model; None where the model writes."""
         head = self._new_head(domain, seed)
         if head is None:
             return None
@@ -281,11 +274,7 @@ class Trainer:
     def _looks(
         self, steps: int, domains: Sequence[str], heads: Mapping[str, nn.Module]
     ) -> tuple[set[int], int]:
-        """Steps after which validation is looked at, and how many samples of each domain.
-
-        They take about `train.validation_share` of the time: a step costs about three forward
-        passes of a batch, and a written answer one for each eight tokens.
-        """
+        """Steps after which validation is looked at, for a share of the time, and samples each."""
         settings, slowness = self._settings, 1
         for name in domains:
             task = self.task(name)
@@ -435,11 +424,7 @@ class Trainer:
         return total
 
     def _side_by_side(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call functions, each on a CPU core; results do not depend on which is the fastest.
-
-        The products of a small model gain less from torch's own threads: with them, 20 steps of 32
-        images in bfloat16 took two idle cores of a Xeon 6.8 s, and take 6.0 s so.
-        """
+        """Call functions on a CPU core each, faster than torch's threads for a small model."""
         if self._lanes == 1 or len(calls) == 1:
             return [call() for call in calls]
         threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
@@ -464,10 +449,7 @@ class Trainer:
         head: nn.Module | None = None,
         most: int | None = None,
     ) -> Evaluation:
-        """Measure a domain's accuracy; on the validation split, its head is calibrated first.
-
-        `head` stands for the adapter's own; at most `most` samples are evenly taken.
-        """
+        """Measure a domain (on validation, calibrate its head first) on at most `most` samples."""
         self._lmm.adapters.activate(adapter)
         if head is None and adapter in self._open:
             head = self._open[adapter].heads.get(domain)

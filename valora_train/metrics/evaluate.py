@@ -1,8 +1,6 @@
 """Metrics of object detection: F1 at IoU 0.5, COCO mAP, calibration error, bootstrap intervals.
 
-pycocotools matches: per image and class, in order of descending confidence, each detection is
-matched to the unmatched true box with the highest IoU, if that is at least 0.5. A match never
-depends on less confident detections, so one matching serves every confidence threshold.
+pycocotools matches, by descending confidence, so that one matching serves every threshold.
 """
 
 from __future__ import annotations

@@ -29,10 +29,7 @@ PERIOD = re.compile(r"(?<!\d)\.|\.(?!\d)")
 def bootstrap(
     each: NDArray[Any], statistic: Callable[[NDArray[Any]], Any], seed: int = 0
 ) -> tuple[float, float]:
-    """95 % bootstrap interval of a figure that follows from sums over samples (percentile method).
-
-    Samples add (n,) or (n, k); `statistic` gives the figures of (resamples, …) sums.
-    """
+    """95 % percentile bootstrap of a `statistic` of sums over samples that add (n,) or (n, k)."""
     n = len(each)
     drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=BOOTSTRAPS)
     low, high = np.quantile(statistic(drawn @ each), [0.025, 0.975])
@@ -115,10 +112,7 @@ def known(values: Sequence[str], task: str) -> Sequence[str]:
 
 
 def cider(predicted: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> Scores:
-    """CIDEr-D (Vedantam et al. 2015) by pycocoevalcap, between 0 and 10.
-
-    The first predicted caption of each image counts; each needs a reference caption.
-    """
+    """CIDEr-D (Vedantam et al. 2015), 0 to 10, of the first predicted caption of each image."""
     from pycocoevalcap.cider.cider import Cider
 
     def words(caption: str) -> str:  # its own tokenizer needs Java
@@ -155,10 +149,7 @@ def vqa_score(said: str, answers: Sequence[str]) -> float:
 
 
 def normalized(answer: str) -> str:
-    """Normalise an answer as the VQA evaluation does.
-
-    Letters become lower case, number words become digits, punctuation and articles are removed.
-    """
+    """An answer as the VQA evaluation normalises it: case, numbers, punctuation, articles."""
     text = PERIOD.sub("", PUNCTUATION.sub(" ", answer.lower().replace("\n", " ")))
     words = [NUMBERS.get(word, word) for word in text.split() if word not in ("a", "an", "the")]
     return " ".join(words)

@@ -77,12 +77,10 @@ def detection_report(
     threshold: float,
     ap: Mapping[str, float] | None = None,
 ) -> ClassReport:
-    """Compare detections with true boxes at IoU 0.5.
+    """Compare detections from the threshold on with true boxes at IoU 0.5.
 
-    Detections are first matched to objects of their own class as in COCO (`evaluate.match`), so
-    that the diagonal is what F1 counts. A detection that is left over and overlaps a left-over
-    object of another class by IoU 0.5 is a confusion of the two; what remains is matched with the
-    background. Detections below the threshold do not count.
+    They are matched within their class as in COCO, then across classes (confusions), then with the
+    background.
     """
     rest = len(labels)
     matrix = np.zeros((rest + 1, rest + 1), np.int64)

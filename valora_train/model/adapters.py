@@ -37,10 +37,7 @@ class Adapters:
     def add(
         self, name: str, seed: int, rank: int | None = None, decode_only: bool | None = None
     ) -> None:
-        """Add an adapter that changes nothing yet (B = 0, A by the seed), and activate it.
-
-        Of another rank, it has the scaling of the settings.
-        """
+        """Add and activate an adapter that changes nothing yet, scaled as the settings say."""
         import peft  # which takes seconds
 
         lora = self._lora
@@ -98,10 +95,7 @@ class Adapters:
         return output if self._acts is None else output * self._acts.to(output.dtype)
 
     def act_from(self, starts: Sequence[int], length: int) -> None:
-        """Say from which token of each row on an adapter acts that acts at decoding only.
-
-        It holds until `act_everywhere` or `activate`, as checkpointing computes a batch twice.
-        """
+        """From which token of each row on a decode-only adapter acts, until it is changed."""
         self._acts = None
         if self._active in self._decode_only:
             places = torch.arange(length) >= torch.tensor(starts)[:, None]

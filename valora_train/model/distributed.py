@@ -1,8 +1,4 @@
-"""Processes that train one adapter together, as `accelerate launch` or `torchrun` start them.
-
-Every process draws the same batches and sums up the gradients of its share of them, so that all
-hold the same adapters and heads; the layers of the frozen model may be sharded.
-"""
+"""Processes that train one adapter together: each a share of the same batches."""
 
 from __future__ import annotations
 

@@ -140,11 +140,7 @@ class Lmm(BaseModel):
         return self.render(turns, generate=answer is None)
 
     def _on_fixed_grid(self, batch: Sequence[Example], grid: tuple[int, int]) -> list[Encoded]:
-        """Encode examples of a model whose images all have the same number of visual tokens.
-
-        Images are processed together, and the token ids of a question are made once: 0.64 ms an
-        image on a core of a Xeon, where `_processed` takes 2.3.
-        """
+        """Encode examples with fixed grids together: 0.64 ms an image; `_processed` takes 2.3."""
         images = [image for example in batch for image in example.images]
         pixels = self.processor.image_processor(images, return_tensors="pt")[PIXELS[IMAGE]]
         parts = pixels.to(self._place, self.dtype).split([len(one.images) for one in batch])
@@ -296,10 +292,7 @@ class Lmm(BaseModel):
         return ids, output
 
     def _visual_features(self, batch: Sequence[Encoded]) -> tuple[Tensor, list[Tensor]]:
-        """Return the visual features of a batch, (visual tokens, width), kept or encoded now.
-
-        And the same for each of the first layers to whose outputs features are added.
-        """
+        """Visual features of a batch, and those for each of the first layers, kept or made now."""
         batch = [item for item in batch if bool(item.visual.any())]
         if not batch:
             return torch.zeros(0, self.width, dtype=self.dtype, device=self.device), []
@@ -338,11 +331,7 @@ class Lmm(BaseModel):
 
     @contextmanager
     def precision(self, training: bool | None = None) -> Iterator[None]:
-        """Let adapters compute in the base model's type; their weights stay float32.
-
-        On a base model in float32, training (None: what has gradients) computes in
-        `model.precision`, and all else in float32.
-        """
+        """Let adapters compute in the base model's type, or training in `model.precision`."""
         low = self.dtype
         if low == torch.float32 and (torch.is_grad_enabled() if training is None else training):
             low = self._training_type
@@ -361,10 +350,7 @@ class Lmm(BaseModel):
 
 
 def _shard(decoder: Any, device: str) -> None:
-    """Shard the layers of the frozen decoder (FSDP2); a layer is gathered while it runs.
-
-    Adapters that are added later, and the weights beside the layers, are whole on every process.
-    """
+    """Shard the frozen decoder's layers (FSDP2), each gathered while it runs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,9 +1,4 @@
-"""Memories of documents in training: what stands before a question instead of its document.
-
-A memory is a module, so that it can be trained and kept like a head. `states` and `write` compute
-what the base model with the active adapter makes of questions behind their memories, exactly as
-`valora_data.contract.contexts` defines it.
-"""
+"""Memories of documents in training, as modules (see `valora_data.contract.contexts`)."""
 
 from __future__ import annotations
 
@@ -29,10 +24,7 @@ WRITTEN = 64  # answers that are written at once
 
 
 class Prefix(nn.Module):
-    """Keys and values, [layers, kv_heads, tokens, head_dim], which replace the head of a prompt.
-
-    `position` is that of the first token behind them.
-    """
+    """Keys and values [layers, kv_heads, tokens, head_dim] before a `position`, as a module."""
 
     form = PREFIX
 
@@ -96,10 +88,7 @@ def new_memory_tokens(lmm: Lmm, document: Document, tokens: int) -> MemoryTokens
 
 
 def most_attended(lmm: Lmm, read: Prefix, questions: Sequence[Encoded], tokens: int) -> Prefix:
-    """Return the keys and values of a document that questions attend to most, as H2O and SnapKV do.
-
-    Every head keeps tokens of its own, in the document's order and at their positions.
-    """
+    """Keys and values that questions attend to most (H2O, SnapKV), by head, in order."""
     kept = attention_mass(lmm, read, questions).topk(tokens, -1).indices.sort(-1).values[..., None]
     kept = kept.expand(-1, -1, -1, read.keys.shape[-1])
     keys, values = (part.detach().gather(2, kept) for part in (read.keys, read.values))

@@ -1,7 +1,4 @@
-"""The README of a bundle: what it holds, how accurate it is, how it is used; and its metadata.
-
-The metadata at the top are those of Hugging Face's model cards, whose `model-index` its pages show.
-"""
+"""The README of a bundle, with the metadata of Hugging Face's model cards."""
 
 from __future__ import annotations
 

@@ -52,9 +52,8 @@ def _logged(method: Callable[..., None]) -> Callable[..., None]:
 class FusionReport:
     """Reports one fusion, of domains that must keep the accuracies `required`.
 
-    The trainer holds the samples that are shown; `data_sets` are those with distilled labels, then
-    those with true labels, by domain. `records` returns all decided attempts (`attempts_as_json`),
-    `run_id` is the fusion's run in MLflow, if it is logged.
+    `data_sets` are those with distilled and with true labels, `records` returns all decided
+    attempts.
     """
 
     def __init__(
@@ -78,10 +77,7 @@ class FusionReport:
     def running(
         self, settings: Settings, key: str, state: FusionState, before: Sequence[Span]
     ) -> Iterator[None]:
-        """Log the fusion (the stage of a key) into its run, which is remembered in its state.
-
-        Its trace begins with the stages `before`, and with attempts of a fusion that continues.
-        """
+        """Log the fusion (the stage of a key) into its run; its trace begins with `before`."""
         self._key = key
         note = f"Packs {', '.join(self._required)} into the fewest adapters."
         with _fusion_run(settings, key, note, state.mlflow_run_id) as self.run_id:
@@ -139,12 +135,7 @@ class FusionReport:
 
     @contextmanager
     def training(self, what: str, name: str = "", new: int = 0) -> Iterator[OnStep]:
-        """Show a training in the terminal and in MLflow while it runs.
-
-        In a run that has several trainings, names of figures end with `name`; the number of `new`
-        domains of an attempt says how long attempts take. Yields what is called with step, number
-        of steps, loss, and further figures.
-        """
+        """Show a training in terminal and MLflow; names end with `name`, `new` ones are timed."""
         figures: dict[str, float] = {}
         self._steps = 0
         with ExitStack() as stack:
@@ -321,10 +312,7 @@ def _fusion_run(settings: Settings, key: str, note: str, earlier: str | None) ->
 
 
 def run_of(settings: Settings, fused: Path, result: Mapping[str, Any]) -> str:
-    """The run of a finished fusion; if the store has lost it, the result is logged into a new one.
-
-    `fused` is the output folder of its stage, `result` the content of `fusion.json` there.
-    """
+    """The run of a finished fusion; if the store has lost it, the result is logged anew."""
     key = fused.name.rpartition("-")[2]
     tracking.connect(settings.paths, f"valora/{settings.task.name}")
     with storing():

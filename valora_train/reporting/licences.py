@@ -1,8 +1,4 @@
-"""Licences of what a bundle was made from: the base model, and the data and teacher of each domain.
-
-A setting comes first, then what the files say themselves; what nobody says is `unknown`. Nothing is
-asked of the network: of repositories on the hub the local cache counts.
-"""
+"""Licences of base model, data and teachers: by settings, then files; never the network."""
 
 from __future__ import annotations
 

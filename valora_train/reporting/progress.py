@@ -27,11 +27,7 @@ MAX_RELAYED = 1000  # characters of a line
 
 
 class Display:
-    """Shows progress; where the output is not a terminal, only finished steps are written.
-
-    Jobs that run in parallel have names instead of a live line; `messages` is what `relay` yields
-    in the process whose display shows what this one does.
-    """
+    """Shows progress, or finished steps alone; jobs have names, and `messages` are relayed."""
 
     def __init__(
         self,

@@ -44,8 +44,7 @@ class WithoutPasswords(Callback):
 def figures_of(fused: Path) -> dict[str, Any]:
     """What a job returns: figures of its fusion, by validation, so that test stays unseen.
 
-    `worst_margin` is the least accuracy minus requirement of any domain, `accuracy` the mean of
-    all, `met` the number of those at their requirement, `run` the id of the MLflow run.
+    `worst_margin` is the least accuracy minus requirement, `met` counts domains at theirs.
     """
     result = read_json(fused / "fusion.json")
     domains = result["domains"].values()

@@ -1,9 +1,4 @@
-"""The trace of a fusion: a waterfall of its stages and attempts, which MLflow's pages open with.
-
-Spans are added when they have ended, with the times that were measured; MLflow stores the trace as
-a whole when it ends. A fusion that was killed has a trace from its next start on, which begins with
-the attempts before.
-"""
+"""The trace of a fusion: a waterfall of stages and attempts, added when they have ended."""
 
 from __future__ import annotations
 
@@ -25,14 +20,7 @@ SECOND = 1_000_000_000  # nanoseconds
 
 
 class Trace:
-    """The trace of a fusion, linked to the active run, whose tag ``valora.trace`` names it.
-
-    Args:
-        name: Its name.
-        required: Required accuracy of every domain.
-        before: Stages before the fusion.
-        earlier: Seconds of attempts before an interruption, which the trace begins with.
-    """
+    """The trace of a fusion, linked to the active run by the tag ``valora.trace``."""
 
     def __init__(
         self, name: str, required: Mapping[str, float], before: Sequence[Span], earlier: float
@@ -83,10 +71,7 @@ class Trace:
     def add_attempt(
         self, span: Span, decision: AttemptDecision, inside: Sequence[Span], steps: int = 0
     ) -> None:
-        """Add an attempt: what its domains reached, what was asked, what it cost, the verdict.
-
-        Of an earlier process nothing is known of what is inside, nor of its memory and steps.
-        """
+        """Add an attempt: what its domains reached, what was asked, what it cost, the verdict."""
         committed = decision.verdict is Verdict.COMMITTED
         domains: dict[str, dict[str, Any]] = {
             name: {

@@ -1,8 +1,4 @@
-"""MLflow's store and its runs: errors that say what to do, and runs that end.
-
-Runs are found by their tags, not by what this process remembers: after a kill, the run of a fusion
-is continued and that of the interrupted attempt is replaced.
-"""
+"""MLflow's store and its runs, found by tags; errors that say what to do."""
 
 from __future__ import annotations
 
@@ -81,10 +77,7 @@ def use_store(uri: str | None) -> None:
 
 
 def connect(paths: PathSettings, experiment: str) -> None:
-    """Log to an experiment, which is made if needed; end runs that killed processes left running.
-
-    Runs of other folders, and of stages that a process is running, are left alone.
-    """
+    """Log to an experiment, made if needed; end runs that killed processes left running."""
     use_store(paths.tracking)
     # Two processes would both make the database.
     with FileLock(Path(paths.work) / "mlflow.lock"), storing():
@@ -204,10 +197,7 @@ def is_fusion(run: Run) -> bool:
 def open_run(
     name: str, tags: dict[str, str], earlier: str | None = None, system: bool = False
 ) -> Iterator[str]:
-    """An MLflow run, nested in the active one; its status says how the `with` block ended.
-
-    The run `earlier` is continued; memory and processor use are logged if asked for (`system`).
-    """
+    """A nested MLflow run, or the `earlier` one; its status says how the block ended."""
     run_id = ""
     tags = {"mlflow.source.name": "valora-train", "mlflow.source.type": "LOCAL"} | tags
 
@@ -330,10 +320,7 @@ def log_classes(domain: str, facts: Mapping[str, Any]) -> None:
 def register_bundle(
     run_id: str, name: str, bundle: Path, tags: Mapping[str, str], figures: Mapping[str, float]
 ) -> None:
-    """Register a bundle, as an artifact of its run, with the alias ``latest-fused``.
-
-    `figures` that it brings become metrics of the run.
-    """
+    """Register a bundle with the alias ``latest-fused``; its `figures` become metrics."""
     with storing():
         client = mlflow.MlflowClient()
         versions = client.search_model_versions(f"run_id = '{run_id}'")

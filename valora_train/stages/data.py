@@ -1,9 +1,4 @@
-"""Stage `data`: reads a domain's samples and splits them.
-
-Output: one Hugging Face data set per split (see `valora_data.shards`), and `unlabelled_truth` with
-the true answers of the unlabelled split. Nothing is trained on those; they measure how well a
-teacher labels.
-"""
+"""Stage `data`: a shard per split, and `unlabelled_truth`, which measures teachers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Stages `alone-DOMAIN`: each domain is trained in an adapter of its own (`fusion.of_dedicated`).
-
-Output: `reached.json`, its accuracy on validation and test, and the adapter as a snapshot, which a
-fusion takes for a domain that shares with no other. An interrupted training continues.
-"""
+"""Stages `alone-DOMAIN`: adapters of single domains, which fusions may take (`of_dedicated`)."""
 
 from __future__ import annotations
 
@@ -54,10 +50,7 @@ ELSEWHERE = (
 def measure_dedicated(
     settings: Settings, domains: Sequence[DomainInputs], display: Display
 ) -> list[DomainInputs]:
-    """Train every domain in an adapter of its own, which its requirement follows.
-
-    One that reaches nothing there keeps its contract, if `fusion.unreachable` is `keep`.
-    """
+    """Train every domain in an adapter of its own, which its requirement follows."""
     share, work = settings.fusion.of_dedicated, Path(settings.paths.work)
     if share is None:
         return list(domains)

@@ -1,8 +1,4 @@
-"""Stages `teach` and `distill`: train a small model, and label the unlabelled split with it.
-
-The LMM is trained on the teacher's answers for the unlabelled split, as VaLoRA §4.2.1 collects its
-training data by running the small models. The report says how well these agree with the truth.
-"""
+"""Stages `teach` and `distill`: a small model labels the unlabelled split (VaLoRA §4.2.1)."""
 
 from __future__ import annotations
 
@@ -298,10 +294,7 @@ def teacher_figures(distilled: Path) -> dict[str, Any]:
 
 
 def answers_on_test(distilled: Path) -> list[Any]:
-    """The teacher's answers on the test split, in its order, as golden examples hold answers.
-
-    Nothing where there is no teacher, or the output of stage `distill` is of an earlier version.
-    """
+    """The teacher's answers on test, as golden examples hold answers; maybe nothing."""
     file = distilled / TESTED
     return list(read_json(intact(file))) if file.exists() else []
 

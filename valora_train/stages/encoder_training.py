@@ -1,11 +1,7 @@
-"""Stage `memorise`: trains an encoder that compresses documents to memory tokens.
+"""Stage `memorise`: trains an encoder (LoRA and queries) that makes memory tokens of documents.
 
-The encoder, LoRA and queries, learns from all documents of the task: first to make memory tokens
-from which the frozen base model reconstructs them, then such that it answers questions about them
-(offline context learning §3.2 and §3.3, equations 3 and 4, with the frozen decoder of ICAE). The
-memory tokens that fusion trains begin as what it makes, and the bundle holds it, so that a server
-can compress documents that nobody has trained on. Output: `encoder/` (in PEFT's format, with its
-queries) and `memories/NAME.safetensors`.
+It learns to reconstruct all documents of the task, then to answer (offline context learning §3.2,
+§3.3, with ICAE's frozen decoder). Output: `encoder/` and `memories/NAME.safetensors`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Stage `export`: writes the bundle of a fusion and publishes it once the gate has checked it.
-
-The bundle is written to ``bundles/<task>``; the previous version is moved to
-``bundles/<task>@<version>``.
-"""
+"""Stage `export`: writes a bundle, publishes it past the gate, keeps the previous version."""
 
 from __future__ import annotations
 
@@ -198,10 +194,7 @@ def _manifest(
 def _speed(
     settings: Settings, domains: Sequence[DomainInputs], model: BundleModel
 ) -> dict[str, Any] | None:
-    """How fast domains with heads answer about the same images, and small models in their place.
-
-    None if there are not several; `teacher` is None unless each has a small model of its own here.
-    """
+    """How fast heads answer about the same images, and small models; None if it says nothing."""
     asked = {
         item.settings.name: item
         for item in domains

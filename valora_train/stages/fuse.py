@@ -1,9 +1,7 @@
 """Stage `fuse`: domains go into adapters, one attempt after the other (VaLoRA §4.2.1).
 
-Every decision is on disk before the next attempt starts, so a fusion that is killed at any moment
-is resumed with the same decisions. Output: `fusion.json` (what was decided, reached and promised),
-`adapters/<name>` (in PEFT's format), `heads/<domain>.safetensors` and `pictures/<domain>.png`; the
-same of every domain without LoRA in `head_only/`.
+Decisions are on disk before the next attempt, so that it is resumed with the same. Output:
+`fusion.json`, `adapters/`, `heads/` and `pictures/`; domains without LoRA in `head_only/`.
 """
 
 from __future__ import annotations
@@ -195,11 +193,7 @@ def unchanged_parent(
 
 
 class Fusion:
-    """The fusion from top to bottom: fills the stage's folder, resuming from what is in it.
-
-    Where several processes train together, each fills a folder of its own; only the leader's
-    becomes the output.
-    """
+    """The fusion, resumed from its folder; each process of a team fills one of its own."""
 
     def __init__(
         self,
@@ -286,10 +280,7 @@ class Fusion:
             write_json(self.folder / FUSION, result)
 
     def _stop_if_unreachable(self, plan: FusionPlan) -> None:
-        """End the fusion at the first domain that is out of reach, if that is asked for.
-
-        The attempts so far stay on disk: the same fusion continues with `fusion.unreachable=keep`.
-        """
+        """End the fusion at the first domain out of reach, if asked for; it can be continued."""
         if self.settings.fusion.unreachable == "fail":
             flagged = (self.parent.flagged if self.parent else {}) | plan.unreachable
             met = [name for name in self.requirements if name not in {*flagged, *plan.waiting}]
@@ -400,10 +391,7 @@ class Fusion:
             self.speed[name] = speed
 
     def _measure(self, adapter: str, name: str, reason: str, val: Evaluation | None) -> Evaluation:
-        """Measure a domain of a loaded adapter on the test split, and write its head.
-
-        Its head was calibrated by its evaluation on validation, which is repeated where it is None.
-        """
+        """Measure a domain on test, and write its head, which validation has calibrated."""
         if val is None:
             val = self.trainer.evaluate(adapter, name, Split.VAL)
         test = self.trainer.evaluate(adapter, name, Split.TEST)

@@ -1,8 +1,4 @@
-"""The export gate: a reloaded bundle must reproduce its golden examples and its accuracy.
-
-Runs in a process of its own (``python -m valora_train.stages.gate BUNDLE``), with only the base
-model, PEFT and the files of the bundle.
-"""
+"""The export gate: a reloaded bundle, in a process of its own, must answer as it did."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Command `push`: uploads a bundle to a repository of a Hugging Face hub, with a model card.
-
-The token is the one that `hf auth login` or HF_TOKEN gives; HF_ENDPOINT names another hub. ONNX is
-not written: LoRA adapters act on a base model that the repository does not hold.
-"""
+"""Command `push`: uploads a bundle to a Hugging Face hub, with a model card."""
 
 from __future__ import annotations
 
@@ -23,11 +19,7 @@ CARD = "README.md"
 
 
 def push(settings: Settings) -> str:
-    """Upload the bundle of a task, or the one that `push.bundle` names.
-
-    The repository is made if there is none. What has not changed is not sent again, so an upload
-    that was interrupted is repeated by the same command. Gives the address of the commit.
-    """
+    """Upload a bundle, to a repository made if needed; unchanged files are not sent again."""
     asked = settings.push
     if not asked.repo:
         raise ValoraError("command=push needs a repository: set push.repo=owner/name")

@@ -1,9 +1,4 @@
-"""Augmented views of training samples, made by torchvision's transforms.
-
-A view depends on the seed, the sample and its number alone, not on the order of the calls or the
-number of threads. The images are encoded once per view, as the originals are, so that augmentation
-costs nothing in a training step.
-"""
+"""Augmented views by torchvision: functions of seed, sample and number alone."""
 
 from __future__ import annotations
 
@@ -28,11 +23,9 @@ BLUR_KERNEL = 7  # pixels
 
 
 class Augmenter:
-    """Makes augmented views of samples.
+    """Makes augmented views of samples, all images of one alike.
 
-    Colours, blur, noise and compression are changed for every task; places only where the answer
-    moves with them (`DomainTask.geometric`). All images or frames of a sample get the same
-    transform. Hues stay, because answers may name colours.
+    Places change only where the answer moves with them (`DomainTask.geometric`), hues never.
     """
 
     def __init__(self, settings: AugmentSettings, geometric: bool, seed: int) -> None:

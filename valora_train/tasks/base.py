@@ -64,17 +64,11 @@ class Targets:
 
 
 class DomainTask(ABC):
-    """A domain with the behaviour of its task type. Every task type is a subclass.
+    """A domain with the behaviour of its task type, a subclass.
 
-    Another package adds one with an entry point in the group ``valora.tasks``.
-
-    Args:
-        domain: The domain.
-        settings: Settings of heads and answers.
-        lmm: The model.
-        video: Whether samples are videos and not images.
-        first_head: (5, width + 1), weight and bias of a generic objectness and box head that the
-            base model ships, if there is one.
+    Another package adds one in the entry-point group ``valora.tasks``. `video` says whether samples
+    are videos; `first_head` (5, width + 1) is a generic objectness and box head that the base model
+    may ship.
     """
 
     spec: ClassVar[TaskSpec]  # what is declared about the task type
@@ -176,10 +170,7 @@ class DomainTask(ABC):
 
     @torch.no_grad()
     def answer(self, head: Any, lmm: Lmm, samples: Sequence[Sample]) -> list[Prediction]:
-        """Answers to samples by the active adapter; their true answers are not read.
-
-        Samples are encoded in the batches of training: other shapes round differently.
-        """
+        """Answers by the active adapter, in the batches of training: shapes round differently."""
         encoded = lmm.encode([self.prompt(sample) for sample in samples], self.whole_prompt)
         return self.predictions(head, self.outputs(head, lmm, encoded), samples)
 
@@ -225,7 +216,6 @@ class HeadTask(DomainTask):
         return raw
 
     def head_loss(self, head: Any, inputs: HeadInputs, targets: Any) -> Tensor:
-        """Training loss of a batch, given what the head reads."""
         loss: Tensor = head.loss(self.head_outputs(head, inputs), targets, self.settings)
         return loss
 
@@ -245,15 +235,12 @@ class HeadTask(DomainTask):
         return module
 
     def write_head(self, head: Any, file: Path) -> None:
-        """Write a trained head to a file."""
         write_head(file, self.stored_head(head))
 
     def read_head(self, file: Path, width: int) -> nn.Module:
-        """Read a head, for a model whose hidden states have a width."""
         return self.load_head(read_head(file, width))
 
     def loss(self, head: Any, states: HiddenStates, targets: Any, lmm: Lmm) -> Tensor:
-        """Training loss of a batch, from its last hidden states."""
         return self.head_loss(head, states.head_inputs(), targets)
 
     def outputs(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> Tensor:
@@ -261,7 +248,6 @@ class HeadTask(DomainTask):
         return _outputs([(self, head)], lmm, batch)[0]
 
     def matches(self, found: Any, expected: Any, threshold: float | None) -> bool:
-        """Whether a prediction reproduces a golden one, within the tolerances of its form."""
         return self.result.matches(found, expected, threshold or 0.0)
 
 
@@ -281,13 +267,7 @@ def _outputs(
 def answer_together(
     heads: Sequence[tuple[HeadTask, Any]], lmm: Lmm, samples: Sequence[Sample]
 ) -> list[list[Prediction]]:
-    """Answers of tasks with heads on the active adapter; equal prompts share passes of the model.
-
-    Args:
-        heads: The tasks, each with its head.
-        lmm: The base model.
-        samples: The samples that each of them answers.
-    """
+    """Answers of tasks and heads on the active adapter; equal prompts share passes."""
     groups: dict[Any, list[int]] = {}
     for place, (task, _) in enumerate(heads):
         groups.setdefault((task.domain.question(samples[0]), task.whole_prompt), []).append(place)

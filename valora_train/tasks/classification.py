@@ -1,9 +1,4 @@
-"""Tasks that choose one of a domain's labels; a label head answers in one pass (VaLoRA §4.2.2).
-
-The head reads the last token, the mean of the visual tokens, their learnt weighted mean, or their
-means in the parts of a grid. All poolings are trained together; the most accurate on validation is
-kept.
-"""
+"""Tasks that choose a label: a head on one of four poolings, in one pass (VaLoRA §4.2.2)."""
 
 from __future__ import annotations
 
@@ -88,11 +83,7 @@ class LabelHeadModule(nn.Module):
         return ((1 - share) * hard + share * heat**2 * apart).mean()
 
     def calibrate(self, logits: Tensor, truth: Tensor) -> None:
-        """Choose the pooling, then fit the temperature (Guo et al. 2017), on the validation split.
-
-        The pooling with the best accuracy is chosen, by (n, poolings, labels) logits and (n,) true
-        indices, −1 for samples without one; ties go to the lowest loss.
-        """
+        """Choose the best pooling on validation, then fit the temperature (Guo et al. 2017)."""
         from scipy.optimize import minimize_scalar
 
         logits, truth = logits[truth >= 0].detach(), truth[truth >= 0]
@@ -149,7 +140,6 @@ class ChoiceTask(HeadTask):
     kind: str
 
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> ChoiceTargets:
-        """The labels, and the teacher's probabilities."""
         labels = self.domain.labels
         soft = torch.zeros(len(samples), len(labels))
         indices = []
@@ -173,7 +163,6 @@ class ChoiceTask(HeadTask):
         return ChoiceTargets(torch.tensor(indices), soft)
 
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> LabelHeadModule:
-        """A head with initial weights for every pooling that is to be tried."""
         wanted = self.settings.pooling
         poolings = POOLINGS if wanted == "auto" else (wanted,)
         if not len(first.cells):  # the question alone
@@ -189,7 +178,6 @@ class ChoiceTask(HeadTask):
         return head.to(lmm.device)
 
     def calibrate(self, head: LabelHeadModule, raw: Tensor, samples: Sequence[Sample]) -> None:
-        """Choose the pooling, then fit the temperature."""
         labels = {label: index for index, label in enumerate(self.domain.labels)}
         truth = [labels.get(sample.answer.choice or "", -1) for sample in samples]
         head.calibrate(raw, torch.tensor(truth))
@@ -197,7 +185,6 @@ class ChoiceTask(HeadTask):
     def predictions(
         self, head: LabelHeadModule, raw: Tensor, samples: Sequence[Sample]
     ) -> list[Prediction]:
-        """The most probable label, with a probability for each."""
         found = []
         for shares in confidences(raw[:, int(head.chosen)], head.temperature.cpu()).tolist():
             label = self.domain.labels[shares.index(max(shares))]
@@ -207,7 +194,6 @@ class ChoiceTask(HeadTask):
     def evaluate(
         self, head: LabelHeadModule, predictions: list[Prediction], samples: Sequence[Sample]
     ) -> Evaluation:
-        """The task's metric, the calibration error of the confidences, metrics of each label."""
         found = super().evaluate(head, predictions, samples)
         answers, truth = [one.answer for one in predictions], [one.answer for one in samples]
         if (ece := calibration_error(answers, truth)) is not None:
@@ -216,13 +202,11 @@ class ChoiceTask(HeadTask):
         return replace(found, classes=choice_report(said, true, self.domain.labels))
 
     def golden(self, prediction: Prediction, threshold: float | None) -> dict[str, Any]:
-        """The label and its confidence."""
         shares = dict(zip(self.domain.labels, prediction.answer.soft, strict=True))
         label = prediction.answer.choice or ""
         return LabelResult(kind=self.kind, label=label, confidences=shares).golden()
 
     def metadata(self, head: LabelHeadModule) -> dict[str, Any]:
-        """The pooling of the head."""
         return {"pooling": head.pooling}
 
 
@@ -235,7 +219,6 @@ class ClassificationTask(ChoiceTask):
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-        """Top-1 accuracy."""
         return top1(predicted, truth)
 
 
@@ -254,5 +237,4 @@ class CountingTask(ChoiceTask):
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-        """Share of exact counts."""
         return exact_counts(predicted, truth)

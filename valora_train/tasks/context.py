@@ -1,9 +1,4 @@
-"""Questions about a document that was learnt once: the memory stands before the prompt.
-
-The memory is the head of the domain, so that fusion trains, keeps and rolls it back like any other
-head. What is learnt are the answers of the base model that has the document in its prompt: their
-tokens, its logits and its hidden states (self-study, as in Cartridges and Knowledge Modules).
-"""
+"""Questions about a document that was learnt once: a memory as the domain's head."""
 
 from __future__ import annotations
 
@@ -59,7 +54,6 @@ class ContextTask(LanguageTask):
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-        """Share of answers that equal one of the true ones, but for case and punctuation."""
         pairs = zip(predicted, truth, strict=True)
         hits = [
             normalized(one.choice or "") in map(normalized, known(other.answers, "context"))
@@ -70,11 +64,9 @@ class ContextTask(LanguageTask):
     # --- learning -------------------------------------------------------------------------------
 
     def prompt(self, sample: Sample) -> Example:
-        """The question, which stands behind the memory."""
         return replace(super().prompt(sample), context=True)
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Remember the document that the samples ask about."""
         self._document = document = samples[0].document
         if document is None:
             raise DataError(
@@ -146,14 +138,12 @@ class ContextTask(LanguageTask):
     # --- answering ------------------------------------------------------------------------------
 
     def outputs(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> list[tuple[str, Size]]:
-        """The generated texts."""
         texts = memory.write(lmm, batch, [head] * len(batch), self.settings.max_tokens)
         return [(text, (0, 0)) for text in texts]
 
     # --- memories in bundles --------------------------------------------------------------------
 
     def write_head(self, head: AnyMemory, file: Path) -> None:
-        """Write the memory."""
         memory.stored(head, base_hash(self.lmm.base), self.lmm.dtype).write(file)
 
     def read_head(self, file: Path, width: int) -> AnyMemory:
@@ -165,7 +155,6 @@ class ContextTask(LanguageTask):
         return memory.module_of(found).to(lmm.device)
 
     def metadata(self, head: Any) -> dict[str, Any]:
-        """The maximum length of answers, and the domain's entry in the bundle's `contexts`."""
         facts = super().metadata(head)
         if self._document is None:
             return facts

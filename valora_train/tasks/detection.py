@@ -185,11 +185,9 @@ class DetectionTask(HeadTask):
         raise NotImplementedError("detections are measured by valora_train.metrics.evaluate.match")
 
     def prompt(self, sample: Sample) -> Example:
-        """The prompt for a sample: the question and one image."""
         return Example(self.domain.question(sample), (sample.image,))
 
     def mirrored(self, sample: Sample) -> Sample:
-        """The sample with its image and boxes mirrored left to right."""
         width = sample.image.width
         boxes = tuple(replace(b, x0=width - b.x1, x1=width - b.x0) for b in sample.answer.boxes)
         return replace(super().mirrored(sample), answer=Answer(boxes))
@@ -232,7 +230,6 @@ class DetectionTask(HeadTask):
     def predictions(
         self, head: BoxHeadModule, raw: Tensor, samples: Sequence[Sample]
     ) -> list[Prediction]:
-        """The boxes of every image from `MIN_SCORE` on."""
         found = (
             head.predict(row, sample.image.size, self.settings, MIN_SCORE)
             for row, sample in zip(raw, samples, strict=True)
@@ -246,7 +243,6 @@ class DetectionTask(HeadTask):
     def evaluate(
         self, head: BoxHeadModule, predictions: list[Prediction], samples: Sequence[Sample]
     ) -> Evaluation:
-        """F1 at the head's threshold, COCO mAP, calibration error; the same of each class."""
         matches, threshold = self._match(predictions, samples), float(head.threshold)
         classes = detection_report(
             [one.answer.boxes for one in predictions],
@@ -258,7 +254,6 @@ class DetectionTask(HeadTask):
         return Evaluation(accuracy, interval, predictions, details, threshold, classes)
 
     def golden(self, prediction: Prediction, threshold: float | None) -> list[dict[str, Any]]:
-        """The boxes from the threshold on."""
         found = tuple(
             Detection(box.label, box.confidence, box.xyxy)
             for box in prediction.answer.boxes
@@ -267,5 +262,4 @@ class DetectionTask(HeadTask):
         return BoxesResult(kind=KIND, detections=(found,)).golden()
 
     def metadata(self, head: BoxHeadModule) -> dict[str, Any]:
-        """The threshold."""
         return {"threshold": float(head.threshold)}

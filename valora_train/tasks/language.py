@@ -1,8 +1,4 @@
-"""Tasks whose answers the language model writes: captions, questions, and boxes as text.
-
-Boxes are written in the two conventions of LMMs: on a grid of 0 to 1000, or in pixels of the
-resized image that the vision encoder sees.
-"""
+"""Tasks whose answers the language model writes: captions, questions, and boxes as text."""
 
 from __future__ import annotations
 
@@ -48,7 +44,6 @@ class LanguageTask(DomainTask):
         return Answer(answers=(text,))
 
     def training_example(self, sample: Sample) -> Example:
-        """The prompt for a sample, with the answer to write."""
         if not (self.target_text(sample, sample.image.size) or "").strip():
             raise DataError(
                 f"sample {sample.id} of domain {self.domain.name} has no answer to learn: leave it "
@@ -78,22 +73,18 @@ class LanguageTask(DomainTask):
     def predictions(
         self, head: Any, raw: Sequence[tuple[str, Size]], samples: Sequence[Sample]
     ) -> list[Prediction]:
-        """The answers in the generated texts."""
         return [
             Prediction(self.parse(text, sample, seen), text)
             for (text, seen), sample in zip(raw, samples, strict=True)
         ]
 
     def golden(self, prediction: Prediction, threshold: float | None) -> dict[str, Any]:
-        """The text."""
         return {"text": prediction.text or ""}
 
     def matches(self, found: Any, expected: Any, threshold: float | None) -> bool:
-        """Whether the texts are equal."""
         return text_matches(found["text"], expected)
 
     def metadata(self, head: Any) -> dict[str, Any]:
-        """The maximum length of answers in tokens."""
         return {"max_tokens": self.settings.max_tokens}
 
 
@@ -104,15 +95,12 @@ class CaptionTask(LanguageTask):
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-        """CIDEr-D."""
         return cider([one.captions for one in predicted], [other.captions for other in truth])
 
     def target_text(self, sample: Sample, seen: Size) -> str | None:
-        """The first reference caption."""
         return next(iter(sample.answer.captions), None)
 
     def parse(self, text: str, sample: Sample, seen: Size) -> Answer:
-        """The text as a caption."""
         return Answer(captions=(text,))
 
 
@@ -127,7 +115,6 @@ class VqaTask(DomainTask):
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-        """VQA score."""
         return vqa(predicted, truth)
 
 
@@ -144,11 +131,7 @@ class VqaTextTask(VqaTask, LanguageTask):
 
 
 def write_box(box: Box, size: Size, seen: Size, convention: Convention, step: int = 1) -> str:
-    """Write a box in the format of Qwen-VL: ``<ref>name</ref><box>(x0,y0),(x1,y1)</box>``.
-
-    `size` is that of the original image, `seen` that of the image that the vision encoder sees, for
-    `pixels`. Coordinates are rounded to multiples of `step`.
-    """
+    """A box as Qwen-VL writes it, on a grid, or in `seen` pixels, in multiples of `step`."""
     scales = (GRID,) * 4 if convention == "grid1000" else seen * 2
     x0, y0, x1, y1 = (
         round(min(max(edge / full, 0.0), 1.0) * scale / step) * step
@@ -178,11 +161,9 @@ class GroundingTask(LanguageTask):
 
     @classmethod
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
-        """Share of first boxes that overlap a true one by IoU 0.5."""
         return box_accuracy(predicted, truth)
 
     def target_text(self, sample: Sample, seen: Size) -> str | None:
-        """The true boxes as text."""
         size, lmm = sample.image.size, self.lmm
         boxes = sample.answer.boxes
         return "".join(
@@ -190,9 +171,7 @@ class GroundingTask(LanguageTask):
         )
 
     def parse(self, text: str, sample: Sample, seen: Size) -> Answer:
-        """The boxes in the text."""
         return Answer(tuple(read_boxes(text, sample.image.size, seen, self.lmm.coordinates)))
 
     def metadata(self, head: Any) -> dict[str, Any]:
-        """Length of answers and the convention for boxes."""
         return super().metadata(head) | {"coordinates": self.lmm.coordinates}

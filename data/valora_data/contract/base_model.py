@@ -34,9 +34,7 @@ MANY_PIXELS = 4_000_000  # images of more together are processed one by one, in 
 def base_folder(base: str) -> str:
     """Return the folder, or the name on the hub, that a base model's id stands for.
 
-    The id is ``tiny`` or ``photo`` (shipped with the project), ``smol`` (see `models.smol`), a
-    folder, or a name on the hub; a `BundleError` says that it is empty, a folder that holds no
-    model, or a path to nothing.
+    A `BundleError` says that it is empty, a folder without a model, or a path to nothing.
     """
     if not base:
         raise BundleError("the base model's name is empty: name a folder, or a model on the hub")
@@ -112,19 +110,10 @@ def load_model(
     plain: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Load transformers' model and processor onto the CPU, or a rounded one onto its device.
+    """Load model and processor, onto the CPU; or one rounded to 4 bits (``nf4``) onto its device.
 
-    Args:
-        base: As in `base_folder`.
-        dtype: Type of the weights.
-        quantize: ``nf4`` to round the language model to 4 bits; None to keep its weights.
-        device: Device that a rounded model is loaded onto.
-        read: Reads the weights in place of transformers' ``from_pretrained``.
-        plain: Whether a model that is saved in a quantised form is refused.
-        options: Further arguments of ``from_pretrained``.
-
-    Raises:
-        BundleError: There is no such model, it is of no known family, or it cannot be rounded.
+    `read` stands for ``from_pretrained``, which takes the `options`; `plain` refuses a model that
+    is saved in a quantised form. A `BundleError` says why it cannot be loaded.
     """
     from transformers import PretrainedConfig
 
@@ -169,10 +158,7 @@ def check_image_token(base: str, config: Any, processor: Any) -> None:
 
 
 class _ImageProcessor:
-    """An image processor whose last output is kept, of which processors drop parts.
-
-    If `one_by_one`, not all images are held as tensors before they are resized.
-    """
+    """Keeps an image processor's last output, of which processors drop parts."""
 
     def __init__(self, image_processor: Any, one_by_one: bool) -> None:
         self._image_processor, self._one_by_one = image_processor, one_by_one
@@ -289,11 +275,7 @@ def _check_attention(base: str, text: Any) -> None:
 
 
 class BaseModel:
-    """A frozen LMM with its processor, or a language model with its tokenizer (`load_model`).
-
-    A `BundleError` says that it is of no known family, see `architecture_of`, or that its attention
-    is not that of a paged cache.
-    """
+    """A frozen LMM and its processor, or a language model and its tokenizer (`load_model`)."""
 
     def __init__(self, base: str, model: Any, processor: Any) -> None:
         self.base = base
@@ -361,18 +343,11 @@ class BaseModel:
     # --- prompts
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
-        """Write turns of parts as a prompt, in which special tokens of users are plain text.
-
-        With `generate`, the text ends where the model's answer begins.
-        """
+        """Write turns as a prompt, up to the answer if asked; special tokens are plain text."""
         return self.architecture.render(self.processor, self.plain.messages(messages), generate)
 
     def tokenize(self, text: str, *, special: bool | None = None) -> list[int]:
-        """Return the token ids of a prompt without images or videos.
-
-        `special` says whether the tokenizer adds the beginning-of-sequence token; None to add it
-        unless the chat template did.
-        """
+        """Token ids of a prompt without media; `special` None: a first token unless it is there."""
         ids = self.tokenizer(text, add_special_tokens=self._special(text, special))["input_ids"]
         return [int(i) for i in ids]
 

@@ -1,8 +1,7 @@
 """Heads that find objects: boxes relative to visual tokens, see docs/reference/bundle.md.
 
-The token in row i and column j of a rows × columns grid predicts boxes relative to its cell: four
-outputs (ox, oy, ow, oh) say that a box has the cell's centre plus (ox, oy) cells, and measures
-(exp ow, exp oh) cells. Boxes are (x0, y0, x1, y1), as shares of the image's width and height.
+A cell of a rows × columns grid says (ox, oy, ow, oh): its box has the cell's centre plus (ox, oy)
+cells and measures (exp ow, exp oh) cells. Boxes (x0, y0, x1, y1) are shares of the image.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ def decode(raw: Tensor, grid: tuple[int, int]) -> Tensor:
 def suppress(
     boxes: Tensor, scores: Tensor, classes: Tensor, iou: float, min_score: float, most: int
 ) -> Tensor:
-    """Return int64 indices of at most `most` boxes of at least `min_score`, by descending score.
-
-    No two of a class overlap by more than `iou`.
-    """
+    """Indices of at most `most` boxes, by falling score; those of a class overlap up to `iou`."""
     from torchvision.ops import batched_nms
 
     candidates = torch.nonzero(scores >= min_score).flatten()
@@ -128,7 +124,6 @@ class BoxHead(Head):
     def parse(
         cls, kind: str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], width: int
     ) -> Self:
-        """Build the head from the contents of its file."""
         labels, weight = parse_labels(metadata), tensors["weight"]
         grid, outputs = parse_json(metadata["grid"]), cls.outputs(labels)
         sides = [type(side) for side in grid]
@@ -151,24 +146,20 @@ class BoxHead(Head):
         return 5 + (len(labels) if len(labels) > 1 else 0)
 
     def metadata(self) -> dict[str, str]:
-        """Labels, grid and settings of non-maximum suppression and votes."""
         lists = {name: json.dumps(getattr(self, name)) for name in ("labels", "grid")}
         votes = {} if self.vote_sigma is None else {"vote_sigma": str(self.vote_sigma)}
         return {**lists, "nms_iou": str(self.nms_iou), "most": str(self.most), **votes}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The linear layer, the calibration and the threshold."""
         threshold = torch.tensor([self.threshold])
         return {**super().tensors(), "calibration": self.calibration, "threshold": threshold}
 
     def configured(self, promise: Mapping[str, Any]) -> Self:
-        """The head with the domain's threshold in the manifest, if there is one."""
         if promise.get("threshold") is None:
             return self
         return replace(self, threshold=float(promise["threshold"]))
 
     def misfit(self, visual: int, images: int) -> str | None:
-        """Why the head cannot read a prompt, in one sentence; None if it can."""
         rows, columns = self.grid
         if visual and visual != images * rows * columns:
             return (
@@ -178,13 +169,11 @@ class BoxHead(Head):
         return super().misfit(visual, images)
 
     def inputs(self, last: Tensor, visual: Tensor, places: Tensor | None) -> Tensor:
-        """(tokens, width) float32, the hidden states of the visual tokens."""
         return visual.float()
 
     def interpret(
         self, logits: Tensor, sizes: Sequence[Size], min_score: float | None = None
     ) -> BoxesResult:
-        """The objects in each image."""
         images = logits.view(len(sizes), self.grid[0] * self.grid[1], -1)
         least = self.threshold if min_score is None else min_score
         found = [self.detections(raw, size, least) for raw, size in zip(images, sizes, strict=True)]

@@ -44,11 +44,7 @@ class Bundle:
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """Read a bundle and verify all its files.
-
-    Raises:
-        BundleError: If it is no bundle, of an unknown schema, or was changed since its export.
-    """
+    """Read a bundle and verify all its files; a `BundleError` if they are not as exported."""
     manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
         try:
@@ -102,10 +98,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_base(
     bundle: Bundle, base: str, actual: str | None = None, quantize: str | None = None
 ) -> None:
-    """Check that a bundle was made for a base model, and on weights that are rounded alike.
-
-    `actual` is the `base_hash` of `base` if it is known already.
-    """
+    """Check that a bundle fits a base model (with this `base_hash`), rounded as in training."""
     wanted, actual = bundle.manifest["base"], actual or base_hash(base)
     if actual != wanted["sha256"]:
         raise BundleError(

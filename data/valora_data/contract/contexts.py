@@ -1,13 +1,8 @@
 """Contexts: documents that were learnt once and are answered about without being read again.
 
-The prompt of a request about a context is its *head*, the system turn with the document, and its
-*tail*, the conversation:
-
-    <s> <|system|> document   |   <|user|> question <|assistant|>
-            head                            tail
-
-A memory replaces the head: by keys and values (`prefix`), by embeddings in place of the document
-(`memory_tokens`), or by nothing (`adapter`: LoRA alone answers). See docs/reference/bundle.md.
+A prompt has a *head*, the system turn with the document, and a *tail*, the conversation. A memory
+replaces the head: keys and values (`prefix`), embeddings in place of the document
+(`memory_tokens`), or nothing (`adapter`). See docs/reference/bundle.md.
 """
 
 from __future__ import annotations
@@ -114,11 +109,7 @@ class Memory:
 
 
 def read_memory(file: Path, base: str, config: Any) -> Memory:
-    """Read a memory and check that it fits the base model with this `base_hash`.
-
-    `config` is transformers' configuration of its language model (`config.get_text_config()`). A
-    `BundleError` says that the file is damaged, or does not fit.
-    """
+    """Read a memory and check that it fits a base model, by hash and configuration of its text."""
     facts, tensors = read_safetensors(file, FILE_BYTES)
     form, written, tokens = facts.get("form", ""), facts.get("position", "0"), _tokens(tensors)
     position = int(written) if re.fullmatch(r"[0-9]{1,9}", written) else -1

@@ -79,10 +79,8 @@ class Head(ABC):
     def inputs(self, last: Tensor, visual: Tensor, places: Tensor | None) -> Tensor:
         """What the linear layer acts on, for one prompt: (rows, inputs) float32.
 
-        Args:
-            last: (1, width), hidden state of the last token that was kept.
-            visual: (tokens, width), those of the visual tokens; none unless `reads_visual`.
-            places: (tokens,) int64, see `label_head.places_of`; None unless `reads_places`.
+        `last` (1, width) and `visual` (tokens, width) are hidden states, the latter only if
+        `reads_visual`; `places` (tokens,) int64 as `label_head.places_of`, if `reads_places`.
         """
 
     @abstractmethod

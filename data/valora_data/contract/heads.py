@@ -36,11 +36,7 @@ def write_head(file: Path, head: Head) -> None:
 
 
 def read_head(file: Path, width: int) -> Head:
-    """Read a head that `write_head` wrote; its tensors become float32 on the CPU.
-
-    A `BundleError` says that the file is damaged, its kind unknown, or that it is for another
-    `width` of the base model's hidden states.
-    """
+    """Read a head for hidden states of a `width`: float32 on the CPU; or a `BundleError`."""
     try:
         metadata, stored = read_safetensors(file, FILE_BYTES)
         tensors = {name: _numbers(name, tensor) for name, tensor in stored.items()}

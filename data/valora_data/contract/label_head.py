@@ -36,10 +36,7 @@ def pooled_width(pooling: str, width: int) -> int:
 
 
 def places_of(rows: int, columns: int, images: int = 1) -> Tensor:
-    """The place, from top left row by row, of each visual token: (images · rows · columns,) int64.
-
-    `rows` and `columns` are those of an image's visual tokens.
-    """
+    """The place, row by row, of each visual token of images: (images · rows · columns,) int64."""
     row = torch.arange(rows) * SIDE // rows
     column = torch.arange(columns) * SIDE // columns
     return (row[:, None] * SIDE + column).flatten().repeat(images)
@@ -55,14 +52,9 @@ def pool(
 ) -> Tensor:
     """Pool the hidden states of n prompts: (n, `pooled_width`) float32.
 
-    Args:
-        pooling: One of `Pooling`; the arguments that it does not need are not read.
-        last: (n, width), hidden state of the last token of each prompt.
-        visual: (n, tokens, width), hidden states of the visual tokens, padded.
-        real: (n, tokens) bool, False for padding.
-        places: (n, tokens) int64, see `places_of`. A place without a token is zeros; one that
-            several images share has the mean over all of them.
-        query: (width,) float32, the learnt weighting of `Pooling.ATTENTION`.
+    `last` is (n, width); `visual` (n, tokens, width) are padded where `real` is False; `places` (n,
+    tokens) int64 as in `places_of`: one without tokens is zeros, shared ones are means; `query`
+    (width,) is the weighting of `Pooling.ATTENTION`. What a pooling does not need is not read.
     """
     if pooling == Pooling.LAST:
         return last.float()
@@ -95,19 +87,16 @@ class LabelHead(Head):
 
     @property
     def reads_visual(self) -> bool:
-        """Whether it reads the hidden states of the visual tokens, not only the last token's."""
         return self.pooling is not Pooling.LAST
 
     @property
     def reads_places(self) -> bool:
-        """Whether it needs to know where in its image each visual token lies."""
         return self.pooling is Pooling.GRID
 
     @classmethod
     def parse(
         cls, kind: str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], width: int
     ) -> Self:
-        """Build the head from the contents of its file."""
         labels, pooling = parse_labels(metadata), Pooling(metadata["pooling"])
         expect(len(labels) > 1, "labels", "2 or more", labels)
         temperature = tensors["temperature"].item() if "temperature" in tensors else 1.0
@@ -123,21 +112,17 @@ class LabelHead(Head):
         )  # fmt: skip
 
     def metadata(self) -> dict[str, str]:
-        """Labels and pooling."""
         return {"labels": json.dumps(self.labels), "pooling": str(self.pooling)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The linear layer, the temperature and, if there is one, the query."""
         query = {} if self.query is None else {"query": self.query}
         return {**super().tensors(), "temperature": torch.tensor([self.temperature]), **query}
 
     def to(self, device: torch.device | str) -> Self:
-        """The head with its weights on a device."""
         query = None if self.query is None else self.query.to(device)
         return replace(super().to(device), query=query)
 
     def inputs(self, last: Tensor, visual: Tensor, places: Tensor | None) -> Tensor:
-        """(1, inputs) float32, the pooled hidden states."""
         real = torch.ones(1, len(visual), dtype=torch.bool, device=visual.device)
         where = None if places is None else places[None]
         return pool(self.pooling, last, visual[None], real, where, self.query)
@@ -145,7 +130,6 @@ class LabelHead(Head):
     def interpret(
         self, logits: Tensor, sizes: Sequence[Size], min_score: float | None = None
     ) -> LabelResult:
-        """The most probable label and the probability of each."""
         shares = confidences(logits[0], self.temperature).tolist()
         found = dict(zip(self.labels, shares, strict=True))
         best = max(found, key=found.__getitem__)

@@ -1,7 +1,4 @@
-"""What ``bundle.json`` holds, as pydantic checks it.
-
-Imported when a manifest is read, so that the engine can be imported without pydantic.
-"""
+"""What ``bundle.json`` holds, as pydantic checks it; apart, as the engine does without pydantic."""
 
 from __future__ import annotations
 

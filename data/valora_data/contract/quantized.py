@@ -1,7 +1,4 @@
-"""A base model whose language model is held in 4 bits (QLoRA), through bitsandbytes.
-
-Training holds the rounded weights packed; serving unpacks them, or keeps them packed, too.
-"""
+"""A base model whose language model is held in 4 bits (QLoRA), through bitsandbytes."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ def loading_options(
 
 
 def check_plain(base: str, described: Mapping[str, Any]) -> None:
-    """Check that a base model, with this ``config.json``, is not saved in a quantised form.
-
-    transformers would load it, and requests fail or multiply without the scales.
-    """
+    """Refuse a base model that is saved in a quantised form: its scales would be ignored."""
     form = described.get("quantization_config")
     if form is not None:
         method = form.get("quant_method") if isinstance(form, dict) else None
@@ -112,11 +106,7 @@ def _rounded(base: str, model: Any) -> set[str]:
 
 
 def prepare_packed(model: Any) -> None:
-    """Work around two faults of bitsandbytes on CPUs with AVX512, in place.
-
-    After a pass without gradients, later ones give none; and blocks that reach into the next row
-    are unpacked wrongly, so that layers with such blocks multiply with what `rounded_matrix` gives.
-    """
+    """Work around bitsandbytes on AVX512: lost gradients, blocks that reach into the next row."""
     from torch.nn import functional as F
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

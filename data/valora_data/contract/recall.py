@@ -1,8 +1,4 @@
-"""How a base model reads a document and answers from what it kept: the reference of `contexts`.
-
-Training, teachers and tests use it, and the server must compute the same. The model's active
-adapter counts.
-"""
+"""How a base model reads a document and answers from what it kept: the reference of `contexts`."""
 
 from __future__ import annotations
 
@@ -32,11 +28,7 @@ def head_inputs(model: BaseModel, document: str, images: Sequence[Image] = ()) -
 def read_head(
     model: BaseModel, document: str, images: Sequence[Image] = ()
 ) -> tuple[Tensor, Tensor, int]:
-    """Compute keys, values and the tail's position of the head of prompts about a document.
-
-    Keys and values are [layers, kv_heads, tokens, head_dim] each. A `DataError` says that the
-    document does not fit into the model's context.
-    """
+    """Keys and values [layers, kv_heads, tokens, head_dim], and the tail's position, of a head."""
     inputs = head_inputs(model, document, images)
     ids = inputs["input_ids"].to(model.device)
     most = model.context_length - ROOM

@@ -65,20 +65,16 @@ class LabelResult(HeadResult):
     confidences: dict[str, float] = field(default_factory=dict)
 
     def image_fields(self, number: int) -> dict[str, Any]:
-        """The label, its confidence and those of all labels."""
         return {**self.golden(), "confidences": dict(self.confidences)}
 
     def text(self, sizes: Sequence[Size]) -> str:
-        """The label."""
         return self.label
 
     def golden(self) -> dict[str, Any]:
-        """The label and its confidence."""
         return {"label": self.label, "confidence": self.confidences.get(self.label)}
 
     @classmethod
     def matches(cls, found: Any, expected: Any, threshold: float) -> bool:
-        """Whether the labels are equal and the confidences, where there is one, close."""
         wanted = expected if isinstance(expected, dict) else {"label": expected}
         close = wanted.get("confidence") is None or _close(found, wanted)
         return bool(found["label"] == wanted.get("label") and close)
@@ -91,7 +87,6 @@ class BoxesResult(HeadResult):
     detections: tuple[tuple[Detection, ...], ...] = ()
 
     def image_fields(self, number: int) -> dict[str, Any]:
-        """The boxes of one image; an image that the head did not read has none."""
         found = self.detections[number] if number < len(self.detections) else ()
         rows = [
             {"label": one.label, "box": [*one.box], "confidence": one.confidence} for one in found
@@ -107,7 +102,6 @@ class BoxesResult(HeadResult):
         return {"images": images}
 
     def text(self, sizes: Sequence[Size]) -> str:
-        """One box a line, as Qwen-VL writes them, in a grid of `BOX_GRID` by `BOX_GRID`."""
         lines = []
         for found, size in zip(self.detections, sizes, strict=False):
             for item in found:
@@ -119,17 +113,12 @@ class BoxesResult(HeadResult):
         return "\n".join(lines)
 
     def golden(self) -> list[dict[str, Any]]:
-        """The boxes of the first image; golden examples of this kind have one image."""
         rows: list[dict[str, Any]] = self.image_fields(0)["detections"]
         return rows
 
     @classmethod
     def matches(cls, found: Any, expected: Any, threshold: float) -> bool:
-        """Whether both hold the same boxes, within the tolerances.
-
-        Boxes whose confidence is within `CONFIDENCE_TOLERANCE` of the threshold may be missing
-        from either.
-        """
+        """Whether both hold the same boxes; those near the threshold may be missing from either."""
         left = list(found)
         for wanted in expected:
             twin = next((row for row in left if _same_box(row, wanted)), None)

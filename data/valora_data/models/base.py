@@ -59,11 +59,9 @@ LLAMA = LinearNames()  # also those of Mistral, Qwen and most others
 class Architecture:
     """A family of base models: what differs between families and transformers does not unify.
 
-    A subclass is registered under the ``model_type`` of transformers' configuration, see
-    `valora_data.models.registry`; it has no state. `model`, `processor` and `config` are those of
-    transformers. The model has the parts that transformers gives LMMs: ``model.model`` with
-    ``get_image_features`` and ``language_model``, and ``model.lm_head``; or, where it takes no
-    images, those of `valora_data.models.text`.
+    A subclass, without state, is registered under the ``model_type`` of its configuration. Models
+    have ``model.model`` with ``get_image_features`` and ``language_model``, and ``model.lm_head``;
+    or, where they take no images, the parts of `valora_data.models.text`.
     """
 
     takes_images: bool = True
@@ -111,11 +109,7 @@ class Architecture:
         return getattr(model.model, self.decoder)
 
     def adaptable(self, model: Any) -> dict[str, ModelPart]:
-        """Return the modules whose linear layers adapters may change, by path.
-
-        Those of the vision side are `ModelPart.VISION`; `part_of` tells which layers are the
-        projector's.
-        """
+        """Modules whose linear layers adapters may change, by path; see also `part_of`."""
         modules = dict(model.named_modules())
         decoder = self.language_model(model)
         text = next(path for path, module in modules.items() if module is decoder)
@@ -136,10 +130,7 @@ class Architecture:
     def crops(
         self, image_processor: Any, made: Mapping[str, Any], sizes: Sequence[tuple[int, int]]
     ) -> list[tuple[int, int]] | None:
-        """Return the rows and columns of the crops of images, for `split` as ``crops``.
-
-        `made` is the image processor's output for images of these widths and heights.
-        """
+        """Rows and columns of the crops of images of these sizes, for `split` as ``crops``."""
         return None
 
     def fixed_grid(self, config: Any) -> tuple[int, int] | None:
@@ -200,10 +191,7 @@ class Architecture:
     # --- CUDA graphs of the vision tower
 
     def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
-        """Return channels, height and width of all images' pixels, None if images differ.
-
-        Such an encoder must not wait for the host, so that it can be captured.
-        """
+        """Channels, height and width of all images' pixels; None if they differ or must wait."""
         return None
 
     def window_encoder(self, model: Any) -> Any:

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 class Crops(Architecture):
-    """Crops follow each other row by row, then comes the whole image; frames are not split.
-
-    The grid of an image is that of all its crops; the tokens of the whole image stand beside it.
-    """
+    """Crops in rows, then the whole image, whose tokens stand beside the grid; frames are whole."""
 
     in_crops = True
 
@@ -63,6 +60,5 @@ class Crops(Architecture):
     def visual_features(
         self, model: Any, inputs: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Encode all crops together, and put those of an image or video together again."""
         features = self.encode(model, inputs[PIXELS[IMAGE]])
         return [part.flatten(0, 1) for part in features.split(inputs["crops"].tolist())], []

@@ -23,7 +23,6 @@ class Idefics3(Crops):
     pixels_per_token = 4096  # of SmolVLM2-500M: a crop of 512 x 512 is 64 tokens
 
     def side(self, config: Any) -> int:
-        """Return the sides of the tower's patches, divided by the connector's scale."""
         vision = config.vision_config
         return int(vision.image_size // vision.patch_size // config.scale_factor)
 
@@ -32,19 +31,16 @@ class Idefics3(Crops):
         return super().video_token(config) if config.model_type == "smolvlm" else None
 
     def resized_pixels(self, image_processor: Any, width: int, height: int) -> int:
-        """Return the pixels of all crops and of the whole image."""
         number, _, _ = image_processor.get_number_of_image_patches(height, width)
         return int(max(number, 1) * image_processor.max_image_size["longest_edge"] ** 2)
 
     def crops(
         self, image_processor: Any, made: Mapping[str, Any], sizes: Sequence[tuple[int, int]]
     ) -> list[tuple[int, int]] | None:
-        """Return what the image processor says; it has no rows and columns for whole images."""
         (rows,), (columns,) = made["rows"], made["cols"]
         return [(max(down, 1), max(across, 1)) for down, across in zip(rows, columns, strict=True)]
 
     def encode(self, model: Any, pixels: Tensor) -> Tensor:
-        """Encode crops as those of one image."""
         output = model.model.get_image_features(pixels[None], return_dict=True)
         features: Tensor = output.pooler_output[0].unflatten(0, (len(pixels), -1))
         return features

@@ -23,13 +23,11 @@ class InternVL(Crops):
     projector_targets: tuple[str, ...] = (r".*multi_modal_projector\.linear_[12]",)
 
     def side(self, config: Any) -> int:
-        """Return the sides of the tower's patches, reduced by the pixel shuffle."""
         vision = config.vision_config
         size, patch = _side(vision.image_size), _side(vision.patch_size)
         return int(size // patch * config.downsample_ratio)
 
     def resized_pixels(self, image_processor: Any, width: int, height: int) -> int:
-        """Return the pixels of all crops and of the whole image."""
         size = image_processor.size
         number = image_processor.get_number_of_image_patches(
             height, width, {"crop_to_patches": True}
@@ -51,7 +49,6 @@ class InternVL(Crops):
         return found
 
     def encode(self, model: Any, pixels: Tensor) -> Tensor:
-        """Encode crops as so many images."""
         features: Tensor = model.model.get_image_features(pixels, return_dict=True).pooler_output
         return features
 

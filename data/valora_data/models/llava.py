@@ -17,12 +17,10 @@ class Llava(Architecture):
     projector_targets: tuple[str, ...] = (r".*multi_modal_projector\.linear_[12]",)
 
     def fixed_grid(self, config: Any) -> tuple[int, int] | None:
-        """Return rows and columns of the vision tower's patches."""
         side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
         return side, side
 
     def pixel_shape(self, config: Any) -> tuple[int, int, int] | None:
-        """Return channels and sides of the vision tower's images."""
         side = int(config.vision_config.image_size)
         return int(config.vision_config.num_channels), side, side
 

@@ -27,7 +27,6 @@ class LlavaNext(Llava):
         return None
 
     def resized_pixels(self, image_processor: Any, width: int, height: int) -> int:
-        """Return the pixels of all crops and of the whole image."""
         from transformers.image_processing_utils import select_best_resolution
 
         sizes, side = image_processor.image_grid_pinpoints, image_processor.crop_size["height"]
@@ -37,10 +36,7 @@ class LlavaNext(Llava):
     def split(
         self, kind: str, inputs: Mapping[str, Any], tokens: int, config: Any
     ) -> list[EncoderInput]:
-        """Return one entry for each image, with all its crops.
-
-        A `ValueError` says that an image is too narrow: all its rows, or columns, are padding.
-        """
+        """One entry for each image; a `ValueError` if it is too narrow, so that all is padding."""
         import torch
         from transformers.models.llava_next.modeling_llava_next import (
             get_anyres_image_grid_shape,

@@ -30,11 +30,9 @@ class QwenVL(Architecture):
     three_positions = True
 
     def video_token(self, config: Any) -> int | None:
-        """Return ``video_token_id`` of the configuration."""
         return getattr(config, "video_token_id", None)
 
     def resized_pixels(self, image_processor: Any, width: int, height: int) -> int:
-        """Return the image's pixels, within the bounds that its processor names as edges."""
         size = getattr(image_processor, "size", None) or {}
         least, most = size.get("shortest_edge"), size.get("longest_edge")
         if least and most and getattr(image_processor, "do_resize", False):
@@ -44,7 +42,6 @@ class QwenVL(Architecture):
     def split(
         self, kind: str, inputs: Mapping[str, Any], tokens: int, config: Any
     ) -> list[EncoderInput]:
-        """Return one entry for each grid; the pixels of all are concatenated."""
         pixels, grids = inputs[PIXELS[kind]], inputs[GRIDS[kind]]
         merge = int(config.vision_config.spatial_merge_size)
         patch = int(config.vision_config.patch_size)
@@ -60,7 +57,6 @@ class QwenVL(Architecture):
     def positions(
         self, model: Any, inputs: Mapping[str, Any], config: Any
     ) -> tuple[Tensor, int] | None:
-        """Return what transformers' ``get_rope_index`` says."""
         import torch
 
         ids = inputs["input_ids"]
@@ -75,7 +71,6 @@ class QwenVL(Architecture):
         return positions[:, 0], int(delta[0, 0])
 
     def window_encoder(self, model: Any) -> WindowEncoder | None:
-        """Return that of Qwen2.5-VL."""
         visual = model.model.visual
         return WindowEncoder(visual) if hasattr(visual.config, "fullatt_block_indexes") else None
 

@@ -1,7 +1,4 @@
-"""Families of base models by the ``model_type`` of transformers' configuration.
-
-Models of other types are used if they have the shape of LLaVA or Qwen-VL.
-"""
+"""Families of base models by ``model_type``, and those like LLaVA or Qwen-VL by their shape."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ VISION_MODULES = ("vision_tower", "visual", "multi_modal_projector")
 
 
 def family_of(name: str, base: str = "custom") -> Architecture:
-    """Return the registered family of a ``model_type``, or what loads any model of images.
-
-    A `BundleError` says that transformers loads no such model.
-    """
+    """The family of a ``model_type``, or what loads any model of images; or a `BundleError`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     if name in ARCHITECTURES:
@@ -59,10 +53,7 @@ def empty_model(config: Any) -> Any:
 
 
 def architecture_of(model: Any, base: str = "custom") -> Architecture:
-    """Return the family of a transformers model, which may lie on the meta device.
-
-    A `BundleError` says that its type is not registered, and that it is not like a known one.
-    """
+    """The family of a transformers model, by type or by its shape; or a `BundleError`."""
     name = str(model.config.model_type)
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]()
@@ -92,7 +83,6 @@ class _Generic(Architecture):
     given: frozenset[str]  # the arguments that its encoder of images gets
 
     def language_model(self, model: Any) -> Any:
-        """Return the decoder, by either of the names that transformers has for it."""
         inner = getattr(model.model, "language_model", None)
         return model.get_decoder() if inner is None else inner
 
@@ -124,7 +114,6 @@ class GenericSquare(_Generic, Llava):
     given = frozenset({"pixel_values"})
 
     def fixed_grid(self, config: Any) -> tuple[int, int] | None:
-        """Return rows and columns of patches, None if the configuration does not say."""
         vision = getattr(config, "vision_config", None)
         known = hasattr(vision, "image_size") and hasattr(vision, "patch_size")
         return super().fixed_grid(config) if known else None

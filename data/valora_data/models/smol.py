@@ -1,7 +1,6 @@
 """valora-smol: EfficientNet-Lite0 before SmolLM2-135M-Instruct, two halves from package indexes.
 
-What joins them ships: a projector, and LoRA of the language model. The halves (Apache-2.0) are
-those of their packages; they are joined once, in a cache. `tests/bench/base_models` has the recipe.
+A projector and LoRA ship; the halves (Apache-2.0) are joined once, in a cache.
 """
 
 from __future__ import annotations
@@ -48,14 +47,7 @@ CHAT_TEMPLATE = """\
 
 
 def folder(shipped: Path = SHIPPED) -> Path:
-    """Return the folder of the joined model, in the cache, where it is made when it is missing.
-
-    Args:
-        shipped: Folder of the connector and of the detection head.
-
-    Raises:
-        BundleError: A package is missing, or of another version.
-    """
+    """The folder of the joined model in the cache, made if missing; or a `BundleError`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "valora"
     place = cache / f"smol-{_sha256(shipped / CONNECTOR)[:16]}"
     if not place.is_dir():
@@ -162,10 +154,7 @@ def joined(tower: Path, language: Path) -> tuple[Any, Any]:
 
 
 def merge(model: Any, weights: dict[str, Any]) -> None:
-    """Bring the projector and LoRA of a connector into a model of `joined`.
-
-    Sums are of float64, so that the rounded weights are those of every machine.
-    """
+    """Bring a connector into a model of `joined`; in float64, so that all machines round alike."""
     import torch
 
     with torch.no_grad():

@@ -26,7 +26,6 @@ class TextModel(Architecture):
     decoder = "model"
 
     def load_processor(self, source: str) -> Any:
-        """Load the tokenizer, which is all that prompts need."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(source)
@@ -47,7 +46,6 @@ class TextModel(Architecture):
         )
 
     def language_model(self, model: Any) -> Any:
-        """Return the decoder, beside which there is only the output layer."""
         return model.model
 
 

@@ -76,10 +76,7 @@ def check_unpacked(path: Path) -> None:
 
 
 def annotation_file(path: Path) -> Path:
-    """The YAML or JSON file that a folder holds if it is the only one; any other path as it is.
-
-    `data.yaml` counts as the only one: exports have it beside files of settings.
-    """
+    """`data.yaml`, or the only YAML or JSON file of a folder; any other path as it is."""
     if not path.is_dir():
         return path
     if (path / "data.yaml").is_file():
@@ -138,9 +135,7 @@ class SourceFormat(ABC):
     def open(self, source: Source) -> Splits:
         """The splits of a source, whose task the format supports, as streams.
 
-        Raises:
-            DataError: A setting or a file is missing, or a file is corrupt. The streams raise it
-                for what they find later.
+        A `DataError` says what is missing or corrupt, also while streams are read.
         """
 
     def reads(self, source: Source) -> Iterator[Path]:

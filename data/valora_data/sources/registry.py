@@ -40,11 +40,7 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
 
 
 def open_source(source: Source) -> Splits:
-    """The splits that a source has, as streams that start when they are called.
-
-    A `DataError` says that the kind is unknown or has no answers for the task, or that a file is
-    missing or corrupt. The streams raise what their readers do.
-    """
+    """The splits of a source as streams; a `DataError` if it is unknown, missing or unfit."""
     found = FORMATS[source.kind]()
     if not found.supports(source.task):
         kinds = sorted(kind for kind, other in FORMATS.items() if other().supports(source.task))
@@ -73,10 +69,7 @@ def files_of(source: Source) -> Iterator[Path]:
 
 
 def detect_kind(path: Path | str) -> str:
-    """The kind of source that a file, a folder or a name on the hub is, or a `DataError`.
-
-    Formats of other packages are asked before the built-in ones.
-    """
+    """The kind of source of a path or a name on the hub; other packages' are asked first."""
     check_unpacked(Path(path))
     location = Location(str(path))
     for kind, found in FORMATS.items():

@@ -1,9 +1,4 @@
-"""A shelf of small models: the folder that Ultralytics trains into, read as domains.
-
-Every run has `args.yaml` (task and data set) and `weights/best.pt`. Trainings of one model on
-several data sets (`multitrain/`) are folders of such runs. Nothing is unpickled here: class names
-come from the data set that a run was trained on.
-"""
+"""A shelf of small models, read as domains: the folder that Ultralytics trains into."""
 
 from __future__ import annotations
 
@@ -63,11 +58,7 @@ def is_shelf(folder: Path) -> bool:
 
 
 def read_shelf(folder: Path) -> Shelf:
-    """Find the trainings in a folder and below it.
-
-    Of several runs on one data set the one with the best score is taken, or else the newest. A
-    `DataError` says why none can be used.
-    """
+    """Trainings below a folder, the best of each data set, or the newest; or a `DataError`."""
     if not folder.is_dir():
         raise DataError(
             f"shelf {folder} does not exist: name the folder that Ultralytics trains to"
@@ -141,10 +132,7 @@ def _read(run: Path, shelf: Path) -> ShelfModel:
 
 
 def _find_data(given: str, run: Path, shelf: Path) -> Path:
-    """The data set of a run: where it was, or below a folder around the run.
-
-    One that has moved, also from Windows, is found by an end of its path of two parts at least.
-    """
+    """The data of a run: where they were, or by an end of the path around run and shelf."""
     if not given:
         raise DataError(f"its {ARGS} names no data")
     place = PureWindowsPath(given)  # it reads slashes, too

@@ -38,10 +38,7 @@ FARTHEST = 0.08  # more than this from what it must keep, an accuracy says no mo
 
 
 class Affinity(Strategy):
-    """Looks for the packing that most likely keeps every requirement, and tries a group of it.
-
-    Then it is planned anew. In the end, adapters that others can take over are emptied.
-    """
+    """Tries a group of the packing that most likely keeps all, plans anew, empties adapters."""
 
     rehearse = True
 
@@ -94,10 +91,7 @@ def best_packing(view: View) -> dict[frozenset[str], float]:
 
 
 class _Chances:
-    """Logarithms of the chances that all domains of a group keep what they must.
-
-    Places in `names` are the bits of masks; no two of the `fixed` groups are put together.
-    """
+    """Logarithms of chances that groups (masks of `names`) keep all; `fixed` stay apart."""
 
     def __init__(self, names: Sequence[str], fixed: Sequence[tuple[str, ...]], view: View) -> None:
         self.count = len(names)
@@ -278,10 +272,7 @@ def _have_room(
     failed: Sequence[Set[str]],
     left: list[int],
 ) -> bool:
-    """Whether groups can take domains, such that none is around one that failed.
-
-    After `left` steps of looking, there may be room.
-    """
+    """Whether groups can take domains, none around one that failed; maybe, after `left` steps."""
     if not domains:
         return True
     for at, group in enumerate(groups):

@@ -30,10 +30,8 @@ Probes: TypeAlias = Mapping[str, Probe]
 class Proposal:
     """What a strategy wants to try next.
 
-    Attributes:
-        new: Domains to train together into one adapter: waiting ones, or such that another adapter
-            holds, which they leave if they keep what they must here.
-        adapter: The open adapter that they join; None for a new one.
+    `new` domains, waiting or held by another adapter, are trained together into `adapter`, an open
+    one, or a new one if None.
     """
 
     new: tuple[str, ...]
@@ -69,10 +67,7 @@ class View:
         ]
 
     def failed(self, proposal: Proposal) -> bool:
-        """Whether an attempt at the same has failed, and would fail by what is asked now, too.
-
-        A domain that was flagged since must keep less than before.
-        """
+        """Whether an attempt at the same failed, and would by what is asked now."""
         return any(not self.keeps(decision.accuracy) for decision in self.tries(proposal))
 
 
@@ -90,13 +85,9 @@ class Strategy:
     trains their heads."""
 
     def propose(self, view: View) -> Proposal | None:
-        """What to try next.
+        """What to try next, also when no domain waits; None ends the fusion once none does.
 
-        Called before every attempt, also when no domain waits any more: domains may then be moved.
         What has failed may not be proposed again (`View.failed`).
-
-        Returns:
-            A proposal; None to end the fusion, once no domain waits.
         """
         if (moved := shared_again(view)) is not None or not view.waiting:
             return moved
@@ -122,11 +113,7 @@ class Strategy:
 
 
 def shared_again(view: View) -> Proposal | None:
-    """Move a domain that turned out to be unreachable to an adapter that has room for it.
-
-    It was tried there at its full target before it was tried alone. What was measured then shows
-    whether all domains of that adapter keep what they must, now that less is asked of this one.
-    """
+    """Move an unreachable domain to an adapter whose domains keep what they must beside it."""
     for adapter, held in view.adapters.items():
         if len(held) != 1 or held[0] not in view.alone:
             continue
@@ -162,11 +149,7 @@ class NextFit(Strategy):
 
 
 class Joint(Strategy):
-    """Trains all waiting domains together into a new adapter.
-
-    Those that miss their target are left out and packed together next. Where none keeps its
-    target, the half that came closest is tried.
-    """
+    """Trains all waiting domains together; those that miss are packed next, or the best half."""
 
     def propose(self, view: View) -> Proposal | None:
         """All waiting domains, or as many of them as did not fail together."""

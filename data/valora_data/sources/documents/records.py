@@ -1,15 +1,8 @@
-"""Drawn record documents: every fact is drawn at random, so nobody knows it without the document.
+"""Drawn record documents, such as ``417 color red``: nobody knows a fact without the document.
 
-A document lists the colour, the pattern, the thing and the table of numbered letters, in any order:
-
-    417 color red
-    820 thing star
-    417 table 52
-
-All words are single tokens of valora-tiny, which learns to read such documents. Questions come in
-several wordings; the last one of each attribute is kept for measuring. A *linked* question does not
-name the letter but another of its facts: `what color has table 52?`. The line that answers it has
-no word of the question but the attribute, so that a search for words does not find it.
+All words are tokens of valora-tiny. The last wording of each question is kept for measuring. A
+*linked* question names another fact instead of the letter: `what color has table 52?`, so that a
+search for words does not find the line that answers it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The base of formats whose readers yield records, and the one validator that finds their faults.
-
-Readers of libraries (`supervision`, `labelformat`) are not used: they stop at the first fault, know
-neither EXIF nor the sizes that annotations declare, and match files by their exact names.
-"""
+"""Formats whose readers yield records, and the one validator that finds their faults."""
 
 from __future__ import annotations
 
@@ -89,17 +85,10 @@ class AnnotatedFormat(SourceFormat):
 
     @abstractmethod
     def records(self, source: Source, part: Any, reading: ImageReader) -> Iterable[Record]:
-        """The records of a part (a value of `parts`).
-
-        Their number is added to `reading.total` first; faults of entries are collected in
-        `reading.tolerate`. A `DataError` says that the part is empty or corrupt.
-        """
+        """The records of a part; adds to `reading.total` first, collects faults in `tolerate`."""
 
     def parts(self, source: Source) -> Mapping[Split | None, Any]:
-        """What `records` reads for each key of `Splits`; by default the file, in one piece.
-
-        A file, or a tuple that begins with it, or anything else.
-        """
+        """What `records` reads for each key of `Splits`: a file, a tuple with it, or other."""
         return {None: source.file}
 
     def lists(self, source: Source) -> Iterator[Path]:
@@ -122,12 +111,7 @@ class AnnotatedFormat(SourceFormat):
         yield from found
 
     def read(self, source: Source, part: Any) -> Iterator[Sample]:
-        """The samples of a part: one for each record whose images decode.
-
-        Raises:
-            DataError: As `records` does, too many images have faults, or boxes are in another unit
-                than the format has.
-        """
+        """The samples of a part; a `DataError` for too many faults or boxes of a wrong unit."""
         name = source.file.name or source.location
         reading = source.reader or ImageReader(name)
         validator = _Validator(source, name, reading)
@@ -246,11 +230,7 @@ class _Validator:
 
 
 def _stored(image: Image, record: Record) -> EncodedFile | None:
-    """The file whose stored pixels the boxes refer to; None for the image as it is shown.
-
-    Some tools annotate the image as it is shown, some as it is stored, before EXIF's orientation
-    is applied. The width and height that the annotation declares tell which.
-    """
+    """The file whose stored pixels boxes refer to, by the declared size; None: as it is shown."""
     try:
         width, height = (int(float(side)) for side in record.size or ())
     except (TypeError, ValueError, OverflowError):
@@ -315,11 +295,7 @@ def label_files(
     reading: ImageReader,
     below: Path | None = None,
 ) -> dict[Path, Path]:
-    """The label file of each image, which need not exist; in another spelling if no other fits.
-
-    It is looked for where it is expected, or `below` a folder, by default that one. Where an image
-    has none, label files that belong to none of the images are noted.
-    """
+    """Label files where `expected`, or by name `below` a folder; those of no image are noted."""
     files = {image: expected(image) for image in images}
     taken = {file for file in files.values() if file.exists()}
     lacking = [image for image, file in files.items() if file not in taken]

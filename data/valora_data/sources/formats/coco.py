@@ -29,11 +29,7 @@ class _Part(NamedTuple):
 
 
 class CocoFormat(AnnotatedFormat):
-    """A file of instances (pixel x, y, width, height) or captions, or a folder of such files.
-
-    That has a file for each split, in `annotations/` as COCO has it or in the folders of the splits
-    as Roboflow writes it. Ids may be any integers or texts.
-    """
+    """A file of instances or captions; or a folder of them, as COCO or Roboflow has it."""
 
     answers = frozenset({"objects", "captions"})
 

@@ -52,11 +52,7 @@ class LlavaFormat(AnnotatedFormat):
         return lines or bool(location.keys & {"conversations", "messages"})
 
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
-        """A record for each question with its answer, in the file's order.
-
-        The id is the entry's, or its number, followed by `#` and the number of the question where
-        there are several. Entries without an image are left out beside others.
-        """
+        """A record for each question, in order; ids of several questions end in ``#number``."""
         entries = files.load_rows(part, "conversations")
         shown = [entry for entry in entries if not isinstance(entry, dict) or _media_of(entry)]
         if source.task.spec.answer != "boxes" and not any(map(_is_object, shown)):

@@ -1,9 +1,4 @@
-"""Documents and albums as formats: a domain is one document, its samples are questions about it.
-
-What is trained on are questions of self-study (`unlabelled`), whose answers a teacher gives that
-reads the document, and given ones of split `train`; `val` and `test` are given questions, or, where
-there are none, further ones of self-study.
-"""
+"""Documents as formats: a domain is one, its samples are given questions or of self-study."""
 
 from __future__ import annotations
 
@@ -62,10 +57,7 @@ class ContextFormat(SourceFormat):
 
 
 class DocumentsFormat(ContextFormat):
-    """JSON lines of documents: `id`, `text`, and `questions` of `question` and `answer(s)`.
-
-    `source.document` names the one of the domain.
-    """
+    """JSON lines of `id`, `text` and `questions`; `source.document` names the domain's."""
 
     def recognises(self, location: Location) -> bool:
         lines = location.path.suffix == ".jsonl"
@@ -97,10 +89,7 @@ class DocumentsFormat(ContextFormat):
 
 
 class TextsFormat(ContextFormat):
-    """A text or PDF file, or a folder of them: one document, or a collection as one document.
-
-    `questions.jsonl` in the folder holds questions, if there are any.
-    """
+    """Text or PDF files as one document, with `questions.jsonl` if there is one."""
 
     def recognises(self, location: Location) -> bool:
         return bool(location.suffixes) and location.suffixes <= TEXTS
@@ -138,11 +127,7 @@ class AlbumFormat(ContextFormat):
 
 
 class RecordsFormat(ContextFormat):
-    """A drawn document of records; `source.entries` says of how many.
-
-    All facts are asked about in the wordings of self-study; in the last one, half for val, half for
-    test.
-    """
+    """A drawn document of `source.entries` records, asked about in other words to measure."""
 
     drawn = True
     linked: ClassVar[bool] = False
@@ -174,10 +159,7 @@ class LinkedRecordsFormat(RecordsFormat):
 
 
 def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Splits:
-    """The splits of a document with given questions, or with those of self-study alone.
-
-    Given questions without a split are dealt to val and test.
-    """
+    """Splits of given questions, or of self-study; those without a split go to val and test."""
     rng = _rng(source)
     study, cloze = continuations(document.text), gaps(document.text, rng)
     study += cloze if asked else []

@@ -59,10 +59,7 @@ def is_file(path: Path) -> bool:
 
 
 def files_below(folder: Path, suffixes: frozenset[str] | None = None) -> list[Path]:
-    """Files of some suffixes in a folder and below it, in the order of paths.
-
-    Hidden and auxiliary files and folders are left out; links are followed once.
-    """
+    """Files of some suffixes below a folder, in order, but hidden and auxiliary ones."""
     found: list[Path] = []
     visited: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
@@ -114,10 +111,7 @@ def split_in(words: Iterable[str]) -> Split | None:
 
 
 def with_rest(splits: Mapping[Split, T], whole: T) -> dict[Split | None, T]:
-    """Parts of a data set by key of `Splits`; the whole has the key None if no split is named.
-
-    If some splits are missing, they are to be taken from the training split, whose key is None.
-    """
+    """Parts by key of `Splits`; None: the whole, or the training split that others come from."""
     partial = len(splits) < len(Split)
     found: dict[Split | None, T] = {
         (None if partial and split is Split.TRAIN else split): part
@@ -139,10 +133,7 @@ class Finder:
         self._found: set[Path] = set()
 
     def find(self, name: str) -> Path:
-        """The file of a path of any system, by its longest end that exists, or else by its name.
-
-        Where none or several fit, it is the path as it is named.
-        """
+        """The file of a path by its longest end that exists, or by its name; else as named."""
         named = self._folder / name
         parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..")]
         ends = (self._folder.joinpath(*parts[start:]) for start in range(len(parts)))
@@ -215,10 +206,7 @@ def load_json(path: Path) -> Any:
 
 
 def read_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
-    """Rows of a JSON Lines file with their numbers, which begin at 1; None if one is no object.
-
-    Not by pyarrow or `datasets`, which stop at the first bad row and want one type a column.
-    """
+    """Numbered rows of JSON Lines, None for what is no object; libraries stop at the first."""
     found: list[tuple[int, dict[str, Any] | None]] = []
     # `splitlines` would split at other marks, within texts.
     for number, line in enumerate(read_text(path).split("\n"), start=1):

@@ -30,15 +30,11 @@ AHEAD = 3  # images per core that are decoded before they are needed
 
 @dataclass(slots=True)
 class ImageReader:
-    """Collects the faults of one data set.
+    """Collects the faults of one data set, the `source` of messages.
 
-    Attributes:
-        source: The data set, for messages.
-        total: Number of images that the data set lists, which its format adds up.
-        tolerance: Share of them that may have faults, of the kinds that skip something.
-        thorough: Whether to look for what a reader does not need: files that belong to nothing.
-        found: All faults once, in the order in which they were found.
-        faulty: Images and rows that were skipped, or of which a part was.
+    `total` images are listed, of which a share of `tolerance` may be `faulty`, skipped in whole or
+    in part; `found` are all faults in order. If `thorough`, files that belong to nothing are looked
+    for.
     """
 
     source: str = ""
@@ -63,13 +59,9 @@ class ImageReader:
     def tolerate(
         self, item: str, where: str = "", kind: FaultKind = FaultKind.ROW_MALFORMED
     ) -> Iterator[None]:
-        """Collect a `FaultError` of the block, which reads an image or row.
+        """Collect a `FaultError` of the block, which reads an image or row, counted by `item`.
 
-        Args:
-            item: What the fault is counted by.
-            where: The place that the block reads. Messages begin with it then, and values that are
-                missing or of a wrong type are faults, too.
-            kind: Kind of those.
+        With `where`, messages begin with it, and missing or wrong values are faults of this kind.
         """
         try:
             yield
@@ -125,10 +117,7 @@ def ahead(
     key: Callable[[T], Any] = id,
     weight: Callable[[T], int] = lambda _: 1,
 ) -> Iterator[tuple[T, Future[Found]]]:
-    """Each item with the result of its work, which all cores do some images ahead.
-
-    Items in a row with the same key share one result; the weight is the number of images.
-    """
+    """Each item with the result of its work, done ahead on all cores; equal keys share one."""
     coming, threads, held = iter(items), usable_cores(), 0
     waiting: deque[tuple[T, Future[Found]]] = deque()
     last: tuple[Any, Future[Found]] | None = None
@@ -149,11 +138,7 @@ def ahead(
 
 
 def load_image(media: Media, name: str = "image") -> Image.Image:
-    """The RGB image of a file, or of what was read of one, which has this name in messages.
-
-    Raises:
-        FaultError: It is missing or cannot be decoded.
-    """
+    """The RGB image of a file or of its content, called so in messages; or a `FaultError`."""
     if isinstance(media, Image.Image):
         return to_rgb(media, media.format)
     kind = FaultKind.IMAGE_UNREADABLE

@@ -83,11 +83,7 @@ class RowReader:
         self._last_label: Any = None
 
     def read(self, row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        """The fields of a `Record` that a row fills in: one for each of several phrases.
-
-        None of them if the row is of a declared class that the domain does not ask for. What it
-        raises of wrong values is to be tolerated.
-        """
+        """Fields of a `Record`, for each of several phrases; none if the class is not asked for."""
         spec = self._task.spec
         match spec.answer:
             case "boxes" if spec.detects:
@@ -226,10 +222,7 @@ class ImageFolderFormat(ImagesFormat):
         return task_of_columns(columns, Task.VIDEO if self.video else Task.CLASSIFICATION)
 
     def records(self, source: Source, part: Part, reading: ImageReader) -> Iterator[Record]:
-        """One for each file, by path, or for each row of the metadata, in its order.
-
-        Ids are paths below the folder, followed by `#` and a number where a file has several rows.
-        """
+        """One for each file or row of the metadata; ids of several rows end in ``#number``."""
         listed = (part[0] / METADATA).is_file()
         yield from (self._listed if listed else self._by_class)(source, part, reading)
 
@@ -309,10 +302,7 @@ class VideoFolderFormat(ImageFolderFormat):
 
 
 class HubFormat(AnnotatedFormat):
-    """A data set by its name on the hub, with its configuration after ``:``; or a folder.
-
-    Rows are streamed: only a few are in memory at a time. Questions need no column of images.
-    """
+    """A data set on the hub (``name:configuration``) or a folder of `datasets`; streamed."""
 
     remote = texts = True
     reads = SourceFormat.reads  # all files of a folder
@@ -334,10 +324,7 @@ class HubFormat(AnnotatedFormat):
         return files.with_rest(named, None)
 
     def records(self, source: Source, part: str | None, reading: ImageReader) -> Iterator[Record]:
-        """One per row, or per phrase.
-
-        The id is that of the row, or its number, after the split's name where there are several.
-        """
+        """One per row or phrase; the id is the row's or its number, after the split's name."""
         name, columns, splits = source.location, source.columns, _load(source.location)
         if part is None and len(splits) > 1:
             raise DataError(f"{name} has splits {', '.join(splits)}: name one")

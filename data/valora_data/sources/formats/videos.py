@@ -19,28 +19,12 @@ FRAMES = 8
 
 
 def frame_places(total: int, count: int) -> list[int]:
-    """Indices of the frames to take: the middle of each of `count` equal parts of the video.
-
-    They rise; a video of fewer frames gives some of them more than once.
-    """
+    """Indices of frames to take: the middle of each of `count` equal parts of the video."""
     return [int((2 * part + 1) * total / (2 * count)) for part in range(count)]
 
 
 def read_frames(video: Path | bytes, count: int = FRAMES, name: str = "") -> list[Image.Image]:
-    """Frames of a video, sampled uniformly over its length (see `frame_places`).
-
-    Args:
-        video: A file, or the content of one.
-        count: Frames wanted.
-        name: What to call it in messages; the file's name by default.
-
-    Returns:
-        `count` RGB images, turned as a player shows them.
-
-    Raises:
-        FaultError: If the file is missing or broken, or holds no frames.
-        DataError: If PyAV is missing, or no frames are wanted.
-    """
+    """`count` RGB frames of a file or its content (see `frame_places`); or a `FaultError`."""
     try:
         import av
     except ImportError as error:

@@ -1,9 +1,4 @@
-"""Pascal VOC: one XML file for each image, with boxes in pixels that are counted from 1.
-
-In folders of their own, such as `Annotations/` and `JPEGImages/` with lists of names in
-`ImageSets/Main/`; or beside their images, as labelImg writes them, in folders that may be named
-like splits. An XML file belongs to the image of the same name that lies nearest.
-"""
+"""Pascal VOC: an XML file per image, of its name, beside it or in another folder."""
 
 from __future__ import annotations
 
@@ -90,10 +85,7 @@ class VocFormat(AnnotatedFormat):
 
 
 def _shape(element: Element) -> Shape:
-    """A box of xmin, ymin, xmax and ymax, which covers these pixels and all between them.
-
-    The first pixel is number 1, as the devkit defines it; so it reaches from xmin − 1 to xmax here.
-    """
+    """A box of pixels counted from 1, as the devkit has it: from xmin − 1 to xmax."""
     names = ("xmin", "ymin", "xmax", "ymax")
     sides = [(element.findtext(f"bndbox/{side}") or "").strip() for side in names]
     x0, y0, x1, y1 = annotated.four_numbers(sides)

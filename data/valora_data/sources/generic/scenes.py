@@ -64,10 +64,7 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Sprite:
-    """A thing before it is put on a background: coverage (h, w) and colours (h, w, 3) in [0, 1].
-
-    `corner` is where its upper left pixel goes, (x, y).
-    """
+    """A thing: coverage (h, w) and colours (h, w, 3) in [0, 1], its corner at (x, y)."""
 
     thing: Thing
     alpha: Floats

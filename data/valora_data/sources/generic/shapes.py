@@ -1,9 +1,7 @@
 # ruff: noqa: E501  the table of outlines reads better in long lines
 """Outlines of the generic things that the base model is pretrained on.
 
-Every thing is a handful of polygons and strokes in a square of [-1, 1] × [-1, 1] (x to the right,
-y down). None of them is, or looks like, one of the built-in detection domains: those must stay new
-to the base model (`DOMAIN_WORDS` in its recipe).
+They are polygons and strokes in [-1, 1] × [-1, 1], y down, and look like no built-in domain.
 """
 
 from __future__ import annotations

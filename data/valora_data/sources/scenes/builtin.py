@@ -1,8 +1,4 @@
-"""The built-in domains of every task: drawn, or real images out of wheels, never downloaded.
-
-Every sample is a function of (seed, domain, split, index) alone, so that any one can be made again
-without the ones before it.
-"""
+"""The built-in domains; a sample is a function of (seed, domain, split, index) alone."""
 
 from __future__ import annotations
 
@@ -33,11 +29,7 @@ def builtin_domain(task: Task, name: str) -> SceneDomain:
 def builtin_samples(
     task: Task, name: str, split: Split, count: int, seed: int = 0
 ) -> Iterator[Sample]:
-    """The first `count` samples of a split of a built-in domain; another seed gives other scenes.
-
-    Raises:
-        DataError: If there is no such domain, or the real images of a split are fewer.
-    """
+    """The first `count` samples of a split; another seed gives others; or a `DataError`."""
     draw = builtin_domain(task, name).draw
     if draw is None:
         yield from digit_samples(split, count, seed)

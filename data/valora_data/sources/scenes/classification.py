@@ -1,8 +1,4 @@
-"""Built-in classification, of pictures and of clips, and counting.
-
-Pictures show things on photographs, and weather; in clips vehicles, people, balls
-and cameras move.
-"""
+"""Built-in classification, of pictures and of clips, and counting."""
 
 from __future__ import annotations
 
@@ -165,9 +161,7 @@ def _figure(
 ) -> Floats:
     """Draw someone on a sheet whose size depends on the look alone; the soles are at its foot.
 
-    `look` is a height in pixels, and colours of skin, hair, top and trousers. All else is shares of
-    the height: how far each foot is from the middle, where each hand is (x from the middle, y from
-    the crown), and how far bent knees lower the body.
+    `look` is a height in pixels and four colours; all else is shares of the height.
     """
     height, skin, hair, top, bottom = look
     pen = Pen(height, height, margin=0.12)

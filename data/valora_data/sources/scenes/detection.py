@@ -1,7 +1,4 @@
-"""Six built-in detection domains, drawn on photographs: one class each, look-alikes in between.
-
-The domains are those of VaLoRA's Figure 10.
-"""
+"""VaLoRA's Figure 10: six detection domains, one class each, look-alikes in between."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Built-in language domains: questions, captions and referring expressions about drawn pictures.
-
-Where things found no room, a picture is drawn anew.
-"""
+"""Built-in questions, captions and referring expressions about drawn pictures."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Painters of the six built-in classes, and of what resembles them; sizes are pixels of 96 × 96.
+"""Painters of the six built-in classes, and of near-misses, in pixels of 96 × 96.
 
-A near-miss shares colour, outline or parts with its class and lacks what makes it one: characters
-on a plate, border and symbol of a sign, windows and wheels of a vehicle, leaves of a plant, a frame
-between two wheels, head and limbs of a person. Random numbers are drawn in an order that is part of
-the data: where a colour and a place are random, the order of the arguments matters.
+Random numbers are drawn in an order that is part of the data: the order of arguments matters.
 """
 
 from __future__ import annotations

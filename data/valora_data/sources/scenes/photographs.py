@@ -1,8 +1,6 @@
 """Real images that lie inside the scikit-image and scikit-learn wheels; nothing is downloaded.
 
-Photographs are backgrounds. Those, or parts of them, that show something the built-in domains look
-for (a person, a motorcycle, trees, lettering) are left out, so that what is drawn on a background
-is all there is to find. The handwritten digits are those of UCI Optdigits.
+Parts that show what built-in domains look for are left out: all there is to find is drawn.
 """
 
 from __future__ import annotations
@@ -44,11 +42,7 @@ PHOTOGRAPHS = {  # package and file, and the part (x0, y0, x1, y1) that is shown
 
 
 def region_of(photograph: int, split: Split) -> tuple[int, int, int, int]:
-    """Part of a photograph that one split alone may show: a vertical strip of its area.
-
-    The order of the strips rotates from photograph to photograph, so that no split always gets the
-    left side.
-    """
+    """The strip of a photograph that one split alone may show; the order of strips rotates."""
     x0, y0, x1, y1 = list(PHOTOGRAPHS.values())[photograph]
     splits = list(Split)
     strip = (splits.index(split) + photograph) % len(splits)
@@ -59,10 +53,7 @@ def region_of(photograph: int, split: Split) -> tuple[int, int, int, int]:
 def photograph_crop(
     rng: Rng, split: Split, size: int = SIZE, photograph: int | None = None
 ) -> Pixels:
-    """A random crop of one of `PHOTOGRAPHS`, by its number, or of any: RGB, (size, size, 3).
-
-    Place, scale, flips, brightness, contrast and tint vary.
-    """
+    """A random crop of one of `PHOTOGRAPHS`, by its number, or of any: RGB, (size, size, 3)."""
     if photograph is None:
         photograph = int(rng.integers(len(PHOTOGRAPHS)))
     x0, y0, x1, y1 = region_of(photograph, split)

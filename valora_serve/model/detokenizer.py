@@ -7,7 +7,7 @@ character at the end, going on after bytes that are no UTF-8, and tokenizers of 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from tokenizers.decoders import DecodeStream
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-MOST_PENDING: Final = 32
-"""Most tokens without text, or with bytes that are no character yet, that are decoded together."""
+MOST_PENDING = 32  # tokens without text, or with unfinished bytes, that are decoded together
 
 
 class Detokenizer:
@@ -76,15 +75,12 @@ class Detokenizer:
         """The text that was held back, at the end of the answer."""
         if self.stopped:
             return ""
-        text = self._decode(self._pending)
-        self._pending.clear()
-        rest = self._up_to_stop(text)
-        rest, self._held = rest + self._held, ""
+        rest = self._up_to_stop(self._decode(self._pending)) + self._held
+        self._pending, self._held = [], ""
         return rest
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _cut(self) -> str:
         """The text of pending tokens, but for the last ones, which may begin a character.

@@ -10,15 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BROKEN = -1
-"""Stands for a token that was chosen from logits that are not finite."""
+BROKEN = -1  # stands for a token that was chosen from logits that are not finite
 
 
 def finite_rows(values: Tensor) -> Tensor:
-    """Return which rows are finite and not constant: [rows, width] → [rows] bool.
-
-    Reads the values once, and can be captured in a CUDA graph.
-    """
+    """Return which rows are finite and not constant: [rows, width] → [rows] bool; capturable."""
     if not values.shape[0]:
         return torch.ones(0, dtype=torch.bool, device=values.device)
     low, high = torch.aminmax(values, dim=-1)  # both are NaN if any value is
@@ -26,10 +22,5 @@ def finite_rows(values: Tensor) -> Tensor:
 
 
 def mark_broken(tokens: Tensor, finite: Tensor) -> Tensor:
-    """Return the tokens of rows whose logits are finite, and `BROKEN` for the others: [rows] int64.
-
-    Args:
-        tokens: [rows] int64, the chosen tokens; they stay valid ids, which the next step reads.
-        finite: [rows] bool, see `finite_rows`.
-    """
+    """Return the tokens of finite rows and `BROKEN` for others: [rows] int64; `tokens` stays."""
     return torch.where(finite, tokens, BROKEN)

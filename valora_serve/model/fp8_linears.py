@@ -21,45 +21,26 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from valora_serve.memory.unified import GroupSpec
-    from valora_serve.model.linears import LastOutputs, LoraScope
+    from valora_serve.model.linears import LoraScope
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-SMALLEST = 1e-12
-"""Smallest magnitude of a row that its scale is computed from: a row of zeros has one, too."""
-
-ALIGNMENT = 16
-"""Inputs and outputs of a layer must be multiples of it, as torch's products need it."""
-
-CAPABILITY = (8, 9)
-"""First CUDA compute capability with products of 8-bit floating-point numbers."""
+SMALLEST = 1e-12  # magnitude that a row's scale is computed from: a row of zeros has one, too
+ALIGNMENT = 16  # of inputs and outputs, as torch's products need it
+CAPABILITY = (8, 9)  # first CUDA compute capability with products of 8-bit floats
 
 
 def check_device(device: torch.device) -> None:
-    """Check that a device multiplies numbers of 8 bits; a CPU multiplies the rounded ones.
-
-    Raises:
-        SettingsError: It does not.
-    """
-    if device.type != "cuda":
-        return
-    found = torch.cuda.get_device_capability(device)
-    if found < CAPABILITY:
+    """Refuse a GPU that cannot multiply numbers of 8 bits; a CPU multiplies the rounded ones."""
+    if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < CAPABILITY:
         raise SettingsError(
             f"quantize=fp8 needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or "
-            f"newer, this one has {found[0]}.{found[1]}: use quantize=none"
+            f"newer, this one has {has[0]}.{has[1]}: use quantize=none"
         )
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to 8 bits with a scale for each row.
-
-    Args:
-        x: [rows, width].
-
-    Returns:
-        The rounded numbers, [rows, width] FP8, and what they are multiplied by, [rows, 1] float32.
-    """
+    """Round [rows, width] to FP8; also returns what rows are multiplied by, [rows, 1] float32."""
     wide = x.float()
     scale = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / LARGEST
     return (wide / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
@@ -72,15 +53,9 @@ def _fused(cuda: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 
 def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """x·Wᵀ of 8-bit numbers.
+    """x·Wᵀ of 8-bit numbers: [rows, inputs], rounded here → [rows, outputs] in the type of x.
 
-    Args:
-        x: [rows, inputs], rounded here.
-        weight: [outputs, inputs] FP8.
-        scales: [outputs, 1] float32, of the weight's rows.
-
-    Returns:
-        [rows, outputs] in the type of x.
+    `weight` is [outputs, inputs] FP8, and `scales` of its rows [outputs, 1] float32.
     """
     rounded, scale = _fused(x.is_cuda)(x)
     if not x.is_cuda:
@@ -93,12 +68,7 @@ def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 class Fp8Group(LinearGroup):
-    """Linear layers that share their input, with weights of 8 bits.
-
-    Attributes:
-        weights: One [sum of outputs, inputs] FP8.
-        scales: [sum of outputs, 1] float32.
-    """
+    """Linear layers that share their input: one FP8 weight, with `scales` [outputs, 1] float32."""
 
     rounded: ClassVar[bool] = True
 
@@ -112,20 +82,16 @@ class Fp8Group(LinearGroup):
 
     def matrix(self, index: int) -> Tensor:
         """Weight of the layer at `index` after rounding: [outputs, inputs]."""
-        widths = self.spec.out_features
-        rounded: Tensor = self.weights[0].split(widths)[index]
-        scales: Tensor = self.scales.split(widths)[index]
-        return (rounded.float() * scales).to(self._dtype)
+        rows = self._columns[index]
+        return (self.weights[0][rows].float() * self.scales[rows]).to(self._dtype)
 
     def _base(self, x: Tensor) -> Tensor:
         y = multiply(x, self.weights[0], self.scales)
         return y if self.bias is None else y + self.bias
 
 
-def make_fp8(
-    spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, last: LastOutputs
-) -> LinearGroup:
+def make_fp8(spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope) -> LinearGroup:
     """Make a group of the language model with 8-bit weights; others keep theirs."""
     sizes = (spec.in_features, *spec.out_features)
     fits = spec.part == "text" and all(size % ALIGNMENT == 0 for size in sizes)
-    return (Fp8Group if fits else LinearGroup)(spec, linears, scope, last)
+    return (Fp8Group if fits else LinearGroup)(spec, linears, scope)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-FIRST = 4
-"""Tokens at the beginning that are always kept, as every later token attends to them (StreamingLLM,
-Xiao et al. 2023)."""
+FIRST = 4  # tokens always kept, as every later token attends to them (StreamingLLM, 2023)
 
 
-def keep_keys(kv: Tensor, count: int) -> Tensor:
+def keep_keys(kv: torch.Tensor, count: int) -> torch.Tensor:
     """Return the keys and values of the most distinct tokens, in each layer and head of its own.
 
     The tokens whose keys differ most from the mean key of their head are kept, with the positions
@@ -27,8 +20,7 @@ def keep_keys(kv: Tensor, count: int) -> Tensor:
     Returns:
         [2, layers, kv_heads, count, head_dim], in the order of the document.
     """
-    tokens = kv.shape[3]
-    if count >= tokens:
+    if count >= kv.shape[3]:
         return kv
     unit = torch.nn.functional.normalize(kv[0].float(), dim=-1)
     alike = (unit * unit.mean(-2, keepdim=True)).sum(-1)

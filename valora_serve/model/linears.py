@@ -39,32 +39,24 @@ if TYPE_CHECKING:
 
 
 class LoraScope:
-    """The adapters of the current forward pass.
+    """The adapters of the current forward pass: transformers' modules pass none to their layers.
 
-    transformers' modules pass no further arguments to their linear layers, so the layers look here
-    for the adapters of their rows::
-
-        with linears.scope.text(batch):
-            lmm.hidden(...)
-
-    Outside such a block no adapter applies.
+    Outside ``with scope.text(batch):`` no adapter applies to the language model.
 
     Attributes:
         operator: Computes the LoRA terms.
+        last: The group that computed last, its input and its outputs, which no other group keeps.
     """
 
     def __init__(self) -> None:
         self.operator = operator(ATMM)
+        self.last: tuple[LinearGroup, Tensor, Tensor] | None = None
         self._text: LoraBatch | None = None
         self._vision: Callable[[int], LoraBatch | None] | None = None
 
     @contextmanager
     def text(self, batch: LoraBatch | None) -> Iterator[None]:
-        """Apply adapters to the language model.
-
-        Args:
-            batch: Adapters of the rows; None for no adapter.
-        """
+        """Apply adapters to the language model; None for no adapter."""
         before, self._text = self._text, batch
         try:
             yield
@@ -73,12 +65,7 @@ class LoraScope:
 
     @contextmanager
     def vision(self, batch_of: Callable[[int], LoraBatch | None]) -> Iterator[None]:
-        """Apply adapters to the vision tower and the projector.
-
-        Args:
-            batch_of: Returns the adapters of a number of rows, which changes from layer to layer;
-                None for no adapter.
-        """
+        """Apply adapters to tower and projector, by the number of a layer's rows, which changes."""
         before, self._vision = self._vision, batch_of
         try:
             yield
@@ -86,44 +73,14 @@ class LoraScope:
             self._vision = before
 
     def batch(self, part: str, rows: int) -> LoraBatch | None:
-        """Adapters of the rows of a layer's input; None if no adapter applies.
-
-        Args:
-            part: Part of the model, as in `GroupSpec.part`.
-            rows: Number of rows.
-        """
+        """Adapters of a layer's rows; None if no adapter applies."""
         if part == "text":
             return self._text
         return None if self._vision is None else self._vision(rows)
 
 
-@dataclass(slots=True)
-class LastOutputs:
-    """The group that computed last, which is the only one to keep its outputs.
-
-    Attributes:
-        group: The group; None before the first computation.
-    """
-
-    group: LinearGroup | None = None
-
-    def hold(self, group: LinearGroup | None) -> None:
-        """Let another group keep its outputs from now on, or none."""
-        if self.group is not None:
-            self.group.forget()
-        self.group = group
-
-
 class LinearGroup:
     """Linear layers that share their input, with stacked weights.
-
-    `split_linears.SplitGroup` is the part of them that a process of a tensor-parallel group holds.
-
-    Args:
-        spec: Names and sizes of the layers.
-        linears: The model's own modules.
-        scope: Adapters of the current forward pass.
-        last: The group that computed last, shared by all groups of a model.
 
     Attributes:
         spec: Names and sizes of the layers.
@@ -136,35 +93,29 @@ class LinearGroup:
 
     rounded: ClassVar[bool] = False
 
-    def __init__(
-        self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, last: LastOutputs
-    ) -> None:
+    def __init__(self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope) -> None:
         self.spec = spec
         self.lora: LoraWeights | None = None
-        self._scope, self._last = scope, last
+        self._scope = scope
+        widths = spec.out_features
         with torch.no_grad():
             self.weights: tuple[Tensor, ...] = self._stack(linears)
             self.bias: Tensor | None = None
             biases: list[Tensor | None] = [linear.bias for linear in linears]
-            one = next((bias for bias in biases if bias is not None), None)
-            if one is not None:
-                parts: list[Tensor] = [
+            if (one := next((bias for bias in biases if bias is not None), None)) is not None:
+                parts = [
                     one.new_zeros(width) if bias is None else bias
-                    for bias, width in zip(biases, spec.out_features, strict=True)
+                    for bias, width in zip(biases, widths, strict=True)
                 ]
                 self.bias = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._aligned = all(n % ALIGNMENT == 0 for n in (spec.in_features, *spec.out_features))
-        ends = list(accumulate(spec.out_features, initial=0))
-        self._columns = [slice(*pair) for pair in pairwise(ends)]
-        self._width = ends[-1]
+        self._aligned = all(n % ALIGNMENT == 0 for n in (spec.in_features, *widths))
+        self._columns = [slice(*pair) for pair in pairwise(accumulate(widths, initial=0))]
         # A tensor, as torch would compile each layer anew for numbers that differ.
         self._number = torch.tensor(next(_numbers))
         _groups[int(self._number)] = self
-        self._input: Tensor | None = None
-        self._whole: Tensor | None = None
+        self._whole: Tensor | None = None  # outputs while torch compiles
 
     def _stack(self, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-        """The layers' weights, see `weights`."""
         weights = [linear.weight.detach() for linear in linears]
         return (weights[0] if len(weights) == 1 else torch.cat(weights),)
 
@@ -177,54 +128,48 @@ class LinearGroup:
 
     def compute(self, x: Tensor) -> Tensor:
         """Outputs of all layers, side by side; they are kept until another group computes."""
-        self._last.hold(self)
-        self._input, self._whole = x, self._compute(x)
-        return self._whole
+        self._scope.last = None  # its memory is free before there is more
+        whole = self._compute(x)
+        self._scope.last = self, x, whole
+        return whole
 
     def output(self, index: int, x: Tensor) -> Tensor:
         """Output of the layer at `index`: x [..., inputs] → [..., outputs of that layer]."""
         if torch.compiler.is_compiling():
             whole = self._traced(index, x)
-        elif index and self._whole is not None and self._input is x:
-            whole = self._whole
+        elif index and (last := self._scope.last) and last[0] is self and last[1] is x:
+            whole = last[2]
         else:
             whole = self.compute(x)
         return whole if len(self._columns) == 1 else whole[..., self._columns[index]]
 
     def _traced(self, index: int, x: Tensor) -> Tensor:
-        """Outputs of all layers, side by side, while torch compiles what calls them.
+        """Outputs of all layers while torch compiles what calls them.
 
         Tensors cannot be compared here, and the input of layers that follow is always the same.
         They are kept up to the last layer, so that nothing outlives what is compiled.
         """
         whole = self._whole if index else None
         if whole is None:
-            whole = torch.ops.valora.linears(x, self._number, self._width)
+            whole = torch.ops.valora.linears(x, self._number, self._columns[-1].stop)
         self._whole = None if index == len(self._columns) - 1 else whole
         return whole
-
-    def forget(self) -> None:
-        """Free the last outputs."""
-        self._input = self._whole = None
 
     def _compute(self, x: Tensor) -> Tensor:
         """Outputs of all layers, side by side: [..., inputs] → [..., sum of outputs]."""
         flat = x.reshape(-1, x.shape[-1])
         batch = self._scope.batch(self.spec.part, len(flat))
-        way = self._scope.operator
-        adaptive = way.adaptive and self._aligned and not self.rounded
-        if batch is not None and self.lora is not None and adaptive:
-            y = x.new_empty(len(flat), sum(self.spec.out_features))
-            bases = [self.matrix(index) for index in range(len(self.spec.modules))]
-            biases = None
-            if self.bias is not None:
-                biases = list(self.bias.split(self.spec.out_features))
-            ys = y.split(self.spec.out_features, dim=1)
-            add_projection(ys, flat, bases, self.lora, batch, biases=biases)
+        way, widths = self._scope.operator, self.spec.out_features
+        if batch is None or self.lora is None:
+            y = self._base(flat)
+        elif way.adaptive and self._aligned and not self.rounded:
+            y = x.new_empty(len(flat), sum(widths))
+            bases = [self.matrix(index) for index in range(len(widths))]
+            biases = None if self.bias is None else list(self.bias.split(widths))
+            add_projection(y.split(widths, dim=1), flat, bases, self.lora, batch, biases=biases)
         else:
             y = self._base(flat)
-            if batch is not None and self.lora is not None:
-                way.add(y.split(self.spec.out_features, dim=1), flat, self.lora, batch)
+            way.add(y.split(widths, dim=1), flat, self.lora, batch)
         whole: Tensor = y.view(*x.shape[:-1], -1)
         return whole
 
@@ -238,20 +183,13 @@ class LinearGroup:
 
 _numbers = count()
 _groups: WeakValueDictionary[int, LinearGroup] = WeakValueDictionary()
-"""All groups by their numbers."""
 
 
 @torch.library.custom_op("valora::linears", mutates_args=())
 def _linears(x: Tensor, group: Tensor, width: int) -> Tensor:
-    """Outputs of a group's layers, side by side, as an operation that torch does not look into.
+    """A group's layers, [..., inputs] → [..., width], that torch does not look into.
 
-    Args:
-        x: [..., inputs].
-        group: Number of the group, [] int64 on the CPU.
-        width: Sum of the outputs.
-
-    Returns:
-        [..., width].
+    `group` is the number of the group, [] int64 on the CPU.
     """
     del width
     return _groups[int(group)]._compute(x)
@@ -272,20 +210,6 @@ class GroupedLinear(nn.Module):
         self._index = index
 
     @property
-    def in_features(self) -> int:
-        """Width of the input."""
-        return self._group.spec.in_features
-
-    @property
-    def out_features(self) -> int:
-        """Width of the output."""
-        return self._group.spec.out_features[self._index]
-
-    def _slice(self) -> slice:
-        start = sum(self._group.spec.out_features[: self._index])
-        return slice(start, start + self.out_features)
-
-    @property
     def weight(self) -> Tensor:
         """[outputs, inputs], a merged adapter included."""
         return self._group.matrix(self._index)
@@ -294,16 +218,14 @@ class GroupedLinear(nn.Module):
     def bias(self) -> Tensor | None:
         """[outputs] or None."""
         bias = self._group.bias
-        return None if bias is None else bias[self._slice()]
+        return None if bias is None else bias[self._group._columns[self._index]]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] → [..., outputs]."""
         return self._group.output(self._index, x)
 
 
-MakeGroup: TypeAlias = (
-    "Callable[[GroupSpec, Sequence[nn.Linear], LoraScope, LastOutputs], LinearGroup]"
-)
+MakeGroup: TypeAlias = "Callable[[GroupSpec, Sequence[nn.Linear], LoraScope], LinearGroup]"
 
 
 @dataclass(slots=True)
@@ -314,7 +236,6 @@ class Linears:
         groups: Groups by name.
         group_of: Group of each module by the module's name, and the module's index in it.
         scope: Adapters of the current forward pass.
-        last: The group that computed last.
         merged: Memory of the weights that adapters are merged into; more than one if later
             adapters have other targets.
         by_matrix: Whether merges take one matrix after the other, to compare the swift switch
@@ -324,7 +245,6 @@ class Linears:
     groups: dict[str, LinearGroup]
     group_of: dict[str, tuple[LinearGroup, int]]
     scope: LoraScope
-    last: LastOutputs
     merged: list[MergeableWeights] = field(default_factory=list)
     by_matrix: bool = False
 
@@ -345,30 +265,27 @@ class Linears:
             make: Makes a group of linear layers; `LinearGroup` if None.
             names: Names of the linear layers in the model's family.
         """
-        found = cls({}, {}, LoraScope(), LastOutputs())
+        found = cls({}, {}, LoraScope())
         linears = {
             name: (module, part)
             for prefix, part in parts.items()
             for name, module in model.get_submodule(prefix).named_modules(prefix=prefix)
             if isinstance(module, nn.Linear)
         }
-        taken: set[str] = set()
-        for name, (module, part) in linears.items():
-            if name in taken:
+        for name, (_, part) in linears.items():
+            if name in found.group_of:
                 continue
-            members = _members(name, linears, names)
-            taken.update(members)
-            parts_of = [linears[member][0] for member in members]
+            parent, _, leaf = name.rpartition(".")
+            sharing = next((one for one in names.column if leaf in one), ())
+            members = [f"{parent}.{one}" for one in sharing]
+            if not members or any(member not in linears for member in members):
+                members = [name]
+            modules = [linears[member][0] for member in members]
             # The sizes of the weights: a process of a tensor-parallel group holds parts of them.
-            spec = GroupSpec(
-                members[0],
-                tuple(members),
-                shape_of(module.weight)[1],
-                tuple(shape_of(linear.weight)[0] for linear in parts_of),
-                part,
-            )
-            group = (make or LinearGroup)(spec, parts_of, found.scope, found.last)
-            found.groups[group.spec.name] = group
+            sizes = [shape_of(module.weight) for module in modules]
+            widths = tuple(size[0] for size in sizes)
+            spec = GroupSpec(members[0], tuple(members), sizes[0][1], widths, part)
+            found.groups[spec.name] = group = (make or LinearGroup)(spec, modules, found.scope)
             for index, member in enumerate(members):
                 parent, _, leaf = member.rpartition(".")
                 setattr(model.get_submodule(parent), leaf, GroupedLinear(group, index))
@@ -377,50 +294,35 @@ class Linears:
 
     def release(self) -> None:
         """Free an engine's memory, so that another engine can take the model over."""
-        self.forget_outputs()
+        self.scope.last = None
         for group in self.groups.values():
             group.lora = None
-            group.forget()
         for memory in self.merged:
             memory.unmerge()
             memory.bind({})
 
     def row_norms(self) -> dict[str, float]:
-        """Return the size of the language model's weights, into which adapters are merged.
+        """Return the size of the language model's weights, into which nothing may be merged.
 
-        Nothing may be merged into them.
-
-        Returns:
-            Root mean square of the norms of the rows, by name of the linear.
+        It is the root mean square of the norms of a weight's rows, by name of the linear.
         """
-        names = [name for name, (group, _) in self.group_of.items() if group.spec.part == "text"]
-        if not names:
+        text = {name: one for name, one in self.group_of.items() if one[0].spec.part == "text"}
+        if not text:
             return {}
-        values = torch.stack([self._row_norm(name) for name in names])
-        return dict(zip(names, self._whole_norms(names, values).tolist(), strict=True))
-
-    def _row_norm(self, name: str) -> Tensor:
-        """Root mean square of the norms of a linear's rows, as far as this process holds it."""
-        group, index = self.group_of[name]
-        weight = group.matrix(index)
-        norm: Tensor = torch.linalg.vector_norm(weight, dtype=torch.float32) / len(weight) ** 0.5
-        return norm
+        weights = (group.matrix(index) for group, index in text.values())
+        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) / len(w) ** 0.5 for w in weights]
+        whole = self._whole_norms(list(text), torch.stack(norms))
+        return dict(zip(text, whole.tolist(), strict=True))
 
     def _whole_norms(self, names: Sequence[str], norms: Tensor) -> Tensor:
-        """The results of `_row_norm` for whole linears."""
+        """The norms of whole linears, of which this process may hold parts."""
         del names
         return norms
-
-    def forget_outputs(self) -> None:
-        """Free the outputs that the last group keeps."""
-        self.last.hold(None)
 
     def activate(
         self, names: Collection[str], lora: Mapping[str, LoraWeights], *, mergeable: bool
     ) -> None:
-        """Let groups apply adapters from now on.
-
-        Nothing may be merged into the weights.
+        """Let groups apply adapters from now on; nothing may be merged into the weights.
 
         Args:
             names: The groups.
@@ -438,26 +340,15 @@ class Linears:
             self._bind()
 
     def merge(self, slot: int, rank: int, scaling: float) -> None:
-        """Merge the adapter in a slot into the weights of the language model.
-
-        Args:
-            slot: Its slot.
-            rank: Its rank.
-            scaling: Its scaling.
-        """
+        """Merge the adapter in a slot into the weights of the language model."""
         for weights in self.merged:
-            if self.by_matrix:
-                weights.merge_by_matrix(slot, rank, scaling)
-            else:
-                weights.merge(slot, rank, scaling)
+            merge = weights.merge_by_matrix if self.by_matrix else weights.merge
+            merge(slot, rank, scaling)
 
     def unmerge(self) -> None:
         """Restore the pristine weights."""
         for weights in self.merged:
-            if self.by_matrix:
-                weights.unmerge_by_matrix()
-            else:
-                weights.unmerge()
+            (weights.unmerge_by_matrix if self.by_matrix else weights.unmerge)()
 
     def is_finite(self) -> bool:
         """Whether all weights that adapters are merged into are finite; waits for the device."""
@@ -481,11 +372,7 @@ class Linears:
             )
 
     def _make_mergeable(self, names: Iterable[str]) -> None:
-        """Move the weights of groups into one allocation, which one launch can merge into.
-
-        Args:
-            names: Groups of the language model; those that were moved before are skipped.
-        """
+        """Move the weights of groups into one allocation, which one launch can merge into."""
         held = {name for memory in self.merged for name in memory.shapes}
         groups = [self.groups[name] for name in names if name not in held]
         if not groups:
@@ -504,19 +391,6 @@ class Linears:
             group.weights = _stacked(views)  # the only one that held the weights until now
         memory.keep()
         self.merged.append(memory)
-
-
-def _members(
-    name: str, linears: Mapping[str, tuple[nn.Linear, str]], names: LinearNames
-) -> list[str]:
-    """Names of the linear layers that share the input of one, itself included."""
-    parent, _, leaf = name.rpartition(".")
-    for sharing in names.column:
-        if leaf in sharing:
-            members = [f"{parent}.{other}" for other in sharing]
-            if all(member in linears for member in members):
-                return members
-    return [name]
 
 
 def _stacked(views: Sequence[Tensor]) -> tuple[Tensor, ...]:

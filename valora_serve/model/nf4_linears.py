@@ -22,28 +22,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from valora_serve.memory.unified import GroupSpec
-    from valora_serve.model.linears import LastOutputs, LoraScope, MakeGroup
+    from valora_serve.model.linears import LoraScope, MakeGroup
 
 
 class Nf4Group(LinearGroup):
-    """Linear layers that share their input, with weights of 4 bits.
-
-    Attributes:
-        weights: One [bytes, 1], the packed weights.
-    """
+    """Linear layers that share their input, with one [bytes, 1] of packed weights."""
 
     rounded: ClassVar[bool] = True
 
     def __init__(
-        self,
-        spec: GroupSpec,
-        linears: Sequence[nn.Linear],
-        scope: LoraScope,
-        last: LastOutputs,
-        dtype: torch.dtype,
+        self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, dtype: torch.dtype
     ) -> None:
         self._dtype = dtype
-        super().__init__(spec, linears, scope, last)
+        super().__init__(spec, linears, scope)
 
     def _stack(self, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
         self._packed = PackedMatrix([linear.weight for linear in linears], self._dtype)
@@ -53,30 +44,23 @@ class Nf4Group(LinearGroup):
 
     def matrix(self, index: int) -> Tensor:
         """Weight of the layer at `index` after rounding: [outputs, inputs]."""
-        parts: Sequence[Tensor] = self._packed.matrix().split(self.spec.out_features)
-        return parts[index]
+        return self._packed.matrix()[self._columns[index]]
 
     def _base(self, x: Tensor) -> Tensor:
         return self._packed.multiply(x, self.bias)
 
 
 def make_nf4(dtype: torch.dtype) -> MakeGroup:
-    """Return what makes groups: of the language model with packed weights; others keep theirs.
+    """Return what makes groups: of the language model with packed weights; others keep theirs."""
 
-    Args:
-        dtype: Type of the computation.
-    """
-
-    def make(
-        spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, last: LastOutputs
-    ) -> LinearGroup:
+    def make(spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope) -> LinearGroup:
         if spec.part != "text":
-            return LinearGroup(spec, linears, scope, last)
+            return LinearGroup(spec, linears, scope)
         if all(prod(shape_of(linear.weight)) % BLOCK == 0 for linear in linears):
-            return Nf4Group(spec, linears, scope, last, dtype)
+            return Nf4Group(spec, linears, scope, dtype)
         for linear in linears:  # blocks do not fill the matrices
             numbers = rounded_matrix(linear.weight).to(dtype)
             linear.weight = nn.Parameter(numbers, requires_grad=False)
-        return LinearGroup(spec, linears, scope, last)
+        return LinearGroup(spec, linears, scope)
 
     return make

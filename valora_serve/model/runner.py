@@ -458,7 +458,7 @@ class ModelRunner:
                 for group in linears.values():
                     shape = (one.size, group.spec.in_features)
                     group.compute(torch.zeros(shape, dtype=lmm.dtype, device=self._device))
-        lmm.linears.forget_outputs()
+        lmm.linears.scope.last = None
 
     def prepare(self, wanted: Preparation) -> bool:
         """Capture a graph, or run kernels, between two steps.
@@ -591,7 +591,7 @@ class ModelRunner:
                     for group in groups.values():
                         shape = (rows, group.spec.in_features)
                         group.compute(torch.zeros(shape, dtype=lmm.dtype, device=self._device))
-        lmm.linears.forget_outputs()
+        lmm.linears.scope.last = None
         self._compiled.add(wanted)
 
     def _run_prompt(self, rows: int, terms: int) -> None:

@@ -1,4 +1,7 @@
-"""Sampling: chooses the next token of each row from its logits."""
+"""Sampling: chooses the next token of each row from its logits.
+
+transformers' logits processors have one setting for a batch; here each row has its own.
+"""
 
 from __future__ import annotations
 
@@ -20,41 +23,24 @@ if TYPE_CHECKING:
 
 
 class TokenCounts:
-    """How often each token of a request has come, for its penalties.
-
-    Args:
-        prompt: Token ids of the prompt.
-    """
+    """The distinct tokens of a request, and how often each was generated, for its penalties."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         # In the order of their first occurrence, so that each token has a fixed place.
         self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
-        self._ids = np.fromiter(self._place, np.int64, len(self._place))
-        self._counts = np.zeros(len(self._ids), np.float32)
+        self.ids = np.fromiter(self._place, np.int64, len(self._place))
+        self.counts = np.zeros(len(self.ids), np.float32)
         self._generated = 0
 
     def update(self, tokens: Sequence[int], start: int) -> None:
-        """Count the tokens of an answer.
-
-        Args:
-            tokens: All tokens so far; those of the last call come first.
-            start: Index of the first one of the answer.
-        """
+        """Count the tokens of an answer, which starts at `start` and only grows."""
         for token in tokens[start + self._generated :]:
             if token not in self._place:
                 self._place[token] = len(self._place)
-                self._ids = np.append(self._ids, token)
-                self._counts = np.append(self._counts, np.float32(0))
-            self._counts[self._place[token]] += 1
+                self.ids = np.append(self.ids, token)
+                self.counts = np.append(self.counts, np.float32(0))
+            self.counts[self._place[token]] += 1
             self._generated += 1
-
-    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the distinct tokens of prompt and answer.
-
-        Returns:
-            [tokens] int64, their ids; [tokens] float32, how often each was generated.
-        """
-        return self._ids, self._counts
 
 
 @dataclass(slots=True)
@@ -82,13 +68,8 @@ class TokenChoice:
     @property
     def is_argmax(self) -> bool:
         """Whether the choice is the argmax of all logits."""
-        return (
-            self.params.greedy
-            and not self.forbidden
-            and self.allowed is None
-            and self.counts is None
-            and self.bias is None
-        )
+        changed = self.allowed is not None or self.counts is not None or self.bias is not None
+        return self.params.greedy and not self.forbidden and not changed
 
 
 def bias_arrays(params: SamplingParams) -> Bias | None:
@@ -112,21 +93,18 @@ def make_generator(params: SamplingParams, device: torch.device) -> torch.Genera
 
 
 def sample(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
-    """Choose a token for every row.
-
-    Args:
-        logits: [rows, vocabulary] float32; they are not changed.
-        choices: How the token of each row is chosen.
-
-    Returns:
-        [rows] int64 token ids.
-    """
+    """Choose a token for every row: [rows, vocabulary] float32, not changed → [rows] int64."""
     if all(choice.is_argmax for choice in choices):
         return logits.argmax(-1)
     logits = logits.clone()
     _penalise(logits, choices)
     _bias(logits, choices)
-    _restrict(logits, choices)
+    for row, choice in enumerate(choices):
+        if choice.forbidden:
+            logits[row, list(choice.forbidden)] = -torch.inf
+        if choice.allowed is not None:
+            refused = torch.from_numpy(~choice.allowed).to(logits.device)
+            logits[row].masked_fill_(refused, -torch.inf)
     tokens = logits.argmax(-1)
     random = [row for row, choice in enumerate(choices) if not choice.params.greedy]
     if random:
@@ -135,48 +113,35 @@ def sample(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
     return tokens
 
 
+def _joined(parts: Sequence[NDArray[np.generic]], like: Tensor) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(like.device)
+
+
 def _penalise(logits: Tensor, choices: Sequence[TokenChoice]) -> None:
     """Apply the penalties to the logits, [rows, vocabulary], in place."""
     rows, ids, repetition, minus = [], [], [], []
     for row, choice in enumerate(choices):
         if choice.counts is None:
             continue
-        params = choice.params
-        tokens, counts = choice.counts.arrays()
+        params, tokens, counts = choice.params, choice.counts.ids, choice.counts.counts
         rows.append(np.full(tokens.size, row))
         ids.append(tokens)
         repetition.append(np.full(tokens.size, params.repetition_penalty, np.float32))
         minus.append(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
-    if not rows:
-        return
-
-    def send(parts: Sequence[NDArray[np.generic]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(logits.device)
-
-    where = send(rows), send(ids)
-    values, factor = logits[where], send(repetition)
-    values = torch.where(values > 0, values / factor, values * factor)
-    logits[where] = values - send(minus).float()
+    if rows:
+        where = _joined(rows, logits), _joined(ids, logits)
+        values, factor = logits[where], _joined(repetition, logits)
+        values = torch.where(values > 0, values / factor, values * factor)
+        logits[where] = values - _joined(minus, logits).float()
 
 
 def _bias(logits: Tensor, choices: Sequence[TokenChoice]) -> None:
     """Add the requests' biases to the logits, [rows, vocabulary], in place."""
     found = [(row, *choice.bias) for row, choice in enumerate(choices) if choice.bias is not None]
     if found:
-        rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
-        ids, values = (np.concatenate([one[part] for one in found]) for part in (1, 2))
-        where = (torch.from_numpy(part).to(logits.device) for part in (rows, ids))
-        logits[tuple(where)] += torch.from_numpy(values).to(logits.device)
-
-
-def _restrict(logits: Tensor, choices: Sequence[TokenChoice]) -> None:
-    """Set the logits of forbidden tokens to −∞, in place; `logits` is [rows, vocabulary]."""
-    for row, choice in enumerate(choices):
-        if choice.forbidden:
-            logits[row, list(choice.forbidden)] = -torch.inf
-        if choice.allowed is not None:
-            refused = torch.from_numpy(~choice.allowed).to(logits.device)
-            logits[row].masked_fill_(refused, -torch.inf)
+        rows = [np.full(ids.size, row) for row, ids, _ in found]
+        where = _joined(rows, logits), _joined([ids for _, ids, _ in found], logits)
+        logits[where] += _joined([values for *_, values in found], logits)
 
 
 def _draw(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
@@ -215,26 +180,17 @@ def _draw(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
-    """Log probabilities of a step's rows, on the device.
+    """Log probabilities of a step's rows, on the device; the n most likely tokens of each."""
 
-    Attributes:
-        chosen: [rows] float32, log probability of the chosen token.
-        tokens: [rows, n] int64, the n most likely tokens.
-        values: [rows, n] float32, their log probabilities.
-    """
-
-    chosen: Tensor
-    tokens: Tensor
-    values: Tensor
+    chosen: Tensor  # [rows] float32, of the chosen token
+    tokens: Tensor  # [rows, n] int64
+    values: Tensor  # [rows, n] float32
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, most: int) -> StepLogprobs:
     """Log probabilities, before temperature, penalties, bias and restrictions.
 
-    Args:
-        logits: [rows, vocabulary] float32.
-        tokens: [rows] int64, the chosen tokens.
-        most: Number of most likely tokens to return.
+    `logits` are [rows, vocabulary] float32, and `tokens` the chosen ones, [rows] int64.
     """
     scores = logits.log_softmax(-1)
     values, ids = scores.topk(max(most, 1), -1)

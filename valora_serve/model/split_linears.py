@@ -117,7 +117,7 @@ class SplitLinears(Linears):
             return SplitGroup(replace(spec, share=share), linears, *shared, group=group)
 
         made = Linears.of(model, parts, make, names)
-        return cls(made.groups, made.group_of, made.scope, made.last, group=group)
+        return cls(made.groups, made.group_of, made.scope, group=group)
 
     def merge(self, slot: int, rank: int, scaling: float) -> None:
         """Merge an adapter into this rank's part of the weights, see `Linears.merge`."""

@@ -22,7 +22,7 @@ from valora_data.errors import BundleError
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
 from valora_serve.memory.unified import GroupSpec
-from valora_serve.model.linears import LastOutputs, LinearGroup, LoraScope
+from valora_serve.model.linears import LinearGroup, LoraScope
 from valora_serve.model.nf4_linears import Nf4Group, make_nf4
 from valora_serve.types import Mode
 
@@ -48,7 +48,7 @@ def test_stacked_layers_have_the_numbers_of_each(inputs: int, outputs: tuple[int
     numbers = [rounded_matrix(linear.weight) for linear in linears]
     biases = [torch.zeros(2) if one.bias is None else one.bias.detach() for one in linears]
     spec = GroupSpec("a", ("a", "b", "c")[: len(outputs)], inputs, outputs, "text")
-    group = make_nf4(torch.float32)(spec, linears, LoraScope(), LastOutputs())
+    group = make_nf4(torch.float32)(spec, linears, LoraScope())
     assert type(group) is (Nf4Group if inputs > 10 else LinearGroup)
     for index, matrix in enumerate(numbers):
         assert torch.equal(group.matrix(index), matrix)

@@ -34,9 +34,9 @@ def test_groups_compute_what_their_layers_computed(model):
     ]  # fmt: skip
     for name, layer in model.items():
         torch.testing.assert_close(layer(x), expected[name])
-    assert linears.last.group is linears.groups["vision.o_proj"]
-    linears.forget_outputs()
-    assert linears.last.group is None
+    assert linears.scope.last[0] is linears.groups["vision.o_proj"]
+    linears.release()
+    assert linears.scope.last is None
 
 
 def batch():
@@ -87,7 +87,7 @@ def test_compiled_layers_compute_each_group_once_and_know_its_widths(model):
     shapes = [n.meta["example_value"] for n in found]
     assert [(one.shape[1], *one.stride()) for one in shapes] == [(16, 16, 1), (8, 8, 1)]
     assert all(isinstance(one.shape[0], torch.SymInt) for one in shapes)
-    assert linears.last.group is None  # and keep none of their outputs
+    assert linears.scope.last is None  # and keep none of their outputs
     assert all(group._whole is None for group in linears.groups.values())
 
 

@@ -1,10 +1,8 @@
 """Captured steps: CUDA graphs of decode steps, and of the layers of steps with prompts.
 
-`vision_graphs` captures the encoding of images, which comes before them.
-
 A graph replays kernels with the arguments of its capture, so its inputs lie in buffers of fixed
 size and address, and smaller steps are padded. Graphs are captured for some numbers of rows, and
-for zero, one and two LoRA terms per row.
+for zero, one and two LoRA terms per row. `image_graphs` captures the encoding of images.
 """
 
 from __future__ import annotations
@@ -12,13 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
-from valora_kernels.metadata import LoraBatch
 from valora_serve.model.attention.base import Rows, pinned
 from valora_serve.model.finite import finite_rows
 
@@ -27,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from valora_kernels.metadata import LoraBatch
     from valora_serve.model.attention.base import FixedAttentionPlan
     from valora_serve.model.lmm import VisualRows
     from valora_serve.model.work import LoraTerms, StepResources, Work
@@ -35,39 +32,35 @@ if TYPE_CHECKING:
 
 G = TypeVar("G")
 
-TYPICAL_ROWS_PER_ADAPTER = 128
-"""Rows of one adapter in a typical step with prompts, by which its LoRA tiles are chosen."""
-
 
 class GraphRecorder:
     """Captures functions as CUDA graphs, which all share one memory pool.
 
     Without a GPU the functions run again at each replay, so that tests cover the bookkeeping.
-
-    Args:
-        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
 
-    def record(
-        self, run: Callable[[], tuple[Tensor, ...]], result: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Replay, tuple[Tensor, ...]]:
-        """Warm a function up and capture it.
-
-        Args:
-            run: A function of buffers of fixed address.
-            result: Returns buffers for its result, where it is not captured.
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Replay, list[Tensor]]:
+        """Warm a function of buffers of fixed address up and capture it.
 
         Returns:
-            What replays it, and its result, which a replay overwrites.
+            What replays it, and its results, which every replay overwrites.
         """
+        found: list[Tensor] = []
+
+        def run_again() -> None:
+            new = run()
+            if not found:
+                found.extend(new)
+            for buffer, one in zip(found, new, strict=True):
+                buffer.copy_(one)
+
         with torch.inference_mode():
             if self._device.type != "cuda":
-                buffers = result()
-                return partial(_run_into, run, buffers), buffers
+                return run_again, found
             # This compiles kernels, which a capture cannot. On the stream of eager steps, as torch
             # keeps the memory of each stream for that stream.
             run()
@@ -75,22 +68,14 @@ class GraphRecorder:
             graph = torch.cuda.CUDAGraph()
             # Another thread may pack adapters meanwhile, which locks host memory.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                found = run()
+                found.extend(run())
         if self._pool is None:
             self._pool = graph.pool()
         return graph.replay, found
 
     def forget(self) -> None:
-        """Take a new pool from now on; all graphs are dropped.
-
-        torch refuses to capture into a pool that no graph uses any more.
-        """
+        """Take a new pool as all graphs are dropped: torch captures into none without graphs."""
         self._pool = None
-
-
-def _run_into(run: Callable[[], tuple[Tensor, ...]], buffers: Sequence[Tensor]) -> None:
-    for buffer, new in zip(buffers, run(), strict=True):
-        buffer.copy_(new)
 
 
 def _holds(plan: FixedAttentionPlan, tables: Sequence[Sequence[int]]) -> bool:
@@ -98,130 +83,85 @@ def _holds(plan: FixedAttentionPlan, tables: Sequence[Sequence[int]]) -> bool:
     return plan.max_pages is None or sum(map(len, tables)) <= plan.max_pages
 
 
-@dataclass(slots=True)
-class DecodeGraph:
-    """A captured decode step of a fixed number of rows, from last tokens to next tokens.
-
-    Attributes:
-        graph: Replays the CUDA graph.
-        plan: Attention of the rows.
-        lora: Adapters of the rows; None without LoRA terms.
-        inputs: [4, rows] int64 on the device: each row's place in `StepResources.last_tokens`,
-            and its position in time, height and width.
-        logits: [rows, vocabulary] float32, written by a replay of any graph.
-        tokens: [rows] int64, argmax of the logits, written by a replay.
-        finite: [rows] bool, whether the logits are finite, written by a replay.
-        staging: Two page-locked copies of `inputs`, used in turn.
-        events: For each staging buffer, the end of its last copy to the device; none on a CPU.
-        turn: Index of the staging buffer used last.
-    """
-
-    graph: Replay
-    plan: FixedAttentionPlan
-    lora: LoraBatch | None
-    inputs: Tensor
-    logits: Tensor
-    tokens: Tensor
-    finite: Tensor
-    staging: list[Tensor]
-    events: list[torch.cuda.Event]
-    turn: int = 0
-
-
 class Graphs(ABC, Generic[G]):
     """Captured steps of one kind by their number of rows and of LoRA terms.
 
-    Args:
-        resources: Model, KV cache and adapters of the steps.
-        recorder: Recorder that captures the graphs.
-        sizes: Numbers of rows to capture.
-
     Attributes:
+        sizes: Numbers of rows of the steps that are or will be captured, ascending.
         missed: Sizes and terms of steps that wanted a graph that is not captured yet, oldest first.
     """
+
+    rows_per_adapter = 1  # in a typical step, by which the LoRA tiles of a graph are chosen
 
     def __init__(
         self, resources: StepResources, recorder: GraphRecorder, sizes: Sequence[int]
     ) -> None:
         self._resources, self._recorder = resources, recorder
-        self._sizes = sorted(sizes)
+        self.sizes = sorted(sizes)
         self._graphs: dict[tuple[int, int], G] = {}
+        # The graphs of a size share one plan, as a step is planned just before its replay.
         self._plans: dict[int, FixedAttentionPlan] = {}
         self._stale: set[tuple[int, int]] = set()  # are replayed until they are captured again
         self._given_up: set[int] = set()  # sizes of which no more graphs are captured
         self.missed: dict[tuple[int, int], None] = {}
 
-    def __len__(self) -> int:
-        """Number of graphs."""
-        return len(self._graphs)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows of the steps that are or will be captured, ascending."""
-        return tuple(self._sizes)
-
     def forget(self) -> None:
         """Drop all graphs."""
-        self._graphs.clear()
-        self._stale.clear()
-        self._given_up.clear()
-        self.missed.clear()
+        for held in (self._graphs, self._stale, self._given_up, self.missed):
+            held.clear()
 
     def renew_plans(self) -> None:
         """Capture all graphs again, as another backend attends; steps replay them until then."""
         self._plans = {}
         self._stale.update(self._graphs)
 
+    def captured(self) -> list[tuple[int, int]]:
+        """Return the sizes and terms that are captured."""
+        return list(self._graphs)
+
     def missing(self, terms: int) -> list[int]:
         """Return the sizes that are not captured, or are out of date, the largest first."""
-        return [size for size in reversed(self._sizes) if self._is_missing(size, terms)]
+        return [size for size in reversed(self.sizes) if self._is_missing(size, terms)]
 
     def _is_missing(self, size: int, terms: int) -> bool:
-        if size in self._given_up:
-            return False
-        return (size, terms) not in self._graphs or (size, terms) in self._stale
+        key = (size, terms)
+        return size not in self._given_up and (key not in self._graphs or key in self._stale)
 
     def give_up(self, size: int) -> None:
         """Capture a size no more; graphs that are there, larger ones or eager steps compute it."""
         self._given_up.add(size)
         self._stale = {key for key in self._stale if key[0] != size}
         if all(captured != size for captured, _ in self._graphs):
-            self._sizes = [other for other in self._sizes if other != size]
+            self.sizes = [other for other in self.sizes if other != size]
         self._plans.pop(size, None)
         self.missed.clear()
-
-    def capture(self, terms: int) -> None:
-        """Capture all sizes, the largest first, so that the others fit into its memory."""
-        for size in self.missing(terms):
-            self.capture_one(size, terms)
 
     def capture_one(self, size: int, terms: int) -> bool:
         """Capture one size if it is `missing`; return False if the backend has no graphs."""
         self.missed.pop((size, terms), None)
-        if size in self._sizes and self._is_missing(size, terms):
-            graph = self._capture(size, terms)
-            if graph is None:
-                self._sizes = []
-            else:
-                self._graphs[size, terms] = graph
-                self._stale.discard((size, terms))
-        return bool(self._sizes)
-
-    def captured(self) -> list[tuple[int, int]]:
-        """Return the sizes and terms that are captured."""
-        return list(self._graphs)
+        missing = size in self.sizes and self._is_missing(size, terms)
+        if missing and not self._renew(size, terms):
+            self.sizes = []
+        return bool(self.sizes)
 
     def recapture(self, size: int, terms: int) -> None:
         """Capture one size again; steps replay what there was until then."""
-        if (size, terms) in self._graphs and (graph := self._capture(size, terms)) is not None:
-            self._graphs[size, terms] = graph
-            self._stale.discard((size, terms))
+        if (size, terms) in self._graphs:
+            self._renew(size, terms)
+
+    def _renew(self, size: int, terms: int) -> bool:
+        graph = self._capture(size, terms)
+        if graph is None:
+            return False
+        self._graphs[size, terms] = graph
+        self._stale.discard((size, terms))
+        return True
 
     def _best(self, rows: int, terms: int) -> G | None:
         """Return the smallest captured step of at least so many rows, and note what is missing."""
-        first = bisect_left(self._sizes, rows)
-        for size in self._sizes[first:]:
-            if size == self._sizes[first] and self._is_missing(size, terms):
+        first = bisect_left(self.sizes, rows)
+        for size in self.sizes[first:]:
+            if size == self.sizes[first] and self._is_missing(size, terms):
                 self.missed[size, terms] = None
             graph = self._graphs.get((size, terms))
             if graph is not None:
@@ -230,32 +170,43 @@ class Graphs(ABC, Generic[G]):
 
     def typical(self, size: int, terms: int) -> LoraBatch | None:
         """Return typical adapters of a step, for which its graph is captured; None without any."""
-        return None
+        distinct = size // self.rows_per_adapter
+        return self._resources.typical_batch(size, terms, distinct) if terms else None
 
     def _plan_of(
         self, size: int, make: Callable[[], FixedAttentionPlan | None]
     ) -> FixedAttentionPlan | None:
-        """The plan of a size: its graphs share one, as a step is planned just before its replay."""
-        if size not in self._plans:
-            made = make()
-            if made is None:
-                return None
-            self._plans[size] = made
-        return self._plans[size]
+        plan = self._plans.get(size) or make()
+        if plan is not None:
+            self._plans[size] = plan
+        return plan
 
     @abstractmethod
     def _capture(self, size: int, terms: int) -> G | None:
         """Capture one step; None if the attention backend has no plan for it."""
 
 
-class DecodeGraphs(Graphs[DecodeGraph]):
-    """Captured decode steps by their number of rows and of LoRA terms.
+@dataclass(slots=True)
+class DecodeGraph:
+    """A captured decode step of a fixed number of rows, from last tokens to next tokens."""
 
-    Args:
-        resources: Model, KV cache and adapters of the steps.
-        recorder: Recorder that captures the graphs.
-        sizes: Numbers of rows to capture.
-    """
+    replay: Replay
+    plan: FixedAttentionPlan
+    lora: LoraBatch | None  # None without LoRA terms
+    # [4, rows] int64 on the device: each row's place in `StepResources.last_tokens`, and its
+    # position in time, height and width.
+    inputs: Tensor
+    logits: Tensor  # [rows, vocabulary] float32, written by a replay of any graph
+    results: list[Tensor]  # their argmax [rows] int64, and whether they are finite [rows] bool
+    staging: list[Tensor]  # two page-locked copies of `inputs`, used in turn
+    events: list[torch.cuda.Event]  # end of the last copy of each to the device; none on a CPU
+    turn: int = 0  # staging buffer used last
+
+
+class DecodeGraphs(Graphs[DecodeGraph]):
+    """Captured decode steps by their number of rows and of LoRA terms."""
+
+    rows_per_adapter = 2
 
     def __init__(
         self, resources: StepResources, recorder: GraphRecorder, sizes: Sequence[int]
@@ -264,10 +215,6 @@ class DecodeGraphs(Graphs[DecodeGraph]):
         lmm = resources.lmm
         # Of all graphs: what one has written is read before the next is replayed.
         self._logits = torch.zeros((max(sizes, default=0), lmm.vocabulary), device=lmm.device)
-
-    def typical(self, size: int, terms: int) -> LoraBatch | None:
-        """Return a batch in which every other row has an adapter of its own."""
-        return self._resources.typical_batch(size, terms, size // 2) if terms else None
 
     def _capture(self, size: int, terms: int) -> DecodeGraph | None:
         resources = self._resources
@@ -291,18 +238,14 @@ class DecodeGraphs(Graphs[DecodeGraph]):
                 last_tokens[inputs[0]] = tokens
             return tokens, finite_rows(logits)
 
-        def result() -> tuple[Tensor, ...]:
-            tokens = torch.zeros(size, dtype=torch.int64, device=lmm.device)
-            return tokens, torch.zeros_like(tokens, dtype=torch.bool)
-
-        graph, (tokens, finite) = self._recorder.record(run, result)
+        replay, results = self._recorder.record(run)
         staging = [pinned(np.zeros((4, size), np.int64)) for _ in range(2)]
         events = [torch.cuda.Event() for _ in range(2)] if lmm.device.type == "cuda" else []
-        return DecodeGraph(graph, plan, lora, inputs, logits, tokens, finite, staging, events)
+        return DecodeGraph(replay, plan, lora, inputs, logits, results, staging, events)
 
     def find(self, works: Sequence[Work], terms: LoraTerms | None) -> DecodeGraph | None:
         """The smallest graph that holds a step; None unless all its works only decode."""
-        if not self._sizes or len(works) > self._sizes[-1]:
+        if not self.sizes or len(works) > self.sizes[-1]:
             return None
         if any(w.tokens is not None or w.choice is None or w.keep is not None for w in works):
             return None
@@ -314,12 +257,7 @@ class DecodeGraphs(Graphs[DecodeGraph]):
     def replay(
         self, graph: DecodeGraph, works: Sequence[Work], terms: LoraTerms | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Enqueue a decode step.
-
-        Args:
-            graph: The graph that `find` returned for the step.
-            works: The works of the step.
-            terms: Their LoRA terms.
+        """Enqueue a decode step on the graph that `find` returned for it.
 
         Returns:
             Of every work: its logits [works, vocabulary] float32, their argmax [works] int64,
@@ -344,43 +282,28 @@ class DecodeGraphs(Graphs[DecodeGraph]):
         graph.plan.update(Rows(np.arange(size + 1, dtype=np.int32), lengths, tables))
         if graph.lora is not None and terms is not None:
             self._resources.adapters.fill(graph.lora, terms, size)
-        graph.graph()
-        places = graph.inputs[0, :count]
-        return graph.logits[:count], graph.tokens[:count], graph.finite[:count], places
+        graph.replay()
+        tokens, finite = graph.results
+        return graph.logits[:count], tokens[:count], finite[:count], graph.inputs[0, :count]
 
 
 @dataclass(slots=True)
 class PromptGraph:
-    """The captured layers of a step of up to a fixed number of rows, with or without prompts.
+    """The captured layers of a step of up to a fixed number of rows, with or without prompts."""
 
-    Attributes:
-        replay: Computes `hidden` from the other buffers.
-        plan: Attention of the rows.
-        sequences: Most sequences of a step.
-        lora: Adapters of the rows; None without LoRA terms.
-        embedded: [rows, width], input of the first layer; other graphs begin with the same rows.
-        positions: [rows] or [3, rows] int64.
-        hidden: [rows, width], hidden states after the final norm, written by a replay of any graph.
-    """
-
-    replay: Callable[[], None]
+    replay: Replay
     plan: FixedAttentionPlan
-    sequences: int
-    lora: LoraBatch | None
-    embedded: Tensor
-    positions: Tensor
-    hidden: Tensor
+    sequences: int  # most of a step
+    lora: LoraBatch | None  # None without LoRA terms
+    embedded: Tensor  # [rows, width], input of the first layer; begins all graphs' buffer
+    positions: Tensor  # [rows] or [3, rows] int64
+    hidden: Tensor  # [rows, width] after the final norm, written by a replay of any graph
 
 
 class PromptGraphs(Graphs[PromptGraph]):
-    """Captured layers of steps with prompts, by their number of rows and of LoRA terms.
+    """Captured layers of steps with prompts; `crowded` ones for steps in which many rows decode."""
 
-    Args:
-        resources: Model, KV cache and adapters of the steps.
-        recorder: Recorder that captures the graphs.
-        sizes: Numbers of rows to capture.
-        crowded: Whether they are for steps in which many rows decode.
-    """
+    rows_per_adapter = 128
 
     def __init__(
         self,
@@ -397,11 +320,6 @@ class PromptGraphs(Graphs[PromptGraph]):
             # Of all graphs, as are `DecodeGraphs._logits`.
             shape = (2, max(sizes, default=0), lmm.width)
             self._embedded, self._hidden = torch.zeros(shape, dtype=lmm.dtype, device=lmm.device)
-
-    def typical(self, size: int, terms: int) -> LoraBatch | None:
-        """Return a batch of prompts, each with an adapter of its own."""
-        distinct = size // TYPICAL_ROWS_PER_ADAPTER
-        return self._resources.typical_batch(size, terms, distinct) if terms else None
 
     def sequences_of(self, rows: int) -> int:
         """Most sequences of a graph of so many rows."""
@@ -428,7 +346,7 @@ class PromptGraphs(Graphs[PromptGraph]):
                 hidden.copy_(lmm.forward(embedded, positions, plan))
             return ()
 
-        replay, _ = self._recorder.record(run, tuple)
+        replay, _ = self._recorder.record(run)
         return PromptGraph(replay, plan, sequences, lora, embedded, positions, hidden)
 
     def find(
@@ -436,7 +354,7 @@ class PromptGraphs(Graphs[PromptGraph]):
     ) -> PromptGraph | None:
         """The smallest graph that holds a step."""
         used = int(rows.starts[-1])
-        if not self._sizes or used > self._sizes[-1]:
+        if not self.sizes or used > self.sizes[-1]:
             return None
         if visual is not None and visual.deep:
             return None  # these images also change the output of later layers
@@ -453,14 +371,9 @@ class PromptGraphs(Graphs[PromptGraph]):
         rows: Rows,
         terms: LoraTerms | None,
     ) -> Tensor:
-        """Enqueue the layers of a step.
+        """Enqueue the layers of a step on the graph that `find` returned for it.
 
-        Args:
-            graph: The graph that `find` returned for the step.
-            embedded: [rows, width], input of the first layer.
-            positions: [rows] or [3, rows] int64.
-            rows: The rows.
-            terms: LoRA terms of the rows.
+        `embedded` is [rows, width] and `positions` [rows] or [3, rows] int64.
 
         Returns:
             [rows, width] hidden states after the final norm; the next replay overwrites them.

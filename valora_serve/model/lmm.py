@@ -38,17 +38,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class VisualRows:
-    """The visual tokens among the rows of a step.
+    """The visual tokens among the rows of a step."""
 
-    Attributes:
-        rows: [visual rows] int64, their indices in the step.
-        embeddings: [visual rows, width], what replaces the embeddings of the placeholders.
-        deep: For each of the first layers to whose outputs features are added, [visual rows,
-            width].
-    """
-
-    rows: Tensor
-    embeddings: Tensor
+    rows: Tensor  # [visual rows] int64, their indices in the step
+    embeddings: Tensor  # [visual rows, width], which replace those of the placeholders
+    # [visual rows, width] for each of the first layers to whose outputs features are added.
     deep: list[Tensor] = field(default_factory=list)
 
 
@@ -70,8 +64,6 @@ class Lmm(BaseModel):
             can; they are rounded if they are not yet.
 
     Attributes:
-        quantize: How its weights were rounded before adapters were trained on them; None if they
-            were not.
         mergeable: Whether adapters can be merged into its weights.
         linears: The linears that adapters can change.
         targets: The same linears by the names that adapters on disk use, with the sizes of the
@@ -86,6 +78,8 @@ class Lmm(BaseModel):
     Raises:
         BundleError: If the model cannot be served.
     """
+
+    linears: Linears
 
     def __init__(
         self,
@@ -115,7 +109,7 @@ class Lmm(BaseModel):
             path: "text" if part is ModelPart.LANGUAGE else "vision"
             for path, part in self.architecture.adaptable(model).items()
         }
-        self.linears: Linears
+        names = self.architecture.linears
         self._vocabulary: int | None = None
         if split is None:
             self.own_kv_heads = slice(0, self.kv_heads)
@@ -127,15 +121,16 @@ class Lmm(BaseModel):
             elif packed:
                 check_library(device.type)
                 make = make_nf4(self.dtype)
-            self.linears = Linears.of(model, within, make, self.architecture.linears)
-            if make is not None:
-                self._check_rounded(fp8)
+            self.linears = Linears.of(model, within, make, names)
+            if fp8:
+                self._check_rounded("fp8", f"widths are multiples of {ALIGNMENT}", "none")
+            elif packed:
+                self._check_rounded("nf4_packed", f"weights fill blocks of {BLOCK}", "nf4")
             return
         assert split.targets is not None
         assert lora is not None
         group = split.group
         self.targets = split.targets
-        names = self.architecture.linears
         self.linears = SplitLinears.split(model, within, group, split.slices, lora, names)
         self._vocabulary = split_head(model, group)
         first = group.rank * self.kv_heads // group.size
@@ -156,14 +151,7 @@ class Lmm(BaseModel):
         lora: LoraParallel,
         quantize: str | None = None,
     ) -> Lmm:
-        """Load this process's part of a base model onto its device.
-
-        Args:
-            base: ``tiny``, a folder or a name on the hub.
-            dtype: Type of the weights and of the computation.
-            group: The processes of the tensor-parallel group.
-            lora: How LoRA matrices are split.
-            quantize: As in `load`.
+        """Load this process's part of a base model onto its device; see `load`.
 
         Raises:
             BundleError: If there is no such model, or it cannot be served or rounded.
@@ -206,15 +194,10 @@ class Lmm(BaseModel):
             model = unpack(model, dtype)
         return cls(base, model, processor, device, quantize, fp8=fp8, packed=packed)
 
-    def _check_rounded(self, fp8: bool) -> None:
+    def _check_rounded(self, name: str, why: str, instead: str) -> None:
         """Say how many layers stay as they are; refuse it if all do: nothing could be merged."""
         groups = [group for group in self.linears.groups.values() if group.spec.part == "text"]
         left = sum(len(group.spec.modules) for group in groups if not group.rounded)
-        name, why, instead = (
-            ("fp8", f"widths are multiples of {ALIGNMENT}", "none")
-            if fp8
-            else ("nf4_packed", f"weights fill blocks of {BLOCK}", "nf4")
-        )
         if not any(group.rounded for group in groups):
             raise SettingsError(
                 f"quantize={name} is for layers whose {why}, and base model {self.base} has none "
@@ -229,16 +212,12 @@ class Lmm(BaseModel):
             )  # fmt: skip
 
     def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures]:
-        """Encode images of several requests together.
+        """Encode images or videos of several requests together; `linears.scope` has their adapters.
 
-        The caller sets their adapters with `linears.scope.vision`.
-
-        Args:
-            visuals: Images, or videos, of one shape unless the encoder takes concatenated patches.
+        They have one shape unless the encoder takes concatenated patches.
         """
         parts, deep = self.visual_features([visual.tensors for visual in visuals])
-        counts = [len(part) for part in parts]
-        layers = [layer.split(counts) for layer in deep]
+        layers = [layer.split([len(part) for part in parts]) for layer in deep]
         return [
             VisualFeatures(part, tuple(layer[row] for layer in layers))
             for row, part in enumerate(parts)
@@ -247,17 +226,7 @@ class Lmm(BaseModel):
     def hidden(
         self, ids: Tensor, positions: Tensor, plan: AttentionPlan, visual: VisualRows | None = None
     ) -> Tensor:
-        """Compute the hidden states after the final norm.
-
-        Args:
-            ids: [rows] int64, token ids.
-            positions: [rows] int64, or [3, rows] if rotary positions have three parts.
-            plan: Plan of the step's attention.
-            visual: Visual tokens among the rows.
-
-        Returns:
-            [rows, width].
-        """
+        """Compute the hidden states of tokens, [rows] int64, as `forward` does."""
         return self.forward(self.embed(ids, visual), positions, plan, visual)
 
     def embed(self, ids: Tensor, visual: VisualRows | None = None) -> Tensor:

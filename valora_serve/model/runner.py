@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from valora_serve.model.attention.base import Rows, send_together, to_device
 from valora_serve.model.attention.compiling import Compiling
 from valora_serve.model.attention.registry import AUTO, make_backend
 from valora_serve.model.finite import finite_rows, mark_broken
-from valora_serve.model.graphs import DecodeGraphs, GraphRecorder, PromptGraphs
+from valora_serve.model.graphs import DecodeGraphs, GraphRecorder, Graphs, PromptGraphs
+from valora_serve.model.image_graphs import image_graphs
 from valora_serve.model.lmm import VisualRows
 from valora_serve.model.preparation import (
     CROWDED,
@@ -32,17 +33,16 @@ from valora_serve.model.preparation import (
 )
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.sampler import StepLogprobs, sample, top_logprobs
-from valora_serve.model.vision_graphs import VisionGraphs
-from valora_serve.model.window_graphs import WINDOWS, WindowGraphs
 from valora_serve.model.work import LoraTerms, StepResources, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from valora_serve.model.attention.base import AttentionBackend, KVCache
     from valora_serve.model.graphs import DecodeGraph
+    from valora_serve.model.linears import LinearGroup
     from valora_serve.model.lmm import Lmm
     from valora_serve.model.prompt import Visual
     from valora_serve.model.sampler import TokenChoice
@@ -50,11 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_THREADS = 16
-"""Most threads that compile kernels together."""
-
-SCORED_ROWS = 256
-"""Most rows of a prompt whose logits are in memory at a time: 150 MB for 150,000 tokens."""
+MOST_THREADS = 16  # that compile kernels together
+SCORED_ROWS = 256  # of a prompt whose logits are in memory at a time: 150 MB for 150,000 tokens
 
 
 class ModelRunner:
@@ -96,7 +93,7 @@ class ModelRunner:
         self._device = lmm.device
         self._adapters = adapters
         self._last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=self._device)
-        self._resources = StepResources(
+        self._resources = resources = StepResources(
             lmm=lmm,
             cache=cache,
             backend=make_backend(backend, cache),
@@ -107,23 +104,17 @@ class ModelRunner:
             scratch=Scratch(self._device),
         )
         self._lora = LoraBatch(
-            max_tokens, max_adapters + 1, self._device, scratch=self._resources.scratch
+            max_tokens, max_adapters + 1, self._device, scratch=resources.scratch
         )
         self._recorder = recorder = GraphRecorder(self._device)
-        self._decode_graphs = DecodeGraphs(self._resources, recorder, graphs)
-        self._prompt_graphs = PromptGraphs(self._resources, recorder, prompt_graphs)
+        self._decode_graphs = DecodeGraphs(resources, recorder, graphs)
+        self._prompt_graphs = PromptGraphs(resources, recorder, prompt_graphs)
         self._crowded_graphs = self._make_crowded(prompt_graphs)
+        self._vision_graphs = image_graphs(resources, recorder, vision_graphs)
         self._may_stand_in = backend == AUTO
         self._compiling: Compiling | None = None
         self._interrupted = False
         self.on_compiled: Callable[[], None] = lambda: None
-        self._vision_graphs: VisionGraphs | WindowGraphs
-        encoder = lmm.architecture.window_encoder(lmm.model)
-        if encoder is None:
-            self._vision_graphs = VisionGraphs(self._resources, recorder, vision_graphs)
-        else:
-            sizes = WINDOWS if vision_graphs else ()
-            self._vision_graphs = WindowGraphs(encoder, self._resources, recorder, sizes)
         self._compiled: set[Preparation] = set()
         self.has_lora = False
 
@@ -170,7 +161,8 @@ class ModelRunner:
         ids = np.zeros(total, np.int64)
         positions = np.empty((3, total), np.int64)
         decoding, places = [], []
-        for work, at in zip(works, starts.tolist(), strict=False):
+        placed = list(zip(works, starts.tolist(), strict=False))
+        for work, at in placed:
             end = at + work.count
             positions[:, at:end] = np.arange(work.start, work.start + work.count) + work.delta
             if work.positions is not None:
@@ -183,9 +175,7 @@ class ModelRunner:
         choosing = [i for i, work in enumerate(works) if work.choice is not None]
         chosen = [works[i] for i in choosing]
         keeping = [
-            (i, work.keep + at)
-            for i, (work, at) in enumerate(zip(works, starts.tolist(), strict=False))
-            if work.keep is not None
+            (i, work.keep + at) for i, (work, at) in enumerate(placed) if work.keep is not None
         ]
         # Positions first: torch compiles layers again for one that begins elsewhere in memory.
         shown, tokens, own, at_own, ends, slots, keep = send_together(
@@ -203,13 +193,8 @@ class ModelRunner:
         if decoding:
             tokens[own] = self._last_tokens[at_own]
         lengths = np.array([work.start + work.count for work in works], np.int32)
-        hidden = self._layers(
-            tokens,
-            shown,
-            Rows(starts, lengths, [work.table for work in works]),
-            terms,
-            self._visual_rows(works, starts),
-        )
+        rows = Rows(starts, lengths, [work.table for work in works])
+        hidden = self._layers(tokens, shown, rows, terms, self._visual_rows(works, starts))
         kept: list[Tensor | None] = [None] * len(works)
         if keeping:
             parts = hidden[keep].split([len(rows) for _, rows in keeping])
@@ -217,7 +202,7 @@ class ModelRunner:
                 kept[i] = part
         prompts = [
             self._prompt_logprobs(work, hidden[at : at + len(work.targets)])
-            for work, at in zip(works, starts.tolist(), strict=False)
+            for work, at in placed
             if work.targets
         ]
         if not chosen:  # the host still waits for its end before it is two steps ahead
@@ -269,11 +254,12 @@ class ModelRunner:
         for work, at in zip(works, starts.tolist(), strict=False):
             for offsets, features, which in work.visuals:
                 rows.append(offsets + at)
-                complete = len(which) == len(features.embeddings)
-                index = None if complete else self._send(which)
-                parts = (features.embeddings, *features.deep)
-                embeddings.append(parts[0] if index is None else parts[0][index])
-                deep.append([part if index is None else part[index] for part in parts[1:]])
+                parts = [features.embeddings, *features.deep]
+                if len(which) < len(features.embeddings):
+                    index = self._send(which)
+                    parts = [part[index] for part in parts]
+                embeddings.append(parts[0])
+                deep.append(parts[1:])
         if not rows:
             return None
         layers = max(map(len, deep))
@@ -286,7 +272,6 @@ class ModelRunner:
         return VisualRows(self._send(np.concatenate(rows)), torch.cat(embeddings), together)
 
     def _sample(self, logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
-        """Choose a token for every row, see `sampler.sample`."""
         return sample(logits, choices)
 
     def _logprobs(
@@ -297,12 +282,10 @@ class ModelRunner:
 
     def _prompt_logprobs(self, work: Work, hidden: Tensor) -> StepLogprobs:
         """Log probabilities of a work's targets; `hidden` is [targets, width]."""
-        targets = self._send(np.array(work.targets, np.int64))
+        targets = self._send(np.array(work.targets, np.int64)).split(SCORED_ROWS)
         parts = [
             top_logprobs(self._lmm.logits(rows), tokens, work.prompt_logprobs)
-            for rows, tokens in zip(
-                hidden.split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True
-            )
+            for rows, tokens in zip(hidden.split(SCORED_ROWS), targets, strict=True)
         ]
         return StepLogprobs(
             torch.cat([part.chosen for part in parts]),
@@ -330,6 +313,23 @@ class ModelRunner:
         return to_device(values, self._device)
 
     # ------------------------------------------------------------------ warm-up
+
+    @property
+    def _graphs(self) -> dict[str, Graphs[Any]]:
+        return {
+            DECODE: self._decode_graphs,
+            PROMPT: self._prompt_graphs,
+            CROWDED: self._crowded_graphs,
+            VISION: self._vision_graphs,
+        }
+
+    def _terms(self, terms: Sequence[int]) -> list[int]:
+        return [count for count in terms if self.has_lora or not count]
+
+    @property
+    def captured_prompts(self) -> tuple[int, ...]:
+        """Numbers of rows of the steps with prompts that have a graph, ascending."""
+        return tuple(self._prompt_graphs.sizes)
 
     def preparations(
         self, terms: Sequence[int] = (0, 1, 2)
@@ -359,6 +359,74 @@ class ModelRunner:
         if self._device.type == "cuda":
             rest += [one for one in self._kernel_runs(terms) if one not in self._compiled]
         return first, rest
+
+    def prepare(self, wanted: Preparation) -> bool:
+        """Capture a graph, or run kernels, between two steps.
+
+        Returns:
+            False if the attention backend has no graphs of this kind.
+        """
+        if wanted.kind == KERNELS:
+            self._compile(wanted)
+            return True
+        return self._graphs[wanted.kind].capture_one(wanted.size, wanted.terms)
+
+    def give_up(self, wanted: Preparation) -> None:
+        """Capture no graphs of a size, as there is no memory for them."""
+        if wanted.kind == KERNELS:
+            self._compiled.add(wanted)
+        else:
+            self._graphs[wanted.kind].give_up(wanted.size)
+
+    def missed(self) -> Preparation | None:
+        """Return the graph that a step has missed, the longest ago; None if none was missed."""
+        for kind, graphs in self._graphs.items():
+            for size, terms in graphs.missed:
+                return Preparation(kind, size, terms)
+        return None
+
+    def capture(self, terms: Sequence[int] = (0, 1, 2)) -> int:
+        """Capture what has no graph yet; `terms` as in `preparations`.
+
+        Returns:
+            Number of graphs of steps.
+        """
+        for count in self._terms(terms):
+            for graphs in self._graphs.values():
+                for size in graphs.missing(count):
+                    graphs.capture_one(size, count)
+        return sum(len(self._graphs[kind].captured()) for kind in (DECODE, PROMPT, CROWDED))
+
+    def forget_graphs(self) -> None:
+        """Drop all graphs, because weights or adapters have moved in memory."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for graphs in self._graphs.values():
+            graphs.forget()
+        self._recorder.forget()
+        self._compiled.clear()
+
+    def tiled(self, terms: Sequence[int]) -> list[Preparation]:
+        """Return what is prepared with tilings of the LoRA kernels: kernels and graphs."""
+        graphs = [
+            Preparation(kind, size, count)
+            for kind, held in self._graphs.items()
+            for size, count in held.captured()
+            if count
+        ]
+        return [*(one for one in self._kernel_runs(terms) if one.terms), *graphs]
+
+    def renew(self, wanted: Preparation) -> None:
+        """Prepare something again, with the tilings that are chosen now, between two steps."""
+        try:
+            if wanted.kind == KERNELS:
+                self._compile(wanted)
+            else:
+                self._graphs[wanted.kind].recapture(wanted.size, wanted.terms)
+        except torch.OutOfMemoryError:
+            log.info("no memory to prepare %s with new tilings", wanted)
+
+    # ------------------------------------------------------------------ kernels
 
     def compile_together(
         self, wanted: Sequence[Preparation], patience: float | None = None
@@ -399,15 +467,15 @@ class ModelRunner:
         """Wait for attention's kernels, or let another backend stand in for it."""
         stand_in = self._stand_in(compiling.backend)
         compiling.wait(None if stand_in is None else patience)
-        if stand_in is None and compiling.error is not None:
+        error = compiling.error
+        if stand_in is None and error is not None:
             raise SettingsError(
-                "the kernels of the attention backend cannot be compiled "
-                f"({first_line(compiling.error)}): see the log and `valora-serve --check`, or "
-                "choose attention=auto or triton"
-            ) from compiling.error
-        if stand_in is not None and (compiling.running or compiling.failed):
+                f"the kernels of the attention backend cannot be compiled ({first_line(error)}): "
+                "see the log and `valora-serve --check`, or choose attention=auto or triton"
+            ) from error
+        if stand_in is not None and (compiling.running or error is not None):
             self._use(make_backend(stand_in, self._resources.cache))
-            why = "cannot be compiled" if compiling.failed else "are being compiled"
+            why = "are being compiled" if error is None else "cannot be compiled"
             log.info("attention backend: %s, as kernels of the chosen one %s", stand_in, why)
 
     def _stand_in(self, backend: AttentionBackend) -> str | None:
@@ -425,7 +493,7 @@ class ModelRunner:
     def provisional(self) -> bool:
         """Whether a backend stands in for another one, until `adopt`."""
         compiling = self._compiling
-        if compiling is None or compiling.failed:
+        if compiling is None or compiling.error is not None:
             return False
         return self._resources.backend is not compiling.backend
 
@@ -444,119 +512,33 @@ class ModelRunner:
 
     def run_linears(self, wanted: Sequence[Preparation]) -> None:
         """Run the language model's linears as the steps of graphs do, each shape of them once."""
-        lmm = self._lmm
-        linears = {
+        linears = self._linears_by_shape()
+        for one in wanted:
+            if one.kind in (DECODE, PROMPT):  # crowded ones have the linears of prompts
+                lora = self._graphs[one.kind].typical(one.size, one.terms)
+                with torch.inference_mode(), self._lmm.linears.scope.text(lora):
+                    self._run(linears, one.size)
+        self._lmm.linears.scope.last = None
+
+    def _linears_by_shape(self) -> list[LinearGroup]:
+        """One group of the language model for each shape, with LoRA weights and without."""
+        found = {
             (group.spec.in_features, group.spec.out_features, group.lora is None): group
-            for group in lmm.linears.groups.values()
+            for group in self._lmm.linears.groups.values()
             if group.spec.part == "text"
         }
-        for one in wanted:
-            if one.kind not in (DECODE, PROMPT):  # crowded ones have the linears of prompts
-                continue
-            lora = self._graphs[one.kind].typical(one.size, one.terms)
-            with torch.inference_mode(), lmm.linears.scope.text(lora):
-                for group in linears.values():
-                    shape = (one.size, group.spec.in_features)
-                    group.compute(torch.zeros(shape, dtype=lmm.dtype, device=self._device))
-        lmm.linears.scope.last = None
+        return list(found.values())
 
-    def prepare(self, wanted: Preparation) -> bool:
-        """Capture a graph, or run kernels, between two steps.
-
-        Returns:
-            False if the attention backend has no graphs of this kind.
-        """
-        if wanted.kind == KERNELS:
-            self._compile(wanted)
-            return True
-        return self._graphs[wanted.kind].capture_one(wanted.size, wanted.terms)
-
-    def give_up(self, wanted: Preparation) -> None:
-        """Capture no graphs of a size, as there is no memory for them."""
-        if wanted.kind == KERNELS:
-            self._compiled.add(wanted)
-        else:
-            self._graphs[wanted.kind].give_up(wanted.size)
-
-    def tiled(self, terms: Sequence[int]) -> list[Preparation]:
-        """Return what is prepared with tilings of the LoRA kernels: graphs and kernels.
-
-        Args:
-            terms: Numbers of LoRA terms per row, as in `preparations`.
-        """
-        graphs = [
-            Preparation(kind, size, count)
-            for kind, held in self._graphs.items()
-            for size, count in held.captured()
-            if count
-        ]
-        return [*(one for one in self._kernel_runs(terms) if one.terms), *graphs]
-
-    def renew(self, wanted: Preparation) -> None:
-        """Prepare something again, with the tilings that are chosen now, between two steps."""
-        try:
-            if wanted.kind == KERNELS:
-                self._compile(wanted)
-            else:
-                self._graphs[wanted.kind].recapture(wanted.size, wanted.terms)
-        except torch.OutOfMemoryError:
-            log.info("no memory to prepare %s with new tilings", wanted)
-
-    def missed(self) -> Preparation | None:
-        """Return the graph that a step has missed, the longest ago; None if none was missed."""
-        for kind, graphs in self._graphs.items():
-            for size, terms in graphs.missed:
-                return Preparation(kind, size, terms)
-        return None
-
-    @property
-    def _graphs(self) -> dict[str, DecodeGraphs | PromptGraphs | VisionGraphs | WindowGraphs]:
-        return {
-            DECODE: self._decode_graphs,
-            PROMPT: self._prompt_graphs,
-            CROWDED: self._crowded_graphs,
-            VISION: self._vision_graphs,
-        }
-
-    def _terms(self, terms: Sequence[int]) -> list[int]:
-        return [count for count in terms if self.has_lora or not count]
-
-    def capture(self, terms: Sequence[int] = (0, 1, 2)) -> int:
-        """Capture the steps, and the encoders of images, that have no graph yet.
-
-        Args:
-            terms: As in `preparations`.
-
-        Returns:
-            Number of graphs of steps.
-        """
-        for count in self._terms(terms):
-            for graphs in self._graphs.values():
-                graphs.capture(count)
-        return len(self._decode_graphs) + len(self._prompt_graphs) + len(self._crowded_graphs)
-
-    @property
-    def captured_prompts(self) -> tuple[int, ...]:
-        """Numbers of rows of the steps with prompts that have a graph, ascending."""
-        return self._prompt_graphs.sizes
-
-    def forget_graphs(self) -> None:
-        """Drop all graphs, because weights or adapters have moved in memory."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        for graphs in self._graphs.values():
-            graphs.forget()
-        self._recorder.forget()
-        self._compiled.clear()
+    def _run(self, linears: Iterable[LinearGroup], rows: int) -> None:
+        for group in linears:
+            shape = (rows, group.spec.in_features)
+            group.compute(torch.zeros(shape, dtype=self._lmm.dtype, device=self._device))
 
     def compile_kernels(self, terms: Sequence[int] = (0, 1, 2)) -> None:
         """Run the kernels that steps without a graph may need, as each is compiled at first use.
 
         The tiles of the LoRA kernels depend on a step's rows and adapters; compiling one in the
         middle of serving would halt all running requests for up to a second.
-
-        Args:
-            terms: Numbers of LoRA terms per row, as in `capture`.
         """
         for one in self._kernel_runs(terms):
             self._compile(one)
@@ -578,19 +560,13 @@ class ModelRunner:
             if not active:
                 self._run_prompt(min(2 * least, most), wanted.terms)
             else:
-                groups = {
-                    (group.spec.in_features, group.spec.out_features): group
-                    for group in lmm.linears.groups.values()
-                    if group.spec.part == "text" and group.lora is not None
-                }
+                linears = [one for one in self._linears_by_shape() if one.lora is not None]
                 rows = max(active, least)
                 for distinct in _doublings(resources.max_segments - 1):
                     if distinct > active:
                         break
                     resources.fill_typical(self._lora, rows, wanted.terms, active, distinct)
-                    for group in groups.values():
-                        shape = (rows, group.spec.in_features)
-                        group.compute(torch.zeros(shape, dtype=lmm.dtype, device=self._device))
+                    self._run(linears, rows)
         lmm.linears.scope.last = None
         self._compiled.add(wanted)
 
@@ -621,14 +597,12 @@ class ModelRunner:
                 none.
         """
         own = np.array(adapters, np.int64)
-        rows_of = np.array([visual.tensors[next(iter(visual.tensors))].shape[0]
-                            for visual in visuals], np.int64)  # fmt: skip
+        counts = [next(iter(visual.tensors.values())).shape[0] for visual in visuals]
+        rows_of = np.array(counts, np.int64)
         batches: dict[int, LoraBatch] = {}
 
-        def batch_of(rows: int) -> LoraBatch | None:
+        def batch_of(rows: int) -> LoraBatch:
             """Adapters of the `rows` rows of a linear's input, a fixed share for each visual."""
-            if (own == NONE).all():
-                return None
             if rows not in batches:
                 each = rows_of * rows // int(rows_of.sum())
                 batches[rows] = LoraBatch(rows, len(own), self._device)
@@ -639,8 +613,7 @@ class ModelRunner:
         with torch.inference_mode():
             if (own == NONE).all():
                 found = self._vision_graphs.encode(visuals)
-                if found is not None:
-                    return found
+                return self._lmm.encode(visuals) if found is None else found
             with self._lmm.linears.scope.vision(batch_of):
                 return self._lmm.encode(visuals)
 

@@ -25,67 +25,37 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Work:
-    """One request's share of a step.
+    """One request's share of a step."""
 
-    Attributes:
-        place: Index of the request among the running ones, below the engine's `max_requests`; the
-            device keeps its last token there.
-        start: Index of the share's first token in the sequence.
-        count: Number of tokens of the share.
-        tokens: [count] token ids; None for a decode step, whose token is on the device.
-        table: Page table of the sequence: its pages in order.
-        adapter: Slot of the request's adapter, `NONE` for the base model.
-        weighted: Slots and weights of its adapters where that is not one with weight 1.
-        plain: Number of tokens at the start of the share that its adapter is not applied to, as it
-            is applied at decoding only.
-        delta: Position minus index of the tokens, see `Prompt.delta`.
-        positions: [3, count] int64, positions of prompt tokens in time, height and width; None
-            where they follow from the index.
-        visuals: For each image or video in the share: the visual tokens' offsets in the share
-            ([tokens] int64), its features, and the rows of the features that they take.
-        choice: How the next token is chosen; None while prompt tokens are left to prefill.
-        logprobs: Number of top log probabilities to return; None for no log probabilities.
-        keep: [rows] int64, offsets in the share of the hidden states that a head reads; None
-            without a head.
-        targets: Tokens of the prompt that follow the first rows of the share, whose log
-            probabilities are returned; empty if none are wanted.
-        prompt_logprobs: Number of top log probabilities to return for each of the `targets`.
-    """
-
-    place: int
-    start: int
-    count: int
-    tokens: Sequence[int] | None
-    table: Sequence[int]
-    adapter: int = NONE
-    weighted: Sequence[tuple[int, float]] = ()
-    plain: int = 0
-    delta: int = 0
+    place: int  # of the request among the running ones; the device keeps its last token there
+    start: int  # index of the share's first token in the sequence
+    count: int  # tokens of the share
+    tokens: Sequence[int] | None  # their ids; None for a decode step: its token is on the device
+    table: Sequence[int]  # pages of the sequence in order
+    adapter: int = NONE  # slot of the request's adapter
+    weighted: Sequence[tuple[int, float]] = ()  # slots and weights of several, or not of weight 1
+    plain: int = 0  # first tokens of the share that the adapter does not apply to
+    delta: int = 0  # position minus index of the tokens, see `Prompt.delta`
+    # [3, count] int64, positions in time, height and width; None where they follow from the index.
     positions: NDArray[np.int64] | None = None
+    # Of each image or video in the share: offsets of its visual tokens in the share ([tokens]
+    # int64), its features, and the rows of the features that they take.
     visuals: Sequence[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]] = ()
-    choice: TokenChoice | None = None
-    logprobs: int | None = None
-    keep: NDArray[np.int64] | None = None
-    targets: Sequence[int] = ()
-    prompt_logprobs: int = 0
+    choice: TokenChoice | None = None  # None while prompt tokens are left to prefill
+    logprobs: int | None = None  # top log probabilities to return; None for none at all
+    keep: NDArray[np.int64] | None = None  # [rows] offsets of the states that a head reads
+    targets: Sequence[int] = ()  # prompt tokens behind the first rows, which are scored
+    prompt_logprobs: int = 0  # top log probabilities to return for each of the `targets`
 
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of a step, on its way to the host.
+    """The result of a step, on its way to the host."""
 
-    Attributes:
-        tokens: [choices] int64, the chosen tokens in the order of the works that have a choice;
-            `BROKEN` for logits that are not finite.
-        logprobs: Log probabilities of those rows; None if no work asks for them.
-        hidden: For each work the hidden states that it keeps, on the device; None without any.
-        prompts: Log probabilities of the targets of the works that have some, in their order.
-    """
-
-    tokens: Tensor
-    logprobs: StepLogprobs | None
-    hidden: list[Tensor | None]
-    prompts: list[StepLogprobs]
+    tokens: Tensor  # [choices] int64, of works that have a choice; `BROKEN`: logits not finite
+    logprobs: StepLogprobs | None  # of those rows, if any work asks for them
+    hidden: list[Tensor | None]  # of each work what it keeps, on the device
+    prompts: list[StepLogprobs]  # of the targets of the works that have some, in their order
     _copied: torch.cuda.Event | None = None
 
     def read(self) -> list[int]:
@@ -103,26 +73,17 @@ class LoraTerms:
     A merged adapter needs no term. Beside it, in mixture mode, other rows have two terms: their
     own adapter with +1, and the merged one with −1, which takes it back out of the weights. In
     unmerged mode a request may have two adapters; an adapter's weight is in its coefficient.
-
-    Attributes:
-        adapters: [runs, terms] int64, slots; `NONE` for no adapter.
-        coefficients: [runs, terms] float32.
-        counts: [runs] int64, number of rows of each run.
     """
 
-    adapters: NDArray[np.int64]
-    coefficients: NDArray[np.float32]
-    counts: NDArray[np.int64]
+    adapters: NDArray[np.int64]  # [runs, terms] slots, `NONE` for no adapter
+    coefficients: NDArray[np.float32]  # [runs, terms]
+    counts: NDArray[np.int64]  # [runs] rows of each run
 
     @classmethod
     def of(cls, works: Sequence[Work], merged: int) -> LoraTerms | None:
-        """Terms of a step; None if no row needs any.
+        """Terms of a step in which the adapter in slot `merged` is; None if no row needs any.
 
         A work is one run of rows, or two if it begins with rows without its adapter.
-
-        Args:
-            works: The works of a step.
-            merged: Slot of the adapter that is merged into the weights, `NONE` for none.
         """
         if any(work.weighted or work.plain for work in works):
             return cls._of_each(works, merged)
@@ -167,24 +128,13 @@ class LoraTerms:
 
 @dataclass(frozen=True, slots=True)
 class AdapterTable:
-    """What the kernels know of the adapters on the device.
+    """What the kernels know of the adapters on the device."""
 
-    Attributes:
-        ranks: [slots] int32, rank of the adapter in each slot, 0 for an empty one.
-        scalings: [slots] float32, scaling of the adapter in each slot.
-    """
-
-    ranks: NDArray[np.int32]
-    scalings: NDArray[np.float32]
+    ranks: NDArray[np.int32]  # [slots], 0 for an empty one
+    scalings: NDArray[np.float32]  # [slots]
 
     def fill(self, lora: LoraBatch, terms: LoraTerms, rows: int | None = None) -> None:
-        """Describe the rows of a step to the LoRA kernels.
-
-        Args:
-            lora: The batch that the kernels read.
-            terms: Terms of the runs of rows.
-            rows: Number of rows, of which those behind the runs pad the step; no more by default.
-        """
+        """Describe the terms of a step to the LoRA kernels; `rows` includes those that pad it."""
         lora.update(
             terms.adapters, self.ranks, self.scalings, terms.coefficients, terms.counts, rows
         )
@@ -192,38 +142,23 @@ class AdapterTable:
 
 @dataclass(slots=True)
 class StepResources:
-    """What eager and captured steps share.
-
-    Attributes:
-        lmm: The base model.
-        cache: Its KV cache.
-        backend: The attention backend; another one may take over between two steps.
-        adapters: The adapters on the device.
-        last_tokens: [max_requests + 1] int64 on the device, the last token of each running
-            request by its place; the extra place belongs to rows that pad a graph.
-        max_requests: Largest number of running requests.
-        max_segments: Largest number of distinct adapters in a step, no adapter included.
-        scratch: Working memory of the LoRA kernels, as steps run one after the other.
-    """
+    """What eager and captured steps share."""
 
     lmm: Lmm
     cache: KVCache
-    backend: AttentionBackend
+    backend: AttentionBackend  # another one may take over between two steps
     adapters: AdapterTable
+    # [max_requests + 1] int64 on the device, the last token of each running request by its place;
+    # the extra place belongs to rows that pad a graph.
     last_tokens: Tensor
     max_requests: int
-    max_segments: int
-    scratch: Scratch
+    max_segments: int  # distinct adapters in a step, no adapter included
+    scratch: Scratch  # of the LoRA kernels, as steps run one after the other
 
     def typical_batch(self, rows: int, terms: int, distinct: int) -> LoraBatch:
         """Return a batch for a graph, with a typical mix of adapters, see `fill_typical`."""
-        lora = LoraBatch(
-            rows,
-            min(rows, self.max_segments),
-            self.lmm.device,
-            fixed=True,
-            scratch=self.scratch,
-        )
+        segments = min(rows, self.max_segments)
+        lora = LoraBatch(rows, segments, self.lmm.device, fixed=True, scratch=self.scratch)
         self.fill_typical(lora, rows, terms, rows, distinct)
         return lora
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NICENESS = 10
-"""Priority of a compiler that nothing waits for: below other kernels' ones, and requests."""
+NICENESS = 10  # of a compiler that nothing waits for: below other kernels' ones, and requests
 
 
 class Compiling:
@@ -30,7 +29,7 @@ class Compiling:
             engines that start on the machine would leave a lower priority next to no time.
 
     Attributes:
-        backend: The backend that is compiled.
+        running: Whether it has not ended.
         error: The error that it has ended with, which is in the log; None if there is none.
     """
 
@@ -39,18 +38,8 @@ class Compiling:
     ) -> None:
         self.backend, self._on_end, self._awaited = backend, on_end, awaited
         self.error: BaseException | None = None
-        self._ended, self._wait_on = False, threading.Event()
+        self.running, self._wait_on = True, threading.Event()
         threading.Thread(target=self._run, name="compile-attention", daemon=True).start()
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has ended with an error."""
-        return self.error is not None
-
-    @property
-    def running(self) -> bool:
-        """Whether it has not ended."""
-        return not self._ended
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until it has ended, or nobody waits any more; at most so many seconds if given."""
@@ -70,7 +59,7 @@ class Compiling:
         except BaseException as error:  # others would wait for ever
             self.error = error
             log.warning("the kernels of attention are not compiled", exc_info=True)
-        self._ended = True
+        self.running = False
         self._wait_on.set()
         self._on_end()
 

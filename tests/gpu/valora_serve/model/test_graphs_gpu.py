@@ -18,7 +18,7 @@ def test_captures_share_their_memory() -> None:
     recorder, x = GraphRecorder(device), torch.ones(16 << 20, device=device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
-    held = [recorder.record(lambda: ((x + 1).sum(0, keepdim=True),), tuple) for _ in range(40)]
+    held = [recorder.record(lambda: ((x + 1).sum(0, keepdim=True),)) for _ in range(40)]
     assert torch.cuda.memory_reserved(device) - before <= 4 * x.nbytes
     for replay, (total,) in held:
         replay()

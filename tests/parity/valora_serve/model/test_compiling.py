@@ -18,7 +18,6 @@ from valora_kernels.atmm import launch
 from valora_kernels.launching import compiling_together
 from valora_kernels.tiling import Tiling
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
-from valora_serve.model.graphs import DecodeGraph
 from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,7 +51,7 @@ def test_the_kernels_of_graphs_are_those_that_are_compiled(
               for graph in held._graphs.values()]  # fmt: skip
     with torch.inference_mode():
         for graph in graphs:
-            (graph.graph if isinstance(graph, DecodeGraph) else graph.replay)()
+            graph.replay()
     launched = started.copy()
     started.clear()
     runner.forget_graphs()

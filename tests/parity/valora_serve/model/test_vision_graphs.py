@@ -200,7 +200,7 @@ def test_images_of_any_size_replay_graphs_of_windows(
 def test_an_image_larger_than_all_graphs_goes_without(
     windowed: str, calls: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("valora_serve.model.runner.WINDOWS", (1,))
+    monkeypatch.setattr("valora_serve.model.image_graphs.WINDOWS", (1,))
     engine = captured(windowed, max_tokens=1024, chunk=1024)
     large = of_size("large", (90, 90))
     check_answers(run(engine, [large]), Reference(windowed, {}), large)

@@ -301,10 +301,10 @@ def test_graphs_that_are_there_serve_where_there_is_no_memory_for_mixtures(
     )  # fmt: skip
     record = GraphRecorder.record
 
-    def refuse(self: GraphRecorder, run: Any, result: Any) -> Any:
+    def refuse(self: GraphRecorder, run: Any) -> Any:
         if next_one[-1].terms == MIXTURE:
             raise torch.OutOfMemoryError("too little")
-        return record(self, run, result)
+        return record(self, run)
 
     next_one: list[Preparation] = []
     prepare = engine.runner.prepare

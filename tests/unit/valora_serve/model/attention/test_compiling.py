@@ -21,6 +21,7 @@ from valora_serve.engine.engine import Engine
 from valora_serve.errors import SettingsError, StoppedError
 from valora_serve.model.attention.compiling import Compiling, side_by_side
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+from valora_serve.model.graphs import PromptGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -229,14 +230,11 @@ def test_graphs_that_find_no_memory_are_kept_as_they_were(
     held = dict(engine.runner._prompt_graphs._graphs)
     compiler.release.set()
     ended(engine)
-    record = engine.runner._recorder.record
 
-    def full(run: Callable[..., Any], result: Callable[..., Any]) -> Any:
-        if result is tuple:
-            raise torch.OutOfMemoryError
-        return record(run, result)
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(engine.runner._recorder, "record", full)
+    monkeypatch.setattr(PromptGraphs, "_capture", full)
     while engine.settle():
         pass
     assert engine.runner._prompt_graphs._graphs == held

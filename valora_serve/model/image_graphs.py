@@ -1,0 +1,191 @@
+"""Captured vision encoders: CUDA graphs of images of one shape, or of some windows of any image."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from valora_data.models.base import IMAGE, PIXELS
+from valora_serve.model.attention.base import to_device
+from valora_serve.model.graphs import Graphs
+from valora_serve.model.prompt import VisualFeatures
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from valora_serve.model.graphs import GraphRecorder, Replay
+    from valora_serve.model.prompt import Visual
+    from valora_serve.model.work import StepResources
+
+log = logging.getLogger(__name__)
+
+WINDOWS = (4, 8, 16, 32, 64, 128)  # numbers that are captured; a window has 112 × 112 pixels
+KNOWN = 256  # image sizes whose arrangement stays on the device
+
+
+@dataclass(slots=True)
+class ImageGraph:
+    """A captured encoder: its inputs, and its embeddings, which a replay overwrites."""
+
+    replay: Replay
+    inputs: list[Tensor]
+    results: list[Tensor]
+
+
+class ImageGraphs(Graphs[ImageGraph]):
+    """Captured encoders by their number of images; adapters of the tower run without a graph."""
+
+    def missing(self, terms: int) -> list[int]:
+        """Return the sizes that are not captured, the largest first; images have no LoRA terms."""
+        return [] if terms or self._shape is None else super().missing(0)
+
+    @property
+    def _shape(self) -> tuple[int, ...] | None:
+        return self._resources.lmm.pixel_shape
+
+    def _inputs(self, size: int) -> list[Tensor]:
+        """Buffers of the encoder's inputs: pixels [images, channels, height, width] first."""
+        lmm, shape = self._resources.lmm, self._shape
+        assert shape is not None
+        return [torch.zeros((size, *shape), dtype=lmm.dtype, device=lmm.device)]
+
+    def _embed(self, inputs: list[Tensor]) -> Tensor:
+        """[images, visual tokens, width]."""
+        lmm = self._resources.lmm
+        return torch.stack(
+            lmm.architecture.visual_features(lmm.model, {PIXELS[IMAGE]: inputs[0]})[0]
+        )
+
+    def _capture(self, size: int, terms: int) -> ImageGraph | None:
+        """Capture one size; None if this encoder waits for the host, which no graph can."""
+        with torch.inference_mode():
+            inputs = self._inputs(size)
+            try:
+                replay, results = self._recorder.record(lambda: (self._embed(inputs),))
+                if not results:  # without a GPU
+                    replay()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                log.warning("the vision encoder runs without CUDA graphs: %s", error)
+                return None
+        return ImageGraph(replay, inputs, results)
+
+    def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures] | None:
+        """Encode images or videos of one kind and shape, of several requests, without adapters.
+
+        Returns:
+            None if no graph holds them; the caller encodes them without one.
+        """
+        shape = self._shape
+        if shape is None or not self.sizes:
+            return None
+        pixels = [visual.tensors.get(PIXELS[IMAGE]) for visual in visuals]
+        fitting = [one for one in pixels if one is not None and tuple(one.shape) == (1, *shape)]
+        if len(fitting) < len(visuals) or any(len(visual.tensors) > 1 for visual in visuals):
+            return None
+        found: list[VisualFeatures] = []
+        while len(found) < len(fitting):
+            part = fitting[len(found) : len(found) + self.sizes[-1]]
+            graph = self._best(len(part), 0)
+            if graph is None:
+                return None
+            held = graph.inputs[0]
+            held[: len(part)].copy_(_on_host(torch.cat(part), held), non_blocking=True)
+            graph.replay()
+            # The next replay of any graph may overwrite them.
+            found += [VisualFeatures(one.clone()) for one in graph.results[0][: len(part)]]
+        return found
+
+
+class WindowGraphs(ImageGraphs):
+    """Captured encoders of images of any size, by their number of windows (Qwen2.5-VL).
+
+    One image, or frame of a video, fills a GPU, so that they are encoded one after the other.
+    """
+
+    def __init__(self, encoder: Any, *resources: Any) -> None:
+        super().__init__(*resources)
+        self._encoder = encoder
+        self._arranged = lru_cache(KNOWN)(self._arrange)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (self._encoder.slots, self._encoder.columns)
+
+    def _inputs(self, size: int) -> list[Tensor]:
+        """Pixels of each slot, zeros where there is no patch; its row and column; whether it is."""
+        slots, device = size * self._encoder.slots, self._resources.lmm.device
+        return [
+            torch.zeros((slots, self._encoder.columns), dtype=self._resources.lmm.dtype,
+                        device=device),
+            torch.zeros((slots, 2), dtype=torch.int64, device=device),
+            torch.ones(slots, dtype=torch.bool, device=device),
+        ]  # fmt: skip
+
+    def _embed(self, inputs: list[Tensor]) -> Tensor:
+        """[merged slots, width]."""
+        found: Tensor = self._encoder.encode(*inputs)
+        return found
+
+    def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures] | None:
+        """Encode images or videos of one kind; None if no graph holds one of them."""
+        parts = [tuple(visual.tensors.values()) for visual in visuals]  # pixels and grid
+        grids = [tuple(int(n) for n in grid[0]) for _, grid, *_ in parts]
+        graphs = [self._best(self._encoder.windows(*grid[1:]), 0) for grid in grids]
+        held = [graph for graph in graphs if graph is not None]
+        if len(held) < len(visuals):
+            return None  # before any of them is encoded
+        found = []
+        for (pixels, *_), (times, rows, columns), graph in zip(parts, grids, held, strict=True):
+            to = graph.inputs[0]
+            patches = _on_host(pixels, to).to(to.device, non_blocking=True)
+            frames = [
+                self._replay(graph, frame, rows, columns)
+                for frame in patches.view(times, rows * columns, -1)
+            ]
+            found.append(VisualFeatures(frames[0] if len(frames) == 1 else torch.cat(frames)))
+        return found
+
+    def _replay(self, graph: ImageGraph, patches: Tensor, rows: int, columns: int) -> Tensor:
+        """Encode one image or frame of patches [rows · columns, columns of pixels]."""
+        slots, where, tokens = self._arranged(rows, columns)
+        pixels, places, present = graph.inputs
+        pixels.zero_()
+        pixels.index_copy_(0, slots, patches)
+        places.index_copy_(0, slots, where)
+        present.zero_()
+        present.index_fill_(0, slots, True)
+        graph.replay()
+        return graph.results[0][tokens]  # a copy: the next replay overwrites them
+
+    def _arrange(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+        made, device = self._encoder.arrange(rows, columns), self._resources.lmm.device
+        return (
+            to_device(made.slots, device),
+            to_device(made.places, device),
+            to_device(made.tokens, device),
+        )
+
+
+def _on_host(pixels: Tensor, like: Tensor) -> Tensor:
+    """Pixels in the type of the weights on the host already, which halves the copy."""
+    host = pixels.to(like.dtype)
+    return host.pin_memory() if like.is_cuda else host
+
+
+def image_graphs(
+    resources: StepResources, recorder: GraphRecorder, counts: Sequence[int]
+) -> ImageGraphs:
+    """Graphs of the model's encoder, for these numbers of images where they have one shape."""
+    lmm = resources.lmm
+    encoder = lmm.architecture.window_encoder(lmm.model)
+    if encoder is None:
+        return ImageGraphs(resources, recorder, counts)
+    return WindowGraphs(encoder, resources, recorder, WINDOWS if counts else ())

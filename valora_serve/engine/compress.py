@@ -26,7 +26,7 @@ from valora_data.wording import plural
 from valora_serve.catalogue.contexts import MEMORY_FILE
 from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import AdapterError, RequestError, ServeError, TooLongError
-from valora_serve.model.heads import EMBEDDING, MemoryHead
+from valora_serve.model.heads import EMBEDDING, EmbeddingHead
 from valora_serve.model.keep_keys import keep_keys
 from valora_serve.model.prompt import PLACEHOLDER, MemoryTokens, Prompt
 from valora_serve.model.split_linears import SplitLinears
@@ -138,7 +138,7 @@ def prepare_compression(
         key = b"queries|" + bytes.fromhex(target.adapter.content)
         queries = MemoryTokens(key, at, target.encoder.queries)
         prompt = Prompt([*read, *[PLACEHOLDER] * count], memory=queries)
-        head = MemoryHead(tokens=count)
+        head = EmbeddingHead(tokens=count)
     prepared = Prepared(request, target, prompt, head)
     return Compression(wanted, prepared, len(ids), base, lmm.dtype, encoder)
 

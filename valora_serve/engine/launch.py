@@ -12,7 +12,7 @@ import torch
 
 from valora_kernels.grouping import NONE
 from valora_serve.errors import RequestError, ServeError
-from valora_serve.model.heads import HeadRequest, HeadSet
+from valora_serve.model.heads import HeadRequest, launch_heads
 from valora_serve.model.sampler import TokenChoice
 from valora_serve.model.work import Work
 
@@ -92,7 +92,6 @@ class Launcher:
         self._blocks, self._adapters = requests.blocks, requests.adapters
         self._images, self._merge_state, self._fail = images, merge_state, fail
         self._memory = memory
-        self._heads = HeadSet()
 
     def launch(self, decision: Decision) -> Flight | None:
         """Enqueue the batch of a decision, and start the copies of the adapters that it prefetches.
@@ -141,7 +140,7 @@ class Launcher:
                 if sequence.head is not None:
                     answering += self._landed(sequence)
         inputs = [self._head_request(one) for one in answering]
-        heads = self._heads.launch(inputs) if inputs else None
+        heads = launch_heads(inputs) if inputs else None
         for sequence in answering:  # its keys and values are not needed any more
             if sequence.request.keep_kv:
                 table = self._blocks.table(sequence.id)

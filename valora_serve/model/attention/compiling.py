@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NICENESS = 10  # of a compiler that nothing waits for: below other kernels' ones, and requests
+NICENESS = 10  # how far a compiler that nothing waits for is below its process, and requests
 
 
 class Compiling:
@@ -52,8 +51,9 @@ class Compiling:
     def _run(self) -> None:
         # Elsewhere priorities are those of processes.
         if sys.platform == "linux" and not self._awaited:
-            with contextlib.suppress(OSError):  # the process has a lower one already
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            thread = threading.get_native_id()
+            lower = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, lower)
         try:
             self.backend.compile()
         except BaseException as error:  # others would wait for ever

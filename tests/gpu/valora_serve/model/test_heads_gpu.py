@@ -1,4 +1,4 @@
-"""Heads on a real GPU: `HeadSet.launch` does not wait for the device."""
+"""Heads on a real GPU: `launch_heads` does not wait for the device."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from valora_data.contract.boxes import BoxHead
 from valora_data.contract.label_head import LabelHead, Pooling
 from valora_data.contract.results import LabelResult
-from valora_serve.model.heads import HeadRequest, HeadSet
+from valora_serve.model.heads import HeadRequest, launch_heads, run_heads
 
 pytestmark = pytest.mark.gpu
 
@@ -49,16 +49,16 @@ def test_heads_launch_without_waiting():
         HeadRequest(on_gpu[id(item.head)], item.hidden.cuda(), item.visual, item.sizes)
         for item in inputs
     ]
-    HeadSet().run(there)  # the first call of a library may wait
+    run_heads(there)  # the first call of a library may wait
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pending = HeadSet().launch(there)
+        pending = launch_heads(there)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not pending.ready
-    for mine, expected in zip(pending.read(), HeadSet().run(inputs), strict=True):
+    for mine, expected in zip(pending.read(), run_heads(inputs), strict=True):
         torch.testing.assert_close(
             torch.from_numpy(mine.logits), torch.from_numpy(expected.logits), rtol=1e-4, atol=1e-4
         )

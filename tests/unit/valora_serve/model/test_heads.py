@@ -13,7 +13,7 @@ from valora_data.contract.heads import read_head
 from valora_data.contract.label_head import Pooling
 from valora_data.contract.results import BoxesResult, HeadResult
 from valora_serve.errors import NonFiniteError, RequestError
-from valora_serve.model.heads import HeadRequest, HeadSet, check_visual
+from valora_serve.model.heads import HeadRequest, check_visual, run_heads
 from valora_train.settings import HeadSettings
 from valora_train.tasks.detection import BoxHeadModule
 
@@ -49,7 +49,7 @@ def test_detection_is_that_of_training(labels, min_score, tmp_path):
     states, mask = hidden(5 + 2 * CELLS, 1), visual(5 + 2 * CELLS, 3, 2 * CELLS)
     sizes = [(640, 480), (31, 77)]
     task = HeadRequest(read_head(file, WIDTH), states, mask, sizes, min_score)
-    (result,) = HeadSet().run([task])
+    (result,) = run_heads([task])
     theirs = BoxHeadModule.of(read_head(file, WIDTH))
     score = float(theirs.threshold) if min_score is None else min_score
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_label_heads_in_closed_form(count, pooling, temperature, tmp_path):
     file = linear(tmp_path, count, 7, pooling=pooling, temperature=temperature)
     states, mask = hidden(17, 2), visual(17, 4, 9)
     task = HeadRequest(read_head(file, WIDTH), states, mask, places=torch.tensor([2] * 4 + [9] * 5))
-    (result,) = HeadSet().run([task])
+    (result,) = run_heads([task])
     rest, tensors = pooled(file, states, mask)
     point = {
         "last": states[-1].double(),
@@ -127,22 +127,22 @@ def test_heads_of_all_kinds_in_one_batch_answer_as_alone(tmp_path):
         head, length = heads[number * 5 % len(heads)], 14 + number
         states = hidden(length, 50 + number, torch.bfloat16 if number % 2 else torch.float32)
         tasks.append(HeadRequest(head, states, visual(length, 1, CELLS), [(100 + number, 80)], 0.1))
-    together = HeadSet().run(tasks)
+    together = run_heads(tasks)
     for task, result in zip(tasks, together, strict=True):
-        (alone,) = HeadSet().run([task])
+        (alone,) = run_heads([task])
         assert isinstance(result, HeadResult) and result.kind == task.head.kind
         np.testing.assert_allclose(result.logits, alone.logits, rtol=1e-5, atol=1e-5)
         if isinstance(result, BoxesResult):
             assert list(map(len, result.detections)) == list(map(len, alone.detections))
         else:
             assert result.label == alone.label
-    assert HeadSet().run([]) == []
+    assert run_heads([]) == []
 
 
 def test_last_reads_the_last_token_only(tmp_path):
     head = read_head(linear(tmp_path, 3, 2), WIDTH)
     states = hidden(9, 1)
-    both = HeadSet().run([HeadRequest(head, states), HeadRequest(head, states[-1:])])
+    both = run_heads([HeadRequest(head, states), HeadRequest(head, states[-1:])])
     assert np.array_equal(both[0].logits, both[1].logits)
     assert not head.reads_visual
     assert read_head(linear(tmp_path, 3, 3, pooling="visual_mean"), WIDTH).reads_visual
@@ -151,7 +151,7 @@ def test_last_reads_the_last_token_only(tmp_path):
 def test_sixteen_bit_states_are_read_in_float32(tmp_path):
     file = linear(tmp_path, 5, 2)
     states = hidden(3, 8, torch.bfloat16)
-    (result,) = HeadSet().run([HeadRequest(read_head(file, WIDTH), states)])
+    (result,) = run_heads([HeadRequest(read_head(file, WIDTH), states)])
     tensors = load_file(file)
     expected = tensors["weight"].double() @ states[-1].double() + tensors["bias"].double()
     np.testing.assert_allclose(result.logits[0], expected.numpy(), rtol=1e-5, atol=1e-5)
@@ -161,7 +161,7 @@ def test_a_task_that_cannot_be_answered_hits_only_itself(tmp_path):
     head = read_head(detection(tmp_path, ["a"], 1), WIDTH)
     mean = read_head(linear(tmp_path, 3, 2, pooling="visual_mean"), WIDTH)
     good = HeadRequest(head, hidden(20, 1), visual(20, 2, CELLS), [(50, 60)])
-    results = HeadSet().run(
+    results = run_heads(
         [
             HeadRequest(mean, hidden(9, 1)),
             good,
@@ -173,7 +173,7 @@ def test_a_task_that_cannot_be_answered_hits_only_itself(tmp_path):
     assert isinstance(results[0], RequestError) and "send an image" in str(results[0])
     assert isinstance(results[2], RequestError) and "11 visual tokens" in str(results[2])
     assert isinstance(results[3], RequestError) and "2 images" in str(results[3])
-    np.testing.assert_array_equal(results[1].logits, HeadSet().run([good])[0].logits)
+    np.testing.assert_array_equal(results[1].logits, run_heads([good])[0].logits)
     assert results[4].kind == "classification"
     check_visual(head, 2 * CELLS, 2)
     with pytest.raises(RequestError, match="3 × 4 cells"):
@@ -199,11 +199,11 @@ def test_hidden_states_that_are_not_finite_hit_only_their_own_request(value, poo
     broken_boxes = hidden(20, 1)
     broken_boxes[5] = value
     blind = HeadRequest(boxes, broken_boxes, visual(20, 2, CELLS), [(50, 60)], 0.01)
-    results = HeadSet().run([find, bad, good, blind])
+    results = run_heads([find, bad, good, blind])
     assert isinstance(results[1], NonFiniteError)
     assert isinstance(results[3], NonFiniteError)
     healthy = replace(bad, hidden=hidden(17, 3))
-    expected = HeadSet().run([find, healthy, good, replace(blind, hidden=hidden(20, 1))])
+    expected = run_heads([find, healthy, good, replace(blind, hidden=hidden(20, 1))])
     for number in (0, 2):
         assert isinstance(results[number], HeadResult)
         np.testing.assert_array_equal(results[number].logits, expected[number].logits)
@@ -214,7 +214,7 @@ def test_a_bias_of_minus_infinity_and_a_temperature_near_zero(tmp_path):
     bias = head.bias.clone()
     bias[1] = -math.inf
     cold = replace(head, temperature=1e-44)
-    results = HeadSet().run(
+    results = run_heads(
         [
             HeadRequest(replace(head, bias=bias), hidden(3, 8)),
             HeadRequest(cold, hidden(3, 8)),
@@ -233,7 +233,7 @@ def test_a_head_that_raises_hits_only_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(type(head), "inputs", _not_two_tokens(type(head).inputs))
     tasks = [HeadRequest(worse, hidden(3, 8)), HeadRequest(head, hidden(2, 8)),
              HeadRequest(head, hidden(3, 8))]  # fmt: skip
-    results = HeadSet().run(tasks)
+    results = run_heads(tasks)
     assert "classification head failed: 'unlucky'" in str(results[0])
     assert "classification head failed: too short" in str(results[1])
     assert isinstance(results[2], HeadResult)

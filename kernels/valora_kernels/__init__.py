@@ -6,8 +6,7 @@
 - `project`: the base projection and the LoRA operator together.
 - `merge`: merges one adapter into the weights of all layers, and unmerges it exactly.
 - `reference`: the definition of all of these in plain torch.
-- `arrangements`: the ways to compute the operator, one file each.
+- `launching`, `arrangements`: the ways to run the operator's kernels, and their sizes.
 - `gpus`: the record of each GPU, with its tiling table.
-- `tiling`, `lookup`, `search`, `timing`: tile sizes, how they are chosen, found and timed.
-- `launching`: what all kernel launches share.
+- `tiling`, `lookup`, `search`, `tune`, `timing`: tile sizes, how they are chosen and measured.
 """

@@ -7,25 +7,31 @@ from abc import ABC, abstractmethod
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 
-from valora_kernels.arrangements.registry import arrangement
-from valora_kernels.launching import ALIGNMENT, padded_ranks, use_triton
-from valora_kernels.lookup import choose, default_tiling
+from valora_kernels.arrangements import default_tiling
+from valora_kernels.launching import (
+    ALIGNMENT,
+    LAUNCHES,
+    padded_ranks,
+    readable,
+    use_triton,
+)
+from valora_kernels.lookup import choose
 from valora_kernels.reference import atmm_reference
-from valora_kernels.tiling import Shape, Tiling, apparent_adapters
+from valora_kernels.tiling import ROWS_TOGETHER, Shape, Tiling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from valora_kernels.arrangements.base import Arrangement
-    from valora_kernels.gpus.base import Gpu
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
 
 log = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DENSE = Tiling("dense")
 
 
 def atmm(
@@ -58,18 +64,29 @@ def atmm(
     if tiling is None and not use_triton(x):
         atmm_reference(ys, x, weights, batch)
         return
-    _check_alignment(ys, x, weights)
-    if tiling is not None:
-        refusal = arrangement(tiling.arrangement).refusal(weights, batch)
-        if refusal:
-            raise ValueError(f"batch: {tiling.arrangement} expected {refusal}, got another")
-        launch(tiling, ys, x, weights, batch)
-        return
-    direct = direct_choice(weights, batch)
-    if direct is not None:
-        launch(direct, ys, x, weights, batch)
-        return
-    launch_fitting(table_choice(weights, batch), ys, x, weights, batch)
+    if not aligned(weights) or not readable([x, *ys]):
+        raise ValueError(
+            f"x and y: expected widths, and rows of neighbouring columns, at multiples of "
+            f"{ALIGNMENT} elements, got widths {weights.in_features} and {weights.out_features}, "
+            f"strides {[t.stride() for t in (x, *ys)]}"
+        )
+    if tiling is None:
+        tiling = direct_choice(weights, batch)
+        if tiling is None:
+            launch_fitting(table_choice(weights, batch), ys, x, weights, batch)
+            return
+    elif tiling.arrangement not in LAUNCHES:
+        raise ValueError(
+            f"unknown arrangement {tiling.arrangement!r}: choose one of {', '.join(LAUNCHES)}"
+        )
+    elif tiling.arrangement == DENSE.arrangement and not (
+        _one_adapter(weights, batch) and _one_scale(batch)
+    ):
+        raise ValueError(
+            "batch: dense expected one adapter with one scale in all rows, in contiguous weights "
+            "and outside a graph, got another"
+        )
+    launch(tiling, ys, x, weights, batch)
 
 
 _instead: dict[tuple[Shape, Tiling], Tiling] = {}
@@ -84,17 +101,6 @@ def _out_of_resources() -> type[Exception]:
     return found
 
 
-class _Launches(dict[str, "Callable[..., None]"]):
-    """The `launch` of each arrangement, resolved at its first use: every layer of a step asks."""
-
-    def __missing__(self, name: str) -> Callable[..., None]:
-        self[name] = found = arrangement(name).launch
-        return found
-
-
-_launches = _Launches()
-
-
 def launch(
     tiling: Tiling,
     ys: Sequence[torch.Tensor],
@@ -104,20 +110,11 @@ def launch(
     *,
     add: bool = True,
 ) -> None:
-    """Run one arrangement of the kernels, without checks of the arguments.
+    """Run one arrangement of the kernels, without checks; arguments as of `atmm`.
 
-    Args:
-        tiling: The arrangement and its tile sizes.
-        ys: As in `atmm`.
-        x: As in `atmm`.
-        weights: As in `atmm`.
-        batch: As in `atmm`.
-        add: Add to y; otherwise overwrite it, with zeros where a row has no adapter.
-
-    Raises:
-        UnknownNameError: No arrangement of this name is registered.
+    Without `add` y is overwritten, with zeros where a row has no adapter.
     """
-    _launches[tiling.arrangement](tiling, ys, x, weights, batch, add=add)
+    LAUNCHES[tiling.arrangement](tiling, ys, x, weights, batch, add=add)
 
 
 def launch_fitting(
@@ -129,49 +126,55 @@ def launch_fitting(
     *,
     first: bool = False,
 ) -> None:
-    """Run what `table_choice` has chosen, or what the rules say if that does not fit this GPU.
-
-    Args:
-        chosen: The tiling.
-        ys: As in `atmm`.
-        x: As in `atmm`.
-        weights: As in `atmm`.
-        batch: As in `atmm`.
-        first: As in `Shape`; y is then overwritten.
-    """
+    """Run what `table_choice` has chosen, or what the rules say if that does not fit this GPU."""
     try:
         launch(chosen, ys, x, weights, batch, add=not first)
     except _out_of_resources() as error:  # raised before anything is added to y
         shape = shape_of(weights, batch, first=first)
-        _instead[shape, chosen] = smaller = default_tiling(batch.gpu, shape)
+        _instead[shape, chosen] = smaller = default_tiling(shape)
         log.warning("%s does not fit (%s): taking %s for %s", chosen, error, smaller, shape)
         launch(smaller, ys, x, weights, batch, add=not first)
 
 
-@cache
-def _direct(gpu: Gpu) -> tuple[tuple[Arrangement, Tiling], ...]:
-    """The arrangements that are asked before the GPU's table."""
-    return tuple((arrangement(name), Tiling(name)) for name in gpu.direct)
+def _one_adapter(weights: LoraWeights, batch: LoraBatch) -> bool:
+    """Whether all rows have the same single adapter, which lies in memory as a matrix.
+
+    The batch of a CUDA graph may have any mix at its next replay.
+    """
+    return batch.one_adapter and not batch.fixed and not weights.paged
+
+
+def _one_scale(batch: LoraBatch) -> bool:
+    """Whether coefficient · scaling is the same in all rows."""
+    return bool(np.ptp(batch.grouping.scale[:, 0]) == 0)
 
 
 def direct_choice(weights: LoraWeights, batch: LoraBatch, *, add: bool = True) -> Tiling | None:
-    """The tiling of an arrangement that takes this call without asking the table, if one does."""
-    for way, tiling in _direct(batch.gpu):
-        if way.takes(weights, batch, add=add):
-            return tiling
-    return None
+    """`DENSE` where all rows have one adapter, and enough rows and ranks for it to pay."""
+    if not _one_adapter(weights, batch) or batch.gpu.dense is None:
+        return None
+    rows, rank = batch.grouping.rows, batch.max_rank
+    from_rank, from_rows, elements = batch.gpu.dense
+    if not add:  # y is not read, so it pays earlier
+        pays = rank >= from_rank * 2 // 3 and rows >= from_rows * 2 // 3
+    elif rank > 128:
+        pays = rows >= from_rows // 3
+    else:
+        few = rows * sum(weights.out_features) <= elements
+        pays = rank >= from_rank and rows >= from_rows and few
+    return DENSE if pays and _one_scale(batch) else None
 
 
 def shape_of(weights: LoraWeights, batch: LoraBatch, *, first: bool = False) -> Shape:
     """The look-up key of a call; `first` as in `Shape`."""
-    rows = batch.grouping.active
+    rows, adapters = batch.grouping.active, batch.effective_adapters
     return Shape(
         in_features=weights.in_features,
         out_features=sum(weights.out_features),
         projections=len(weights.out_features),
         rank=padded_ranks(weights),
         rows=rows,
-        adapters=apparent_adapters(rows, batch.effective_adapters, first=first),
+        adapters=max(adapters, rows / ROWS_TOGETHER) if first else adapters,
         first=first,
     )
 
@@ -192,41 +195,20 @@ def check(
         raise ValueError(f"ys: expected {len(weights.out_features)} tensors, got {len(ys)}")
     if x.dtype not in DTYPES:
         raise ValueError(f"x: expected a dtype of {DTYPES}, got {x.dtype}")
-    if tuple(x.shape) != (rows, weights.in_features):
-        raise ValueError(f"x: expected [{rows}, {weights.in_features}], got {list(x.shape)}")
-    for y, width in zip(ys, weights.out_features, strict=True):
-        if tuple(y.shape) != (rows, width):
-            raise ValueError(f"y: expected [{rows}, {width}], got {list(y.shape)}")
-    named = [("x", x), *(("y", y) for y in ys), ("weights", weights.a)]
-    for name, tensor in named:
+    widths = (weights.in_features, *weights.out_features)
+    for tensor, width in zip((x, *ys), widths, strict=True):
+        if tuple(tensor.shape) != (rows, width):
+            raise ValueError(f"x and y: expected [{rows}, {width}], got {list(tensor.shape)}")
+    for tensor in (x, *ys, weights.a):
         if tensor.dtype != x.dtype:
-            raise ValueError(f"{name}: expected {x.dtype} like x, got {tensor.dtype}")
+            raise ValueError(f"y and weights: expected {x.dtype} like x, got {tensor.dtype}")
         if tensor.device != batch.device:
-            raise ValueError(f"{name}: expected {batch.device}, got {tensor.device}")
-    if batch.max_rank > weights.max_rank:
+            raise ValueError(f"tensors: expected {batch.device}, got {tensor.device}")
+    if batch.max_rank > weights.max_rank or batch.last_adapter >= weights.slots:
         raise ValueError(
-            f"batch: expected ranks up to the weights' {weights.max_rank}, got {batch.max_rank}"
+            f"batch: expected ranks up to the weights' {weights.max_rank} and adapters below their "
+            f"{weights.slots} slots, got {batch.max_rank} and {batch.last_adapter}"
         )
-    if batch.last_adapter >= weights.slots:
-        raise ValueError(
-            f"batch: expected adapters below the weights' {weights.slots} slots, "
-            f"got {batch.last_adapter}"
-        )
-
-
-def _check_alignment(ys: Sequence[torch.Tensor], x: torch.Tensor, weights: LoraWeights) -> None:
-    """Check what only the kernels rely on: they load 16 bytes at a time."""
-    if weights.in_features % ALIGNMENT or any(n % ALIGNMENT for n in weights.out_features):
-        raise ValueError(
-            f"weights: expected widths that are multiples of {ALIGNMENT}, "
-            f"got {weights.in_features} and {weights.out_features}"
-        )
-    for name, tensor in (("x", x), *(("y", y) for y in ys)):
-        if tensor.stride(1) != 1 or tensor.stride(0) % ALIGNMENT or tensor.data_ptr() % 16:
-            raise ValueError(
-                f"{name}: expected neighbouring columns and rows at multiples of {ALIGNMENT} "
-                f"elements, got strides {tensor.stride()}, address {tensor.data_ptr():#x}"
-            )
 
 
 class LoraOperator(ABC):
@@ -237,12 +219,10 @@ class LoraOperator(ABC):
     the batch only, and what it reads of the batch must lie on the device.
 
     Attributes:
-        name: The name that it is registered under.
         adaptive: Whether the operator computes base product and LoRA together
             (`project.add_projection`); others add to the library's product.
     """
 
-    name: ClassVar[str]
     adaptive: ClassVar[bool] = False
 
     @abstractmethod
@@ -266,7 +246,6 @@ class LoraOperator(ABC):
 class Atmm(LoraOperator):
     """VaLoRA's operator, with tiles chosen for each call (§4.3); plain torch for odd widths."""
 
-    name: ClassVar[str] = "atmm"
     adaptive: ClassVar[bool] = True
 
     def add(

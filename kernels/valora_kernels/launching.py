@@ -1,8 +1,9 @@
-"""What all launches of the kernels share: whether they can run, and common arguments."""
+"""Launches of the LoRA operator's kernels, and what all launches share."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from valora_kernels.gpus.detect import gpu_of
+from valora_kernels.arrangements import EXPAND_RANKS, FUSED, SHRINK_EXPAND
+from valora_kernels.gpus import gpu_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from valora_kernels.metadata import LoraBatch
-    from valora_kernels.tables import DeviceTiles
+    from valora_kernels.metadata import DeviceTiles, LoraBatch
     from valora_kernels.tiling import Tiling
     from valora_kernels.weights import LoraWeights
 
@@ -27,6 +28,15 @@ _compile_only: ContextVar[bool] = ContextVar("_compile_only", default=False)
 
 ALIGNMENT = 8
 """Elements. A row of 16-bit numbers that starts at a multiple of it starts at one of 16 bytes."""
+
+TURNS_FROM = 8
+"""Expanding programs for each processor that are enough to occupy it, whatever the batch."""
+
+SHRINK_TURNS_FROM = 4
+"""The same of shrinking programs, which have more shared memory."""
+
+SUM_REGISTERS = 64
+"""Registers of a thread that hold partial sums while they are added up."""
 
 
 @cache
@@ -69,12 +79,7 @@ def start(kernel: Any, programs: int, *arguments: object, **options: object) -> 
 
 @contextmanager
 def compiling_together(threads: int) -> Iterator[None]:
-    """Compile the kernels that are started within a block instead of launching them.
-
-    They are compiled in several threads; the block ends when all are ready.
-
-    Args:
-        threads: Number of threads.
+    """Compile the kernels that are started within a block, in several threads, and launch none.
 
     Raises:
         ImportError: This version of Triton compiles one after the other only.
@@ -104,7 +109,15 @@ def precision_of(tensor: torch.Tensor) -> str:
     return "ieee" if tensor.dtype == torch.float32 else "tf32"
 
 
-def common_arguments(
+def readable(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernels, which load 16 bytes at a time, can read the rows of all tensors."""
+    return all(
+        t.stride(1) == 1 and t.stride(0) % ALIGNMENT == 0 and t.data_ptr() % 16 == 0
+        for t in tensors
+    )
+
+
+def _common(
     tiling: Tiling, tensor: torch.Tensor, weights: LoraWeights, batch: LoraBatch
 ) -> dict[str, object]:
     """Compile-time arguments that all kernels of the operator have."""
@@ -122,11 +135,9 @@ def common_arguments(
     return common
 
 
-def sizes_of(
-    table: DeviceTiles, tensor: torch.Tensor, weights: LoraWeights
-) -> tuple[int, int, int]:
-    """Places of h, and slots and rank rows of the weights."""
-    return max(table.capacity * table.block, tensor.shape[0]), weights.slots, weights.max_rank
+def places_of(table: DeviceTiles, tensor: torch.Tensor) -> int:
+    """Places of h in each projection and term."""
+    return max(table.capacity * table.block, tensor.shape[0])
 
 
 def outputs_of(ys: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -152,3 +163,240 @@ def tiles_to_launch(
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError("batch: a graph expected LoraBatch(fixed=True), got a growing one")
     return table.count if add else table.total
+
+
+def _tiles_at_once(
+    tiles: int, rows: int, each: int, tiling: Tiling, batch: LoraBatch, programs: int
+) -> int:
+    """Tiles that a grid has; with fewer than all, its programs take turns.
+
+    A batch for CUDA graphs has room for the tiles of any mix of adapters, and most of them are
+    empty in most steps: beside 1,024 rows, tiles for 128 more adapters made an expansion to 22,016
+    columns 28 us longer on an H100, by a tenth of the base product. So only as many are launched as
+    rows of few adapters fill, or as occupy the processors.
+    """
+    if not batch.fixed:
+        return tiles
+    enough = max(-(-rows // tiling.rows) + 1, -(-programs * batch.gpu.processors // each))
+    return enough if tiles >= 2 * enough else tiles
+
+
+def _chunk(parts: int, elements: int, warps: int) -> int:
+    """Parts of h that a program's registers hold at once."""
+    return min(power_of_two(parts), max(1, SUM_REGISTERS * 32 * warps // elements))
+
+
+def shrink(
+    tiling: Tiling,
+    x: torch.Tensor,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    by_row: bool = False,
+    beside: bool = False,
+) -> tuple[torch.Tensor, int]:
+    """Compute h = coefficient · scaling · x Aᵀ, the first of two steps.
+
+    Args:
+        tiling: Tile sizes.
+        x: [rows, in_features].
+        weights: A and B of every adapter.
+        batch: Which rows have which adapters.
+        by_row: Leave h in the order of the rows.
+        beside: The launch before was `base_kernel` on the same x, and runs on meanwhile.
+
+    Returns:
+        h and the number of parts that it consists of: one part is [P, terms, places or rows, ranks]
+        in x's dtype, several are [parts, P, terms, places, ranks] in fp32, to be summed.
+    """
+    table = batch.tiles(tiling.rows)
+    layers, ranks = len(weights.out_features) * batch.terms, padded_ranks(weights)
+    block = min(ranks, tiling.ranks)
+    splits = -(-weights.in_features // tiling.split)
+    gather = tiling.gather and splits > 1
+    places = places_of(table, x)
+    size = layers * places * ranks
+    parts = batch.scratch.take("parts", splits * size if splits > 1 else 1, torch.float32)
+    h = batch.scratch.take("h", size if gather or splits == 1 else 1, x.dtype)
+    counts = table.capacity * layers * (ranks // block)
+    counters = batch.scratch.take("counters", counts if gather else 1, torch.int32)
+    tiles = tiles_to_launch(table, batch, x)
+    if tiles:
+        each = layers * (ranks // block) * splits
+        launched = _tiles_at_once(tiles, x.shape[0], each, tiling, batch, SHRINK_TURNS_FROM)
+        start(
+            kernels().shrink_kernel,
+            launched * each,
+            x,
+            x.stride(0) // ALIGNMENT,
+            weights.a,
+            weights.a_table,
+            table.records,
+            table.rows,
+            table.scale,
+            table.ends,
+            parts,
+            h,
+            counters,
+            places,
+            weights.slots,
+            weights.max_rank,
+            weights.in_features // ALIGNMENT,
+            BR=block,
+            BK=tiling.inputs,
+            K_SPLIT=tiling.split,
+            SPLITS=splits,
+            EVEN_K=weights.in_features % tiling.split == 0,
+            GATHER=gather,
+            CHUNK=_chunk(splits, tiling.rows * block, tiling.warps),
+            BY_ROW=by_row,
+            BESIDE=beside,
+            TURNS=launched < tiles,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            **_common(tiling, x, weights, batch),
+        )
+    return (h, 1) if gather or splits == 1 else (parts, splits)
+
+
+def expand(
+    tiling: Tiling,
+    ys: Sequence[torch.Tensor],
+    h: torch.Tensor,
+    parts: int,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    add: bool = True,
+) -> None:
+    """Compute y += h Bᵀ, the second step, for h and its number of parts from `shrink`.
+
+    `tiling` has the `rows` of the first step. Without `add` y is overwritten, with zeros where a
+    row has no adapter.
+    """
+    table = batch.tiles(tiling.rows)
+    tiles = tiles_to_launch(table, batch, ys[0], add=add)
+    if not tiles:
+        return
+    block = min(padded_ranks(weights), EXPAND_RANKS)
+    groups = sum(-(-y.shape[1] // (tiling.outputs * tiling.loop)) for y in ys)
+    launched = _tiles_at_once(tiles, ys[0].shape[0], groups, tiling, batch, TURNS_FROM)
+    start(
+        kernels().expand_kernel,
+        launched * groups,
+        *outputs_of(ys),
+        weights.b,
+        weights.b_table,
+        table.records,
+        table.rows,
+        table.ends,
+        h,
+        places_of(table, ys[0]),
+        weights.slots,
+        weights.max_rank,
+        groups,
+        BN=tiling.outputs,
+        ER=block,
+        SPLITS=parts,
+        ADD=add,
+        LOOP=tiling.loop,
+        STAGES=tiling.expand_stages,
+        CHUNK=_chunk(parts, tiling.rows * block, tiling.expand_warps),
+        TURNS=launched < tiles,
+        num_warps=tiling.expand_warps,
+        num_stages=tiling.expand_stages,
+        **_common(tiling, ys[0], weights, batch),
+    )
+
+
+def _shrink_expand(
+    tiling: Tiling,
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    add: bool = True,
+) -> None:
+    """Two launches; the second is in flight, its weights loaded, when the first ends.
+
+    The input width can be split over programs, whose parts of h are summed by the last shrinking
+    program of a tile (`Tiling.gather`) or by every expanding one.
+    """
+    h, parts = shrink(tiling, x, weights, batch)
+    expand(tiling, ys, h, parts, weights, batch, add=add)
+
+
+def _fused(
+    tiling: Tiling,
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    add: bool = True,
+) -> None:
+    """One launch: a program shrinks its rows over the whole input width and expands them.
+
+    h stays in registers. Only many rows occupy the GPU this way, and large ranks do not fit.
+    """
+    table = batch.tiles(tiling.rows)
+    tiles = tiles_to_launch(table, batch, x, add=add)
+    if not tiles:
+        return
+    start(
+        kernels().fused_kernel,
+        tiles * len(ys) * tiling.parts,
+        *outputs_of(ys),
+        x,
+        x.stride(0) // ALIGNMENT,
+        weights.a,
+        weights.a_table,
+        weights.b,
+        weights.b_table,
+        table.records,
+        table.rows,
+        table.scale,
+        places_of(table, x),
+        weights.slots,
+        weights.max_rank,
+        weights.in_features // ALIGNMENT,
+        BN=tiling.outputs,
+        BK=tiling.inputs,
+        PARTS=tiling.parts,
+        EVEN_K=weights.in_features % tiling.inputs == 0,
+        STAGES=tiling.stages,
+        ADD=add,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **_common(tiling, x, weights, batch),
+    )
+
+
+def _dense(
+    tiling: Tiling,
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    add: bool = True,
+) -> None:
+    """Two dense products of the library's for each projection, where all rows have one adapter."""
+    grouping = batch.grouping
+    slot, rank = int(grouping.adapters[0, 0]), int(grouping.ranks[0, 0])
+    for p, y in enumerate(ys):
+        a, b = weights.rows_of(p, slot, rank)
+        y.addmm_(x @ a.T, b, beta=1.0 if add else 0.0, alpha=float(grouping.scale[0, 0]))
+
+
+LAUNCHES: dict[str, Callable[..., None]] = {
+    SHRINK_EXPAND: _shrink_expand,
+    FUSED: _fused,
+    "dense": _dense,
+}
+"""What runs each arrangement: `launch(tiling, ys, x, weights, batch, *, add)`, without checks.
+
+Tables choose from `ARRANGEMENTS`; they cannot choose `dense`, because shapes do not tell whether
+all rows have one adapter.
+"""

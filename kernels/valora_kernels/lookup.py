@@ -2,7 +2,7 @@
 
 `search` measures the candidates on a GPU and writes the fastest of each shape into a JSON table.
 Look-up takes the tiling of that shape or of the nearest measured one; where nothing was measured,
-rules decide. `LookupMode` says which of the three it was.
+rules decide.
 """
 
 from __future__ import annotations
@@ -11,30 +11,33 @@ import json
 import math
 import os
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from valora_kernels.arrangements.registry import ARRANGEMENTS, arrangement
-from valora_kernels.registry import UnknownNameError
+from valora_kernels.arrangements import ARRANGEMENTS, default_tiling, fits, refit, rounds
 from valora_kernels.tiling import Shape, Tiling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from valora_kernels.gpus.base import Gpu
+    from valora_kernels.gpus import Gpu
 
 VERSION = 2
-AGAIN = "delete it, and measure it again with valora-tile"
-"""What to do with a table that cannot be used."""
 
 FEATURE_WEIGHTS = np.array([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
 """How far apart shapes are that differ by a factor of two in inputs, outputs, projections, rank,
 rows, adapters or rows per adapter, or in whether LoRA comes first."""
+
+STARTUP_ELEMENTS = 6e6
+"""16-bit elements that could move while a kernel starts, in 3 µs."""
+
+ROUNDS_FROM = 256
+"""Rows from which on a further round of programs costs more than the start of a kernel."""
 
 
 class LookupMode(StrEnum):
@@ -53,12 +56,12 @@ class TilingChoice:
     mode: LookupMode
 
 
-def effort(shape: Shape, gpu: Gpu) -> float:
+def _effort(shape: Shape) -> float:
     """Elements that a call moves, plus what could move while it starts: smooth in all sizes."""
     rows = shape.rows * (shape.in_features * shape.projections + 2 * shape.out_features)
     ranks = shape.adapters * shape.rank
     weights = ranks * (shape.in_features * shape.projections + shape.out_features)
-    return gpu.startup_elements + rows + weights
+    return STARTUP_ELEMENTS + rows + weights
 
 
 def _features(shape: Shape) -> np.ndarray:
@@ -82,15 +85,26 @@ class TilingTable:
     Args:
         gpu: The GPU's record.
         entries: Shape and tiling of each measurement.
+        microseconds: What some of them took.
     """
 
-    def __init__(self, gpu: Gpu, entries: Iterable[tuple[Shape, Tiling]]) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        entries: Iterable[tuple[Shape, Tiling]],
+        microseconds: Mapping[Shape, float] | None = None,
+    ) -> None:
         self.gpu = gpu
         self.entries = dict(entries)
+        self.microseconds = dict(microseconds or {})
         self._shapes = list(self.entries)
-        self._places = np.array([_features(shape) for shape in self._shapes]).reshape(
-            -1, len(FEATURE_WEIGHTS)
-        )
+        places = np.array([_features(shape) for shape in self._shapes])
+        self._places = places.reshape(-1, len(FEATURE_WEIGHTS))
+
+    def joined(self, other: TilingTable) -> TilingTable:
+        """The entries of both; those of the other one count where both have a shape."""
+        times = {**self.microseconds, **other.microseconds}
+        return TilingTable(self.gpu, {**self.entries, **other.entries}.items(), times)
 
     def look_up(self, shape: Shape) -> TilingChoice:
         """The tiling of this shape, of the nearest measured shape that fits, or of the rules."""
@@ -102,20 +116,18 @@ class TilingTable:
             if nearness > least:
                 break
             distance = nearness
-            measured = self.entries[near]
-            way = arrangement(measured.arrangement)
-            tiling = way.refit(measured, near.in_features, shape.in_features)
-            if not way.fits(tiling, shape, self.gpu):
+            tiling = refit(self.entries[near], near.in_features, shape.in_features)
+            if not fits(tiling, shape, self.gpu):
                 continue
-            if shape.rows >= self.gpu.rounds_from:
+            if shape.rows >= ROUNDS_FROM:
                 # A tiling that just filled the processors there may take a round more here.
-                steps = way.rounds(tiling, shape, self.gpu) / way.rounds(tiling, near, self.gpu)
-                more = math.log2(steps * effort(near, self.gpu) / effort(shape, self.gpu))
+                steps = rounds(tiling, shape, self.gpu) / rounds(tiling, near, self.gpu)
+                more = math.log2(steps * _effort(near) / _effort(shape))
                 distance = nearness + 4 * max(0.0, more) ** 2
             if distance < least:
                 best, least = tiling, distance
         if best is None:
-            return TilingChoice(default_tiling(self.gpu, shape), LookupMode.DEFAULT)
+            return TilingChoice(default_tiling(shape), LookupMode.DEFAULT)
         return TilingChoice(best, LookupMode.NEAREST)
 
     def _near(self, shape: Shape, count: int) -> list[tuple[float, Shape]]:
@@ -132,30 +144,41 @@ class TilingTable:
         """Read a table that `save` wrote.
 
         Raises:
-            ValueError: Another version of the format, a table of another GPU, or no table at all.
-            UnknownNameError: An arrangement that is not registered, or that no table may choose.
+            ValueError: Another version of the format, a table of another GPU, an arrangement that
+                no table may choose, or no table at all.
         """
         text = path.read_text()
         try:
-            data: Mapping[str, Any] = json.loads(text)
-            version, name = data.get("version"), data.get("gpu")
-            if version == VERSION and name == gpu.name:
-                return cls(gpu, _entries(data, path))
-        except UnknownNameError:
-            raise
+            data = json.loads(text)
+            made_for = (data["version"], data["gpu"])
+            if made_for != (VERSION, gpu.name):
+                raise ValueError(f"expected {(VERSION, gpu.name)}, got {made_for}")  # noqa: TRY301
+            tilings, columns = [Tiling(**one) for one in data["tilings"]], data["shapes"]["columns"]
+            unknown = {tiling.arrangement for tiling in tilings} - ARRANGEMENTS.keys()
+            if unknown:
+                raise ValueError(f"expected {[*ARRANGEMENTS]}, got {unknown}")  # noqa: TRY301
+            entries = {
+                Shape(**dict(zip(columns, row[:-1], strict=True))): tilings[row[-1]]
+                for row in data["shapes"]["rows"]
+            }
+            times = data.get("microseconds") or [None] * len(entries)
+            taken = {s: us for s, us in zip(entries, times, strict=True) if us is not None}
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ValueError(f"{path}: no tiling table ({error}): {AGAIN}") from error
-        if version != VERSION:
-            raise ValueError(f"{path}: expected version {VERSION}, got {version}: {AGAIN}")
-        raise ValueError(f"{path}: expected the table of {gpu.name}, got one of {name}: {AGAIN}")
+            raise ValueError(
+                f"{path}: no tiling table of {gpu.name} ({error}): delete it, and measure it again "
+                "with valora-tile"
+            ) from error
+        return cls(gpu, entries.items(), taken)
 
     def save(self, path: Path, **about: object) -> None:
         """Write the table as JSON, one shape per line; `about` says how it was measured."""
         tilings = sorted(set(self.entries.values()), key=str)
         number = {tiling: i for i, tiling in enumerate(tilings)}
-        columns = list(Shape.__dataclass_fields__)
+        columns = [field.name for field in fields(Shape)]
         rows = [[*asdict(shape).values(), number[t]] for shape, t in self.entries.items()]
         head = {"version": VERSION, "gpu": self.gpu.name, **about}
+        if self.microseconds:
+            head["microseconds"] = [self.microseconds.get(shape) for shape in self.entries]
         text = "{\n " + ",\n ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
         text += ',\n "tilings": [\n  ' + ",\n  ".join(json.dumps(asdict(t)) for t in tilings)
         text += '\n ],\n "shapes": {"columns": ' + json.dumps(columns) + ', "rows": [\n  '
@@ -167,27 +190,6 @@ class TilingTable:
             temporary.replace(path)  # other processes never read half of it
         finally:
             temporary.unlink(missing_ok=True)
-
-
-def _entries(data: Mapping[str, Any], path: Path) -> list[tuple[Shape, Tiling]]:
-    """The entries of a table."""
-    tilings, shapes = [Tiling(**tiling) for tiling in data["tilings"]], data["shapes"]
-    for name in sorted({tiling.arrangement for tiling in tilings}):
-        _check_arrangement(name, path)
-    return [
-        (Shape(**dict(zip(shapes["columns"], row[:-1], strict=True))), tilings[row[-1]])
-        for row in shapes["rows"]
-    ]
-
-
-def _check_arrangement(name: str, path: Path) -> None:
-    """Refuse a name that a table must not contain."""
-    try:
-        found = ARRANGEMENTS[name]
-    except UnknownNameError as error:
-        raise UnknownNameError(f"{path}: {error}") from error
-    if not found.tabled:
-        raise UnknownNameError(f"{path}: no table may choose the arrangement {name!r}")
 
 
 _tables: dict[Gpu, TilingTable] = {}
@@ -202,8 +204,10 @@ def is_measured(gpu: Gpu) -> bool:
 def table_of(gpu: Gpu) -> TilingTable:
     """The table of a GPU; if nothing was measured on it, that of one like it, or an empty one."""
     if gpu not in _tables:
-        found = gpu.table if is_measured(gpu) else None
-        _tables[gpu] = TilingTable.load(found, gpu) if found else _completed(TilingTable(gpu, []))
+        if gpu.table is not None and is_measured(gpu):
+            _tables[gpu] = TilingTable.load(gpu.table, gpu)
+        else:
+            _tables[gpu] = _completed(TilingTable(gpu, []))
     return _tables[gpu]
 
 
@@ -240,8 +244,3 @@ def using(table: TilingTable) -> Iterator[None]:
 def choose(gpu: Gpu, shape: Shape) -> TilingChoice:
     """The tiling for a shape on a GPU; cached, because every layer of a batch asks again."""
     return table_of(gpu).look_up(shape)
-
-
-def default_tiling(gpu: Gpu, shape: Shape) -> Tiling:
-    """What the rules of the GPU's default arrangement say."""
-    return arrangement(gpu.default).default_tiling(shape)

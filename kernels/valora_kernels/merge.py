@@ -84,8 +84,7 @@ class MergeableWeights:
     def pristine(self) -> torch.Tensor:
         """Flat memory of the base weights, laid out like `live` and copied from it at first use.
 
-        Before that, the weights that were copied into `live` can be let go, for whose memory this
-        may need.
+        Before that, the weights that were copied into `live` can be freed to make room for it.
         """
         return self.live.clone()
 
@@ -103,19 +102,15 @@ class MergeableWeights:
         return memory[start : start + outputs * inputs].view(outputs, inputs)
 
     def set(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Copy a weight [outputs, inputs] into `live`, before `pristine` is used.
-
-        Returns:
-            The view [outputs, inputs] of `live` for the model to read.
+        """Copy a weight [outputs, inputs] into `live`, and return the view for the model to read.
 
         Raises:
             ValueError: The name or shape is not among `shapes`.
             RuntimeError: `pristine` was taken before.
         """
-        if self.shapes.get(name) != tuple(weight.shape):
-            raise ValueError(
-                f"{name}: expected shape {self.shapes.get(name)}, got {tuple(weight.shape)}"
-            )
+        want = self.shapes.get(name)
+        if want != tuple(weight.shape):
+            raise ValueError(f"{name}: expected shape {want}, got {tuple(weight.shape)}")
         if "pristine" in self.__dict__:
             raise RuntimeError(f"{name}: the pristine weights are taken; set all matrices before")
         with torch.no_grad():
@@ -129,24 +124,17 @@ class MergeableWeights:
         Merges leave matrices without a source as they are.
 
         Raises:
-            ValueError: A name, shape, dtype or device differs from the matrix, or only some
-                sources are paged.
+            ValueError: A name, shape, dtype or device differs from the matrix.
         """
         for name, (weights, projection) in sources.items():
-            want = self.shapes.get(name)
-            if want is None:
-                raise ValueError(f"{name}: expected one of {list(self.shapes)}")
-            got = (weights.out_features[projection], weights.in_features)
+            shape, memory = (weights.out_features[projection], weights.in_features), weights.a
+            got = (memory.dtype, memory.device, shape)
+            want = (self.live.dtype, self.live.device, self.shapes.get(name))
             if got != want:
-                raise ValueError(f"{name}: expected adapters of shape {want}, got {got}")
-            if weights.a.dtype != self.live.dtype or weights.a.device != self.live.device:
                 raise ValueError(
-                    f"{name}: expected {self.live.dtype} on {self.live.device}, "
-                    f"got {weights.a.dtype} on {weights.a.device}"
+                    f"{name}: expected {' '.join(map(str, want))}, got {' '.join(map(str, got))}"
                 )
-        kinds = {(weights.paged, weights.max_rank) for weights, _ in sources.values()}
-        if len(kinds) > 1:
-            raise ValueError(f"sources: expected all paged or none, of one max_rank, got {kinds}")
+        assert len({(weights.paged, weights.max_rank) for weights, _ in sources.values()}) <= 1
         self._sources = dict(sources)
         self._tables.clear()
 
@@ -222,11 +210,6 @@ class MergeableWeights:
 
         What was merged before is taken back first, then every matrix is computed for itself, with
         its ΔW in memory, and the host waits for the device.
-
-        Args:
-            slot: Slot of the adapter in every source.
-            rank: Rank of the adapter.
-            scaling: Scaling of the adapter.
         """
         self.unmerge_by_matrix()
         self._merge_each(slot, rank, scaling)
@@ -257,8 +240,7 @@ class MergeableWeights:
         sources share one address space.
         """
         if tiling not in self._tables:
-            device = self.live.device
-            size = self.live.element_size()
+            device, size = self.live.device, self.live.element_size()
             first = next(iter(self._sources.values()))[0]
             matrices, tiles = [], []
             for number, (name, (weights, p)) in enumerate(self._sources.items()):
@@ -284,9 +266,10 @@ class MergeableWeights:
 
     def _rows(self, slot: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         """First elements of the slot's rows of A and of Bᵀ in paged memory, [matrices, ranks]."""
-        tables: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        a, b = [], []
         for weights, p in self._sources.values():
-            for table, rows in zip((weights.a_table, weights.b_table), tables, strict=True):
-                if table is not None:
-                    rows.append(table[p, slot])
-        return (torch.stack(tables[0]), torch.stack(tables[1])) if tables[0] else (None, None)
+            if weights.a_table is None or weights.b_table is None:
+                return None, None
+            a.append(weights.a_table[p, slot])
+            b.append(weights.b_table[p, slot])
+        return torch.stack(a), torch.stack(b)

@@ -1,63 +1,487 @@
 """Which rows of a batch use which adapters: built once per batch, shared by all layers.
 
-`grouping` sorts the rows, `tables` lays out what kernels read. `LoraBatch` keeps that in device
-buffers of fixed size and address, so that one captured CUDA graph serves any mix of adapters.
+`group_rows` sorts the rows, `tile_rows` and `block_rows` lay out what kernels read; all are plain
+numpy. `LoraBatch` keeps it in device buffers of fixed size and address, so that one captured CUDA
+graph serves any mix of adapters.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 
-from valora_kernels.gpus.detect import gpu_of
-from valora_kernels.grouping import NONE, group_rows
-from valora_kernels.tables import (
-    Copier,
-    DeviceBlocks,
-    DeviceTiles,
-    tile_capacity,
-    tile_elements,
-)
+from valora_kernels.gpus import gpu_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
-    from valora_kernels.grouping import Grouping
-
 T = TypeVar("T", bound="Table")
 
+NONE = -1
+"""Adapter index of a row or term without an adapter."""
 
-class Table(Protocol):
-    """What kernels read of a batch, in device buffers of fixed size and address."""
+FEW_RUNS = 4
+"""Most runs of a batch in which a single one with an adapter is looked for."""
+
+MAX_TERMS = 2
+"""Most terms of a row: two adapters, or its own and the merged one, subtracted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Rows of a batch sorted into segments that share their adapters (VaLoRA §4.3).
+
+    Attributes:
+        rows: Number of rows of the batch, including those without an adapter.
+        terms: Terms per row: 1 if no row has a second adapter, else 2.
+        order: [active] int32, numbers of the rows with an adapter, segment after segment.
+        starts: [segments + 1] int32, position in `order` at which each segment starts.
+        adapters: [segments, 2] int32, adapter of each term, `NONE` without one.
+        ranks: [segments, 2] int32, rank of each term's adapter, 0 without one.
+        scale: [active, 2] float32, coefficient · scaling of each term, in the order of `order`.
+        base: [rows − active] int32, rows without an adapter.
+    """
+
+    rows: int
+    terms: int
+    order: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    adapters: NDArray[np.int32]
+    ranks: NDArray[np.int32]
+    scale: NDArray[np.float32]
+    base: NDArray[np.int32]
+
+    @property
+    def segments(self) -> int:
+        """Number of segments."""
+        return len(self.starts) - 1
+
+    @property
+    def active(self) -> int:
+        """Number of rows that have an adapter."""
+        return len(self.order)
+
+    @property
+    def effective_adapters(self) -> float:
+        """Effective number of adapters, 1 / Σ p² over each segment's share p of the rows.
+
+        It equals the number of segments if all are equally long, and is smaller if a few segments
+        have most rows. Tilings depend on the segment length that most rows see.
+        """
+        if self.segments <= 1:
+            return 1.0
+        share = np.diff(self.starts) / self.active
+        return float(1.0 / np.square(share).sum())
+
+
+def group_rows(
+    adapters: ArrayLike,
+    ranks: ArrayLike,
+    scalings: ArrayLike,
+    coefficients: ArrayLike | None = None,
+    counts: ArrayLike | None = None,
+    rows: int | None = None,
+) -> Grouping:
+    """Sort rows into segments that share their adapters; rows of one stay in the batch's order.
+
+    Args:
+        adapters: [runs] or [runs, terms ≤ 2] adapter of each term of a run of neighbouring rows,
+            `NONE` for none.
+        ranks: [slots] rank of each adapter; 0 for an empty slot.
+        scalings: [slots] scaling of each adapter (alpha / r, or alpha / √r with rsLoRA).
+        coefficients: Like `adapters`: the factor of each term, such as −1 to subtract an adapter;
+            1 everywhere by default.
+        counts: [runs] number of rows of each run, at least 1; each run is one row by default.
+        rows: Number of rows; those behind the runs have no adapter. There are none by default.
+
+    Raises:
+        ValueError: An adapter index is outside the slots or names an empty one, or shapes differ.
+    """
+    rank, scaling = np.asarray(ranks, dtype=np.int32), np.asarray(scalings, dtype=np.float32)
+    if counts is not None:
+        one = _one_run(adapters, rank, scaling, coefficients, counts, rows)
+        if one is not None:
+            return one
+    index, scale = _terms(adapters, rank, scaling, coefficients)
+    key = (index + 1) @ np.array([len(rank) + 1, 1])
+    runs = np.argsort(key, kind="stable")
+    plain = len(key) - np.count_nonzero(key)
+    base, runs = runs[:plain], runs[plain:]
+    own = key[runs]
+    firsts = np.concatenate([own[:1] != 0, own[1:] != own[:-1]]).nonzero()[0]
+    owners = index[runs[firsts]]
+    scale = scale[runs]
+    starts = np.empty(len(firsts) + 1, dtype=np.int32)
+    if counts is None:
+        used, order = len(index), runs
+        starts[:-1] = firsts
+    else:
+        lengths = np.asarray(counts, dtype=np.int64)
+        if lengths.shape != key.shape or lengths.min(initial=1) < 1:
+            raise ValueError(
+                f"counts: expected {len(key)} numbers of rows from 1 on, got {lengths.tolist()}"
+            )
+        first = np.cumsum(lengths) - lengths
+        used = int(lengths.sum())
+        held = lengths[runs]
+        starts[:-1] = (np.cumsum(held) - held)[firsts]
+        order, base = _rows_of(first[runs], held), _rows_of(first[base], lengths[base])
+        scale = np.repeat(scale, held, axis=0)
+    starts[-1] = len(order)
+    if rows is None:
+        rows = used
+    elif rows != used:
+        if rows < used:
+            raise ValueError(f"rows: expected at least the {used} of the runs, got {rows}")
+        base = np.concatenate([base, np.arange(used, rows)])
+    owned = owners != NONE
+    return Grouping(
+        rows=rows,
+        terms=2 if owned[:, 1].any() else 1,
+        order=order.astype(np.int32),
+        starts=starts,
+        adapters=owners.astype(np.int32),
+        ranks=rank[owners] * owned if len(owners) else np.zeros((0, MAX_TERMS), np.int32),
+        scale=scale,
+        base=base.astype(np.int32),
+    )
+
+
+def _one_run(
+    adapters: ArrayLike,
+    rank: NDArray[np.int32],
+    scaling: NDArray[np.float32],
+    coefficients: ArrayLike | None,
+    counts: ArrayLike,
+    rows: int | None,
+) -> Grouping | None:
+    """What `group_rows` returns where a single run has an adapter; None for other batches.
+
+    A lone prompt waits for it: numpy's operations take a host some 5 us each after a wait for the
+    GPU, and these are a third of the general ones.
+    """
+    given, lengths = np.asarray(adapters), np.asarray(counts)
+    if len(lengths) > FEW_RUNS or given.ndim != 2 or given.shape != (len(lengths), 1):
+        return None
+    slots, held = given[:, 0].tolist(), lengths.tolist()
+    named = [at for at, slot in enumerate(slots) if slot != NONE]
+    used = sum(held)
+    total = used if rows is None else rows
+    if len(named) != 1 or min(held) < 1 or total < used:
+        return None
+    (at,) = named
+    slot, first, count = slots[at], sum(held[:at]), held[at]
+    if rank.shape != scaling.shape or not 0 <= slot < rank.size or rank[slot] < 1:
+        return None
+    factor = 1 if coefficients is None else np.asarray(coefficients)[at, 0]
+    base = np.arange(total - count, dtype=np.int32)
+    base[first:] += count
+    scale = np.zeros((count, MAX_TERMS), dtype=np.float32)
+    scale[:, 0] = np.float32(factor) * scaling[slot]
+    return Grouping(
+        rows=total,
+        terms=1,
+        order=np.arange(first, first + count, dtype=np.int32),
+        starts=np.array([0, count], dtype=np.int32),
+        adapters=np.array([[slot, NONE]], dtype=np.int32),
+        ranks=np.array([[rank[slot], 0]], dtype=np.int32),
+        scale=scale,
+        base=base,
+    )
+
+
+def _rows_of(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rows of runs with these first rows and lengths, one run after the other."""
+    before = np.cumsum(lengths) - lengths
+    rows: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(first - before, lengths)
+    return rows
+
+
+def _terms(
+    adapters: ArrayLike,
+    rank: NDArray[np.int32],
+    scaling: NDArray[np.float32],
+    coefficients: ArrayLike | None,
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Checked adapters and scales of each run, [runs, 2], in one form."""
+    given = np.asarray(adapters, dtype=np.int64)
+    if given.ndim == 1:
+        given = given[:, None]
+    if given.ndim != 2 or not 1 <= given.shape[1] <= MAX_TERMS:
+        raise ValueError(f"adapters: expected [runs] or [runs, 1 or 2], got {given.shape}")
+    if rank.ndim != 1 or rank.shape != scaling.shape:
+        raise ValueError(f"ranks and scalings: expected [slots], got {rank.shape}, {scaling.shape}")
+    runs, terms = given.shape
+    slots = len(rank)
+    if given.min(initial=NONE) < NONE or given.max(initial=NONE) >= slots:
+        wrong = given[(given < NONE) | (given >= slots)]
+        raise ValueError(f"adapters: expected -1 to {slots - 1}, got {wrong[0]}")
+    if rank.min(initial=0) < 0:
+        raise ValueError(f"ranks: expected 0 or more, got {rank.min()}")
+    index = np.full((runs, MAX_TERMS), NONE, dtype=np.int64)
+    index[:, :terms] = given
+    scale = np.zeros((runs, MAX_TERMS), dtype=np.float32)
+    used = given != NONE
+    named = given[used]
+    if not rank[named].all():
+        empty = named[rank[named] == 0][0]
+        raise ValueError(f"adapters: expected loaded ones, got {empty}, an empty slot of rank 0")
+    scale[:, :terms][used] = scaling[named]
+    if coefficients is not None:
+        factor = np.asarray(coefficients, dtype=np.float32)
+        factor = factor[:, None] if factor.ndim == 1 else factor
+        if factor.shape != given.shape:
+            raise ValueError(f"coefficients: expected {given.shape}, got {factor.shape}")
+        scale[:, :terms] *= factor
+    if terms == MAX_TERMS:
+        # The same adapter twice makes one term, and terms that cancel out make none.
+        same = (index[:, 0] == index[:, 1]) & (index[:, 0] != NONE)
+        scale[same, 0] += scale[same, 1]
+        index[same, 1] = NONE
+        index[scale == 0] = NONE
+        second = (index[:, 0] == NONE) & (index[:, 1] != NONE)
+        index[second] = index[second][:, ::-1]
+        scale[second] = scale[second][:, ::-1]
+        scale[index == NONE] = 0
+    return index, scale
+
+
+def tile_capacity(rows: int, segments: int, block: int) -> int:
+    """Most tiles of `block` rows that `rows` rows in at most `segments` segments can need.
+
+    Rows without an adapter count as one more segment.
+    """
+    segments = min(rows, segments + 1)
+    return (rows - segments) // block + segments if rows else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A grouping cut into tiles of `block` rows; no tile spans two segments.
+
+    Tiles of rows without an adapter come last, because only calls that overwrite y launch them.
+
+    Attributes:
+        records: [capacity, 4] int32: adapter and rank of term 0, adapter and rank of term 1.
+            Tiles without an adapter and unused ones have rank 0.
+        rows: [capacity · block] int32, row numbers; `NONE` where a tile has fewer rows.
+        scale: [2, capacity · block] float32, coefficient · scaling of each term, 0 on padding.
+        ends: [2] int32, `count` and `total`.
+        count: Number of tiles whose rows have an adapter.
+        total: Number of tiles, including those whose rows have none.
+    """
+
+    records: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    scale: NDArray[np.float32]
+    ends: NDArray[np.int32]
+    count: int
+    total: int
+
+
+def _tile_parts(memory: Any, block: int, capacity: int, float32: object) -> tuple[Any, ...]:
+    """Where tiles lie in int32 memory, an array or a tensor: records, rows, scale, ends."""
+    places, split = capacity * block, 2 * MAX_TERMS * capacity
+    records = memory[:split].reshape(capacity, 2 * MAX_TERMS)
+    scale = memory[split + places : -2].view(float32).reshape(MAX_TERMS, places)
+    return records, memory[split : split + places], scale, memory[-2:]
+
+
+def _tile_elements(block: int, capacity: int) -> int:
+    return capacity * (2 * MAX_TERMS + (1 + MAX_TERMS) * block) + 2
+
+
+def tile_rows(
+    grouping: Grouping, block: int, capacity: int, memory: NDArray[np.int32] | None = None
+) -> Tiles:
+    """Cut the segments into at most `capacity` tiles, in `memory` that is all written anew.
+
+    Raises:
+        ValueError: The grouping needs more tiles than that.
+    """
+    adapters, ranks = grouping.adapters, grouping.ranks
+    if grouping.segments == 1:
+        count = -(-grouping.active // block)
+    else:
+        lengths = np.diff(grouping.starts)
+        tiles = -(-lengths // block)
+        count = int(tiles.sum())
+        adapters, ranks = (np.repeat(part, tiles, axis=0) for part in (adapters, ranks))
+    total = count - (-len(grouping.base) // block)
+    if total > capacity:
+        raise ValueError(
+            f"batch: expected at most {capacity} tiles of {block} rows, got {total} "
+            f"({grouping.rows} rows in {grouping.segments} segments)"
+        )
+    if memory is None:
+        memory = np.empty(_tile_elements(block, capacity), dtype=np.int32)
+    records, rows, scale, ends = _tile_parts(memory, block, capacity, np.float32)
+    ends[:] = count, total
+    records[:count, 0::2] = adapters
+    records[:count, 1::2] = ranks
+    records[count:, 0::2] = NONE
+    records[count:, 1::2] = 0
+    rows.fill(NONE)
+    scale.fill(0)
+    if grouping.segments == 1:
+        rows[: grouping.active] = grouping.order
+        scale[:, : grouping.active] = grouping.scale.T
+    elif count:
+        first = (np.cumsum(tiles) - tiles) * block
+        place = np.arange(grouping.active) + np.repeat(first - grouping.starts[:-1], lengths)
+        rows[place] = grouping.order
+        scale[:, place] = grouping.scale.T
+    rows[count * block : count * block + len(grouping.base)] = grouping.base
+    return Tiles(records, rows, scale, ends, count, total)
+
+
+class RowBlocks(NamedTuple):
+    """The adapters of each block of neighbouring rows, for projections with folded expansion.
+
+    Attributes:
+        slot_of_row: [rows] int32, adapter of each row, `NONE` without one.
+        counts: [blocks] int32, number of adapters in each block.
+        lists: [blocks, capacity, 2] int32, adapter and rank of each adapter in each block.
+    """
+
+    slot_of_row: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    lists: NDArray[np.int32]
+
+
+def _block_parts(memory: Any, block: int, rows: int, capacity: int) -> tuple[Any, ...]:
+    """Where blocks lie in int32 memory, an array or a tensor: the fields of `RowBlocks`."""
+    blocks = -(-rows // block)
+    lists = memory[rows + blocks :].reshape(blocks, capacity, 2)
+    return memory[:rows], memory[rows : rows + blocks], lists
+
+
+def block_rows(
+    grouping: Grouping, block: int, rows: int, capacity: int, memory: NDArray[np.int32]
+) -> RowBlocks:
+    """List the adapters of each block of rows, one term a row, in `memory` that is written anew.
+
+    `rows` and `capacity` are the rows, and the adapters per block, that there is room for.
+    """
+    found = RowBlocks(*_block_parts(memory, block, rows, capacity))
+    slot_of_row, counts, lists = found
+    slot_of_row.fill(NONE)
+    counts.fill(0)
+    lists.fill(0)
+    starts, order, segments = grouping.starts, grouping.order, grouping.segments
+    if segments == 1 and order[-1] - order[0] < len(order):  # one run of rows
+        slot_of_row[order[0] : order[-1] + 1] = grouping.adapters[0, 0]
+        spanned = slice(order[0] // block, order[-1] // block + 1)
+        counts[spanned] = 1
+        lists[spanned, 0] = grouping.adapters[0, 0], grouping.ranks[0, 0]
+    elif segments:
+        slot_of_row[order] = np.repeat(grouping.adapters[:, 0], np.diff(starts))
+        # Neighbouring rows of one segment are one piece, of which a prompt has few.
+        apart = order[1:] != order[:-1] + 1
+        apart[starts[1:-1] - 1] = True
+        first = np.concatenate([[0], np.flatnonzero(apart) + 1])
+        last = np.append(first[1:], len(order)) - 1
+        owner = np.searchsorted(starts, first, side="right") - 1
+        of_first = order[first] // block
+        spans = order[last] // block - of_first + 1
+        owner = np.repeat(owner, spans)
+        # Pairs as one number: numpy sorts columns of pairs ten times as long.
+        pairs = np.unique(_rows_of(of_first, spans) * segments + owner)
+        of_block, segment = np.divmod(pairs, segments)
+        counts[:] = np.bincount(of_block, minlength=len(counts))
+        place = np.arange(len(pairs)) - (np.cumsum(counts) - counts)[of_block]
+        lists[of_block, place, 0] = grouping.adapters[segment, 0]
+        lists[of_block, place, 1] = grouping.ranks[segment, 0]
+    return found
+
+
+class Table(ABC):
+    """What kernels read of a batch: one device buffer, refreshed without waiting for the device.
+
+    Args:
+        size: Number of elements.
+        device: Device of the buffer.
+
+    Attributes:
+        buffer: [size] int32 on the device, whose address stays.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.buffer = torch.empty(size, dtype=torch.int32, device=device)
+        self._described: Grouping | None = None
+        self._turn = 0
+        if device.type == "cuda":
+            self._staging = [torch.empty(size, dtype=torch.int32).pin_memory() for _ in "ab"]
+            self._copied = [torch.cuda.Event() for _ in "ab"]
+
+    @abstractmethod
+    def write(self, grouping: Grouping, memory: NDArray[np.int32]) -> None:
+        """Write a batch to memory [size] on the host, all of it anew."""
 
     def refresh(self, grouping: Grouping) -> None:
-        """Copy what a batch has of it to the device, unless it is there."""
+        """Copy what a batch has of it to the device, in stream order, unless it is there."""
+        if grouping is self._described:
+            return
+        if self.buffer.device.type != "cuda":
+            self.write(grouping, self.buffer.numpy())
+        else:
+            # Two take turns: the copy out of this one was enqueued two batches ago, and has ended.
+            self._turn ^= 1
+            staging, copied = self._staging[self._turn], self._copied[self._turn]
+            copied.synchronize()
+            self.write(grouping, staging.numpy())
+            self.buffer.copy_(staging, non_blocking=True)
+            copied.record()
+        self._described = grouping
+
+
+class DeviceTiles(Table):
+    """`Tiles` on the device, whose `count` and `total` are on the host."""
+
+    def __init__(self, block: int, capacity: int, device: torch.device) -> None:
+        super().__init__(_tile_elements(block, capacity), device)
+        self.block, self.capacity = block, capacity
+        self.count = self.total = 0
+        parts = _tile_parts(self.buffer, block, capacity, torch.float32)
+        self.records, self.rows, self.scale, self.ends = parts
+
+    def write(self, grouping: Grouping, memory: NDArray[np.int32]) -> None:
+        """Write the tiles of a batch."""
+        tiles = tile_rows(grouping, self.block, self.capacity, memory)
+        self.count, self.total = tiles.count, tiles.total
+
+
+class DeviceBlocks(Table):
+    """`RowBlocks` on the device."""
+
+    def __init__(self, block: int, rows: int, capacity: int, device: torch.device) -> None:
+        super().__init__(rows + -(-rows // block) * (1 + 2 * capacity), device)
+        self.block, self.capacity = block, capacity
+        parts = _block_parts(self.buffer, block, rows, capacity)
+        self.slot_of_row, self.counts, self.lists = parts
+
+    def write(self, grouping: Grouping, memory: NDArray[np.int32]) -> None:
+        """Write the blocks of a batch."""
+        block_rows(grouping, self.block, len(self.slot_of_row), self.capacity, memory)
 
 
 class Scratch:
-    """Working memory that calls share, one after the other in the order of one stream.
-
-    Args:
-        device: Device of the memory.
-    """
+    """Working memory that calls share, one after the other in the order of one stream."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = device
         self._kept: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, use: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of at least so many elements.
+        """At least so many elements, which calls of the same use and dtype share.
 
-        It is zero at first; a kernel that relies on this must leave it zero.
-
-        Args:
-            use: What it is for; calls with the same use and dtype share memory.
-            elements: Number of elements that are needed.
-            dtype: Element type.
+        They are zero at first; a kernel that relies on this must leave them zero.
         """
         kept = self._kept.setdefault((use, dtype), [])
         if not kept or kept[-1].numel() < elements:
@@ -101,23 +525,15 @@ class LoraBatch:
         fixed: bool = False,
         scratch: Scratch | None = None,
     ) -> None:
-        if max_rows < 0 or max_segments < 0:
-            raise ValueError(
-                f"batch: expected sizes ≥ 0, got {max_rows} rows, {max_segments} segments"
-            )
         self.max_rows = max_rows
         self.max_segments = max_segments
         self.device = torch.empty(0, device=device).device  # with the index of a GPU
         self.gpu = gpu_of(self.device)
         self.fixed = fixed
-        self.grouping = group_rows(np.zeros(0, np.int64), [], [])
-        self.max_rank = 0
-        self.last_adapter = NONE
-        self.effective_adapters = 1.0
-        self.one_adapter = False
         self.terms = 1
         self._tables: dict[Hashable, Table] = {}
         self.scratch = scratch or Scratch(self.device)
+        self._describe(group_rows(np.zeros(0, np.int64), [], []))
 
     def update(
         self,
@@ -144,33 +560,29 @@ class LoraBatch:
             raise ValueError(
                 f"batch: expected at most {self.max_segments} segments, got {grouping.segments}"
             )
-        if grouping.terms > self.terms and self._captured and self.fixed:
+        # Blocks have no terms; a captured graph reads those of other tables again.
+        captured = any(not isinstance(table, DeviceBlocks) for table in self._tables.values())
+        if self.fixed and captured and grouping.terms > self.terms:
             raise ValueError(
                 "batch: expected one term per row, as when the graph was captured, got 2"
             )
-        self.grouping = grouping
-        # Stored because every layer asks for them.
-        self.max_rank = int(grouping.ranks.max(initial=0))
-        self.last_adapter = int(grouping.adapters.max(initial=NONE))
-        self.effective_adapters = grouping.effective_adapters
-        self.one_adapter = grouping.one_adapter
-        self.terms = max(self.terms, grouping.terms) if self.fixed else grouping.terms
+        self._describe(grouping)
         if self.fixed:
             for table in self._tables.values():
                 table.refresh(grouping)
 
-    @property
-    def _captured(self) -> bool:
-        """Whether a call has read terms, which a captured graph reads again."""
-        return any(not isinstance(table, DeviceBlocks) for table in self._tables.values())
+    def _describe(self, grouping: Grouping) -> None:
+        """Store what every layer asks for."""
+        self.grouping = grouping
+        self.max_rank = int(grouping.ranks.max(initial=0))
+        self.last_adapter = int(grouping.adapters.max(initial=NONE))
+        self.effective_adapters = grouping.effective_adapters
+        sizes = (grouping.terms, grouping.segments, grouping.active)
+        self.one_adapter = sizes == (1, 1, grouping.rows)
+        self.terms = max(self.terms, grouping.terms) if self.fixed else grouping.terms
 
     def table(self, key: Hashable, make: Callable[[], T]) -> T:
-        """A table of the batch on the device, which is made once and follows every `update`.
-
-        Args:
-            key: What tells it from others.
-            make: Makes it.
-        """
+        """A table of the batch by its key, made at its first use; it follows every `update`."""
         if key not in self._tables:
             self._tables[key] = make()
         table = self._tables[key]
@@ -179,18 +591,16 @@ class LoraBatch:
 
     def tiles(self, block: int) -> DeviceTiles:
         """The batch in tiles of `block` rows."""
-
-        def make() -> DeviceTiles:
-            capacity = tile_capacity(self.max_rows, self.max_segments, block)
-            copier = Copier(tile_elements(block, capacity), self.device)
-            return DeviceTiles(block, capacity, copier)
-
-        return self.table(("tiles", block), make)
+        return self.table(
+            ("tiles", block),
+            lambda: DeviceTiles(
+                block, tile_capacity(self.max_rows, self.max_segments, block), self.device
+            ),
+        )
 
     def blocks(self, block: int) -> DeviceBlocks:
         """The adapters of each block of rows."""
         capacity = max(1, min(block, self.max_segments))
         return self.table(
-            ("blocks", block),
-            lambda: DeviceBlocks.of(block, self.max_rows, capacity, self.device),
+            ("blocks", block), lambda: DeviceBlocks(block, self.max_rows, capacity, self.device)
         )

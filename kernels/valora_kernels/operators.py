@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
-
-from valora_kernels.registry import Registry
 
 if TYPE_CHECKING:
     from valora_kernels.atmm import LoraOperator
@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 ATMM = "atmm"
 """The operator that engines use unless they compare."""
 
+OPERATORS = {entry.name: entry.value for entry in entry_points(group="valora.operators")}
+"""``module:class`` by name, of an entry-point group; `tests/bench/valora_kernels` adds others'."""
 
-OPERATORS: Registry[type[LoraOperator]] = Registry(
-    "valora.operators", "LoRA operator", {ATMM: "valora_kernels.atmm:Atmm"}
-)
-"""Operators by name; those of other systems are in `tests/bench/valora_kernels/operators`."""
+OPERATORS[ATMM] = "valora_kernels.atmm:Atmm"
 
 
 @cache
@@ -25,6 +24,11 @@ def operator(name: str) -> LoraOperator:
     """The operator of a name; the same instance every time.
 
     Raises:
-        UnknownNameError: The name is not registered.
+        ValueError: The name is not registered.
     """
-    return OPERATORS[name]()
+    if name not in OPERATORS:
+        known = ", ".join(sorted(OPERATORS))
+        raise ValueError(f"unknown LoRA operator {name!r}: choose one of {known}")
+    module, _, attribute = OPERATORS[name].partition(":")
+    found: LoraOperator = getattr(import_module(module), attribute)()
+    return found

@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from valora_kernels.arrangements.shrink_expand import (
-    beside_product,
-    expand,
-    shrink,
-    whole_shrink,
-)
+from valora_kernels.arrangements import beside_product, whole_shrink
 from valora_kernels.atmm import (
     atmm,
     check,
@@ -29,13 +24,17 @@ from valora_kernels.atmm import (
     launch_fitting,
     table_choice,
 )
-from valora_kernels.gpus.detect import gpu_of
+from valora_kernels.gpus import gpu_of
 from valora_kernels.launching import (
     ALIGNMENT,
+    expand,
     has_dependent_launch,
     outputs_of,
     padded_ranks,
+    places_of,
     precision_of,
+    readable,
+    shrink,
     start,
     tiles_to_launch,
     use_triton,
@@ -45,7 +44,7 @@ from valora_kernels.reference import atmm_reference
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_kernels.gpus.base import Gpu
+    from valora_kernels.gpus import Gpu
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.tiling import ProjectTiling
     from valora_kernels.weights import LoraWeights
@@ -54,17 +53,9 @@ FOLD_RANKS = 128
 """Largest rank that a folded expansion can hold in one tile."""
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # every layer of a step asks
 def project_tiling(gpu: Gpu, rows: int, out_features: tuple[int, ...]) -> ProjectTiling | None:
-    """The tiling of base product and LoRA; None where the library's product is faster.
-
-    Cached, because every layer of a step asks.
-
-    Args:
-        gpu: The GPU's record, whose `projections` decide.
-        rows: Batch rows.
-        out_features: Width of each projection that shares x.
-    """
+    """The tiling of base product and LoRA; None where the library's product is faster."""
     rules = (rule for rule in gpu.projections if rule.applies(rows, out_features))
     return next((rule.tiling for rule in rules), None)
 
@@ -181,12 +172,12 @@ def _check_bases(
             f"bases and biases: expected {len(ys)}, got {len(bases)} and {len(biases)}"
         )
     for y, base, bias in zip(ys, bases, biases, strict=True):
-        named = [("base", base, [y.shape[1], x.shape[1]])]
-        named += [("bias", bias, [y.shape[1]])] if bias is not None else []
-        for name, tensor, shape in named:
-            if list(tensor.shape) != shape or tensor.dtype != x.dtype or tensor.device != x.device:
+        for tensor, shape in ((base, [y.shape[1], x.shape[1]]), (bias, [y.shape[1]])):
+            if tensor is not None and (
+                list(tensor.shape) != shape or tensor.dtype != x.dtype or tensor.device != x.device
+            ):
                 raise ValueError(
-                    f"{name}: expected {x.dtype} {shape} on {x.device}, "
+                    f"bases and biases: expected {x.dtype} {shape} on {x.device}, "
                     f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
                 )
 
@@ -195,10 +186,7 @@ def _aligned(x: torch.Tensor, ys: Sequence[torch.Tensor], bases: Sequence[torch.
     """Whether our products can compute it: 16 bits, aligned dense rows, one row stride of all W."""
     return (
         x.dtype != torch.float32
-        and all(
-            t.stride(1) == 1 and t.stride(0) % ALIGNMENT == 0 and t.data_ptr() % 16 == 0
-            for t in (x, *ys, *bases)
-        )
+        and readable([x, *ys, *bases])
         and len({base.stride(0) for base in bases}) == 1
     )
 
@@ -301,37 +289,18 @@ def _fold(
 
     from valora_kernels import project_kernels as k
 
-    rows = x.shape[0]
-    width = weights.in_features
+    rows, width = x.shape[0], weights.in_features
     first = whole_shrink(table_choice(weights, batch), width)
     h, _ = shrink(first, x, weights, batch, by_row=True)
-    places = max(batch.tiles(first.rows).capacity * first.rows, rows)
-    blocks = batch.blocks(tiling.rows)
+    tiles, blocks = batch.tiles(first.rows), batch.blocks(tiling.rows)
     pdl = has_dependent_launch(x.device)
-    started = pdl and tiles_to_launch(batch.tiles(first.rows), batch, x) > 0
-    lists = (blocks.slot_of_row, blocks.counts, blocks.lists)
-    sizes = (places, weights.slots, weights.max_rank)
-    common = {
-        "BM": tiling.rows,
-        "BN": tiling.outputs,
-        "BK": tiling.inputs,
-        "RANKS": padded_ranks(weights),
-        "PAGED": weights.paged,
-        "PRECISION": precision_of(x),
-        "num_warps": tiling.warps,
-        "num_stages": tiling.stages,
-    }
+    started = pdl and tiles_to_launch(tiles, batch, x) > 0
+    programs = batch.gpu.processors
+    store = tiling.outputs // 2 if tiling.halves else tiling.outputs
+    before = 0
     # Only the first of several projections directly follows the shrink; the others wait for it.
     for p, (y, base, bias) in enumerate(zip(ys, bases, biases, strict=True)):
         early = started and p == 0
-        common["PDL"] = early
-        if pdl:
-            common["launch_pdl"] = early
-        n = weights.out_features[p]
-        before = sum(weights.out_features[:p]) // ALIGNMENT
-        last = (n // ALIGNMENT, width // ALIGNMENT)
-        programs = batch.gpu.processors
-        store = tiling.outputs // 2 if tiling.halves else tiling.outputs
         start(
             k.many_rows_kernel,
             programs,
@@ -342,15 +311,30 @@ def _fold(
             h,
             weights.b,
             weights.b_table,
-            *lists,
+            blocks.slot_of_row,
+            blocks.counts,
+            blocks.lists,
             p,
-            before,
-            *sizes,
+            before // ALIGNMENT,
+            places_of(tiles, x),
+            weights.slots,
+            weights.max_rank,
             rows,
-            *last,
+            y.shape[1] // ALIGNMENT,
+            width // ALIGNMENT,
             GROUP=8,
             PROGRAMS=programs,
             HALVES=tiling.halves,
             CAPACITY=blocks.capacity,
-            **common,
+            BM=tiling.rows,
+            BN=tiling.outputs,
+            BK=tiling.inputs,
+            RANKS=padded_ranks(weights),
+            PAGED=weights.paged,
+            PDL=early,
+            PRECISION=precision_of(x),
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            **({"launch_pdl": early} if pdl else {}),
         )
+        before += y.shape[1]

@@ -51,7 +51,7 @@ def atmm_reference(
 
 
 def _neighbours(order: NDArray[np.int32], device: torch.device) -> slice | torch.Tensor:
-    """The rows of a segment, which may be slices of a batch: views cost nothing."""
+    """The rows of a segment, as a slice where they are neighbours: views cost nothing."""
     first, last = int(order[0]), int(order[-1])
     if last - first + 1 == len(order):  # they ascend
         return slice(first, last + 1)

@@ -12,12 +12,10 @@ the same one (where LoRA comes first)."""
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """One way to compute the LoRA operator: an arrangement of kernels and their tile sizes.
-
-    An arrangement ignores the fields that it has no use for.
+    """One way to compute the LoRA operator; an arrangement ignores what it has no use for.
 
     Attributes:
-        arrangement: Registered name of the arrangement, see `arrangements.registry`.
+        arrangement: Name of the arrangement of kernels, see `launching.LAUNCHES`.
         rows: Batch rows per tile.
         outputs: Output columns per tile.
         inputs: Input columns that a shrinking program loads at a time.
@@ -83,34 +81,20 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProjectionGroup:
-    """Projections that share an input, with adapters of one largest rank.
-
-    Attributes:
-        in_features: Width of the shared input.
-        out_features: Width of each projection.
-        rank: Largest rank.
-    """
+    """Input width and output widths of projections that share x, and their largest rank."""
 
     in_features: int
     out_features: tuple[int, ...]
     rank: int
 
-    def shape(self, rows: int, adapters: int, first: bool = False) -> Shape:
-        """The look-up key of a batch of `rows` rows that share `adapters` adapters evenly."""
+    def shape(self, rows: int, adapters: float, first: bool = False) -> Shape:
+        """The look-up key of `rows` rows that share `adapters` adapters evenly."""
+        if first:  # enough that none has too many rows
+            adapters = max(adapters, rows / ROWS_TOGETHER)
+        outputs = self.out_features
         return Shape(
-            self.in_features,
-            sum(self.out_features),
-            len(self.out_features),
-            self.rank,
-            rows,
-            apparent_adapters(rows, adapters, first=first),
-            first,
+            self.in_features, sum(outputs), len(outputs), self.rank, rows, float(adapters), first
         )
-
-
-def apparent_adapters(rows: int, adapters: float, *, first: bool) -> float:
-    """The adapters of a shape: where LoRA comes first, enough that none has too many rows."""
-    return max(float(adapters), rows / ROWS_TOGETHER) if first else float(adapters)
 
 
 @dataclass(frozen=True, slots=True)

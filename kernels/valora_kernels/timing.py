@@ -42,12 +42,6 @@ class Inputs:
     base: torch.Tensor | None = None
     y: torch.Tensor | None = None
 
-    def add_base(self) -> None:
-        """Add the base product to y, as a step does where LoRA comes first."""
-        assert self.y is not None
-        assert self.base is not None
-        self.y.addmm_(self.x, self.base.T)
-
 
 def spread(
     rows: int, adapters: int, popularity: str = "uniform", seed: int = 0
@@ -66,12 +60,12 @@ def spread(
     """
     if popularity == "uniform":
         return np.arange(rows) * adapters // rows
-    rest = rows - adapters
     weight = np.zeros(adapters)
     weight[0] = 1
     if popularity == "zipf":
         weight = 1 / np.arange(1, adapters + 1)
-    counts = 1 + np.random.default_rng(seed).multinomial(rest, weight / weight.sum())
+    draw = np.random.default_rng(seed)
+    counts = 1 + draw.multinomial(rows - adapters, weight / weight.sum())
     return np.repeat(np.arange(adapters), counts)
 
 
@@ -90,8 +84,6 @@ class KernelWorkload:
         first: Whether the inputs have a base weight, and the batch room for many adapters.
 
     Attributes:
-        rows_of: [rows] adapter of each row.
-        ranks: [adapters] rank of each adapter.
         scalings: [adapters] scaling of each adapter.
         bytes: Bytes that one call reads and writes.
         flops: Floating-point operations of one call.
@@ -112,105 +104,69 @@ class KernelWorkload:
         most: int = 320,
         first: bool = False,
     ) -> None:
-        rows, slots = len(rows_of), len(ranks)
+        rows, slots, max_rank, outputs = len(rows_of), len(ranks), max(ranks), sum(out_features)
         self.rows_of, self.ranks = rows_of, tuple(ranks)
         self.scalings = [0.5 + 0.25 * (slot % 5) for slot in range(slots)]
-        width = in_features + sum(out_features)
-        size = dtype.itemsize
-        base = in_features * sum(out_features) if first else 0
-        self.bytes = size * (
-            sum(self.ranks[slot] for slot in np.unique(rows_of)) * width
-            + rows * (in_features + 2 * sum(out_features))
-            + base
-        )
-        resident = size * (slots * max(ranks) * width + rows * width + base)
-        copies = int(min(most, max(2, -(-cold // max(self.bytes, 1)), -(-cold // resident))))
+        width = in_features + outputs
+        base = in_features * outputs if first else 0
+        used = np.unique(rows_of)
+        read = sum(self.ranks[slot] for slot in used) * width + base
+        self.bytes = dtype.itemsize * (read + rows * (in_features + 2 * outputs))
         self.flops = 2 * int(np.asarray(ranks)[rows_of].sum()) * width
-        self.sets = self._make_sets(copies, rows, in_features, out_features, dtype, device, first)
-        segments = len(np.unique(rows_of))
-        self.batch = LoraBatch(rows, max(segments, ROOM if first else 0), device, fixed=True)
-        self.batch.update(rows_of, self.ranks, self.scalings)
-
-    def _make_sets(
-        self,
-        copies: int,
-        rows: int,
-        in_features: int,
-        out_features: Sequence[int],
-        dtype: torch.dtype,
-        device: str,
-        first: bool,
-    ) -> list[Inputs]:
-        """Random inputs, all in one allocation.
-
-        Scattered small allocations cost address translation, and differ from run to run.
-        """
-        random = torch.Generator(device).manual_seed(0)
-        slots, max_rank = len(self.ranks), max(self.ranks)
-        slot_rows = slots * max_rank
-        sizes = [slot_rows * len(out_features) * in_features, slot_rows * sum(out_features)]
-        outputs = sum(out_features)
-        sizes += [rows * in_features, rows * outputs, in_features * outputs if first else 0]
-        sizes = [-(-size // 128) * 128 for size in sizes]
-        memory = torch.empty(copies, sum(sizes), dtype=dtype, device=device)
-        memory.normal_(generator=random)
-        memory[:, : sizes[0]] *= in_features**-0.5
-        memory[:, sizes[0] : sizes[0] + sizes[1]] *= 0.1
-        sets = []
+        sizes = [
+            len(out_features) * slots * max_rank * in_features,
+            slots * max_rank * outputs,
+            rows * in_features,
+            rows * outputs,
+            base,
+        ]
+        resident = dtype.itemsize * (slots * max_rank * width + rows * width + base)
+        copies = int(min(most, max(2, -(-cold // max(self.bytes, 1)), -(-cold // resident))))
+        # All in one allocation: scattered small ones cost address translation, and differ from run
+        # to run.
+        room = [-(-size // 128) * 128 for size in sizes]
+        memory = torch.empty(copies, sum(room), dtype=dtype, device=device)
+        memory.normal_(generator=torch.Generator(device).manual_seed(0))
+        self.sets = []
         for copy in memory:
-            a, b, x, y, base = copy.split(sizes)
-            weights = LoraWeights(
-                in_features,
-                tuple(out_features),
-                slots,
-                max_rank,
-                a[: slot_rows * len(out_features) * in_features].view(
-                    len(out_features), slots, max_rank, in_features
-                ),
-                b[: slot_rows * sum(out_features)],
+            a, b, x, y, w = (
+                part[:size] for part, size in zip(copy.split(room), sizes, strict=True)
             )
-            x = x[: rows * in_features].view(rows, in_features)
-            y = y[: rows * outputs]
+            a *= in_features**-0.5
+            b *= 0.1
+            a = a.view(len(out_features), slots, max_rank, in_features)
+            weights = LoraWeights(in_features, tuple(out_features), slots, max_rank, a, b)
+            x = x.view(rows, in_features)
             if first:
-                y = y.view(rows, outputs)
-                base = base[: in_features * outputs].view(outputs, in_features)
-                base *= in_features**-0.5
-                sets.append(Inputs(y.split(list(out_features), 1), x, weights, base, y))
-                continue
-            parts = y.split([rows * n for n in out_features])
-            outs = [part.view(rows, n) for part, n in zip(parts, out_features, strict=True)]
-            sets.append(Inputs(outs, x, weights))
-        return sets
+                y, w = y.view(rows, outputs), w.view(outputs, in_features)
+                w *= in_features**-0.5
+                self.sets.append(Inputs(y.split(list(out_features), 1), x, weights, w, y))
+            else:
+                parts = zip(y.split([rows * n for n in out_features]), out_features, strict=True)
+                self.sets.append(Inputs([part.view(rows, n) for part, n in parts], x, weights))
+        self.batch = LoraBatch(rows, max(len(used), ROOM if first else 0), device, fixed=True)
+        self.batch.update(rows_of, self.ranks, self.scalings)
 
 
 def replay_times(
     calls: Sequence[Callable[[], object]], *, repeats: int = 7, at_least: int = 24
 ) -> NDArray[np.float64]:
-    """Time calls through replays of a CUDA graph that makes all of them in turn.
-
-    Args:
-        calls: One call for each set of inputs.
-        repeats: Number of replays that are timed, after two that are not.
-        at_least: Fewest calls per graph, which share the few microseconds that its launch costs.
-
-    Returns:
-        [repeats] microseconds per call, one value for each replay.
-    """
+    """Time one list of calls as `times_in_turn` does."""
     return times_in_turn({"": calls}, repeats=repeats, at_least=at_least)[""]
 
 
 def times_in_turn(
     named: Mapping[str, Sequence[Callable[[], object]]], *, repeats: int = 7, at_least: int = 24
 ) -> dict[str, NDArray[np.float64]]:
-    """Time several lists of calls as `replay_times` does, with their replays taking turns.
+    """Time lists of calls through replays of a CUDA graph for each, which take turns.
 
     A large product heats the GPU, which lowers its clock, so calls that are compared must share
     the heat.
 
     Args:
-        named: The calls by the name of each list.
+        named: One call for each set of inputs, by the name of each list.
         repeats: Number of replays that are timed, after two that are not.
-        at_least: Fewest calls per graph.
+        at_least: Fewest calls per graph, which share the few microseconds that its launch costs.
 
     Returns:
         [repeats] microseconds per call, for each name.

@@ -8,6 +8,12 @@ piece times one of.
 from __future__ import annotations
 
 import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections import deque
 from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -15,20 +21,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from valora_kernels.arrangements.base import ALL
-from valora_kernels.arrangements.registry import arrangement
-from valora_kernels.lookup import TilingTable, default_tiling
-from valora_kernels.search import Job, call_of, cases_of, first_cases
-from valora_kernels.timing import KernelWorkload, spread, times_in_turn
+from valora_kernels.arrangements import ALL, default_tiling, fits, refit
+from valora_kernels.lookup import TilingTable
+from valora_kernels.search import Job, call_of, cases_of, first_cases, run_once, workload
+from valora_kernels.timing import times_in_turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from valora_kernels.compiler import Compiler
-    from valora_kernels.gpus.base import Gpu
+    from valora_kernels.gpus import Gpu
     from valora_kernels.tiling import Case, ProjectionGroup, Shape, Tiling
+    from valora_kernels.timing import KernelWorkload
 
     Clock = Callable[..., Mapping[str, NDArray[np.float64]]]
 
@@ -51,6 +56,87 @@ COLD_BYTES, MOST_SETS = 96 << 20, 96
 """Bytes and number of the inputs, between which calls alternate: less than in `search`, as memory
 is short beside a server's, and still twice the cache of most GPUs."""
 
+STOP_SECONDS = 5.0
+"""Most seconds for the compiling process to end when it is told to."""
+
+
+class Compiler:
+    """A process of the lowest priority that compiles tilings beside work that must not wait for it.
+
+    It runs every kernel once, on small inputs. Triton keeps what it compiles on disk, from where
+    this process loads it within milliseconds.
+
+    Args:
+        device: GPU that they are compiled for.
+
+    Attributes:
+        on_news: Called in another thread whenever a job is done, or the process has ended.
+        failed: Jobs that cannot be compiled.
+        lost: Whether the process has ended by itself, so that nothing more is compiled.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_news: Callable[[], None] = lambda: None
+        self.failed: set[Job] = set()
+        self.lost = False
+        self._device = device
+        self._begun: set[Job] = set()
+        self._done: set[Job] = set()  # the other thread adds to it
+        self._waiting: deque[Job] = deque()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def compile(self, jobs: Collection[Job]) -> bool:
+        """Whether all jobs are done, also those that failed; those that are not are begun."""
+        new = [job for job in jobs if job not in self._begun and job not in self._done]
+        if new and not self.lost:
+            process = self._process = self._process or self._start()
+            assert process.stdin is not None
+            self._begun |= set(new)
+            self._waiting += new
+            try:
+                for job in new:
+                    pickle.dump(job, process.stdin)
+                process.stdin.flush()
+            except OSError:  # it has ended, which the other thread notices too
+                self.lost = True
+        return all(job in self._done for job in jobs)
+
+    def close(self) -> None:
+        """End the process; the next job starts another one."""
+        process, self._process = self._process, None
+        self._begun, self._waiting = set(), deque()
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(self._device)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        given = (process, self._waiting)
+        threading.Thread(target=self._listen, args=given, daemon=True).start()
+        return process
+
+    def _listen(self, process: subprocess.Popen[bytes], waiting: deque[Job]) -> None:
+        """Take the answers of a process, a line for each job in their order, until it ends."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            job = waiting.popleft()
+            if line.strip():
+                self.failed.add(job)
+            self._done.add(job)
+            self.on_news()
+        if process is self._process:
+            self.lost = True
+            log.warning("the process that compiles kernels has ended: tilings are not measured")
+            self.on_news()
+
 
 class Piece(Enum):
     """What a piece of work was."""
@@ -72,7 +158,6 @@ class Tuner:
         clock: Times lists of calls by name, see `timing.times_in_turn`.
 
     Attributes:
-        compiler: Compiles the candidates.
         table: What was measured until now.
         skipped: Shapes that cannot be measured.
     """
@@ -99,11 +184,7 @@ class Tuner:
         return [shape for shape in shapes if self._new(shape)]
 
     def go_on(self, wanted: Iterable[tuple[ProjectionGroup, Case]]) -> Piece:
-        """Do one piece: time a candidate of the shape at hand, or of the next one.
-
-        Args:
-            wanted: Groups and cases to measure, the first ones first.
-        """
+        """Time a candidate of the shape at hand, or of the first wanted one that is new."""
         if self._pieces is None:
             found = next(((g, c) for g, c in wanted if self._new(g.shape(*c))), None)
             if found is None:
@@ -135,55 +216,44 @@ class Tuner:
         return shape not in self.table.entries and shape not in self.skipped
 
     def _measure(self, group: ProjectionGroup, case: Case) -> Iterator[Piece]:
-        """Measure a shape, and enter its fastest tiling into the table."""
+        """Measure a shape, and enter its fastest tiling into the table, or skip it."""
         shape = group.shape(*case)
         tilings = candidates(self.table.gpu, self._like, shape)
-        jobs = [Job(group, ALL, tiling, case.first) for tiling in tilings]
-        while not self.compiler.compile(jobs):
+        jobs = {tiling: Job(group, ALL, tiling, case.first) for tiling in tilings}
+        while not self.compiler.compile(jobs.values()):
             if self.compiler.lost:
                 self.skipped.add(shape)
                 return
             yield Piece.WAITS
         found: list[tuple[float, Tiling]] = []
         try:
-            for job, tiling in zip(jobs, tilings, strict=True):
-                if job in self.compiler.failed:
-                    continue
-                found.append((self._times(group, case, [tiling])[tiling], tiling))
-                yield Piece.MEASURED
+            for tiling, job in jobs.items():
+                if job not in self.compiler.failed:
+                    found.append((self._times(group, case, [tiling])[tiling], tiling))
+                    yield Piece.MEASURED
             found.sort(key=lambda pair: pair[0])
             few = [tiling for _, tiling in found[:FINALISTS]]
             times = self._times(group, case, few, repeats=9) if len(few) > 1 else {}
         except torch.OutOfMemoryError:
             log.info("no memory to measure tilings of %s", shape)
+            few = []
+        if few:
+            best = min(few, key=lambda tiling: times.get(tiling, 0.0))
+            self.table = self.table.joined(TilingTable(self.table.gpu, [(shape, best)]))
+        else:
             self.skipped.add(shape)
-            return
-        if not few:
-            self.skipped.add(shape)
-            return
-        best = min(few, key=lambda tiling: times.get(tiling, 0.0))
-        self.table = TilingTable(self.table.gpu, {**self.table.entries, shape: best}.items())
 
     def _times(
         self, group: ProjectionGroup, case: Case, tilings: Sequence[Tiling], repeats: int = 3
     ) -> dict[Tiling, float]:
         """Median microseconds of each tiling."""
-        work = self._work = self._work or self._workload(group, case)
+        if self._work is None:
+            options = {"device": str(self._device), "cold": COLD_BYTES, "most": MOST_SETS}
+            self._work = workload(group, case, **options)
+        work = self._work
         calls = {str(t): [call_of(ALL, t, work, one) for one in work.sets] for t in tilings}
         times = self._clock(calls, repeats=repeats, at_least=12)
         return {tiling: float(np.median(times[str(tiling)])) for tiling in tilings}
-
-    def _workload(self, group: ProjectionGroup, case: Case) -> KernelWorkload:
-        return KernelWorkload(
-            spread(case.rows, case.adapters),
-            [group.rank] * case.adapters,
-            group.in_features,
-            group.out_features,
-            device=str(self._device),
-            cold=COLD_BYTES,
-            most=MOST_SETS,
-            first=case.first,
-        )
 
 
 def candidates(gpu: Gpu, like: TilingTable, shape: Shape) -> list[Tiling]:
@@ -192,28 +262,21 @@ def candidates(gpu: Gpu, like: TilingTable, shape: Shape) -> list[Tiling]:
     They are the fastest ones of similar shapes on another GPU, with as many rows and with as many
     rows for each processor, and the one that the rules choose; smaller where the GPU has less
     shared memory.
-
-    Args:
-        gpu: The GPU.
-        like: Table of the other GPU.
-        shape: The shape.
     """
     ratio = like.gpu.processors / gpu.processors
     scaled = replace(shape, rows=max(round(shape.rows * ratio), round(shape.adapters)))
-    found = []
-    for near in (*like.neighbours(shape, NEAR), *like.neighbours(scaled, NEAR)):
-        tiling = like.entries[near]
-        way = arrangement(tiling.arrangement)
-        found.append(way.refit(tiling, near.in_features, shape.in_features))
-    found.append(default_tiling(gpu, shape))
+    found = [
+        refit(like.entries[near], near.in_features, shape.in_features)
+        for near in (*like.neighbours(shape, NEAR), *like.neighbours(scaled, NEAR))
+    ]
+    found.append(default_tiling(shape))
     fitting = [smaller for one in found if (smaller := _fitted(one, shape, gpu)) is not None]
     return list(dict.fromkeys(fitting))
 
 
 def _fitted(tiling: Tiling, shape: Shape, gpu: Gpu) -> Tiling | None:
     """The tiling, with fewer loads in flight and then smaller tiles until it fits; or None."""
-    way = arrangement(tiling.arrangement)
-    while not way.fits(tiling, shape, gpu):
+    while not fits(tiling, shape, gpu):
         if tiling.stages > 2:
             tiling = replace(tiling, stages=2, expand_stages=2)
         elif tiling.inputs > LEAST:
@@ -226,14 +289,28 @@ def _fitted(tiling: Tiling, shape: Shape, gpu: Gpu) -> Tiling | None:
 
 
 def cases(most_rows: int, most_adapters: int, gpu: Gpu) -> list[Case]:
-    """Batches to measure.
-
-    Args:
-        most_rows: Most rows of a batch.
-        most_adapters: Most adapters of a batch.
-        gpu: The GPU.
-    """
+    """Batches to measure, of up to so many rows and adapters."""
     rows = [count for count in ROWS if count <= most_rows]
     found = [case for case in cases_of(rows, ADAPTERS) if case.adapters <= most_adapters]
-    # Fewer adapters look these up, too: see `apparent_adapters`.
+    # Fewer adapters look these up, too: see `ProjectionGroup.shape`.
     return found + first_cases(rows, gpu)
+
+
+def main() -> None:
+    """Compile the jobs on stdin, and answer each on stdout with a line: empty, or its error."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    os.nice(19)
+    device = torch.device(sys.argv[1])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        print(run_once(job, str(device)) or "", file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,14 +6,14 @@ and widths. Where there is no GPU or no Triton, plain torch computes the same in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from valora_kernels.arrangements import shrink_expand
-from valora_kernels.atmm import table_choice
-from valora_kernels.launching import ALIGNMENT, padded_ranks, sizes_of, use_triton
+from valora_kernels import launching
+from valora_kernels.arrangements import whole_shrink
+from valora_kernels.atmm import aligned, table_choice
+from valora_kernels.launching import padded_ranks, places_of, readable, use_triton
 from valora_kernels.reference import expand_reference, shrink_reference
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from valora_kernels.weights import LoraWeights
 
 
-@dataclass(frozen=True, slots=True)
-class Shrunk:
+class Shrunk(NamedTuple):
     """The result of the first step.
 
     Attributes:
@@ -50,12 +49,11 @@ def shrink(
         tiling: How to compute it, with the kernels wherever x is; by default what the table of the
             GPU says.
     """
-    if tiling is None and not (use_triton(x) and _aligned(x, weights)):
+    if tiling is None and not (use_triton(x) and aligned(weights) and readable([x])):
         return Shrunk(shrink_reference(x, weights, batch), None)
-    chosen = tiling or table_choice(weights, batch)
-    chosen = shrink_expand.whole_shrink(chosen, weights.in_features)
-    flat, _ = shrink_expand.shrink(chosen, x, weights, batch)
-    places = sizes_of(batch.tiles(chosen.rows), x, weights)[0]
+    chosen = whole_shrink(tiling or table_choice(weights, batch), weights.in_features)
+    flat, _ = launching.shrink(chosen, x, weights, batch)
+    places = places_of(batch.tiles(chosen.rows), x)
     shape = (len(weights.out_features), batch.terms, places, padded_ranks(weights))
     return Shrunk(flat[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape), chosen)
 
@@ -74,11 +72,4 @@ def expand(
     if shrunk.tiling is None:
         expand_reference(ys, shrunk.h, weights, batch)
     else:
-        shrink_expand.expand(shrunk.tiling, ys, shrunk.h, 1, weights, batch)
-
-
-def _aligned(x: torch.Tensor, weights: LoraWeights) -> bool:
-    """Whether the kernels, which load 16 bytes at a time, can compute both steps."""
-    widths = (weights.in_features, *weights.out_features)
-    strided = x.stride(1) == 1 and x.stride(0) % ALIGNMENT == 0 and x.data_ptr() % 16 == 0
-    return strided and all(width % ALIGNMENT == 0 for width in widths)
+        launching.expand(shrunk.tiling, ys, shrunk.h, 1, weights, batch)

@@ -45,43 +45,21 @@ class LoraWeights:
     b_table: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.out_features) <= MAX_PROJECTIONS:
-            raise ValueError(
-                f"out_features: expected 1 to {MAX_PROJECTIONS} projections, "
-                f"got {len(self.out_features)}"
-            )
-        if self.a.dtype != self.b.dtype or self.a.device != self.b.device:
-            raise ValueError(
-                f"b: expected {self.a.dtype} on {self.a.device}, "
-                f"got {self.b.dtype} on {self.b.device}"
-            )
-        if not (self.a.is_contiguous() and self.b.is_contiguous()):
-            raise ValueError("weights: expected contiguous memory, got strides "
-                             f"{self.a.stride()} and {self.b.stride()}")  # fmt: skip
-        tables = (self.a_table, self.b_table)
-        if (self.a_table is None) != (self.b_table is None):
-            raise ValueError("weights: expected both address tables or none, got one")
-        rows = len(self.out_features) * self.slots * self.max_rank
+        projections = len(self.out_features)
+        assert 1 <= projections <= MAX_PROJECTIONS, self.out_features
+        assert (self.a.dtype, self.a.device) == (self.b.dtype, self.b.device)
+        assert self.a.is_contiguous()
+        assert self.b.is_contiguous()
+        assert (self.a_table is None) == (self.b_table is None)
+        rows = self.slots * self.max_rank
         if self.a_table is None:
-            size_a = rows * self.in_features
-            size_b = self.slots * self.max_rank * sum(self.out_features)
-            if (self.a.numel(), self.b.numel()) != (size_a, size_b):
-                raise ValueError(
-                    f"weights: expected {size_a} and {size_b} elements of A and B, "
-                    f"got {self.a.numel()} and {self.b.numel()}"
-                )
-        for table in tables:
-            shape = (len(self.out_features), self.slots, self.max_rank)
-            if table is not None and (
-                table.shape != shape
-                or table.dtype != torch.int64
-                or table.device != self.a.device
-                or not table.is_contiguous()
-            ):
-                raise ValueError(
-                    f"address table: expected contiguous int64 {shape} on {self.a.device}, "
-                    f"got {table.dtype} {tuple(table.shape)} on {table.device}"
-                )
+            assert self.a.numel() == projections * rows * self.in_features
+            assert self.b.numel() == rows * sum(self.out_features)
+        for table in (self.a_table, self.b_table):
+            if table is not None:
+                assert table.shape == (projections, self.slots, self.max_rank)
+                assert (table.dtype, table.device) == (torch.int64, self.a.device)
+                assert table.is_contiguous()
 
     @property
     def paged(self) -> bool:
@@ -100,17 +78,10 @@ class LoraWeights:
         device: torch.device | str,
     ) -> LoraWeights:
         """A contiguous pool without adapters, all zero; see the attributes for the arguments."""
-        rows = slots * max_rank
-        return cls(
-            in_features=in_features,
-            out_features=tuple(out_features),
-            slots=slots,
-            max_rank=max_rank,
-            a=torch.zeros(
-                (len(out_features), slots, max_rank, in_features), dtype=dtype, device=device
-            ),
-            b=torch.zeros(rows * sum(out_features), dtype=dtype, device=device),
-        )
+        shape = (len(out_features), slots, max_rank, in_features)
+        a = torch.zeros(shape, dtype=dtype, device=device)
+        b = torch.zeros(slots * max_rank * sum(out_features), dtype=dtype, device=device)
+        return cls(in_features, tuple(out_features), slots, max_rank, a, b)
 
     def b_start(self, projection: int) -> int:
         """First element of a projection's part of `b` in a contiguous pool."""
@@ -126,9 +97,8 @@ class LoraWeights:
         if self.a_table is None or self.b_table is None:
             a = self.a.view(len(self.out_features), self.slots, self.max_rank, self.in_features)
             start = self.b_start(projection) + slot * self.max_rank * width
-            return a[projection, slot, :rank], self.b[start : start + rank * width].view(
-                rank, width
-            )
+            b = self.b[start : start + rank * width].view(rank, width)
+            return a[projection, slot, :rank], b
         found = []
         pairs = ((self.a, self.a_table, self.in_features), (self.b, self.b_table, width))
         for memory, table, length in pairs:
@@ -156,21 +126,19 @@ class LoraWeights:
             ValueError: The slot does not exist, or a number of projections, shape or rank differs
                 from what there is room for.
         """
+        projections = len(self.out_features)
         if not 0 <= slot < self.slots:
             raise ValueError(f"slot: expected 0 to {self.slots - 1}, got {slot}")
-        if len(a) != len(self.out_features) or len(b) != len(self.out_features):
-            raise ValueError(
-                f"adapter: expected {len(self.out_features)} projections, got {len(a)} and {len(b)}"
-            )
+        if (len(a), len(b)) != (projections, projections):
+            raise ValueError(f"adapter: expected {projections} projections, got {len(a)}, {len(b)}")
         for p, (one, two) in enumerate(zip(a, b, strict=True)):
             rank = one.shape[0]
             want = ((rank, self.in_features), (self.out_features[p], rank))
-            if (tuple(one.shape), tuple(two.shape)) != want:
+            if (one.shape, two.shape) != want or rank > self.max_rank:
                 raise ValueError(
-                    f"adapter: expected {want}, got {tuple(one.shape)}, {tuple(two.shape)}"
+                    f"adapter: expected {want} with ranks up to {self.max_rank}, "
+                    f"got {tuple(one.shape)}, {tuple(two.shape)}"
                 )
-            if rank > self.max_rank:
-                raise ValueError(f"adapter: expected rank at most {self.max_rank}, got {rank}")
             if self.a_table is None or self.b_table is None:
                 to_a, to_b = self.rows_of(p, slot, rank)
                 to_a.copy_(one)

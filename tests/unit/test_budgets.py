@@ -13,15 +13,15 @@ BUDGETS = {
     "valora_train": 10_644,
     "data/valora_data": 10_620,
     "teachers/valora_teachers": 1_689,
-    "kernels/valora_kernels": 5_982,
-    "valora_serve": 36_621,
+    "kernels/valora_kernels": 4_932,
+    "valora_serve": 36_617,
     "tests/*/valora_train": 8_486,
     "tests/*/valora_data": 4_859,
     "tests/*/valora_teachers": 1_366,
-    "tests/*/valora_kernels": 2_388,
-    "tests/*/valora_serve": 29_713,
+    "tests/*/valora_kernels": 2_214,
+    "tests/*/valora_serve": 29_711,
     "tests/unit/bench": 1_845,
-    BENCH: 11_502,
+    BENCH: 11_470,
 }
 
 

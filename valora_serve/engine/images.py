@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from valora_kernels.grouping import NONE
+from valora_kernels.metadata import NONE
 from valora_serve.errors import ImageError, StoppedError
 
 if TYPE_CHECKING:

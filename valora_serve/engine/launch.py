@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from valora_kernels.grouping import NONE
+from valora_kernels.metadata import NONE
 from valora_serve.errors import RequestError, ServeError
 from valora_serve.model.heads import HeadRequest, launch_heads
 from valora_serve.model.sampler import TokenChoice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from valora_kernels.grouping import NONE
+from valora_kernels.metadata import NONE
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:

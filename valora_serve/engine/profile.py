@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from valora_kernels.grouping import NONE
+from valora_kernels.metadata import NONE
 from valora_serve.engine.sizing import cost_folder, machine_of
 from valora_serve.errors import ServeError, StoppedError
 from valora_serve.memory.block_manager import Owner

@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from valora_kernels.compiler import Compiler
-from valora_kernels.gpus.detect import gpu_of
-from valora_kernels.gpus.nvidia_h200 import gpu as reference
+from valora_kernels.gpus import H200, gpu_of
 from valora_kernels.launching import ALIGNMENT, kernels, padded_ranks
 from valora_kernels.lookup import TilingTable, is_measured, table_of, use_table, using
 from valora_kernels.operators import ATMM
 from valora_kernels.tiling import Case, ProjectionGroup
-from valora_kernels.tune import Piece, Tuner, cases
+from valora_kernels.tune import Compiler, Piece, Tuner, cases
 from valora_serve.engine.sizing import tiling_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from valora_kernels.gpus.base import Gpu
+    from valora_kernels.gpus import Gpu
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.model.linears import Linears
     from valora_serve.model.preparation import Preparation
@@ -201,7 +199,7 @@ def make_tuning(
     if not (settings.profile and settings.operator == ATMM):
         return None
     return Tuning(
-        Tuner(table, table_of(reference), Compiler(device), device),
+        Tuner(table, table_of(H200), Compiler(device), device),
         file,
         linears,
         runner,

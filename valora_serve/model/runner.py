@@ -11,9 +11,8 @@ from torch import Tensor
 
 from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
-from valora_kernels.grouping import NONE
 from valora_kernels.launching import compiling_together
-from valora_kernels.metadata import LoraBatch, Scratch
+from valora_kernels.metadata import NONE, LoraBatch, Scratch
 from valora_serve.errors import SettingsError
 from valora_serve.model.attention.base import Rows, send_together, to_device
 from valora_serve.model.attention.compiling import Compiling

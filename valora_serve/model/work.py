@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from valora_kernels.grouping import NONE
-from valora_kernels.metadata import LoraBatch, Scratch
+from valora_kernels.metadata import NONE, LoraBatch, Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,8 +13,8 @@ import argparse
 import csv
 import json
 import multiprocessing
+import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -26,16 +26,15 @@ import numpy as np
 import torch
 
 from tests.bench.valora_kernels.others.registry import operators, versions
-from valora_kernels.arrangements.base import ALL
+from valora_kernels.arrangements import ALL
 from valora_kernels.atmm import atmm, table_choice
-from valora_kernels.gpus.detect import gpu_of
-from valora_kernels.grouping import group_rows
-from valora_kernels.lookup import choose
+from valora_kernels.gpus import gpu_of
+from valora_kernels.lookup import choose, table_of
 from valora_kernels.merge import MergeableWeights
-from valora_kernels.metadata import LoraBatch
+from valora_kernels.metadata import LoraBatch, group_rows
 from valora_kernels.project import _apart as apart
 from valora_kernels.project import add_projection
-from valora_kernels.search import Search
+from valora_kernels.search import Job, Search
 from valora_kernels.tiling import ProjectionGroup
 from valora_kernels.timing import Inputs, KernelWorkload, replay_times, spread, times_in_turn
 from valora_kernels.weights import LoraWeights
@@ -293,12 +292,11 @@ def compile_ahead(cases: list[Case]) -> None:
             rank=max(16, 1 << (rank - 1).bit_length()),
             adapters=grouping.effective_adapters,
         )
-        jobs.append((group, ALL, choose(gpu, shape).tiling))
-    with tempfile.TemporaryDirectory() as folder:
-        search = Search(gpu, Path(folder) / "journal", max(1, multiprocessing.cpu_count() - 1))
-        search.compile(jobs)
-        if search.pool:
-            search.pool.terminate()
+        jobs.append(Job(group, ALL, choose(gpu, shape).tiling))
+    search = Search(table_of(gpu), Path(os.devnull), multiprocessing.cpu_count() - 1)
+    search.compile(jobs)
+    if search.pool:
+        search.pool.terminate()
 
 
 def geometric_mean(values: list[float]) -> float:

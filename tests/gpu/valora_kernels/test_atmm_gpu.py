@@ -14,7 +14,7 @@ import torch
 
 from tests.support.lora_cases import Case, assert_near, make_case
 from valora_kernels.atmm import atmm, direct_choice, launch
-from valora_kernels.gpus.detect import gpu_of
+from valora_kernels.gpus import gpu_of
 from valora_kernels.lookup import LookupMode, choose
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.metadata import LoraBatch

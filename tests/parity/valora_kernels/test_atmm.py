@@ -8,7 +8,7 @@ import torch
 
 from tests.bench.valora_kernels.operators.static import TILING as STATIC
 from tests.support.lora_cases import DEVICE, Case, assert_near, make_case, needs_triton
-from valora_kernels.arrangements import shrink_expand
+from valora_kernels import launching
 from valora_kernels.atmm import atmm, direct_choice, launch
 from valora_kernels.launching import start
 from valora_kernels.lookup import LookupMode, TilingChoice
@@ -154,7 +154,7 @@ def test_a_tiling_that_does_not_fit_is_replaced(
 
     case = make_case(19, [8, 16, 64], 64, (64, 32), dtype=torch.float16)
     tried: list[Tiling] = []
-    small = module.default_tiling(case.batch.gpu, module.shape_of(case.weights, case.batch))
+    small = module.default_tiling(module.shape_of(case.weights, case.batch))
 
     def fits_only_small(tiling: Tiling, *args: Any, **options: Any) -> None:
         tried.append(tiling)
@@ -205,15 +205,15 @@ def test_few_programs_take_the_tiles_of_many_adapters_in_turns(
     monkeypatch: pytest.MonkeyPatch, terms: int, loop: int, gather: bool, split: int
 ) -> None:
     """Two tiles at once; the mixes have 7 tiles, 2, none, and 1 beside rows without an adapter."""
-    monkeypatch.setattr(shrink_expand, "TURNS_FROM", 0)
-    monkeypatch.setattr(shrink_expand, "SHRINK_TURNS_FROM", 0)
+    monkeypatch.setattr(launching, "TURNS_FROM", 0)
+    monkeypatch.setattr(launching, "SHRINK_TURNS_FROM", 0)
     started = []
 
     def noted(kernel: Any, programs: int, *given: object, **options: Any) -> None:
         started.append(("BR" in options, programs, options["TURNS"]))
         start(kernel, programs, *given, **options)
 
-    monkeypatch.setattr(shrink_expand, "start", noted)
+    monkeypatch.setattr(launching, "start", noted)
     case = make_case(12, [8] * 7, 32, (32, 64), dtype=torch.float32, terms=terms)
     case.batch = LoraBatch(12, 12, DEVICE, fixed=True)
     tiling = Tiling("shrink_expand", 16, 32, 16, split, 16, loop=loop, gather=gather)
@@ -229,8 +229,6 @@ def test_few_programs_take_the_tiles_of_many_adapters_in_turns(
 
 
 def test_without_a_gpu_the_reference_runs(caplog: pytest.LogCaptureFixture) -> None:
-    from valora_kernels import launching
-
     launching._warn_no_gpu.cache_clear()
     case = make_case(5, [8, 16], 32, (16,), dtype=torch.float32, device="cpu")
     want = case.expected()

@@ -9,10 +9,10 @@ import torch
 from tests.support.lora_cases import DEVICE, assert_near, make_case, needs_triton
 from valora_kernels import atmm as atmm_module
 from valora_kernels import project
-from valora_kernels.arrangements.base import ALL
+from valora_kernels.arrangements import ALL, default_tiling
 from valora_kernels.atmm import launch, shape_of
-from valora_kernels.gpus.detect import generic
-from valora_kernels.lookup import TilingTable, default_tiling, using
+from valora_kernels.gpus import generic
+from valora_kernels.lookup import TilingTable, using
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.project import add_projection, linear
 from valora_kernels.reference import atmm_reference
@@ -94,7 +94,7 @@ def test_a_tiling_of_lora_that_comes_first_is_replaced_if_it_does_not_fit(
             add_projection(out, case.x, bases, case.weights, case.batch)
         for one, change, base in zip(out, case.expected(add=False), bases, strict=True):
             assert_near(one, change + case.x.double() @ base.double().T)
-    small = default_tiling(gpu, shape)
+    small = default_tiling(shape)
     assert tried == [large, small, small]
 
 

@@ -4,12 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valora_kernels.arrangements.registry import arrangement
-from valora_kernels.gpus.registry import GPUS
-from valora_kernels.lookup import LookupMode, TilingTable, default_tiling, table_of
+from valora_kernels.arrangements import default_tiling, fits
+from valora_kernels.gpus import H200
+from valora_kernels.lookup import LookupMode, TilingTable, table_of
 from valora_kernels.tiling import Shape, Tiling
-
-H200 = GPUS["nvidia_h200"]
 
 shapes = st.builds(
     Shape,
@@ -30,7 +28,7 @@ def power_of_two(value: int) -> bool:
 def check(tiling: Tiling, shape: Shape) -> None:
     for size in (tiling.rows, tiling.outputs, tiling.inputs, tiling.ranks, tiling.warps):
         assert power_of_two(size)
-    assert arrangement(tiling.arrangement).fits(tiling, shape, H200)
+    assert fits(tiling, shape, H200)
     if tiling.arrangement == "shrink_expand":
         assert tiling.split % tiling.inputs == 0
         assert tiling.split >= tiling.inputs
@@ -50,7 +48,7 @@ def test_shipped_table_always_answers(shape: Shape) -> None:
 @settings(max_examples=300, deadline=None)
 @given(shapes)
 def test_rules_always_answer(shape: Shape) -> None:
-    check(default_tiling(H200, shape), shape)
+    check(default_tiling(shape), shape)
 
 
 @settings(max_examples=100, deadline=None)

@@ -6,9 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bench.valora_kernels.operators.base import row_terms
-from valora_kernels.grouping import NONE, group_rows
-from valora_kernels.metadata import LoraBatch
-from valora_kernels.tables import block_rows, tile_capacity, tile_rows
+from valora_kernels.metadata import (
+    NONE,
+    LoraBatch,
+    block_rows,
+    group_rows,
+    tile_capacity,
+    tile_rows,
+)
 
 
 @st.composite

@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from valora_kernels.arrangements.base import ALL
-from valora_kernels.arrangements.registry import arrangement
-from valora_kernels.compiler import Compiler
-from valora_kernels.gpus.detect import generic
-from valora_kernels.gpus.nvidia_h200 import gpu as H200
-from valora_kernels.lookup import TilingTable, choose, default_tiling, table_of, use_table, using
+from valora_kernels.arrangements import ALL, default_tiling, fits
+from valora_kernels.gpus import H200, generic
+from valora_kernels.lookup import TilingTable, choose, table_of, use_table, using
 from valora_kernels.search import Job
 from valora_kernels.tiling import Case, ProjectionGroup, Shape, Tiling
-from valora_kernels.tune import ADAPTERS, ROWS, Piece, Tuner, candidates, cases
+from valora_kernels.tune import ADAPTERS, ROWS, Compiler, Piece, Tuner, candidates, cases
 
 pytestmark = pytest.mark.usefixtures("few_inputs")
 
@@ -127,10 +124,10 @@ def test_candidates_are_few_and_fit(rank: int) -> None:
             shape = group.shape(*case)
             found = candidates(SMALL, like, shape)
             assert 1 <= len(found) == len(set(found)) <= 13
-            assert all(arrangement(t.arrangement).fits(t, shape, SMALL) for t in found)
+            assert all(fits(t, shape, SMALL) for t in found)
     shape = ProjectionGroup(4096, (4096,), rank).shape(64, 4)
     assert like.look_up(shape).tiling in candidates(H200, like, shape)
-    assert default_tiling(H200, shape) in candidates(H200, like, shape)
+    assert default_tiling(shape) in candidates(H200, like, shape)
 
 
 def test_cases_are_those_that_steps_can_have() -> None:

@@ -8,10 +8,5 @@
 
 from valora_kernels.operators import OPERATORS
 
-for _name, _class in (
-    ("static", "Static"),
-    ("bgmv", "Bgmv"),
-    ("padded", "Padded"),
-    ("einsum", "Einsum"),
-):
-    OPERATORS.register(_name, f"{__name__}.{_name}:{_class}")
+for _name in ("static", "bgmv", "padded", "einsum"):
+    OPERATORS[_name] = f"{__name__}.{_name}:{_name.capitalize()}"

@@ -2,66 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from valora_kernels.atmm import aligned
-from valora_kernels.grouping import MAX_TERMS, NONE
 from valora_kernels.launching import ALIGNMENT
-from valora_kernels.tables import ABSENT, Copier
+from valora_kernels.metadata import MAX_TERMS, NONE, Table
 
 if TYPE_CHECKING:
-    from valora_kernels.grouping import Grouping
-    from valora_kernels.metadata import LoraBatch
+    from numpy.typing import NDArray
+
+    from valora_kernels.metadata import Grouping, LoraBatch
     from valora_kernels.weights import LoraWeights
 
 
-@dataclass(slots=True)
-class DeviceRowTerms:
+ABSENT = -2
+"""Behind the last adapter of a list of them; differs from that of rows without an adapter."""
+
+
+class DeviceRowTerms(Table):
     """The terms of every row in the order of the batch, for operators that gather by row.
 
+    Args:
+        rows: Rows that there is room for.
+        capacity: Distinct adapters that there is room for.
+        device: Device of the buffer.
+
     Attributes:
-        copier: The buffer of all tensors below.
         adapters: [2, rows] int32, adapter of each term, `NONE` without one.
         ranks: [2, rows] int32, its rank, 0 without one.
         scale: [2, rows] float32, coefficient · scaling of each term, 0 without one.
         distinct: [capacity, 2] int32, the adapters of the batch with their ranks; behind them
             `ABSENT` with rank 0.
         count: Number of distinct adapters of the last refresh, on the host.
-        described: The batch of the last refresh.
     """
 
-    copier: Copier
-    adapters: torch.Tensor
-    ranks: torch.Tensor
-    scale: torch.Tensor
-    distinct: torch.Tensor
-    count: int = 0
-    described: Grouping | None = None
+    def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
+        super().__init__(3 * MAX_TERMS * rows + 2 * capacity, device)
+        self.count = 0
+        terms, distinct = self.buffer.split([3 * MAX_TERMS * rows, 2 * capacity])
+        self.adapters, self.ranks, scale = terms.view(3, MAX_TERMS, rows)
+        self.scale, self.distinct = scale.view(torch.float32), distinct.view(capacity, 2)
 
-    @classmethod
-    def of(cls, rows: int, capacity: int, device: torch.device) -> DeviceRowTerms:
-        """Room for so many rows and distinct adapters."""
-        sizes = [MAX_TERMS * rows] * 3 + [2 * capacity]
-        copier = Copier(sum(sizes), device)
-        adapters, ranks, scale, distinct = copier.buffer.split(sizes)
-        shape = (MAX_TERMS, rows)
-        return cls(
-            copier,
-            adapters.view(shape),
-            ranks.view(shape),
-            scale.view(torch.float32).view(shape),
-            distinct.view(capacity, 2),
-        )
-
-    def refresh(self, grouping: Grouping) -> None:
-        """Copy the terms of a batch to the device, unless they are there."""
-        if grouping is self.described:
-            return
-        memory, rows = self.copier.stage(), self.adapters.shape[1]
+    def write(self, grouping: Grouping, memory: NDArray[np.int32]) -> None:
+        """Write the terms of a batch."""
+        rows = self.adapters.shape[1]
         adapters, ranks, scale = memory[: 3 * MAX_TERMS * rows].reshape(3, MAX_TERMS, rows)
         distinct = memory[3 * MAX_TERMS * rows :].reshape(-1, 2)
         scale = scale.view(np.float32)
@@ -78,16 +65,12 @@ class DeviceRowTerms:
         self.count = len(found)
         distinct[: self.count, 0] = found
         distinct[: self.count, 1] = grouping.ranks[named][first]
-        self.described = grouping
-        self.copier.send()
 
 
 def row_terms(batch: LoraBatch) -> DeviceRowTerms:
     """The terms of every row of a batch."""
     capacity = min(batch.max_rows, batch.max_segments) * MAX_TERMS
-    return batch.table(
-        "row terms", lambda: DeviceRowTerms.of(batch.max_rows, capacity, batch.device)
-    )
+    return batch.table("row terms", lambda: DeviceRowTerms(batch.max_rows, capacity, batch.device))
 
 
 def ranks_of(weights: LoraWeights, batch: LoraBatch) -> int:

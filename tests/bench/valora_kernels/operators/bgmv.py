@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,8 +21,6 @@ ROWS = 256
 
 class Bgmv(LoraOperator):
     """Batched products of a vector and its matrices: nothing is shared between rows."""
-
-    name: ClassVar[str] = "bgmv"
 
     def add(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 class Einsum(LoraOperator):
     """Two sums over all pairs of row and adapter, of which the mask keeps one or two a row."""
-
-    name: ClassVar[str] = "einsum"
 
     def add(
         self,

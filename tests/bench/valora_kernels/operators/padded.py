@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,8 +21,6 @@ FEW_ROWS, FEW_BLOCK, BLOCK = 512, 16, 64
 
 class Padded(LoraOperator):
     """Batched products over blocks of rows, each with a copy of its adapter's matrices."""
-
-    name: ClassVar[str] = "padded"
 
     def add(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from valora_kernels.atmm import LoraOperator, aligned, atmm
 from valora_kernels.launching import use_triton
@@ -23,8 +23,6 @@ TILING = Tiling("shrink_expand", rows=16, outputs=64, inputs=64, split=512, rank
 
 class Static(LoraOperator):
     """`atmm` without its table: whatever the batch, the tiles have one shape."""
-
-    name: ClassVar[str] = "static"
 
     def add(
         self,

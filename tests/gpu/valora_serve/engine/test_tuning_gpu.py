@@ -8,7 +8,7 @@ import torch
 
 from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, llava_7b
 from valora_kernels import lookup
-from valora_kernels.gpus.detect import gpu_of
+from valora_kernels.gpus import gpu_of
 from valora_kernels.lookup import table_of
 from valora_serve.engine import tuning as module
 from valora_serve.engine.engine import Engine
@@ -42,7 +42,7 @@ def logprobs(engine, names):
 
 def test_an_idle_engine_measures_and_adopts(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "is_measured", lambda _: False)
-    monkeypatch.setattr(module, "reference", gpu_of(torch.device("cuda", 0)))
+    monkeypatch.setattr(module, "H200", gpu_of(torch.device("cuda", 0)))
     monkeypatch.setattr("valora_kernels.tune.ROWS", (4, 64, 256))  # also where LoRA is first
     monkeypatch.setattr("valora_kernels.tune.ADAPTERS", (1, 4))
     monkeypatch.setattr(lookup, "_tables", {})

@@ -9,7 +9,7 @@ import torch
 
 from tests.bench.valora_serve.pictures import Pictures
 from tests.bench.valora_serve.serve_models import PROCESSOR, llava_7b, qwen_7b
-from valora_kernels.grouping import NONE
+from valora_kernels.metadata import NONE
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm

@@ -22,7 +22,7 @@ from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LAUNCHING = ("arrangements.shrink_expand", "arrangements.fused", "project")
+LAUNCHING = ("launching", "project")
 
 
 def test_the_kernels_of_graphs_are_those_that_are_compiled(
@@ -81,7 +81,7 @@ def test_kernels_are_compiled_and_not_launched(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(AsyncCompileMode=Mode))
     made = SimpleNamespace(shrink_kernel=Kernel(), expand_kernel=Kernel())
-    monkeypatch.setattr("valora_kernels.arrangements.shrink_expand.kernels", lambda: made)
+    monkeypatch.setattr("valora_kernels.launching.kernels", lambda: made)
     case = make_case(8, [4, 8], 32, (32,), dtype=torch.float32, device="cpu")
     before = [y.clone() for y in case.ys]
     with compiling_together(3):

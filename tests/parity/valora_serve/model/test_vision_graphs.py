@@ -21,7 +21,7 @@ from tests.support.lmm_checkpoints import save_llava, save_qwen2_5_vl, save_qwen
 from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapter
 from valora_data.contract.base_model import load_model
 from valora_data.models.qwen_vl import WindowEncoder
-from valora_kernels.grouping import NONE
+from valora_kernels.metadata import NONE
 from valora_serve.engine.engine import Engine
 from valora_serve.types import Request, SamplingParams
 

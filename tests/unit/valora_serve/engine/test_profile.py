@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.engine_reference import add_requests, finish, make_engine, question
-from valora_kernels.grouping import NONE
+from valora_kernels.metadata import NONE
 from valora_serve.engine import profile
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine

@@ -12,8 +12,7 @@ import torch
 
 from tests.support.engine_reference import make_engine, question, run
 from valora_kernels import lookup
-from valora_kernels.gpus.detect import gpu_of
-from valora_kernels.gpus.nvidia_h200 import gpu as H200
+from valora_kernels.gpus import H200, gpu_of
 from valora_kernels.lookup import TilingTable, table_of
 from valora_kernels.tiling import Case, Shape, Tiling
 from valora_kernels.tune import Tuner

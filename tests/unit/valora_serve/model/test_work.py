@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from tests.bench.valora_kernels.operators.base import row_terms
-from valora_kernels.grouping import NONE
-from valora_kernels.metadata import LoraBatch
+from valora_kernels.metadata import NONE, LoraBatch
 from valora_serve.model.work import AdapterTable, LoraTerms, Work
 
 

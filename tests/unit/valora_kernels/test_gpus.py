@@ -1,0 +1,119 @@
+"""The records of GPUs: which describes a device, and what it decides."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.lora_cases import make_case
+from valora_kernels.arrangements import rounds
+from valora_kernels.atmm import shape_of, table_choice
+from valora_kernels.gpus import H100, H200, Gpu, gpu_of, recorded
+from valora_kernels.lookup import LookupMode, TilingTable, choose, is_measured, using
+from valora_kernels.project import product_tiling, project_tiling
+from valora_kernels.tiling import Shape, Tiling
+
+SHAPE = Shape(4096, 4096, 1, 64, 4096, 4.0)
+EXAMPLE = Gpu("Example GPU", ("Example GPU*", "cpu"), 8, 48 << 10, (9, 0))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    gpu_of.cache_clear()
+    yield
+    gpu_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA H200", H200), ("nvidia h200", H200), ("NVIDIA H200 NVL", H100),
+        ("NVIDIA H100 80GB HBM3", H100), ("NVIDIA GH200 480GB", H100), ("NVIDIA H100 PCIe", None),
+    ],
+)  # fmt: skip
+def test_records_describe_devices_by_name(name: str, found: Gpu | None) -> None:
+    assert recorded(name) is found
+
+
+def test_a_gpu_with_the_same_chip_takes_its_tilings() -> None:
+    assert not is_measured(H100)
+    for shape in (SHAPE, replace(SHAPE, rows=77), Shape(11008, 4096, 1, 64, 300, 7.0)):
+        assert choose(H100, shape) == choose(H200, shape)
+    own = Tiling("fused", 32, 64, 64, 0)
+    with using(TilingTable(H100, [(SHAPE, own)])):
+        assert choose(H100, SHAPE).tiling == own
+        assert choose(H200, SHAPE).tiling != own
+        other = replace(SHAPE, rows=64)  # not measured on this one yet
+        assert choose(H100, other) == choose(H200, other)
+
+
+def test_a_record_of_another_package_decides_what_is_chosen(
+    installed: Callable[[str, str, str], str],
+) -> None:
+    installed("valora.gpus", "example", f"from {__name__} import EXAMPLE as extension")
+    assert EXAMPLE is gpu_of(torch.device("cpu")) is recorded("Example GPU 16 GB")
+    large = Tiling("fused", 64, 128, 128, 0, stages=4)
+    small = Tiling("shrink_expand", 16, 64, 64, 512, 16, gather=True)
+    case = make_case(64, [64, 8], 64, (64,), dtype=torch.float32, device="cpu")
+    entries = [(shape_of(case.weights, case.batch), small), (replace(SHAPE, rows=4000), large)]
+    with using(TilingTable(EXAMPLE, entries)):
+        assert table_choice(case.weights, case.batch) == small
+        # The nearest one does not fit into 48 KB; on an H200 it does.
+        assert choose(EXAMPLE, SHAPE).tiling.arrangement == "shrink_expand"
+    assert TilingTable(H200, entries).look_up(SHAPE).tiling == large
+    assert project_tiling(EXAMPLE, 64, (4096,)) is None
+    assert product_tiling(EXAMPLE, 4, 4096) is None
+
+
+def test_fewer_processors_take_more_rounds() -> None:
+    """128 tiles fill 132 processors once and 8 processors many times; finer ones end sooner."""
+    full = replace(SHAPE, rows=8192, adapters=1.0)
+    tile = Tiling("fused", 64, 64, 64, 0, stages=2)
+    assert (rounds(tile, full, H200), rounds(tile, full, EXAMPLE)) == (1, 16)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_a_gpu_without_a_record_is_read_from_the_driver(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capability: tuple[int, int]
+) -> None:
+    properties = SimpleNamespace(
+        multi_processor_count=108,
+        shared_memory_per_block_optin=163 << 10,
+        major=capability[0],
+        minor=capability[1],
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Abacus 80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    with caplog.at_level("WARNING"):
+        gpu = gpu_of(torch.device("cuda"))
+        assert gpu_of(torch.device("cuda")) is gpu
+    assert caplog.text.count("NVIDIA Abacus 80GB has no record") == 1
+    assert (gpu.processors, gpu.shared_memory, gpu.capability) == (108, 152 << 10, capability)
+    assert gpu.table is not None
+    assert gpu.table.name == "nvidia_abacus_80gb.json"
+    assert gpu.dense == H200.dense
+    assert choose(gpu, SHAPE).mode is LookupMode.DEFAULT
+    # Our own base products need the shared memory of GPUs of compute capability 9 and 10.
+    assert (project_tiling(gpu, 64, (4096,)) is not None) is (capability[0] == 9)
+
+
+def test_the_h200_computes_few_rows_by_own_products() -> None:
+    for rows, outputs, tile in (
+        (16, (4096,), (16, 32)),
+        (17, (4224,), (64, 32)),
+        (64, (4096, 4096, 4096), (64, 64)),
+        (128, (4096,), (64, 64)),
+        (256, (4096,), (64, 128)),
+        (1024, (4096,), (128, 256)),
+    ):
+        tiling = project_tiling(H200, rows, outputs)
+        assert tiling is not None
+        assert (tiling.rows, tiling.outputs, tiling.fold) == (*tile, rows == 1024)
+    assert project_tiling(H200, 16, (1024, 1024)) is None  # too few columns
+    assert project_tiling(H200, 257, (4096,)) is None
+    assert project_tiling(H200, 200, (12288,)) is None  # y is too large
+    assert project_tiling(H200, 1024, (2048, 2048)) is None
+    assert product_tiling(H200, 16, 8192) != product_tiling(H200, 16, 4096) is not None
+    assert product_tiling(H200, 17, 8192) is product_tiling(H200, 0, 8192) is None

@@ -14,13 +14,13 @@ BUDGETS = {
     "data/valora_data": 10_620,
     "teachers/valora_teachers": 1_689,
     "kernels/valora_kernels": 4_932,
-    "valora_serve": 36_617,
+    "valora_serve": 35_682,
     "tests/*/valora_train": 8_486,
     "tests/*/valora_data": 4_859,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_214,
-    "tests/*/valora_serve": 29_711,
-    "tests/unit/bench": 1_845,
+    "tests/*/valora_serve": 29_689,
+    "tests/unit/bench": 1_844,
     BENCH: 11_470,
 }
 

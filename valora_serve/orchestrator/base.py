@@ -7,9 +7,7 @@ which order, and which adapter is merged.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
 from valora_serve.orchestrator.batching import FOREVER, BatchBuilder, BatchPlan
@@ -30,17 +28,20 @@ URGENT = 1.5  # a request is urgent while its time left is below this multiple o
 
 
 class BasePolicy:
-    """Base class of the policies; a subclass implements `plan`.
+    """Decides before each step what it computes; a subclass implements `plan`.
 
     Args:
         cost_model: Predicts the seconds of steps, switches and loads.
         settings: Settings of the policies.
 
     Attributes:
-        modes: Inference modes that the decisions can have; a subclass that uses fewer says so.
+        modes: Inference modes that the decisions can have. The engine prepares only these: it keeps
+            no pristine copy of the weights for a policy that never merges.
+        shares: Whether `PolicySettings.fair` is kept.
     """
 
     modes: ClassVar[frozenset[Mode]] = frozenset(Mode)
+    shares: ClassVar[bool] = True
 
     def __init__(self, cost_model: CostModel, settings: PolicySettings) -> None:
         self.cost = cost_model
@@ -63,7 +64,7 @@ class BasePolicy:
         raise NotImplementedError
 
     def decide(self, view: View) -> Decision:
-        """Decide the next step."""
+        """Decide the next step; writes `credit` and `served` of the requests in the view."""
         for request in self._steady:
             request.served = view.now
         self._steady = ()
@@ -73,8 +74,7 @@ class BasePolicy:
         abort: tuple[tuple[str, str], ...] = ()
         if self._early_abort is not None:
             waiting, abort = self._early_abort(view, len(arrived))
-        if abort:
-            # They take no part in anything: no pages are reserved and no adapters loaded for them.
+        if abort:  # no pages are reserved and no adapters loaded for them
             gone = {request_id for request_id, _ in abort}
             view = replace(view, waiting=[r for r in view.waiting if r.id not in gone])
         if not view.running and not waiting:
@@ -84,25 +84,23 @@ class BasePolicy:
             waiting = self._shares.order(view.running, waiting, view.limits.max_requests)
         plan = self.plan(view, waiting)
         if plan.mode is Mode.MIXTURE:
-            why = "" if self.settings.mixture or not _has_others(plan) else "no mixture mode"
-            if any(r.pair for r in chain(plan.running, plan.waiting)):
+            taking = [*plan.running, *plan.waiting]
+            others = any(r.adapter != plan.merged for r in taking)
+            why = "" if self.settings.mixture or not others else "no mixture mode"
+            if any(r.pair for r in taking):
                 why = "a request has two adapters"
             if why:
-                reason = f"{why}; {plan.reason}"
-                plan = replace(plan, mode=Mode.UNMERGED, merged=None, reason=reason)
+                plan.mode, plan.merged = Mode.UNMERGED, None
+                plan.reason = f"{why}; {plan.reason}"
         if self.settings.clusters and plan.waiting:
             plan.waiting = _cluster(view, plan.waiting, self.settings.clusters)
         return self._pack(view, plan, waiting, abort)
 
     def observe(self, arrived: Sequence[float]) -> None:
-        """Be told, before `plan`, when requests have arrived since the last step.
-
-        Args:
-            arrived: Arrival times in seconds, oldest first; may be empty.
-        """
+        """Take the arrival times in seconds since the last step, oldest first, before `plan`."""
 
     def finished(self, request_id: str) -> None:
-        """Be notified that a request has ended."""
+        """Be notified that a request has ended, for any reason."""
         if self._early_abort is not None:
             self._early_abort.finished(request_id)
         if self._shares is not None:
@@ -115,20 +113,12 @@ class BasePolicy:
         under way, and within `URGENT` times the time that it takes at most. Where one has no more
         time than that, it and those before it are urgent. A request that cannot get its first token
         in time takes no precedence.
-
-        Args:
-            view: State before the step.
-            waiting: Waiting requests.
-
-        Returns:
-            The urgent ones, by due time.
         """
         settings = self.settings
         limited = [(due, r.id, r) for r in waiting if (due := settings.due(r)) is not None]
         if not limited:
             return []
-        rows = len(view.running) + 1
-        step = self.cost.step(StepShape(decode=rows, terms=rows, work=64 * rows, ranks=64))
+        step = self.decode_seconds(len(view.running) + 1)
         longest = self.cost.step(StepShape(prefill=view.limits.max_tokens))
         before, found, urgent = 0.0, 0, []
         for due, _, request in sorted(limited):
@@ -148,14 +138,8 @@ class BasePolicy:
         """Return when requests have arrived since the last view."""
         if view.arrived is not None:
             return view.arrived
-        found = []
-        for request in reversed(view.waiting):
-            if request.arrival <= self._newest:
-                break
-            found.append(request.arrival)
-        found.reverse()
-        if found:
-            self._newest = found[-1]
+        found = [r.arrival for r in view.waiting if r.arrival > self._newest]
+        self._newest = max([self._newest, *found])
         return found
 
     def _pack(
@@ -165,37 +149,30 @@ class BasePolicy:
         queue: Sequence[RequestView],
         abort: tuple[tuple[str, str], ...],
     ) -> Decision:
-        """Fill the batch as planned; where nothing can be computed, fall back to unmerged mode.
-
-        Args:
-            view: State before the step, without the requests to abort.
-            plan: What the policy wants of the step.
-            queue: All waiting requests, in the order in which their adapters are prefetched.
-            abort: Ids of the requests to abort, each with the reason.
-        """
+        """Fill the batch as planned; where nothing can be computed, fall back to unmerged mode."""
         now = view.now
         starved = now - self.settings.patience
+
+        def unmerged(reason: str) -> BatchBuilder:
+            whole = BatchPlan(Mode.UNMERGED, None, view.running, plan.waiting, reason)
+            return BatchBuilder(view, whole, queue, starved)
+
         batch = BatchBuilder(view, plan, queue, starved)
         if batch.pages < 0:
-            plan = BatchPlan(
-                Mode.UNMERGED, None, view.running, plan.waiting, f"no pages left for {plan.merged}"
-            )
-            batch = BatchBuilder(view, plan, queue, starved)
+            batch = unmerged(f"no pages left for {plan.merged}")
         batch.run()
+        plan = batch.plan
         stuck = not batch.items and not batch.preempt
         holds_adapter = (plan.merged or view.merged) is not None
         holds_adapter = holds_adapter and bool(plan.running or plan.waiting)
-        if stuck and (holds_adapter or len(plan.running) < len(view.running)):
+        stuck = stuck and (holds_adapter or len(plan.running) < len(view.running))
+        if stuck:
             # The merged adapter, or running requests that the plan left out, hold the pages or the
             # slots that the waiting requests need.
             holder = "the merged adapter" if holds_adapter else "other running requests"
-            plan = BatchPlan(
-                Mode.UNMERGED, None, view.running, plan.waiting, f"no room beside {holder}"
-            )
-            batch = BatchBuilder(view, plan, queue, starved)
+            batch = unmerged(f"no room beside {holder}")
             batch.run()
-        else:
-            stuck = False
+            plan = batch.plan
         if self._early_abort is not None:
             self._early_abort.note(batch.requests, now)
         if self._shares is not None:
@@ -224,6 +201,10 @@ class BasePolicy:
             until,
         )
 
+    def decode_seconds(self, rows: int) -> float:
+        """Predict an unmerged decode step of rows with adapters of rank 64."""
+        return self.cost.step(StepShape(decode=max(1, rows), terms=rows, work=64 * rows, ranks=64))
+
 
 def can_merge(view: View, adapter: str | None) -> bool:
     """Return whether an adapter is merged or can be merged now."""
@@ -232,21 +213,9 @@ def can_merge(view: View, adapter: str | None) -> bool:
     return adapter == view.merged or view.switchable is None or adapter in view.switchable
 
 
-def count_by_adapter(view: View, waiting: Iterable[RequestView]) -> Counter[str | None]:
-    """Count running and waiting requests by adapter; None stands for the base model."""
-    counts = Counter([r.adapter for r in view.running])
-    counts.update([r.adapter for r in waiting])
-    return counts
-
-
 def with_adapter(requests: Iterable[RequestView], adapter: str | None) -> list[RequestView]:
     """Return the requests of one adapter."""
     return [r for r in requests if r.adapter == adapter]
-
-
-def _has_others(plan: BatchPlan) -> bool:
-    """Return whether requests of another adapter than the merged one may take part."""
-    return any(r.adapter != plan.merged for r in chain(plan.running, plan.waiting))
 
 
 def _cluster(view: View, waiting: Sequence[RequestView], most: int) -> list[RequestView]:

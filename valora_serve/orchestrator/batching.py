@@ -1,9 +1,7 @@
 """Fills the batch of a step within its limits; all policies share this.
 
 Running requests that decode come first, then running requests that still prefill, then waiting
-requests in the policy's order. The batch counts pages, adapters, tokens and requests. Requests that
-have starved get their memory reserved, others may be preempted for urgent ones, and adapters of
-waiting requests are prefetched into the pages that are left.
+requests in the policy's order, then prefetches of adapters into the pages that are left.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ PREFETCHES = 32  # adapters being loaded at a time; the prompts of a step may al
 LOOK_AHEAD = 256  # waiting requests considered for prefetching and for shares
 HEADROOM = 1  # pages left for each running request, which soon takes its next one, at admission
 
-by_arrival = attrgetter("arrival")
 by_age = attrgetter("arrival", "id")
 """Sorts requests oldest first, without ties: a request is preempted only for an older one."""
 
@@ -43,7 +40,7 @@ def waiting_since(request: RequestView) -> float:
 
 @dataclass(slots=True)
 class BatchPlan:
-    """What a policy wants of a step: the requests that may take part, and the inference mode.
+    """What a policy wants of a step.
 
     Attributes:
         mode: Inference mode of the step.
@@ -54,7 +51,6 @@ class BatchPlan:
         until: Time until which the decision holds if the step prefills nothing and leaves no
             request out.
         budget: Most prompt tokens of the step, None for as many as the limits allow.
-        admit: Most waiting requests to admit, None for as many as the limits allow.
         strict: Whether a request that does not fit blocks those behind it.
         urgent: Waiting requests that must be admitted to keep their latency limits. Running
             requests without a limit are preempted for them, unless they have starved.
@@ -67,7 +63,6 @@ class BatchPlan:
     reason: str
     until: float = FOREVER
     budget: int | None = None
-    admit: int | None = None
     strict: bool = False
     urgent: Sequence[RequestView] = ()
 
@@ -81,53 +76,52 @@ class BatchBuilder:
         queue: Waiting requests in the order in which their adapters are prefetched, after those
             that are urgent.
         starved: Requests that arrived before this time may not be overtaken.
-
-    Attributes:
-        items: Request ids with the number of tokens to compute.
-        requests: The requests of `items`.
-        preempt: Running requests to preempt.
-        prefetch: Adapters to load.
-        rotating: Whether not all running requests fit, so that they take turns.
-        prompt_tokens: Prompt tokens in the batch.
-        tokens: Tokens that the step can still take.
-        pages: Pages that are still free.
-        adapters: Adapters that the batch may use without counting them again.
     """
 
     def __init__(
         self, view: View, plan: BatchPlan, queue: Iterable[RequestView], starved: float
     ) -> None:
-        self.view = view
-        self.plan = plan
-        self.queue = queue
-        self.starved = starved
+        self.view, self.plan, self.queue, self.starved = view, plan, queue, starved
+        self.preempt: list[RequestView] = []
+        self.prefetch: list[str] = []  # adapters to load
+        self.rotating = False  # whether not all running requests fit, so that they take turns
+        self.prompt_tokens = 0
+        self._reserved = False  # whether a starved request gets the next free pages
+        self._max_adapters = view.limits.max_adapters + 1  # None, the base model, is one of them
+        self._pinned: set[str | None] = {r.adapter for r in view.running}
+        self._pinned |= {view.merged, plan.merged, *view.loading}
+        # An adapter that becomes pinned only by being merged in this step.
+        self._merge_pages = 0
+        if plan.merged not in (None, view.merged, *(r.adapter for r in view.running)):
+            own = (r.adapter_pages for r in view.waiting if r.adapter == plan.merged)
+            self._merge_pages = next(own, 0)
+        self._restart()
+
+    def _restart(self) -> None:
         self.items: list[tuple[str, int]] = []
         self.requests: list[RequestView] = []
-        self.preempt: list[RequestView] = []
-        self.prefetch: list[str] = []
-        self.rotating = False
-        self.prompt_tokens = 0
-        self.tokens = view.limits.max_tokens
-        self._short = False  # whether requests were preempted as pages had run out
-        self._reserved = False  # whether a starved request gets the next free pages
-        self._merge_pages = self._count_merge_pages()
-        self.pages = view.limits.free_pages - self._merge_pages
-        self.adapters: set[str | None] = {None, plan.merged}
-        self._max_adapters = view.limits.max_adapters + 1  # None, the base model, is one of them
+        self.tokens = self.view.limits.max_tokens  # that the step can still take
+        self.pages = self._free_pages()
+        self.adapters: set[str | None] = {None, self.plan.merged}
+
+    def _free_pages(self) -> int:
+        """Count the pages that are free once the merge and the preemptions are carried out."""
+        held = sum(r.held for r in self.preempt)
+        return self.view.limits.free_pages - self._merge_pages + held
 
     def run(self) -> None:
         """Add running requests, then waiting requests, then prefetch adapters."""
         if self.plan.urgent:
             self._preempt_for_urgent()
-        self._add_running()
-        if self.plan.waiting and not self._short:
+        if self._add_running() and self.plan.waiting:
             self._add_waiting()
         if not self.items and self.view.running and not self.preempt and not self._reserved:
             self._preempt_for_waiting()
         if self.view.waiting:
             self._add_prefetches()
 
-    def _add_running(self) -> None:
+    def _add_running(self) -> bool:
+        """Add running requests; return False if pages ran out and some were preempted."""
         plan, limits = self.plan, self.view.limits
         running = self._kept(plan.running)
         prefilling = self._add_decoding(running)
@@ -140,9 +134,9 @@ class BatchBuilder:
             for request in running:
                 self._fits(request.adapter)
             prefilling = self._add_decoding(running)
-        if prefilling is None:
+        short = prefilling is None
+        if short:
             self.preempt += self._choose_victims()
-            self._short = True
             self._restart()
             running = self._kept(running)
             prefilling = self._add_decoding(sorted(running, key=by_age), skip=True)
@@ -155,6 +149,7 @@ class BatchBuilder:
                 self.pages -= request.pages
                 self._add(request, tokens)
                 budget -= tokens
+        return not short
 
     def _kept(self, running: Sequence[RequestView]) -> Sequence[RequestView]:
         """Return the running requests that are not preempted."""
@@ -163,44 +158,17 @@ class BatchBuilder:
         gone = {r.id for r in self.preempt}
         return [r for r in running if r.id not in gone]
 
-    def _count_merge_pages(self) -> int:
-        """Count the pages of an adapter that becomes pinned only by being merged in this step."""
-        merged = self.plan.merged
-        if merged is None or merged == self.view.merged:
-            return 0
-        if any(r.adapter == merged for r in self.view.running):
-            return 0
-        return next((r.adapter_pages for r in self.view.waiting if r.adapter == merged), 0)
-
-    def _restart(self) -> None:
-        self.items.clear()
-        self.requests.clear()
-        self.tokens = self.view.limits.max_tokens
-        self.pages = self._free_pages()
-        self.adapters = {None, self.plan.merged}
-
-    def _free_pages(self) -> int:
-        """Count the pages that are free once the merge and the preemptions are carried out."""
-        held = sum(r.held for r in self.preempt)
-        return self.view.limits.free_pages - self._merge_pages + held
-
     def _add_decoding(
         self, running: Iterable[RequestView], *, skip: bool = False
     ) -> list[RequestView] | None:
-        """Add the running requests that decode.
+        """Add the running requests that decode, and return those that prefill.
 
-        Args:
-            running: Running requests, in order of precedence.
-            skip: Leave out requests that get no page, instead of giving up.
-
-        Returns:
-            The running requests that prefill; None if there are too few pages and not `skip`.
+        Where a request gets no page, it is left out with `skip`, and otherwise the result is None.
         """
         prefilling = []
         adapters, resident = self.adapters, self.view.resident
         items, requests = self.items, self.requests
         most, tokens, pages = self._max_adapters, self.tokens, self.pages
-        most += self.plan.merged is None and None not in adapters
         for request in running:
             if request.prompt_left:
                 prefilling.append(request)
@@ -273,14 +241,12 @@ class BatchBuilder:
         plan, view = self.plan, self.view
         limits, resident = view.limits, view.resident
         slots = limits.max_requests - len(view.running) + len(self.preempt)
-        if plan.admit is not None:
-            slots = min(slots, plan.admit)
         if slots <= 0:
             return
         budget = self.tokens
         if plan.budget is not None:
             budget = min(budget, plan.budget - self.prompt_tokens)
-        pinned = self._pinned()
+        pinned = set(self._pinned)
         self._reserved = not self._reserve()
         if self._reserved:
             return
@@ -310,44 +276,30 @@ class BatchBuilder:
             budget -= tokens
             self._add(request, tokens)
 
-    def _pinned(self) -> set[str | None]:
-        """Return the adapters that are pinned, so that their pages do not count as free."""
-        pinned = {r.adapter for r in self.view.running}
-        pinned.update((self.view.merged, self.plan.merged))
-        pinned.update(self.view.loading)
-        return pinned
-
     def _reserve(self) -> bool:
-        """Reserve pages for the oldest starved request, if its adapter is not resident.
+        """Reserve pages for the oldest request, if it has starved and its adapter is not resident.
 
-        One whose adapter is goes first: loading that of a younger one could evict it, and so on in
-        turns, for ever.
-
-        Returns:
-            Whether there are enough pages; if not, no request is admitted until there are.
+        If the adapter is, the request goes first: loading that of a younger one could evict it, and
+        so on in turns, for ever. Returns False if nobody is admitted until there are enough pages.
         """
         view = self.view
-        for request in view.waiting:
-            adapter = request.adapter
-            if request.arrival >= self.starved:
-                return True
-            if adapter is None or adapter in view.resident:
-                return True
-            self.pages -= request.pages
-            if adapter not in view.loading:
-                self.pages -= request.adapter_pages
-                if self.pages + request.pages >= 0:
-                    self.prefetch.append(adapter)
-            return self.pages >= 0
-        return True
+        oldest = view.waiting[0]
+        if oldest.arrival >= self.starved or self._is_ready(oldest):
+            return True
+        assert oldest.adapter is not None
+        self.pages -= oldest.pages
+        if oldest.adapter not in view.loading:
+            self.pages -= oldest.adapter_pages
+            if self.pages + oldest.pages >= 0:
+                self.prefetch.append(oldest.adapter)
+        return self.pages >= 0
 
     def _preempt_for_waiting(self) -> None:
         """Preempt younger running requests for the first waiting one, and admit it.
 
-        Called when the plan leaves out all running requests and the waiting ones do not fit, since
-        the running ones hold the pages or the slots. It is admitted in the same step, and nothing
-        is preempted for a younger request: otherwise two requests could preempt each other for
-        ever, before either has computed anything.
+        Called when the plan leaves out the running requests, which hold the pages or the slots. The
+        waiting one is admitted at once and must be older: otherwise two requests could preempt each
+        other for ever, before either has computed anything.
         """
         head = next((r for r in self.plan.waiting if self._is_ready(r)), None)
         if head is None or not self._fits(head.adapter):
@@ -356,16 +308,13 @@ class BatchBuilder:
         if not self._preempt_for(head, younger):
             return
         self.pages = self._free_pages() - head.pages
-        if head.adapter not in self._pinned():
+        if head.adapter not in self._pinned:
             self.pages -= head.adapter_pages
         budget = self.tokens if self.plan.budget is None else max(1, self.plan.budget)
         self._add(head, min(max(1, head.prompt_left), self.view.limits.chunk, self.tokens, budget))
 
     def _preempt_for_urgent(self) -> None:
-        """Preempt running requests without a latency limit for the first urgent one.
-
-        Nothing is preempted if the urgent request could not be admitted nevertheless.
-        """
+        """Preempt running requests without a latency limit for the first urgent one, if it fits."""
         limits = self.view.limits
         head = next((r for r in self.plan.urgent if self._is_ready(r)), None)
         if head is None:
@@ -380,18 +329,13 @@ class BatchBuilder:
         self.pages = self._free_pages()
 
     def _preempt_for(self, head: RequestView, able: Sequence[RequestView]) -> bool:
-        """Preempt running requests, youngest first, until a waiting request fits.
+        """Preempt some of `able`, the youngest first, until a waiting request fits, if it can.
 
-        Args:
-            head: The waiting request.
-            able: Running requests that may be preempted for it.
-
-        Returns:
-            Whether requests were preempted; not if it fits anyway, or does not fit even then.
+        Returns whether some were preempted.
         """
         pages = self._free_pages() - sum(r.pages for r in self.plan.running)
         slots = self.view.limits.max_requests - len(self.view.running)
-        need = head.pages + (head.adapter_pages if head.adapter not in self._pinned() else 0)
+        need = head.pages + (head.adapter_pages if head.adapter not in self._pinned else 0)
         taking = {r.id for r in self.plan.running}
         victims = []
         for request in sorted(able, key=by_age, reverse=True):
@@ -411,7 +355,7 @@ class BatchBuilder:
     def _add_prefetches(self) -> None:
         """Prefetch the adapters of waiting requests in their order, as far as pages are left."""
         view = self.view
-        seen = self._pinned() | self.adapters | set(self.prefetch)
+        seen = self._pinned | self.adapters | set(self.prefetch)
         pages = self.pages
         for request in islice(chain(self.plan.urgent, self.queue), LOOK_AHEAD):
             adapter = request.adapter

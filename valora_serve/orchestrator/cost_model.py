@@ -1,17 +1,17 @@
 """Predicts the seconds of a step, a switch and a load on this machine (VaLoRA §4.4.3).
 
-There are two piecewise linear models over a few counts of a step: one for steps that only decode
-(replayed from CUDA graphs), and one for steps with prompt tokens. Slopes are never negative, so the
-prediction never falls as the batch grows. The engine is profiled at its first start, and
-`CostModel.fit` computes the coefficients, which are cached as JSON by machine and model.
+Two piecewise linear models over a few counts of a step: one for steps that only decode (replayed
+from CUDA graphs), and one for steps with prompt tokens. Slopes are never negative. The engine is
+profiled at its first start; the coefficients are cached as JSON by machine and model.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,7 +82,7 @@ def step_shape(
         mode: Inference mode of the step.
         merged: Adapter merged into the base weights, None if they are pristine.
         batch: Requests in their state before the step, each with the number of tokens to compute.
-        ranks: Ranks by adapter; must contain `merged` in mixture mode.
+        ranks: Ranks by adapter, of which that of `merged` is read in mixture mode.
     """
     mixture = mode is Mode.MIXTURE and merged is not None
     merged_rank = ranks[merged] if mixture and merged is not None else 0
@@ -124,50 +124,24 @@ def step_shape(
 
 
 PROMPT_SIZES = (64, 128, 192, 256, 288, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-"""Rows of the steps with prompt tokens that are captured in CUDA graphs.
-
-Up to the last size, the GPU computes a step faster than the host can launch its kernels one by one
-(60 ms).
-"""
-
+"""Rows of the steps with prompt tokens that are captured in CUDA graphs: up to the last, the GPU
+computes a step faster than the host can launch its kernels one by one (60 ms)."""
 HOST_BOUND = 1.2
 """A step without a graph that takes at most this many times the shortest one waits for the host."""
 
-DECODE_KNEES = (64, 256)
-PREFILL_KNEES = (128, 256, 512)
-
-# Names of the coefficients, in the order of `_decode_row` and `_prefill_row`.
-DECODE_TERMS = (
-    "step", "row", "row>64", "row>256", "kv_token", "lora", "lora_rank", "lora_work", "mixture"
-)  # fmt: skip
-PREFILL_TERMS = (
-    "step",
-    "token",
-    "token>128",
-    "token>256",
-    "token>512",
-    "kv_token",
-    "pair",
-    "image",
-    "lora",
-    "lora_rank",
-    "lora_work",
-    "mixture",
-)
+# Names of the coefficients, in the order of `_row`.
+_LORA_TERMS = ("lora", "lora_rank", "lora_work", "mixture")
+DECODE_TERMS = ("step", "row", "row>64", "row>256", "kv_token", *_LORA_TERMS)
+PREFILL_TERMS = ("step", "token", "token>128", "token>256", "token>512", "kv_token", "pair",
+                 "image", *_LORA_TERMS)  # fmt: skip
 
 
-def _decode_row(s: StepShape) -> list[float]:
-    knees = [max(0, s.decode - knee) for knee in DECODE_KNEES]
-    return [1, s.decode, *knees, s.kv_tokens, *_lora_row(s)]
-
-
-def _prefill_row(s: StepShape, tokens: int) -> list[float]:
-    knees = [max(0, tokens - knee) for knee in PREFILL_KNEES]
-    return [1, tokens, *knees, s.kv_tokens, s.pairs, s.images, *_lora_row(s)]
-
-
-def _lora_row(s: StepShape) -> list[float]:
-    return [s.terms > 0, s.ranks, s.work, s.terms > 0 and s.mode is Mode.MIXTURE]
+def _row(s: StepShape, rows: int) -> list[float]:
+    """Return what the coefficients of a step are multiplied by; `rows` as a graph computes them."""
+    knees = [max(0, rows - knee) for knee in ((128, 256, 512) if s.prefill else (64, 256))]
+    more = [s.pairs, s.images] if s.prefill else []
+    lora = [s.terms > 0, s.ranks, s.work, s.terms > 0 and s.mode is Mode.MIXTURE]
+    return [1, rows, *knees, s.kv_tokens, *more, *lora]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +158,8 @@ class CostModel:
         load_seconds: Seconds to load an adapter: a constant, and seconds per unit of rank.
         captured_rows: Rows of the steps with prompt tokens that are replayed from CUDA graphs,
             ascending. A step takes as long as the next larger graph.
-        uncaptured_seconds: Least seconds of a step that no graph covers, as the host launches its
-            kernels one by one.
+        uncaptured_seconds: Min seconds of a step with prompt tokens that no graph covers, as the
+            host launches its kernels one by one.
         measured: Whether the costs were measured; False for an estimate.
         error: Median relative error over the points of the fit, None for an estimate.
     """
@@ -247,13 +221,7 @@ class CostModel:
         return self.captured_rows[bisect_left(self.captured_rows, rows)]
 
     def switch(self, before: str | None, after: str | None, rank: int = 64) -> float:
-        """Predict the seconds of a switch of the base weights.
-
-        Args:
-            before: Adapter merged before, None for pristine weights.
-            after: Adapter merged after, None for pristine weights.
-            rank: Rank of the adapter merged after.
-        """
+        """Predict the seconds of a switch between merged adapters (None: pristine weights)."""
         if before == after:
             return 0.0
         if after is None:
@@ -297,32 +265,30 @@ class CostModel:
             merges: Ranks of merged adapters and the seconds of the merges.
             unmerges: Seconds of the unmerges.
             loads: Ranks of loaded adapters and the seconds of the loads.
-            captured_rows: Rows of the captured steps with prompt tokens.
-            uncaptured_seconds: Least seconds of a step with prompt tokens that is not captured.
+            captured_rows: See `CostModel`.
+            uncaptured_seconds: See `CostModel`.
 
         Raises:
             CostModelError: A time is not a positive number.
         """
-        times = [t for _, t in points] + [t for _, t in (*merges, *loads)] + list(unmerges)
-        if not all(0 < t < float("inf") for t in times):
+        times = [t for _, t in (*points, *merges, *loads)] + list(unmerges)
+        if not all(0 < t < math.inf for t in times):
             raise CostModelError(
                 "A measured time is not a positive number; profile the engine again."
             )
-        # Steps that wait for the host say nothing about the cost of tokens.
         known = replace(self, captured_rows=captured_rows)
-        launched = [(s, t) for s, t in points
-                    if s.prefill and (t > HOST_BOUND * uncaptured_seconds
-                                      or known.is_captured(s.decode + s.prefill))]  # fmt: skip
-        groups = ([p for p in points if not p[0].prefill], launched)
-        decode = _fit([(_decode_row(s), t) for s, t in groups[0]], self.decode_seconds)
-        rows = [(_prefill_row(s, known.rows(s.decode + s.prefill)), t) for s, t in groups[1]]
-        prefill = _fit(rows, self.prefill_seconds)
+        decode = [(_row(s, s.decode), t) for s, t in points if not s.prefill]
+        # Steps that wait for the host say nothing about the cost of tokens.
+        prefill = [
+            (_row(s, known.rows(rows)), t) for s, t in points for rows in [s.decode + s.prefill]
+            if s.prefill and (t > HOST_BOUND * uncaptured_seconds or known.is_captured(rows))
+        ]  # fmt: skip
         fitted = replace(
             self,
             machine=machine,
             model=model,
-            decode_seconds=decode,
-            prefill_seconds=prefill,
+            decode_seconds=_fit(decode, self.decode_seconds),
+            prefill_seconds=_fit(prefill, self.prefill_seconds),
             merge_seconds=_line(merges, self.merge_seconds),
             unmerge_seconds=float(np.median(unmerges)) if len(unmerges) else self.unmerge_seconds,
             load_seconds=_line(loads, self.load_seconds),
@@ -334,27 +300,12 @@ class CostModel:
         return replace(fitted, error=float(np.median(errors)) if errors else None)
 
     def save(self, folder: Path) -> Path:
-        """Write the costs to their path in a cache folder, atomically; return the path.
-
-        Raises:
-            OSError: They cannot be written.
-        """
+        """Write the costs to their path in a cache folder, atomically; return the path."""
         path = cache_path(folder, self.machine, self.model)
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "version": VERSION,
-            "machine": self.machine,
-            "model": self.model,
-            "measured": self.measured,
-            "error": self.error,
-            "decode_seconds": dict(zip(DECODE_TERMS, self.decode_seconds, strict=True)),
-            "prefill_seconds": dict(zip(PREFILL_TERMS, self.prefill_seconds, strict=True)),
-            "merge_seconds": list(self.merge_seconds),
-            "unmerge_seconds": self.unmerge_seconds,
-            "load_seconds": list(self.load_seconds),
-            "captured_rows": list(self.captured_rows),
-            "uncaptured_seconds": self.uncaptured_seconds,
-        }
+        content = {"version": VERSION, **asdict(self)}
+        for name, terms in _TERMS.items():
+            content[name] = dict(zip(terms, content[name], strict=True))
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -372,38 +323,37 @@ class CostModel:
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content["version"] != VERSION:
+            version = content.pop("version")
+            if version != VERSION:
                 raise CostVersionError(
-                    f"{path} has version {content['version']}, expected {VERSION}; "
-                    "delete it to profile the engine again."
+                    f"{path} has version {version}, expected {VERSION}; delete it to profile the "
+                    "engine again."
                 )
-            model = CostModel(
-                machine=content["machine"],
-                model=content["model"],
-                decode_seconds=tuple(float(content["decode_seconds"][k]) for k in DECODE_TERMS),
-                prefill_seconds=tuple(float(content["prefill_seconds"][k]) for k in PREFILL_TERMS),
-                merge_seconds=_pair(content["merge_seconds"]),
-                unmerge_seconds=float(content["unmerge_seconds"]),
-                load_seconds=_pair(content["load_seconds"]),
-                captured_rows=tuple(int(n) for n in content["captured_rows"]),
-                uncaptured_seconds=float(content["uncaptured_seconds"]),
-                measured=bool(content["measured"]),
-                error=content["error"],
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            for name, terms in _TERMS.items():
+                content[name] = [float(content[name][term]) for term in terms]
+            for name, value in content.items():
+                if isinstance(value, list):
+                    content[name] = tuple(value)
+            model = CostModel(**content)
+            wrong = not all(
+                0 <= cost < math.inf
+                for costs in (model.decode_seconds, model.prefill_seconds, model.merge_seconds,
+                              model.load_seconds, model.captured_rows,
+                              (model.unmerge_seconds, model.uncaptured_seconds))
+                for cost in costs
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CostModelError(
                 f"{path} is not a file of costs ({error}); delete it to profile the engine again."
             ) from error
-        coefficients = (
-            *model.decode_seconds, *model.prefill_seconds, *model.merge_seconds,
-            model.unmerge_seconds, *model.load_seconds,
-            *model.captured_rows, model.uncaptured_seconds,
-        )  # fmt: skip
-        if not all(0 <= c < float("inf") for c in coefficients):
+        if wrong:
             raise CostModelError(
                 f"{path} has a negative or infinite cost; delete it to profile the engine again."
             )
         return model
+
+
+_TERMS = {"decode_seconds": DECODE_TERMS, "prefill_seconds": PREFILL_TERMS}
 
 
 def cache_path(folder: Path, machine: str, model: str) -> Path:
@@ -413,11 +363,7 @@ def cache_path(folder: Path, machine: str, model: str) -> Path:
 
 
 def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
-    """Read the cached costs of a model on a machine.
-
-    Returns:
-        The costs; the estimate for an H200 if the cache has none of this version, or is in a
-        folder that may not be looked into.
+    """Read the cached costs of a model on a machine; the estimate for an H200 if there are none.
 
     Raises:
         CostModelError: The cached file is damaged.
@@ -449,11 +395,6 @@ H200_7B = CostModel(
 )  # fmt: skip
 
 
-def _pair(values: Sequence[float]) -> tuple[float, float]:
-    first, second = values
-    return float(first), float(second)
-
-
 def _fit(
     rows: Sequence[tuple[Sequence[float], float]], prior: Sequence[float]
 ) -> tuple[float, ...]:
@@ -470,9 +411,7 @@ def _fit(
 
 
 def _line(points: Sequence[tuple[int, float]], prior: tuple[float, float]) -> tuple[float, float]:
-    if not points:
-        return prior
-    if len({rank for rank, _ in points}) == 1:
+    if points and len({rank for rank, _ in points}) == 1:
         # One rank says nothing about the slope: scale the prior to the median.
         rank = points[0][0]
         factor = float(np.median([t for _, t in points])) / (prior[0] + prior[1] * rank)
@@ -482,15 +421,7 @@ def _line(points: Sequence[tuple[int, float]], prior: tuple[float, float]) -> tu
 
 
 def nnls(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solve non-negative least squares: the best of all subsets of the unknowns.
-
-    Args:
-        a: [points, unknowns] float64, of at most a dozen unknowns.
-        b: [points] float64.
-
-    Returns:
-        [unknowns] float64, the x ≥ 0 that minimises ‖a x − b‖.
-    """
+    """Return the x ≥ 0 that minimises ‖a x − b‖, of at most a dozen unknowns: the best subset."""
     q, r = np.linalg.qr(a)
     target = q.T @ b
     best, least = np.zeros(a.shape[1]), float(np.linalg.norm(target))

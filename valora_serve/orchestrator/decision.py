@@ -1,13 +1,8 @@
 """The interface between deciding and computing: what a policy sees and answers (VaLoRA §4.4).
 
-Nothing here or in the policies imports torch. The engine and the simulator call `Policy.decide`
-once per step and carry out the `Decision` in this order:
-
-1. `abort`: these requests end with an `OverloadedError` or a `DeadlineError`;
-2. `preempt`: these requests release their pages and join the queue again, to be recomputed;
-3. `mode`, `merged`: the base weights are switched, unless they are already as wanted;
-4. `prefetch`: these adapters are copied to the device, in this order, as memory allows;
-5. `batch`: these tokens are computed.
+Nothing here or in the policies imports torch. The engine and the simulator call
+`BasePolicy.decide` before each step and carry out the `Decision` in this order: `abort`, `preempt`,
+the switch to `mode` and `merged`, `prefetch` (as memory allows), `batch`.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 from valora_serve.errors import SettingsError
 from valora_serve.types import Mode
@@ -28,9 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestView:
-    """What a policy sees of a request.
-
-    The engine keeps one view per request and updates it in place.
+    """What a policy sees of a request; the engine updates it in place.
 
     Attributes:
         id: The request's id.
@@ -38,28 +31,22 @@ class RequestView:
             than 1, have a name of their own, which is never merged.
         rank: Rank of the adapter, 0 for the base model; of two, the sum.
         arrival: Arrival time in seconds on the engine's clock.
-        prompt_left: Prompt tokens still to prefill, including image tokens and excluding prefix
-            cache hits.
+        prompt_left: Prompt tokens to prefill, with image tokens, without prefix cache hits.
         kv_tokens: Tokens of the request in the KV cache.
         output_left: Expected number of tokens still to generate, 0 for a head request.
         running: Whether the request holds pages.
         pages: Pages to allocate before anything more of the request is computed: for a waiting
-            request those of its whole prompt and its first token, for a running request those of
-            its next token (mostly 0).
+            request those of its prompt and first token, for a running one of its next token.
         held: Pages that are released if the request is preempted.
         adapter_pages: Pages that the adapter takes on the device, 0 for the base model.
         images: Images still to encode.
-        deadline: Time by which the request must be answered, in seconds on the engine's clock;
-            None for no deadline.
+        deadline: Time in seconds by which the request must be answered, None for no deadline.
         domain: Domain that the request names, if any.
-        latency_limit: Latency limit in seconds from arrival, which policies try to keep; None for
-            the limit of the domain, if there is one (`PolicySettings.due`).
-        client: Who is charged for the request, if shares are kept (`PolicySettings.fair`).
+        latency_limit: Latency limit in seconds from arrival, None for that of the domain.
+        client: Who is charged for the request, if shares are kept.
         credit: Seconds of waiting plus predicted execution and switch; written by the policy.
-        served: Time at which the request was last in a batch, None if never; written by the
-            policy.
-        pair: Whether two adapters apply, beside which no row has room for a merged one: such a
-            request is computed in unmerged mode only.
+        served: When the request was last in a batch, None if never; written by the policy.
+        pair: Whether two adapters apply, which can be computed in unmerged mode only.
     """
 
     id: str
@@ -91,11 +78,8 @@ class StepLimits:
         max_requests: Most requests that may hold pages at a time, which bounds the batch.
         max_tokens: Most tokens computed in the step.
         free_pages: Pages that are free or can be freed at once: all except those of running
-            requests, of their adapters, of the merged adapter and of adapters being loaded. Idle
-            adapters and unused cached prefixes count as free: the engine evicts the least recently
-            used first, and adapters that no request in the view names before all others. A policy
-            that admits a waiting request must therefore also count the pages of its adapter, unless
-            they are already counted.
+            requests, their adapters, the merged adapter and adapters being loaded. A policy that
+            admits a request must also count its adapter's pages, unless they are among these.
         max_adapters: Most distinct adapters in the step, including the merged one.
         chunk: Most prompt tokens of one request in the step.
     """
@@ -114,17 +98,15 @@ class View:
     Attributes:
         now: Current time in seconds on the engine's clock.
         running: Requests that hold pages.
-        waiting: Requests that hold no pages, oldest first. Where very many wait, the view contains
-            only the oldest, the newest and those with the earliest due times.
+        waiting: Requests that hold no pages, oldest first; of very many, some (`window`).
         mode: Inference mode of the last step.
         merged: Adapter merged into the base weights, None if the weights are pristine.
         resident: Adapters on the device.
         loading: Adapters that are being copied to the device.
         limits: Most tokens, sequences and pages of the step.
         switchable: Adapters that can be merged now, None for all resident adapters.
-        arrived: Arrival times in seconds of all requests that have arrived since the last view,
-            oldest first, also of those that `waiting` leaves out; None if the caller does not
-            count them, so that the policy takes them from `waiting`.
+        arrived: Arrival times of all requests since the last view, oldest first; None to have the
+            policy take them from `waiting`.
     """
 
     now: float
@@ -140,16 +122,10 @@ class View:
 
 
 def window(queue: Sequence[RequestView], most: int) -> Sequence[RequestView]:
-    """Return what a policy sees of a queue.
+    """Return at most `most` requests of a queue, oldest first, for a policy to see.
 
-    Args:
-        queue: All waiting requests, oldest first.
-        most: Most requests to show.
-
-    Returns:
-        The queue if it is not longer. Otherwise half of the requests shown are the oldest ones, of
-        each client as many; the others are the newest ones and those with the earliest due times,
-        in equal parts, as far as they are not among the oldest. Oldest first.
+    Of a longer queue, half are the oldest ones, of each client as many; the others are the newest
+    ones and those with the earliest due times, in equal parts.
     """
     if len(queue) <= most:
         return queue
@@ -203,30 +179,9 @@ class Decision:
     until: float = 0.0
 
 
-class Policy(Protocol):
-    """Decides before each step what it computes.
-
-    `valora_serve.orchestrator.registry.POLICIES` lists the policies by name;
-    `valora_serve.orchestrator.base.BasePolicy` does what all of them have in common.
-
-    Attributes:
-        modes: Inference modes that the policy's decisions can have. The engine prepares only
-            these: for example, it keeps no pristine copy of the weights for a policy that never
-            merges.
-    """
-
-    modes: ClassVar[frozenset[Mode]]
-
-    def decide(self, view: View) -> Decision:
-        """Decide the next step; writes `credit` and `served` of the requests in the view."""
-
-    def finished(self, request_id: str) -> None:
-        """Be notified that a request has ended, for any reason."""
-
-
 MOST_SHARE = 1e6
-"""Largest share of a client, and the inverse of the smallest. Others are lifted to the tokens of
-one with a small share, divided by it: beside very many, their own would not count."""
+"""Largest share of a client, and the inverse of the smallest: beyond it, the tokens of others would
+be lost among the digits of its counter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,14 +239,7 @@ class PolicySettings:
                 )
 
     def due(self, request: RequestView) -> float | None:
-        """Return the time by which a request should be answered, None for no limit.
-
-        Args:
-            request: The request, with its own latency limit, deadline and domain.
-
-        Returns:
-            Seconds on the engine's clock: the earliest of the three limits.
-        """
+        """Return when a request should be answered: the earliest of its three limits, if any."""
         due, own = request.deadline, request.latency_limit
         if own is not None and (due is None or request.arrival + own < due):
             due = request.arrival + own

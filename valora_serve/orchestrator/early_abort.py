@@ -18,9 +18,6 @@ class EarlyAbort:
     A waiting request is aborted when its first token would come too late even if the request went
     next. While more requests arrive than are admitted, the newest go first, otherwise the oldest.
     Preempted requests are never aborted, and go before all others: work was done for them.
-
-    Args:
-        settings: Settings of the policies; `slo` and the latency limits are read.
     """
 
     PERIOD = 1.0  # seconds between two updates of the moving averages
@@ -38,15 +35,11 @@ class EarlyAbort:
     def __call__(
         self, view: View, arrived: int
     ) -> tuple[Sequence[RequestView], tuple[tuple[str, str], ...]]:
-        """Choose the waiting requests to keep.
+        """Return the requests to keep, in order of admission, and the ids to abort with reasons.
 
         Args:
             view: State before the step.
             arrived: Number of requests that have arrived since the last call.
-
-        Returns:
-            The waiting requests in the order of admission, and the ids of those to abort with the
-            reason.
         """
         now, settings = view.now, self._settings
         self._measure(view, arrived)
@@ -94,12 +87,7 @@ class EarlyAbort:
         self._prefill_seconds = max(self._prefill_seconds * 0.99, seconds)
 
     def note(self, requests: Iterable[RequestView], now: float) -> None:
-        """Record which requests a step computes.
-
-        Args:
-            requests: The requests in the batch.
-            now: Current time in seconds on the engine's clock.
-        """
+        """Record which requests a step computes."""
         for request in requests:
             if not request.running and request.served is None:
                 self._admitted += 1

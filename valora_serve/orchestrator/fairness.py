@@ -1,11 +1,8 @@
-"""Shares of the machine under overload: virtual token counters, weighted by client.
+"""Shares of the machine under overload: weighted virtual token counters.
 
-The Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024,
-Algorithm 2 and its weighted variant): every client has a counter of the tokens that it was served,
-divided by its share; the next request to be admitted is that of the client with the lowest counter.
-A client that comes back after it had nothing to ask for is lifted to the others, so that it gains
-nothing by having been away. Nothing is kept back for anybody: what one client does not use, the
-others get.
+"Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024, Algorithm 2): the next request
+to be admitted is that of the client with the fewest served tokens, divided by its share. A client
+that comes back is lifted to the others, so that it gains nothing by having been away.
 """
 
 from __future__ import annotations
@@ -41,14 +38,11 @@ class FairShares:
 
     Args:
         shares: Share of each client; 1 for those that it does not name.
-
-    Attributes:
-        counters: Weighted tokens that each client was served, divided by its share.
     """
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self._shares = dict(shares)
-        self.counters: dict[str, float] = {}
+        self.counters: dict[str, float] = {}  # weighted tokens served, divided by the share
         self._accounts: dict[str, _Account] = {}
         self._queued: set[str] = set()
         self._level = 0.0  # lowest counter of those who waited or ran last
@@ -56,12 +50,9 @@ class FairShares:
     def order(
         self, running: Iterable[RequestView], waiting: Sequence[RequestView], most: int
     ) -> Sequence[RequestView]:
-        """Return waiting requests in the order in which they should be admitted.
+        """Charge running requests, and return waiting ones in the order of admission.
 
-        Args:
-            running: Running requests, which are charged for what was computed of them.
-            waiting: Waiting requests, in the order in which each client's own are admitted.
-            most: Number of requests from which on the order does not matter.
+        Each client's own stay in their order; that of all does not matter from `most` on.
         """
         for request in running:
             account = self._accounts.get(request.id)
@@ -69,7 +60,7 @@ class FairShares:
                 self._charge(account)
         queues: dict[str, deque[RequestView]] = defaultdict(deque)
         for request in waiting:
-            queues[client_of(request)].append(request)
+            queues[request.client or ""].append(request)
         self._lift(queues)
         if len(queues) < 2:
             return waiting
@@ -85,7 +76,8 @@ class FairShares:
                 heapq.heappop(heap)
                 continue
             # As if it were admitted: its prompt is certain.
-            counter += PROMPT_WEIGHT * max(1, request.prompt_left) / self._share(client)
+            share = self._shares.get(client, 1.0)
+            counter += PROMPT_WEIGHT * max(1, request.prompt_left) / share
             heapq.heapreplace(heap, (counter, client))
         for queue in queues.values():
             ordered.extend(queue)
@@ -95,8 +87,9 @@ class FairShares:
         """Open accounts for the requests of a batch that have none yet."""
         for request in requests:
             if request.id not in self._accounts:
-                account = _Account(request, request.prompt_left, request.kv_tokens)
-                self._accounts[request.id] = account
+                self._accounts[request.id] = _Account(
+                    request, request.prompt_left, request.kv_tokens
+                )
 
     def finished(self, request_id: str) -> None:
         """Charge a request that has ended for the last time."""
@@ -113,9 +106,9 @@ class FairShares:
         if prompt or view.kv_tokens != account.kv_tokens:
             account.began = view.kv_tokens > 0
         account.prompt_left, account.kv_tokens = view.prompt_left, view.kv_tokens
-        client = client_of(view)
-        tokens = PROMPT_WEIGHT * prompt + ANSWER_WEIGHT * answer
-        self.counters[client] = self.counters.get(client, 0.0) + tokens / self._share(client)
+        client, tokens = view.client or "", PROMPT_WEIGHT * prompt + ANSWER_WEIGHT * answer
+        share = self._shares.get(client, 1.0)
+        self.counters[client] = self.counters.get(client, 0.0) + tokens / share
 
     def _lift(self, queues: Iterable[str]) -> None:
         """Lift the clients that did not wait before to the lowest of those that did.
@@ -128,7 +121,7 @@ class FairShares:
         floor = min(stayed, default=self._level)
         for client in now - self._queued:
             self.counters[client] = max(self.counters.get(client, 0.0), floor)
-        active = now | {client_of(account.view) for account in self._accounts.values()}
+        active = now | {account.view.client or "" for account in self._accounts.values()}
         if active:
             least = min(self.counters.get(client, 0.0) for client in active)
             self._level = max(self._level, least)
@@ -140,11 +133,3 @@ class FairShares:
                 for client, counter in self.counters.items()
                 if client in active or counter > self._level
             }
-
-    def _share(self, client: str) -> float:
-        return self._shares.get(client, 1.0)
-
-
-def client_of(request: RequestView) -> str:
-    """Return whom a request is charged to; requests without a client share one account."""
-    return request.client or ""

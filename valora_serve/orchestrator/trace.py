@@ -12,16 +12,12 @@ if TYPE_CHECKING:
 
 
 class DecisionTrace:
-    """Writes one line per decision.
+    """Writes one line per decision, until the file cannot be written any more (a full disk).
 
-    The columns are: time in seconds, inference mode, merged adapter, rows in the batch (``d``
-    decode rows, ``p`` prompt tokens), numbers of running and waiting requests, prefetched adapters,
-    preempted and aborted requests if any, and the reason::
+    Time in seconds, mode, merged adapter, rows (``d`` decode, ``p`` prompt tokens), running and
+    waiting requests, prefetched adapters, preempted and aborted requests if any, reason::
 
           12.345678 mixture  plates        18d+256p run 19 wait 2  +faces  2 others wait > 0.1 s
-
-    A file that cannot be written any more (a full disk) ends the trace with a warning, and nothing
-    else.
 
     Args:
         file: File to write to. Whoever opened it flushes and closes it.
@@ -34,8 +30,7 @@ class DecisionTrace:
         """Write the line of one step."""
         if self._file is None:
             return
-        prefilling = {r.id for r in view.waiting}
-        prefilling.update(r.id for r in view.running if r.prompt_left)
+        prefilling = {r.id for r in view.waiting} | {r.id for r in view.running if r.prompt_left}
         tokens = sum(n for key, n in decision.batch if key in prefilling)
         decodes = sum(key not in prefilling for key, _ in decision.batch)
         notes = [f"+{name}" for name in decision.prefetch]

@@ -13,7 +13,6 @@ import io
 import json
 import math
 import os
-import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Table
 
 from valora_data.wording import plural
-from valora_serve.errors import ServeError, SettingsError, StorageError
+from valora_serve.errors import SettingsError, StorageError
 from valora_serve.workloads import traces
 
 if TYPE_CHECKING:
@@ -44,71 +43,41 @@ FORMULA = "average token latency = sum of latencies / sum of tokens (input, imag
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request to send.
+    """A request to send."""
 
-    Attributes:
-        at: Time at which to send it, in seconds from the start.
-        model: Model that the request names.
-        path: Path of the endpoint.
-        body: JSON body.
-        stream: Whether the answer is streamed.
-        latency_limit: Latency limit in seconds; NaN for none.
-    """
-
-    at: float
+    at: float  # seconds from the start
     model: str
     path: str
     body: dict[str, Any]
     stream: bool
-    latency_limit: float
+    latency_limit: float  # seconds; NaN for none
 
 
 @dataclass(slots=True)
 class Result:
-    """Measurements of a request; times are in seconds.
-
-    Attributes:
-        model: Model that the request names.
-        late: Delay of sending the request, caused by the client itself.
-        latency: Time from when the request was due to the end of its answer.
-        first: Time from when the request was due to the first token, or to the head's answer.
-        gaps: Times between tokens.
-        prompt: Prompt tokens, including image tokens.
-        output: Generated tokens.
-        error: Status and error code of a request that was not answered.
-        latency_limit: Latency limit; NaN for none.
-    """
+    """Measurements of a request; times are in seconds, the first two from when it was due."""
 
     model: str
-    late: float = 0.0
     latency: float = math.nan
-    first: float = math.nan
-    gaps: list[float] = field(default_factory=list)
-    prompt: int = 0
+    first: float = math.nan  # to the first token, or to the head's answer
+    late: float = 0.0  # delay of sending, caused by the client itself
+    gaps: list[float] = field(default_factory=list)  # between tokens
+    prompt: int = 0  # tokens, including image tokens
     output: int = 0
-    error: str | None = None
+    error: str | None = None  # status and error code, if it was not answered
     latency_limit: float = math.nan
 
 
 @dataclass(frozen=True)
 class Target:
-    """Models of the server under test.
-
-    Attributes:
-        context_length: Longest sequence (prompt and answer) in tokens.
-        base: Name of the base model.
-        heads: Domains that a head answers.
-        others: Adapters, and domains that generate.
-        media: What each domain reads, ``images`` or ``video``, where the server says so.
-        prompted: Domains whose prompt takes words of the request.
-    """
+    """Models of the server under test."""
 
     context_length: int
     base: str
-    heads: tuple[str, ...]
-    others: tuple[str, ...]
-    media: Mapping[str, str] = field(default_factory=dict)
-    prompted: frozenset[str] = frozenset()
+    heads: tuple[str, ...]  # domains that a head answers
+    others: tuple[str, ...]  # adapters, and domains that generate
+    media: Mapping[str, str] = field(default_factory=dict)  # ``images`` or ``video`` by domain
+    prompted: frozenset[str] = frozenset()  # domains whose prompt takes words of the request
 
     @classmethod
     def from_cards(cls, cards: Sequence[dict[str, Any]]) -> Target:
@@ -128,15 +97,8 @@ def build_requests(workload: Workload, target: Target, seed: int) -> tuple[list[
 
     An adapter of the workload keeps its name if the server has a model of this name. Otherwise one
     of the server's models stands in for it: a domain with a head where the workload generates no
-    tokens, an adapter or a domain that generates elsewhere.
-
-    Args:
-        workload: Requests to replay.
-        target: Models of the server.
-        seed: Random seed of prompts and images.
-
-    Returns:
-        The requests, and how many prompts were cut to the server's context length.
+    tokens, an adapter or a domain that generates elsewhere. Returns the requests, and how many
+    prompts were cut to the server's context length.
     """
     rng = np.random.default_rng(seed)
     requests, cut = [], 0
@@ -144,18 +106,12 @@ def build_requests(workload: Workload, target: Target, seed: int) -> tuple[list[
         number = int(workload.adapter[i])
         output, images = int(workload.output[i]), int(workload.images[i])
         name = workload.adapters[number] if number != traces.BASE else target.base
-        head = output == 0 and bool(target.heads)
-        if number == traces.BASE:
-            head = False
-        elif name not in (*target.heads, *target.others):
-            stand_ins = target.heads if head else target.others
+        if number != traces.BASE and name not in (*target.heads, *target.others):
+            stand_ins = target.others if output or not target.heads else target.heads
             name = stand_ins[number % len(stand_ins)] if stand_ins else target.base
-        head = name in target.heads
-        output = max(1, output)
         prompt = int(workload.prompt[i])
-        limit = float(workload.latency_limit[i])
-        at = float(workload.arrival[i])
-        if head:
+        limit, at = float(workload.latency_limit[i]), float(workload.arrival[i])
+        if name in target.heads:
             urls = [_picture(rng) for _ in range(max(1, images))]
             video = target.media.get(name, "video" if images > 1 else "images") == "video"
             body: dict[str, Any] = {"frames" if video else "images": urls}
@@ -163,7 +119,7 @@ def build_requests(workload: Workload, target: Target, seed: int) -> tuple[list[
                 body["prompt"] = _words(rng)
             requests.append(TimedRequest(at, name, f"/v1/vision/{name}", body, False, limit))
             continue
-        output = min(output, target.context_length // 2)
+        output = min(max(1, output), target.context_length // 2)
         most = target.context_length - output - TEMPLATE_TOKENS
         if prompt > most:
             prompt, cut = most, cut + 1
@@ -198,17 +154,7 @@ def _picture(rng: np.random.Generator) -> str:
 async def replay(
     url: str, requests: Sequence[TimedRequest], key: str | None, timeout: float
 ) -> list[Result]:
-    """Send each request when it is due.
-
-    Args:
-        url: URL of the server.
-        requests: Requests in order of time.
-        key: API key.
-        timeout: Time limit for an answer in seconds.
-
-    Returns:
-        The result of each request, in the same order.
-    """
+    """Send each request when it is due; return the result of each, in the same order."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -261,10 +207,10 @@ async def _send(
             if "error" in event:
                 result.error = str(event["error"].get("code"))
                 return
-            if event.get("usage"):
-                result.prompt = event["usage"]["prompt_tokens"]
-                result.output = event["usage"]["completion_tokens"]
-            if event["choices"] and _has_text(event["choices"][0]):
+            if usage := event.get("usage"):
+                result.prompt, result.output = usage["prompt_tokens"], usage["completion_tokens"]
+            choice = (event["choices"] or [{}])[0]
+            if choice.get("text") or choice.get("delta", {}).get("content"):
                 if math.isnan(result.first):
                     result.first = now - due
                 else:
@@ -275,10 +221,6 @@ async def _send(
         result.first = result.latency
 
 
-def _has_text(choice: dict[str, Any]) -> bool:
-    return bool(choice.get("text") or choice.get("delta", {}).get("content"))
-
-
 def _error(status: int, content: bytes) -> str:
     try:
         return f"{status} {json.loads(content)['error']['code']}"
@@ -287,15 +229,10 @@ def _error(status: int, content: bytes) -> str:
 
 
 def summarise(results: Sequence[Result], slo: float | None) -> dict[str, Any]:
-    """Compute the figures of a run.
+    """Compute counts, rates, and percentiles in seconds.
 
-    Args:
-        results: The result of each request.
-        slo: Latency limit in seconds of the requests for which the trace has none; None for none.
-
-    Returns:
-        Counts, rates, and percentiles in seconds. Requests that were not answered count as missing
-        their latency limit, and are left out of the latencies.
+    Requests that were not answered count as missing their latency limit (`slo` where the trace has
+    none), and are left out of the latencies.
     """
     answered = [result for result in results if result.error is None]
     tokens = sum(result.prompt + result.output for result in answered)
@@ -328,30 +265,19 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
     return float(np.percentile(values, percent)) if len(values) else None
 
 
-def table(figures: dict[str, Any]) -> Table:
-    """Lay out the mean and the percentiles of the times as a table."""
+def print_figures(figures: dict[str, Any], wall: float, console: Console) -> None:
+    """Print the figures of a run that took `wall` seconds: a table of times, then sentences."""
     made = Table()
     made.add_column("milliseconds")
     for name in ("mean", *(f"p{p}" for p in PERCENTILES)):
         made.add_column(name, justify="right")
     for name, values in figures["seconds"].items():
-        cells = [("–" if value is None else f"{1000 * value:.1f}") for value in values.values()]
-        made.add_row(name, *cells)
-    return made
-
-
-def sentences(figures: dict[str, Any], wall: float) -> list[str]:
-    """Put the other figures into sentences.
-
-    Args:
-        figures: Figures of the run, as `summarise` returns them.
-        wall: Seconds that the run took.
-    """
+        made.add_row(name, *("–" if v is None else f"{1000 * v:.1f}" for v in values.values()))
+    console.print(made)
     tokens = figures["prompt_tokens"] + figures["output_tokens"]
     lines = [
         f"{figures['answered']} of {plural(figures['requests'], 'request')} answered in "
-        f"{wall:.1f} s: "
-        f"{figures['answered'] / wall:.2f} requests/s, "
+        f"{wall:.1f} s: {figures['answered'] / wall:.2f} requests/s, "
         f"{figures['output_tokens'] / wall:.1f} output tokens/s, {tokens / wall:.1f} tokens/s"
     ]
     if figures["average_token_latency"] is not None:
@@ -366,7 +292,8 @@ def sentences(figures: dict[str, Any], wall: float) -> list[str]:
         lines.append(
             f"this client sent requests late (p99 {1000 * late:.0f} ms): run it on a faster machine"
         )
-    return lines
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -376,47 +303,32 @@ def parser() -> argparse.ArgumentParser:
         description="Replay a trace against a running server, and print latencies and throughput.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    made.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server")
-    made.add_argument("--key", default=os.environ.get("VALORA_BENCH_KEY"), help="API key")
-    made.add_argument("--trace", type=Path, help="JSON lines: arrival, adapter, prompt, output, …")
-    made.add_argument(
-        "--workload", choices=sorted(traces.GENERATORS), default="poisson",
-        help="generator, if there is no --trace",
-    )  # fmt: skip
-    made.add_argument("--rate", type=float, default=4.0, help="requests per second; video: streams")
-    made.add_argument("--duration", type=float, default=30.0, help="seconds of arrivals")
-    made.add_argument("--adapters", type=int, default=4, help="number of adapters")
-    made.add_argument("--skew", type=float, default=0.6, help="share of the most popular adapter")
-    made.add_argument("--prompt", type=int, default=128, help="poisson: prompt tokens")
-    made.add_argument("--output", type=int, default=64, help="poisson: tokens to generate")
-    made.add_argument("--requests", type=int, default=100, help="at_once: number of requests")
-    made.add_argument("--first", type=int, help="replay only the first so many requests")
-    made.add_argument("--speed", type=float, default=1.0, help="replay so many times faster")
-    made.add_argument("--slo", type=float, help="latency limit in seconds, if the trace has none")
-    made.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for an answer")
-    made.add_argument("--seed", type=int, default=0, help="random seed of trace and contents")
-    made.add_argument("--json", type=Path, help="also write all figures to this file")
+    for name, kind, default, text in (
+        ("url", str, "http://127.0.0.1:8000", "URL of the server"),
+        ("key", str, os.environ.get("VALORA_BENCH_KEY"), "API key"),
+        ("trace", Path, None, "JSON lines: arrival, adapter, prompt, output, …"),
+        ("rate", float, 4.0, "requests per second; video: streams"),
+        ("duration", float, 30.0, "seconds of arrivals"),
+        ("adapters", int, 4, "number of adapters"),
+        ("skew", float, 0.6, "share of the most popular adapter"),
+        ("prompt", int, 128, "poisson: prompt tokens"),
+        ("output", int, 64, "poisson: tokens to generate"),
+        ("requests", int, 100, "at_once: number of requests"),
+        ("first", int, None, "replay only the first so many requests"),
+        ("speed", float, 1.0, "replay so many times faster"),
+        ("slo", float, None, "latency limit in seconds, if the trace has none"),
+        ("timeout", float, 600.0, "seconds to wait for an answer"),
+        ("seed", int, 0, "random seed of trace and contents"),
+        ("json", Path, None, "also write all figures to this file"),
+    ):
+        made.add_argument(f"--{name}", type=kind, default=default, help=text)
+    made.add_argument("--workload", choices=sorted(traces.GENERATORS), default="poisson",
+                      help="generator, if there is no --trace")  # fmt: skip
     return made
 
 
-def make_workload(options: argparse.Namespace) -> Workload:
-    """Read or generate the workload that the options name.
-
-    Raises:
-        TraceError: The file is damaged, or an option is out of range.
-    """
-    if options.trace is not None:
-        return traces.read(options.trace)
-    given = vars(options) | {"streams": round(options.rate)}
-    return traces.generate(traces.GENERATORS[options.workload], given)
-
-
 def query_target(url: str, key: str | None) -> Target:
-    """Ask a server for its models.
-
-    Raises:
-        SettingsError: No server answers at this URL, or it refuses.
-    """
+    """Ask a server for its models; SettingsError if it does not answer."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.get(f"{url}/v1/models", headers=headers, timeout=30, trust_env=False)
@@ -429,11 +341,7 @@ def query_target(url: str, key: str | None) -> Target:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command ``valora-serve bench``.
-
-    Returns:
-        Exit status: 1 if no request was answered.
-    """
+    """Run the command ``valora-serve bench``; return 1 if no request was answered."""
     options = parser().parse_args(list(arguments))
     if not (options.speed > 0 and options.rate > 0):
         raise SettingsError(
@@ -441,7 +349,12 @@ def main(arguments: Sequence[str]) -> int:
         )
     url = options.url.rstrip("/")
     target = query_target(url, options.key)
-    requests, cut = build_requests(make_workload(options), target, options.seed)
+    if options.trace is not None:
+        workload = traces.read(options.trace)
+    else:
+        given = vars(options) | {"streams": round(options.rate)}
+        workload = traces.generate(traces.GENERATORS[options.workload], given)
+    requests, cut = build_requests(workload, target, options.seed)
     requests = [
         replace(request, at=request.at / options.speed) for request in requests[: options.first]
     ]
@@ -458,9 +371,7 @@ def main(arguments: Sequence[str]) -> int:
     results = asyncio.run(replay(url, requests, options.key, options.timeout))
     wall = time.perf_counter() - began
     figures = summarise(results, options.slo)
-    console.print(table(figures))
-    for line in sentences(figures, wall):
-        console.print(line, markup=False, highlight=False)
+    print_figures(figures, wall, console)
     if options.json is not None:
         given = {name: str(value) for name, value in vars(options).items() if name != "key"}
         content = {
@@ -475,11 +386,3 @@ def main(arguments: Sequence[str]) -> int:
                 "that is left; make room or name another file"
             ) from error
     return 0 if figures["answered"] else 1
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ServeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)

@@ -20,76 +20,45 @@ from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.routing.base import RouterSettings
 from valora_serve.routing.registry import ROUTERS, make_router
 from valora_serve.workloads import traces
-from valora_serve.workloads.cluster import simulate_cluster
-from valora_serve.workloads.cluster_table import NOTE, cluster_row, tables
-from valora_serve.workloads.dispatch import WAYS, RouterDispatch
+from valora_serve.workloads.cluster import WAYS, Dispatch, simulate_cluster
 from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from rich.console import Console
     from rich.table import Table as RichTable
 
-    from valora_serve.workloads.dispatch import Dispatch
-    from valora_serve.workloads.simulator import Report
     from valora_serve.workloads.traces import Workload
+
+    Row = dict[str, Any]
+    Column = tuple[str, Callable[[Row], str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        arguments: Command-line arguments; those of the process if None.
-
-    Returns:
-        Exit status: 1 if something is wrong, with a message on standard error.
-    """
+    """Run the command; return 1 if something is wrong, with a message on standard error."""
     options = _parser().parse_args(arguments)
     try:
         _check(options)
-        if _has_replicas(options):
-            rows = list(_cluster_runs(options))
-            _print_cluster(rows, options)
-        else:
-            rows = list(_runs(options))
-            _print(rows, options)
+        rows = list(_rows(options))
+        _print(rows, options)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         if options.plot:
             _plot(rows, options.plot)
     except ValoraError as error:
-        print(f"valora-sim: {error}", file=sys.stderr)
-        return 1
+        wrong = str(error)
     except OSError as error:
-        print(
-            f"valora-sim: {error.filename or 'a file'} cannot be written ({error.strerror}): make "
-            "room or name another file",
-            file=sys.stderr,
+        wrong = (
+            f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room or name "
+            "another file"
         )
-        return 1
     except ImportError as error:
         name = str(error.name or "").partition(".")[0]
-        print(f"valora-sim: --plot needs {name}: pip install {name}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Refuse numbers that no workload or machine has.
-
-    Raises:
-        SimulationError: There are some.
-    """
-    for name in ("rank", "requests", "duration", "slo", "latency_limit", "rates", "cv"):
-        given = getattr(options, name)
-        for value in given if isinstance(given, list) else [given]:
-            if value is not None and not 0 < value < math.inf:
-                raise SimulationError(f"{name}: expected more than 0, got {value}.")
-    for name in ("lora_cost", "adapters"):
-        value = getattr(options, name)
-        if not 0 <= value < math.inf:
-            raise SimulationError(f"{name}: expected 0 or more, got {value}.")
+        wrong = f"--plot needs {name}: pip install {name}"
+    else:
+        return 0
+    print(f"valora-sim: {wrong}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,17 +68,12 @@ def _parser() -> argparse.ArgumentParser:
         "machine or on replicas behind a router.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    policy, machine = PolicySettings(), SimSettings()
+    policy, machine, router = PolicySettings(), SimSettings(), RouterSettings()
     add = parser.add_argument_group("workload").add_argument
     add("--workload", choices=sorted(traces.GENERATORS), default="poisson", help="generator")
     add("--trace", type=Path, help="replay this file instead: .jsonl, or .csv as Azure's traces")
-    add(
-        "--rates",
-        nargs="+",
-        type=float,
-        default=[10.0],
-        help="requests per second (video: streams)",
-    )
+    add("--rates", nargs="+", type=float, default=[10.0],
+        help="requests per second (video: streams)")  # fmt: skip
     add("--skews", nargs="+", type=float, default=[0.6], help="shares of the most popular adapter")
     add("--adapters", type=int, default=16, help="number of adapters")
     add("--rank", type=int, default=64, help="rank of the adapters")
@@ -118,36 +82,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--duration", type=float, default=30.0, help="seconds of arrivals")
     add("--requests", type=int, default=400, help="at_once: number of requests")
     add("--heads", action=argparse.BooleanOptionalAction, default=True, help="video: use heads")
-    add(
-        "--answer-limit",
-        type=int,
-        metavar="N",
-        help="answers end by themselves, and policies expect N tokens of each",
-    )
+    add("--answer-limit", type=int, metavar="N",
+        help="answers end by themselves, and policies expect N tokens of each")  # fmt: skip
     add("--latency-limit", type=float, help="latency limit of every request in seconds")
     add("--seed", type=int, default=0, help="random seed")
 
     add = parser.add_argument_group("policies").add_argument
-    names = ", ".join(POLICIES)
-    add(
-        "--policies",
-        nargs="+",
-        metavar="NAME",
-        help=f"some of {names} (default: all, with replicas: cost)",
-    )
+    add("--policies", nargs="+", metavar="NAME",
+        help=f"some of {', '.join(POLICIES)} (default: all, with replicas: cost)")  # fmt: skip
     add("--theta", type=float, default=policy.theta, help="valora: starvation threshold in seconds")
     add("--clusters", type=int, default=policy.clusters, help="S-LoRA's adapter clustering")
-    add(
-        "--early-abort",
-        action="store_true",
-        help="abort requests whose first token would come too late (S-LoRA's early abort)",
-    )
-    add(
-        "--shares",
-        nargs="*",
-        metavar="ADAPTER=N",
-        help="admit by what each adapter was served, divided by its share (1 unless named)",
-    )
+    add("--early-abort", action="store_true",
+        help="S-LoRA's early abort: requests whose first token would come too late")  # fmt: skip
+    add("--shares", nargs="*", metavar="ADAPTER=N",
+        help="admit by what each adapter was served, by its share (1 unless named)")  # fmt: skip
     add("--slo", type=float, default=policy.slo, help="limit of the time to first token in seconds")
 
     add = parser.add_argument_group("machine").add_argument
@@ -155,21 +103,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--lora-cost", type=float, default=1.0, help="factor on the cost of LoRA terms")
     add("--max-requests", type=int, default=machine.max_requests, help="most running requests")
     add("--pages", type=int, default=machine.pages, help="pages of unified memory, 16 tokens each")
-
     add("--slots", type=int, default=machine.slots, help="most adapters on the device")
 
-    router = RouterSettings()
     add = parser.add_argument_group("replicas, each a machine as above").add_argument
     add("--replicas", nargs="+", type=int, metavar="N", default=[1], help="numbers to compare")
     routers = ", ".join([*ROUTERS, *WAYS])
     add("--router", nargs="+", metavar="NAME", help=f"some of {routers} (default: affinity)")
     add("--load-bound", type=float, default=router.bound, help="affinity: most load over the mean")
     add("--slack", type=float, default=router.slack, help="affinity: load that is never too much")
-    add(
-        "--per-replica",
-        action="store_true",
-        help="rates and numbers of requests are those of a replica",
-    )
+    add("--per-replica", action="store_true",
+        help="rates and numbers of requests are those of a replica")  # fmt: skip
 
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, help="write the results to this file")
@@ -178,28 +121,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _has_replicas(options: argparse.Namespace) -> bool:
-    """Whether replicas are simulated; checks the options that go with them."""
-    if options.replicas == [1] and options.router is None:
-        return False
-    for name, given in (("plot", options.plot), ("decision-trace", options.decision_trace)):
-        if given:
-            raise traces.TraceError(
+def _check(options: argparse.Namespace) -> None:
+    """Refuse numbers that no workload or machine has, and options that exclude each other."""
+    for name in ("rank", "requests", "duration", "slo", "latency_limit", "rates", "cv"):
+        given = getattr(options, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not 0 < value < math.inf:
+                raise SimulationError(f"{name}: expected more than 0, got {value}.")
+    for name in ("lora_cost", "adapters"):
+        value = getattr(options, name)
+        if not 0 <= value < math.inf:
+            raise SimulationError(f"{name}: expected 0 or more, got {value}.")
+    options.several = options.replicas != [1] or options.router is not None
+    for name in ("plot", "decision-trace"):
+        if options.several and getattr(options, name.replace("-", "_")):
+            raise SimulationError(
                 f"--{name} is for one machine: leave out --replicas and --router."
             )
-    return True
 
 
-def _machine(options: argparse.Namespace) -> tuple[CostModel, PolicySettings, SimSettings]:
-    """Return costs, settings of the policies and the simulated machine."""
+def _rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Simulate each workload under each policy, with replicas on each number with each router."""
     costs = CostModel.read(options.costs) if options.costs else H200_7B
+    costs = costs.with_lora(options.lora_cost)
     settings = PolicySettings(
         theta=options.theta,
         clusters=options.clusters,
         early_abort=options.early_abort,
         slo=options.slo,
         fair=options.shares is not None,
-        shares=_shares(options.shares or ()),
+        shares=_shares(options),
     )
     machine = SimSettings(
         max_requests=options.max_requests,
@@ -208,116 +159,85 @@ def _machine(options: argparse.Namespace) -> tuple[CostModel, PolicySettings, Si
         slo=options.slo,
         answer_limit=options.answer_limit,
     )
-    return costs.with_lora(options.lora_cost), settings, machine
+    policies, ways = _policies(options), _ways(options)
+    for replicas in options.replicas:
+        cases = list(_cases(options, replicas if options.per_replica else 1))
+        if options.decision_trace and len(cases) * len(policies) > 1:
+            raise SimulationError("--decision-trace needs one policy, one rate and one skewness.")
+        for rate, skew, workload in cases:
+            for policy in policies:
+                row: Row = {"rate": rate, "skew": skew, "policy": policy}
+                make = partial(make_policy, policy, costs, settings)
+                for name, dispatch in ways.items():
+                    began = time.perf_counter()
+                    if options.several:
+                        found = simulate_cluster(
+                            workload, replicas, dispatch(), make, costs, machine
+                        )
+                        each = [
+                            {**asdict(one), "busy": busy}
+                            for one, busy in zip(found.replicas, found.busy, strict=True)
+                        ]
+                        row |= {"replicas": replicas, "router": name, "per_replica": each,
+                                "busy": sum(found.busy) / replicas, "balance": found.balance,
+                                "fairness": found.fairness, **asdict(found.total)}  # fmt: skip
+                    elif options.decision_trace:
+                        with options.decision_trace.open("w", encoding="utf-8") as file:
+                            trace = DecisionTrace(file)
+                            row |= asdict(simulate(workload, make(), costs, machine, trace))
+                    else:
+                        row |= asdict(simulate(workload, make(), costs, machine))
+                    yield {**row, "computed_in": time.perf_counter() - began}
 
 
-def _shares(given: Sequence[str]) -> dict[str, float]:
-    """Read the shares of adapters."""
-    shares = {}
-    for one in given:
-        name, _, share = one.rpartition("=")
-        try:
-            shares[name] = float(share)
-        except ValueError as error:
-            raise traces.TraceError(f"--shares {one}: write ADAPTER=NUMBER.") from error
-    return shares
-
-
-def _policies(options: argparse.Namespace, default: Sequence[str]) -> Sequence[str]:
+def _policies(options: argparse.Namespace) -> list[str]:
     """Return the names of the policies to simulate; with shares, those that keep them."""
+    default = ["cost"] if options.several else list(POLICIES)
     if options.shares is None:
         return options.policies or default
     for name in options.policies or ():
         if not keeps_shares(name):
-            raise traces.TraceError(
+            raise SimulationError(
                 f"--shares: the policy {name} keeps no shares: leave one of the two out."
             )
     return options.policies or [name for name in default if keeps_shares(name)]
 
 
-def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Simulate each workload under each policy; yields the rows of the table."""
-    costs, settings, machine = _machine(options)
-    policies = _policies(options, list(POLICIES))
-    cases = list(_cases(options))
-    if options.decision_trace and len(cases) * len(policies) > 1:
-        raise traces.TraceError("--decision-trace needs one policy, one rate and one skewness.")
-    for rate, skew, workload in cases:
-        for name in policies:
-            policy = make_policy(name, costs, settings)
-            began = time.perf_counter()
-            if options.decision_trace:
-                with options.decision_trace.open("w", encoding="utf-8") as file:
-                    report = simulate(workload, policy, costs, machine, DecisionTrace(file))
-            else:
-                report = simulate(workload, policy, costs, machine)
-            yield _row(rate, skew, name, report, time.perf_counter() - began)
+def _ways(options: argparse.Namespace) -> dict[str, Callable[[], Dispatch]]:
+    """Return what makes each way to choose replicas, by name; that of one machine is not used."""
+    settings = RouterSettings(bound=options.load_bound, slack=options.slack, seed=options.seed)
 
+    def routed(name: str) -> Dispatch:
+        return Dispatch(make_router(name, settings))
 
-def _routed(name: str, settings: RouterSettings) -> Dispatch:
-    return RouterDispatch(make_router(name, settings))
-
-
-def _cluster_runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Simulate each workload on each number of replicas with each router."""
-    costs, settings, machine = _machine(options)
-    policies = _policies(options, ["cost"])
-    asked = RouterSettings(bound=options.load_bound, slack=options.slack, seed=options.seed)
     ways: dict[str, Callable[[], Dispatch]] = {}
     for name in options.router or ["affinity"]:
-        if name in WAYS:
-            ways[name] = partial(WAYS[name], options.seed)
-            continue
-        make_router(name, asked)  # refuses an unknown one before anything is simulated
-        ways[name] = partial(_routed, name, asked)
-    for replicas in options.replicas:
-        for rate, skew, workload in _cases(options, replicas if options.per_replica else 1):
-            for policy in policies:
-                for name, make in ways.items():
-                    began = time.perf_counter()
-                    report = simulate_cluster(
-                        workload,
-                        replicas,
-                        make(),
-                        partial(make_policy, policy, costs, settings),
-                        costs,
-                        machine,
-                    )
-                    yield {
-                        "replicas": replicas,
-                        "router": name,
-                        "rate": rate,
-                        "skew": skew,
-                        "policy": policy,
-                        "computed_in": time.perf_counter() - began,
-                        **cluster_row(report),
-                    }
+        if name not in WAYS:
+            make_router(name, settings)  # refuses an unknown one before anything is simulated
+        ways[name] = partial(WAYS[name], options.seed) if name in WAYS else partial(routed, name)
+    return ways
 
 
-def _row(
-    rate: float | None, skew: float, policy: str, report: Report, seconds: float
-) -> dict[str, Any]:
-    return {
-        "rate": rate,
-        "skew": skew,
-        "policy": policy,
-        "computed_in": seconds,
-        **asdict(report),
-    }
+def _shares(options: argparse.Namespace) -> dict[str, float]:
+    """Read the shares of adapters."""
+    shares = {}
+    for one in options.shares or ():
+        name, _, share = one.rpartition("=")
+        try:
+            shares[name] = float(share)
+        except ValueError as error:
+            raise SimulationError(f"--shares {one}: write ADAPTER=NUMBER.") from error
+    return shares
 
 
 def _cases(
-    options: argparse.Namespace, times: int = 1
+    options: argparse.Namespace, times: int
 ) -> Iterator[tuple[float | None, float, Workload]]:
-    """Read or generate the workloads to simulate.
+    """Read or generate the workloads to simulate, each with its rate and skewness.
 
-    Args:
-        options: Options of the command.
-        times: Factor on the rate or the number of requests; files are replayed as they are.
-
-    Yields:
-        The rate, the skewness and the workload. The rate is None for requests that arrive at once
-        and for a file that says itself when they arrive; the skewness is α for power-law adapters.
+    Rates and numbers of requests are multiplied by `times`; files are replayed as they are. The
+    rate is None for requests that arrive at once and for a file that says itself when they arrive;
+    the skewness is α for power-law adapters.
     """
     file: Path | None = options.trace
     if file is not None and file.suffix == ".jsonl":
@@ -328,28 +248,29 @@ def _cases(
     taken = traces.options_of(make)
     for rate in options.rates if taken & {"rate", "streams"} else [None]:
         for skew in options.skews if "skew" in taken else [options.alpha]:
-            given = vars(options) | {"skew": skew, "ranks": (options.rank,)}
+            given = vars(options) | {"skew": skew, "ranks": (options.rank,), "rate": rate}
             given["requests"] *= times
-            given["rate"] = rate
             if rate is not None:
-                given["rate"] = rate * times
-                given["streams"] = int(rate * times)
+                given["rate"], given["streams"] = rate * times, int(rate * times)
             yield rate, skew, _limited(traces.generate(make, given), options)
 
 
 def _limited(workload: Workload, options: argparse.Namespace) -> Workload:
-    unknown = sorted(_shares(options.shares or ()).keys() - set(workload.adapters))
+    unknown = sorted(_shares(options).keys() - set(workload.adapters))
     if unknown:
         few = ", ".join(workload.adapters[:3])
-        raise traces.TraceError(
-            f"--shares: the workload has no adapter {unknown[0]!r}, but {few} …"
-        )
+        raise SimulationError(f"--shares: the workload has no adapter {unknown[0]!r}, but {few} …")
     if options.latency_limit is None:
         return workload
     return traces.with_latency_limit(workload, options.latency_limit)
 
 
-COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+HEAD: tuple[Column, ...] = (
+    ("policy", lambda r: str(r["policy"])),
+    ("rate", lambda r: "-" if r["rate"] is None else f"{r['rate']:g}"),
+    ("skew", lambda r: f"{r['skew']:.2g}"),
+)
+ONE: tuple[Column, ...] = (
     ("ms/token", lambda r: f"{r['token_latency'] * 1e3:.3f}"),
     ("req/s", lambda r: f"{r['throughput']:.2f}"),
     ("tok/s", lambda r: f"{r['token_throughput']:.0f}"),
@@ -363,88 +284,104 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("switches", lambda r: str(r["switches"])),
     ("merged/mixture", lambda r: f"{r['modes']['merged']:.0%}/{r['modes']['mixture']:.0%}"),
 )
+REPLICA: tuple[Column, ...] = (
+    ("requests", lambda r: str(r["requests"])),
+    ("req/s", lambda r: f"{r['throughput']:.2f}"),
+    ("tok/s", lambda r: f"{r['token_throughput']:.0f}"),
+    ("TTFT p50 ms", lambda r: f"{r['first_token'][1] * 1e3:.0f}"),
+    ("TTFT p99 ms", lambda r: f"{r['first_token'][3] * 1e3:.0f}"),
+    ("e2e p50 s", lambda r: f"{r['end_to_end'][1]:.2f}"),
+    ("e2e p99 s", lambda r: f"{r['end_to_end'][3]:.2f}"),
+    ("loads", lambda r: str(r["loads"])),
+    ("busy", lambda r: f"{r['busy']:.0%}"),
+)
+ROUTED: tuple[Column, ...] = (
+    ("replicas", lambda r: str(r["replicas"])),
+    ("router", lambda r: str(r["router"])),
+    *HEAD,
+)
 
 
-def _title(options: argparse.Namespace) -> str:
-    return f"Simulated, costs from {options.costs or 'the H200 estimate (not measured)'}"
+def _table(title: str, columns: Sequence[Column], groups: Sequence[Sequence[Row]]) -> RichTable:
+    """Lay out rows as a table with a line below each group."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name, _ in columns:
+        table.add_column(name, justify="left" if name in ("router", "policy") else "right")
+    for group in groups:
+        for row in group:
+            table.add_row(*(text(row) for _, text in columns))
+        table.add_section()
+    return table
 
 
-def _console() -> Console:
-    """A console on which no table is cut: a pipe or a file has no width."""
+def _print(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Print the results as tables; with several cases on one machine, also geometric means."""
     from rich.console import Console
 
     console = Console()
-    return console if console.is_terminal else Console(width=200)
+    if not console.is_terminal:  # a pipe or a file has no width: no table is cut
+        console = Console(width=200)
+    title = f"Simulated, costs from {options.costs or 'the H200 estimate (not measured)'}"
+    if options.several:
+        alone = {_case(row): row["throughput"] for row in rows if row["replicas"] == 1}
 
+        def times(row: Row) -> str:
+            return f"{row['throughput'] / alone[_case(row)]:.3f}" if _case(row) in alone else "-"
 
-def _print_cluster(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
-    console = _console()
-    for table in tables(rows, _title(options)):
-        console.print(table)
-    console.print(NOTE, style="dim")
-
-
-def _print(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Print the results as a table; with several cases, also their geometric means.
-
-    With shares, also what each adapter was served.
-    """
-    from rich.table import Table
-
-    table = Table(title=_title(options), title_justify="left")
-    table.add_column("rate", justify="right")
-    table.add_column("skew", justify="right")
-    table.add_column("policy")
-    for title, _ in COLUMNS:
-        table.add_column(title, justify="right")
-    before = None
+        total: tuple[Column, ...] = (
+            *ROUTED,
+            ("× one", times),
+            *REPLICA,
+            ("balance", lambda r: f"{r['balance']:.3f}"),
+            ("fairness", lambda r: f"{r['fairness']:.3f}"),
+        )
+        console.print(_table(title, total, [rows]))
+        each = [[{**row, **one, "number": n} for n, one in enumerate(row["per_replica"])]
+                for row in rows]  # fmt: skip
+        columns = (*ROUTED, ("replica", lambda r: str(r["number"])), *REPLICA)
+        console.print(_table("Each replica of the above", columns, each))
+        console.print(
+            "Balance, fairness: Jain's index of the replicas' busy time and of the adapters' mean "
+            "time to first token (1: all equal).", style="dim",
+        )  # fmt: skip
+        return
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
-        case = row["rate"], row["skew"]
-        if before not in (None, case):
-            table.add_section()
-        before = case
-        rate = "-" if row["rate"] is None else f"{row['rate']:g}"
-        cells = [text(row) for _, text in COLUMNS]
-        table.add_row(rate, f"{row['skew']:.2g}", str(row["policy"]), *cells)
-    console = _console()
-    console.print(table)
+        groups.setdefault((row["rate"], row["skew"]), []).append(row)
+    console.print(_table(title, (*HEAD, *ONE), list(groups.values())))
     if options.shares is not None:
         for row in rows:
-            total = max(1, sum(row["served"].values()))
-            parts = ", ".join(f"{a} {n / total:.1%}" for a, n in sorted(row["served"].items()))
+            served = max(1, sum(row["served"].values()))
+            parts = ", ".join(f"{a} {n / served:.1%}" for a, n in sorted(row["served"].items()))
             console.print(f"{row['policy']}: tokens before the last arrival: {parts}")
     console.print(
         "ms/token: sum of end-to-end latencies over all input, image and output tokens.",
         style="dim",
     )
-    if len({(row["rate"], row["skew"]) for row in rows}) > 1:
-        console.print(_summary(rows))
+    if len(groups) > 1:
+        means = [{"policy": policy, "rows": [r for r in rows if r["policy"] == policy]}
+                 for policy in dict.fromkeys(row["policy"] for row in rows)]  # fmt: skip
+        skews = dict.fromkeys(row["skew"] for row in rows)
+        by_skew = [(f"{skew:.2g}", partial(_mean, skew=skew)) for skew in skews]
+        columns = (HEAD[0], *by_skew, ("all", partial(_mean, skew=None)))
+        console.print(_table("ms/token, geometric mean over the rates", columns, [means]))
 
 
-def _summary(rows: Sequence[dict[str, Any]]) -> RichTable:
-    """Summarise the average token latency by policy and skewness: geometric mean over the rates."""
-    from rich.table import Table
-
-    skews = list(dict.fromkeys(row["skew"] for row in rows))
-    table = Table(title="ms/token, geometric mean over the rates", title_justify="left")
-    table.add_column("policy")
-    for skew in skews:
-        table.add_column(f"{skew:.2g}", justify="right")
-    table.add_column("all", justify="right")
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        cells = []
-        for skew in (*skews, None):
-            chosen = [
-                math.log(row["token_latency"] * 1e3)
-                for row in rows
-                if row["policy"] == policy and skew in (None, row["skew"])
-            ]
-            cells.append(f"{math.exp(sum(chosen) / len(chosen)):.3f}")
-        table.add_row(policy, *cells)
-    return table
+def _case(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("rate", "skew", "policy", "router"))
 
 
-def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def _mean(row: Row, skew: float | None) -> str:
+    """Return the geometric mean of the average token latency over rows of a skewness, or all."""
+    chosen = [
+        math.log(one["token_latency"] * 1e3) for one in row["rows"] if skew in (None, one["skew"])
+    ]
+    return f"{math.exp(sum(chosen) / len(chosen)):.3f}"
+
+
+def _plot(rows: Sequence[Row], path: Path) -> None:
     """Plot the average token latency against the skewness, one panel per rate."""
     from matplotlib.figure import Figure
 
@@ -454,12 +391,8 @@ def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for panel, rate in zip(panels, rates, strict=True):
         for policy in dict.fromkeys(row["policy"] for row in rows):
             points = [r for r in rows if r["rate"] == rate and r["policy"] == policy]
-            panel.plot(
-                [r["skew"] for r in points],
-                [r["token_latency"] * 1e3 for r in points],
-                marker="o",
-                label=policy,
-            )
+            latencies = [r["token_latency"] * 1e3 for r in points]
+            panel.plot([r["skew"] for r in points], latencies, marker="o", label=policy)
         panel.set(
             title="all at once" if rate is None else f"{rate:g} requests/s",
             xlabel="share of the popular adapter",

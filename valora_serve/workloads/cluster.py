@@ -1,34 +1,71 @@
-"""Simulates replicas that share one stream of requests, each a machine (`simulator.Machine`).
-
-A `Dispatch` chooses the replica of each request; `RouterDispatch` asks the routers that the real
-replicas use (`valora_serve.routing`).
-"""
+"""Simulates replicas that share one stream of requests, each a machine (`simulator.Machine`)."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from valora_serve.errors import SettingsError
-from valora_serve.types import Mode
+from valora_serve.routing.base import RecentAdapters, ReplicaState
 from valora_serve.workloads.simulator import Machine, SimSettings, report
 from valora_serve.workloads.traces import BASE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
+    from valora_serve.orchestrator.base import BasePolicy
     from valora_serve.orchestrator.cost_model import CostModel
-    from valora_serve.orchestrator.decision import Policy
-    from valora_serve.workloads.dispatch import Dispatch
-    from valora_serve.workloads.simulator import Report, SimulatedRequest
+    from valora_serve.routing.base import Router
+    from valora_serve.workloads.simulator import Report
     from valora_serve.workloads.traces import Workload
+
+REPORT_SECONDS = 1.0  # between two reports of a replica's resident adapters
+
+
+class Dispatch:
+    """Chooses the replica of each request by a router, which sees what it would see of real ones.
+
+    These are the requests that are not answered, the resident adapters as of a replica's last
+    report, and the adapters that were sent since.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._recent: list[RecentAdapters] = []
+        self._resident: list[frozenset[str]] = []
+        self._next_report = -math.inf
+
+    def start(self, cluster: Cluster) -> None:
+        """Begin; a study may plan events of its own (`Cluster.at`)."""
+        self._recent = [RecentAdapters(m.settings.slots) for m in cluster.machines]
+
+    def choose(self, adapter: str | None, machines: Sequence[Machine], time: float) -> int:
+        """Return the index of the replica for a request that arrives at a time in seconds."""
+        if time >= self._next_report:
+            self._next_report = time + REPORT_SECONDS
+            self._resident = [frozenset(m.adapters.resident) for m in machines]
+        states = [
+            ReplicaState(f"replica-{n}", machine.outstanding(time), resident, recent.names)
+            for n, (machine, resident, recent) in enumerate(
+                zip(machines, self._resident, self._recent, strict=True)
+            )
+        ]
+        chosen = int(self._router.rank(adapter, states)[0].removeprefix("replica-"))
+        self._recent[chosen].add(adapter)
+        return chosen
+
+
+WAYS: dict[str, Callable[[int], Dispatch]] = {}
+"""Ways to choose replicas besides the routers, by name, each made with a random seed; programs in
+`tests/bench` add theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +74,11 @@ class ClusterReport:
 
     Attributes:
         total: Results of all replicas together.
-        replicas: Results of each replica, on the requests that it got (moved ones: in the end).
+        replicas: Results of each replica, on the requests that it got.
         busy: Share of the time in which each replica computed.
         balance: Jain's index of the replicas' busy seconds: 1 if all are equal, 1/n if one does
             everything.
         fairness: Jain's index of the adapters' mean times to the first token.
-        migrations: Requests that were moved between replicas.
     """
 
     total: Report
@@ -50,14 +86,69 @@ class ClusterReport:
     busy: tuple[float, ...]
     balance: float
     fairness: float
-    migrations: int
+
+
+class Cluster:
+    """Replicas that share one stream of requests, and their arrays of times."""
+
+    def __init__(self, workload: Workload, machines: list[Machine], dispatch: Dispatch) -> None:
+        self.workload, self.machines, self.dispatch = workload, machines, dispatch
+        self.owner = np.zeros(len(workload), dtype=np.intp)  # replica of each request
+        self._order = count()  # events of one moment keep their order
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+
+    def at(self, time: float, act: Callable[[float], None]) -> None:
+        """Plan something for a time in seconds, to which all machines are advanced before."""
+        heapq.heappush(self._events, (time, next(self._order), act))
+
+    @property
+    def working(self) -> bool:
+        """Whether requests are to come or unfinished."""
+        return bool(self._events) or any(m.views for m in self.machines)
+
+    def run(self) -> ClusterReport:
+        """Simulate all requests."""
+        self.dispatch.start(self)
+        for index, arrival in enumerate(self.machines[0].arrivals):
+            self.at(arrival, partial(self._submit, index))
+        while self.working:
+            time, act = math.inf, None
+            if self._events:
+                time, _, act = heapq.heappop(self._events)
+            for machine in self.machines:
+                machine.advance(time)
+            if act is not None:
+                act(time)
+        return self._report()
+
+    def _submit(self, index: int, time: float) -> None:
+        number = int(self.workload.adapter[index])
+        adapter = None if number == BASE else self.workload.adapters[number]
+        target = self.owner[index] = self.dispatch.choose(adapter, self.machines, time)
+        self.machines[target].submit(index)
+
+    def _report(self) -> ClusterReport:
+        w, machines = self.workload, self.machines
+        total = report(machines, w, np.arange(len(w)))
+        busy = [sum(m.mode_time.values()) for m in machines]
+        waits = machines[0].first - w.arrival
+        chosen = [waits[(w.adapter == n) & ~np.isnan(waits)] for n in np.unique(w.adapter)]
+        return ClusterReport(
+            total=total,
+            replicas=tuple(
+                report([m], w, np.flatnonzero(self.owner == n)) for n, m in enumerate(machines)
+            ),
+            busy=tuple(seconds / total.seconds for seconds in busy),
+            balance=jain(busy),
+            fairness=jain([float(values.mean()) for values in chosen if len(values)]),
+        )
 
 
 def simulate_cluster(
     workload: Workload,
     replicas: int,
     dispatch: Dispatch,
-    make_policy: Callable[[], Policy],
+    make_policy: Callable[[], BasePolicy],
     cost_model: CostModel,
     settings: SimSettings | None = None,
 ) -> ClusterReport:
@@ -73,105 +164,16 @@ def simulate_cluster(
 
     Raises:
         SettingsError: There is no replica.
-        SimulationError: A request can never fit, or the policy breaks a rule.
+        SimulationError: A request can never fit.
     """
     if replicas < 1:
         raise SettingsError(f"A simulation needs at least 1 replica, not {replicas}.")
-    return _Cluster(
-        workload, replicas, dispatch, make_policy, cost_model, settings or SimSettings()
-    ).run()
-
-
-class _Cluster:
-    """The state of a simulation."""
-
-    def __init__(
-        self,
-        workload: Workload,
-        replicas: int,
-        dispatch: Dispatch,
-        make_policy: Callable[[], Policy],
-        cost: CostModel,
-        settings: SimSettings,
-    ) -> None:
-        self.workload, self.dispatch = workload, dispatch
-        self.first = np.full(len(workload), np.nan)
-        self.end = np.full(len(workload), np.nan)
-        self.owner = np.zeros(len(workload), dtype=np.intp)
-        self.machines = [
-            Machine(workload, make_policy(), cost, settings, self.first, self.end)
-            for _ in range(replicas)
-        ]
-        self.migrations = 0
-
-    def run(self) -> ClusterReport:
-        """Simulate all requests."""
-        for time, act in self._events():
-            for machine in self.machines:
-                machine.advance(time)
-            act(time)
-        return self._report()
-
-    def _events(self) -> Iterator[tuple[float, Callable[[float], None]]]:
-        """Yield what happens outside the machines, in order, until every request has ended."""
-        arrivals = self.machines[0].arrivals
-        order = count()  # events of one moment keep their order
-        events: list[tuple[float, int, Callable[[float], None]]] = []
-        interval = self.dispatch.interval
-
-        def migrate(time: float) -> None:
-            for key, source, target, seconds in self.dispatch.moves(self.machines, time):
-                view = self.machines[source].remove(key)
-                self.owner[int(key)] = target
-                self.migrations += 1
-
-                def arrive(_: float, view: SimulatedRequest = view, target: int = target) -> None:
-                    self.machines[target].insert(view)
-
-                # What the machine computes now is computed before the request leaves.
-                there = max(time, self.machines[source].now) + seconds
-                heapq.heappush(events, (there, next(order), arrive))
-
-        upcoming = arrivals[0] + interval
-        for index, arrival in enumerate(arrivals):
-            heapq.heappush(events, (arrival, next(order), self._arrival(index)))
-        while events or any(m.views for m in self.machines):
-            if upcoming < math.inf and (not events or upcoming <= events[0][0]):
-                yield upcoming, migrate
-                upcoming += interval
-            elif events:
-                time, _, act = heapq.heappop(events)
-                yield time, act
-            else:
-                yield math.inf, lambda _: None
-
-    def _arrival(self, index: int) -> Callable[[float], None]:
-        def submit(time: float) -> None:
-            number = int(self.workload.adapter[index])
-            adapter = None if number == BASE else self.workload.adapters[number]
-            target = self.dispatch.choose(adapter, self.machines, time)
-            self.owner[index] = target
-            self.machines[target].submit(index)
-
-        return submit
-
-    def _report(self) -> ClusterReport:
-        w, machines = self.workload, self.machines
-        total = report(machines, w, np.arange(len(w)))
-        busy = [float(sum(m.mode_time[mode] for mode in Mode)) for m in machines]
-        waits = self.first - w.arrival
-        chosen = [waits[(w.adapter == n) & ~np.isnan(waits)] for n in np.unique(w.adapter)]
-        means = [float(values.mean()) for values in chosen if len(values)]
-        return ClusterReport(
-            total=total,
-            replicas=tuple(
-                report([m], w, np.flatnonzero(self.owner == n)) for n, m in enumerate(machines)
-            ),
-            busy=tuple(seconds / total.seconds for seconds in busy),
-            balance=jain(busy),
-            fairness=jain(means),
-            migrations=self.migrations,
-        )
+    first, end = np.full(len(workload), np.nan), np.full(len(workload), np.nan)
+    machines = [
+        Machine(workload, make_policy(), cost_model, settings or SimSettings(), first, end)
+        for _ in range(replicas)
+    ]
+    return Cluster(workload, machines, dispatch).run()
 
 
 def jain(values: Sequence[float] | NDArray[np.float64]) -> float:

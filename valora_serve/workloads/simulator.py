@@ -1,18 +1,19 @@
 """Simulates a workload under a policy on one machine, without a GPU.
 
-The policies are those of the engine, and so are pages and residency (`memory`). Prompts are
-prefilled in chunks, adapters are loaded one after the other while steps run, and preempted requests
-are recomputed. The cost model predicts how long
-steps, switches and loads take. Steps that repeat the one before (`Decision.until`) are simulated
-together. `valora_serve.workloads.cluster` simulates several machines.
+The policies are those of the engine, and so are pages and residency (`memory`); the cost model
+predicts how long steps, switches and loads take. Steps that repeat the one before
+(`Decision.until`) are simulated together. `valora_serve.workloads.cluster` simulates replicas.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from valora_serve.memory.residency import Entry
+    from valora_serve.orchestrator.base import BasePolicy
     from valora_serve.orchestrator.cost_model import CostModel
-    from valora_serve.orchestrator.decision import Decision, Policy
+    from valora_serve.orchestrator.decision import Decision
     from valora_serve.orchestrator.trace import DecisionTrace
     from valora_serve.workloads.traces import Workload
 
@@ -41,15 +43,10 @@ KV_TOKEN = DECODE_TERMS.index("kv_token")
 
 @dataclass(slots=True)
 class SimulatedRequest(RequestView):
-    """A request of the simulation.
+    """A request of the simulation."""
 
-    Attributes:
-        left: Tokens still to generate, which the policy knows only if `output_left` says so.
-        blocks: Its pages of keys and values.
-    """
-
-    left: int = 0
-    blocks: list[int] = field(default_factory=list)
+    left: int = 0  # tokens still to generate, which the policy knows only by `output_left`
+    blocks: list[int] = field(default_factory=list)  # its pages of keys and values
 
 
 class SimulationError(ServeError):
@@ -103,14 +100,13 @@ class Report:
         steps: Number of steps.
         switches: Number of switches of the merged adapter.
         loads: Number of adapters loaded.
-        token_latency: Average token latency: sum of end-to-end latencies over the sum of input,
-            image and output tokens.
+        token_latency: Sum of end-to-end latencies over the sum of input, image and output tokens.
         throughput: Requests answered per second.
         token_throughput: Tokens generated per second.
         first_token: Mean, p50, p95 and p99 of the time to the first token.
         end_to_end: Mean, p50, p95 and p99 of the end-to-end latency.
-        attainment: Share of all requests whose first token came within the request's latency limit,
-            or within `SimSettings.slo` if it has none.
+        attainment: Share of all requests whose first token came within their latency limit, or
+            within `SimSettings.slo`.
         modes: Share of the busy time by inference mode.
         served: Tokens of the requests that ended before the last one arrived, by adapter.
     """
@@ -135,12 +131,12 @@ class Report:
 
 def simulate(
     workload: Workload,
-    policy: Policy,
+    policy: BasePolicy,
     cost_model: CostModel,
     settings: SimSettings | None = None,
     trace: DecisionTrace | None = None,
 ) -> Report:
-    """Simulate a workload.
+    """Simulate a workload under a new policy.
 
     Args:
         workload: Requests to simulate.
@@ -150,7 +146,7 @@ def simulate(
         trace: Receives every decision. The policy is then asked before every step.
 
     Raises:
-        SimulationError: A request can never fit, or the policy breaks a rule.
+        SimulationError: A request can never fit.
     """
     first, end = np.full(len(workload), np.nan), np.full(len(workload), np.nan)
     machine = Machine(workload, policy, cost_model, settings or SimSettings(), first, end, trace)
@@ -158,31 +154,10 @@ def simulate(
         machine.advance(arrival)
         machine.submit(index)
     machine.advance(math.inf)
-    return machine.report(np.arange(len(workload)))
+    return report([machine], workload, np.arange(len(workload)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Adapter:
-    """An adapter in host memory."""
-
-    content: str
-    rank: int
-    pages: int
-    bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """A load under way on a machine, and the time at which it ends."""
-
-    machine: Machine
-    end: float
-
-    def query(self) -> bool:
-        return self.end <= self.machine.now
-
-
-class _Adapters(Residency[_Adapter]):
+class _Adapters(Residency[Any]):
     """The adapters of a machine, which are loaded one after the other beside the steps."""
 
     kind = "adapter"
@@ -198,15 +173,15 @@ class _Adapters(Residency[_Adapter]):
     def _has_slot(self) -> bool:
         return len(self.resident) + len(self.loading) < self._machine.settings.slots
 
-    def copy(self, entry: Entry[_Adapter]) -> _Load:
-        assert entry.packed is not None
-        start = max(self._machine.now, self._free)
-        self._free = start + self._machine.cost.load(entry.packed.rank)
+    def copy(self, entry: Entry[Any]) -> Any:
+        machine, packed = self._machine, entry.packed
+        assert packed is not None
+        self._free = end = max(machine.now, self._free) + machine.cost.load(packed.rank)
         self.started += 1
-        self.ends[entry.key] = self._free
-        return _Load(self._machine, self._free)
+        self.ends[entry.key] = end
+        return SimpleNamespace(query=lambda: end <= machine.now)
 
-    def _placed(self, entry: Entry[_Adapter]) -> None:
+    def _placed(self, entry: Entry[Any]) -> None:
         del self.ends[entry.key]
 
 
@@ -222,13 +197,6 @@ class Machine:
         end: [requests] float64, receives the times at which requests end.
         trace: Receives every decision.
 
-    Attributes:
-        arrivals: Arrival times of the workload in seconds.
-        now: Time of the machine's next decision in seconds: the end of the last step.
-        views: Requests that are submitted and have not ended, by id (the index as text).
-        pool: Free and used pages.
-        adapters: The adapters, on the device or not.
-
     Raises:
         SimulationError: A request can never fit.
     """
@@ -236,7 +204,7 @@ class Machine:
     def __init__(
         self,
         workload: Workload,
-        policy: Policy,
+        policy: BasePolicy,
         cost: CostModel,
         settings: SimSettings,
         first: NDArray[np.float64],
@@ -249,20 +217,21 @@ class Machine:
         self.ranks = dict(zip(workload.adapters, workload.ranks, strict=True))
         self.adapter_pages = {a: math.ceil(r * settings.rank_pages) for a, r in self.ranks.items()}
         self._check()
-        # A list: reading single numbers from an array is slow.
-        self.arrivals: list[float] = workload.arrival.tolist()
-        self.now: float = self.arrivals[0]
+        self.arrivals: list[float] = workload.arrival.tolist()  # an array is slow to read from
+        self.now: float = self.arrivals[0]  # of the next decision: the end of the last step
         self.last = self.now  # when a request last ended
         self.until = self.now  # the next event that is not this machine's own
         self.inbox: list[SimulatedRequest] = []  # submitted since the last decision
         self.running: list[SimulatedRequest] = []
         self.queue: list[SimulatedRequest] = []
         self.arrived: list[float] = []  # arrival times that the policy has not seen
-        self.views: dict[str, SimulatedRequest] = {}
+        self.views: dict[str, SimulatedRequest] = {}  # unfinished, by their index as text
         self.pool = PagePool(settings.pages)
         self.adapters = _Adapters(self)
         for name, rank in self.ranks.items():
-            self.adapters.add(name, _Adapter(name, rank, self.adapter_pages[name]))
+            pages = self.adapter_pages[name]
+            packed = SimpleNamespace(content=name, rank=rank, pages=pages, bytes=0)
+            self.adapters.add(name, packed)
         self.asked: Counter[str] = Counter()  # unfinished requests by adapter
         self.adapters.wanted = self.asked
         self.mode = Mode.UNMERGED
@@ -293,11 +262,6 @@ class Machine:
                 f"Request {worst} needs {need[worst]:.0f} pages, but there are "
                 f"{self.settings.pages}; raise `pages` or remove the request."
             )
-
-    @property
-    def loads(self) -> int:
-        """Adapters loaded so far, those under way included."""
-        return self.adapters.started
 
     def _enter(self, view: SimulatedRequest) -> None:
         self.views[view.id] = view
@@ -370,37 +334,22 @@ class Machine:
         return len(self.views) + (self.ended if self.now > time else 0)
 
     def advance(self, until: float) -> None:
-        """Make all decisions before a time, at which something arrives here or elsewhere.
-
-        Args:
-            until: Time in seconds; infinity to answer everything.
-
-        Raises:
-            SimulationError: The policy broke a rule.
-        """
+        """Make all decisions before a time in seconds, at which something arrives somewhere."""
         self.until = until
         while self.now < until and (self.views or until < math.inf):
             self.ended = 0
-            self._arrive()
+            for view in self.inbox:
+                self._enqueue(view)
+            self.inbox.clear()
             self.adapters.poll()
-            view = self._view()
-            decision = self.policy.decide(view)
+            seen = self._view()
+            decision = self.policy.decide(seen)
             if self.trace is not None:
-                self.trace.write(view, decision)
+                self.trace.write(seen, decision)
             self._carry_out(decision)
 
-    def _arrive(self) -> None:
-        """Put the requests that were submitted into the queue, the oldest first."""
-        for view in self.inbox:
-            self._enqueue(view)
-        self.inbox.clear()
-
     def _enqueue(self, view: SimulatedRequest) -> None:
-        if not self.queue or self.queue[-1].arrival <= view.arrival:
-            self.queue.append(view)
-            return
-        place = next(i for i, r in enumerate(self.queue) if r.arrival > view.arrival)
-        self.queue.insert(place, view)
+        insort(self.queue, view, key=attrgetter("arrival"))
 
     def _pages(self, tokens: int) -> int:
         """Count the pages of a prompt and its first token."""
@@ -502,8 +451,6 @@ class Machine:
                     f"({decision.reason})."
                 )
 
-    # -- steps --------------------------------------------------------------------------------
-
     def _step(self, decision: Decision, batch: list[tuple[SimulatedRequest, int]]) -> None:
         shape = step_shape(decision.mode, decision.merged, batch, self.ranks)
         seconds = self.cost.step(shape) + self.settings.overhead
@@ -548,34 +495,25 @@ class Machine:
 
     def _take_pages(self, batch: list[tuple[SimulatedRequest, int]]) -> None:
         """Allocate the pages that the requests in the batch need."""
-        admitted = False
-        for view, _ in batch:
-            if not view.running:
-                admitted = True
-                self._start(view)
+        admitted = [view for view, _ in batch if not view.running]
+        for view in admitted:
+            if view.adapter is not None:
+                assert view.adapter in self.adapters.resident, "the policy runs what is not loaded"
+                self.adapters.pin(view.adapter)
+            view.running = True
         for view, _ in batch:
             if view.pages:
                 self._grow(view, view.pages)
                 view.pages = 0
         if admitted:
+            self.running += admitted
             self.queue = [r for r in self.queue if not r.running]
-            if len(self.running) > self.settings.max_requests:
-                raise SimulationError("The policy admitted more requests than `max_requests`.")
-
-    def _start(self, view: SimulatedRequest) -> None:
-        adapter = view.adapter
-        if adapter is not None:
-            if adapter not in self.adapters.resident:
-                raise SimulationError(f"The policy runs adapter {adapter}, which is not resident.")
-            self.adapters.pin(adapter)
-        view.running = True
-        self.running.append(view)
+            assert len(self.running) <= self.settings.max_requests, "the policy admits too many"
 
     def _grow(self, view: SimulatedRequest, pages: int) -> None:
         """Take pages for a running request; adapters that nobody uses make room."""
         taken = self.pool.take(pages, Owner.KV)
-        if taken is None:
-            raise SimulationError("The policy used more pages than there are.")
+        assert taken is not None, "the policy used more pages than there are"
         view.blocks += taken
         view.held = len(view.blocks)
 
@@ -601,41 +539,23 @@ class Machine:
             view.output_left = max(view.output_left - done, min(1, view.left))
             if view.left <= 0:
                 ended = True
-                self._finish(view)
+                self.end[int(view.id)] = self.last = self.now
+                self.ended += 1
+                self._leave(view.id)
+                self.policy.finished(view.id)
                 continue
             held = (view.kv_tokens + page - 1) // page
             if held > view.held:
                 self._grow(view, held - view.held)  # during repeated steps
             view.pages = 1 if view.kv_tokens >= view.held * page else 0
         if ended:
-            views = self.views
-            self.running = [r for r in self.running if r.id in views]
-
-    def _finish(self, view: SimulatedRequest) -> None:
-        self.end[int(view.id)] = self.last = self.now
-        self.ended += 1
-        self._leave(view.id)
-        self.policy.finished(view.id)
-
-    def report(self, indices: NDArray[np.intp]) -> Report:
-        """Report on the requests that this machine got.
-
-        Args:
-            indices: [n] int, indices of the requests.
-        """
-        return report([self], self.workload, indices)
+            self.running = [r for r in self.running if r.id in self.views]
 
 
 def report(machines: Sequence[Machine], workload: Workload, indices: NDArray[np.intp]) -> Report:
-    """Report on machines that answered requests together.
-
-    Args:
-        machines: The machines; they share the arrays of times.
-        workload: All requests.
-        indices: [n] int, indices of the requests that these machines got.
-    """
-    w, settings, everything = workload, machines[0].settings, machines[0]
-    end, first_token = everything.end[indices], everything.first[indices]
+    """Report on machines that share arrays of times, and the indices of the requests they got."""
+    w, settings = workload, machines[0].settings
+    end, first_token = machines[0].end[indices], machines[0].first[indices]
     arrival, prompt, output = w.arrival[indices], w.prompt[indices], w.output[indices]
     done = ~np.isnan(end)
     early = end < w.arrival[-1]
@@ -655,7 +575,7 @@ def report(machines: Sequence[Machine], workload: Workload, indices: NDArray[np.
         seconds=seconds,
         steps=sum(m.steps for m in machines),
         switches=sum(m.switches for m in machines),
-        loads=sum(m.loads for m in machines),
+        loads=sum(m.adapters.started for m in machines),
         token_latency=float(latency.sum()) / tokens if tokens else math.nan,
         throughput=int(done.sum()) / seconds,
         token_throughput=int(output[done].sum()) / seconds,

@@ -71,50 +71,32 @@ class Workload:
 def _workload(
     rng: np.random.Generator,
     arrival: NDArray[np.float64],
-    *,
     adapters: int,
     skew: float | None,
-    prompt: NDArray[np.int32] | int,
-    output: NDArray[np.int32] | int,
-    images: NDArray[np.int32] | int,
     ranks: Sequence[int],
+    prompt: Any,
+    output: Any,
+    images: Any = 0,
     chosen: NDArray[np.int32] | None = None,
 ) -> Workload:
     n = len(arrival)
     if n == 0:
         raise TraceError("The workload has no requests; raise the rate or the duration.")
     if chosen is None:
-        chosen = choose(rng, n, adapters, skew)
-    return Workload(
-        tuple(f"adapter-{i + 1}" for i in range(adapters)),
-        tuple(ranks[i % len(ranks)] for i in range(adapters)),
-        np.asarray(arrival, dtype=np.float64),
-        chosen,
-        np.broadcast_to(np.asarray(prompt, dtype=np.int32), n),
-        np.broadcast_to(np.asarray(output, dtype=np.int32), n),
-        np.broadcast_to(np.asarray(images, dtype=np.int32), n),
-        np.full(n, np.nan),
+        chosen = _choose(rng, n, adapters, skew)
+    prompt, output, images = (
+        np.broadcast_to(np.asarray(one, dtype=np.int32), n) for one in (prompt, output, images)
     )
+    names = tuple(f"adapter-{i + 1}" for i in range(adapters))
+    all_ranks = tuple(ranks[i % len(ranks)] for i in range(adapters))
+    arrival = np.asarray(arrival, dtype=np.float64)
+    return Workload(names, all_ranks, arrival, chosen, prompt, output, images, np.full(n, np.nan))
 
 
-def choose(
+def _choose(
     rng: np.random.Generator, n: int, adapters: int, skew: float | None
 ) -> NDArray[np.int32]:
-    """Draw the adapter of each of n requests independently.
-
-    Args:
-        rng: Random generator.
-        n: Number of requests.
-        adapters: Number of adapters; 0 for the base model only.
-        skew: Probability of the first adapter, the others share the rest equally; None for equal
-            probabilities.
-
-    Returns:
-        [n] int32, adapter numbers.
-
-    Raises:
-        TraceError: `skew` is not a probability, or is below 1 although there is one adapter only.
-    """
+    """Draw the adapters of n requests; see `poisson` for `adapters` and `skew`."""
     if adapters == 0:
         return np.full(n, BASE, dtype=np.int32)
     if skew is None:
@@ -127,12 +109,8 @@ def choose(
     return np.where(rng.random(n) < skew, 0, others).astype(np.int32)
 
 
-def _poisson(rng: np.random.Generator, rate: float, duration: float) -> NDArray[np.float64]:
-    return _gamma(rng, rate, 1.0, duration)
-
-
-def _gamma(
-    rng: np.random.Generator, rate: float, cv: float, duration: float
+def _arrivals(
+    rng: np.random.Generator, rate: float, duration: float, cv: float = 1.0
 ) -> NDArray[np.float64]:
     """Draw arrival times with Gamma gaps of shape 1/cv² and scale cv²/rate (S-LoRA §7.2)."""
     if not (0 < rate < math.inf and 0 < duration < math.inf and 0 < cv < math.inf):
@@ -167,23 +145,15 @@ def poisson(
         rate: Requests per second.
         duration: Seconds of arrivals.
         adapters: Number of adapters; 0 for the base model only.
-        skew: Share of the first adapter, None for equal shares.
+        skew: Share of the first adapter, the others share the rest equally; None for equal shares.
         prompt: Prompt tokens of each request.
         output: Generated tokens of each request.
         ranks: Ranks of the adapters, round robin.
         seed: Random seed.
     """
     rng = np.random.default_rng(seed)
-    return _workload(
-        rng,
-        _poisson(rng, rate, duration),
-        adapters=adapters,
-        skew=skew,
-        prompt=prompt,
-        output=output,
-        images=0,
-        ranks=ranks,
-    )
+    arrival = _arrivals(rng, rate, duration)
+    return _workload(rng, arrival, adapters, skew, ranks, prompt, output)
 
 
 def retrieval(
@@ -198,29 +168,15 @@ def retrieval(
     """Generate VaLoRA's visual retrieval: questions about an image with long answers (§6.1, §6.2).
 
     Each request has one image of 256 tokens, a question of 8 to 64 tokens and an answer of 150 to
-    250 tokens (the paper: 256 input and more than 200 output tokens). Arrivals are Poisson.
-
-    Args:
-        rate: Requests per second.
-        duration: Seconds of arrivals.
-        adapters: Number of adapters; 0 for the base model only.
-        skew: Share of the first adapter, None for equal shares.
-        ranks: Ranks of the adapters, round robin.
-        seed: Random seed.
+    250 tokens (the paper: 256 input and more than 200 output tokens). Arrivals are Poisson; the
+    options are those of `poisson`.
     """
     rng = np.random.default_rng(seed)
-    arrival = _poisson(rng, rate, duration)
+    arrival = _arrivals(rng, rate, duration)
     n = len(arrival)
-    return _workload(
-        rng,
-        arrival,
-        adapters=adapters,
-        skew=skew,
-        prompt=(FRAME_TOKENS + rng.integers(8, 65, n)).astype(np.int32),
-        output=rng.integers(150, 251, n, dtype=np.int32),
-        images=1,
-        ranks=ranks,
-    )
+    prompt = FRAME_TOKENS + rng.integers(8, 65, n)
+    output = rng.integers(150, 251, n, dtype=np.int32)
+    return _workload(rng, arrival, adapters, skew, ranks, prompt, output, 1)
 
 
 def video(
@@ -236,17 +192,8 @@ def video(
     """Generate VaLoRA's video analytics: one chunk per second and stream (§6.1, §6.2).
 
     Each chunk makes two requests: one for the action in 6 frames of 256 tokens, and one for the
-    objects in a single frame. With heads both end after prefill; without heads they generate 5 to
-    10 and 20 to 40 tokens. Each stream starts at a random time within the first second.
-
-    Args:
-        streams: Number of video streams.
-        duration: Seconds of arrivals.
-        adapters: Number of adapters; 0 for the base model only.
-        skew: Share of the first adapter, None for equal shares.
-        heads: Whether heads answer, rather than generated tokens.
-        ranks: Ranks of the adapters, round robin.
-        seed: Random seed.
+    objects in a single frame. With `heads` both end after prefill; without heads they generate 5 to
+    10 and 20 to 40 tokens. Each of the `streams` starts at a random time within the first second.
     """
     if streams < 1:
         raise TraceError(f"Video analytics needs at least 1 stream, got {streams}.")
@@ -259,16 +206,9 @@ def video(
     arrival, action = arrival[order], action[order]
     n = len(arrival)
     generated = np.where(action, rng.integers(5, 11, n), rng.integers(20, 41, n))
-    return _workload(
-        rng,
-        arrival,
-        adapters=adapters,
-        skew=skew,
-        prompt=np.where(action, CLIP_FRAMES * FRAME_TOKENS, FRAME_TOKENS).astype(np.int32),
-        output=np.zeros(n, dtype=np.int32) if heads else generated.astype(np.int32),
-        images=np.where(action, CLIP_FRAMES, 1).astype(np.int32),
-        ranks=ranks,
-    )
+    frames = np.where(action, CLIP_FRAMES, 1)
+    output = 0 if heads else generated
+    return _workload(rng, arrival, adapters, skew, ranks, frames * FRAME_TOKENS, output, frames)
 
 
 def slora(
@@ -284,38 +224,27 @@ def slora(
 ) -> Workload:
     """Generate S-LoRA's synthetic workload (§7.2).
 
-    Adapter i of n is drawn with probability ((i+1)/n)^α − (i/n)^α: α = 1 is uniform, and a smaller
-    α is more skewed. Gaps between arrivals are Gamma with shape 1/cv² and scale cv²/rate. Prompt
-    and output lengths are uniform.
-
     Args:
         rate: Requests per second over all adapters.
         duration: Seconds of arrivals.
         adapters: Number of adapters n.
-        alpha: Exponent α of the power law, above 0.
-        cv: Coefficient of variation of the gaps.
-        lengths: Fewest and most tokens of prompts and of outputs.
+        alpha: Exponent α > 0: adapter i of n is drawn with probability ((i+1)/n)^α − (i/n)^α, so
+            that 1 is uniform and a smaller α is more skewed.
+        cv: Coefficient of variation of the gaps, which are Gamma.
+        lengths: Fewest and most tokens of prompts and of outputs, drawn uniformly.
         ranks: Ranks of the adapters, round robin.
         seed: Random seed.
     """
     if adapters < 1 or not 0 < alpha < math.inf:
         raise TraceError(f"Adapters and alpha must be positive, got {adapters} and {alpha:g}.")
     rng = np.random.default_rng(seed)
-    arrival = _gamma(rng, rate, cv, duration)
+    arrival = _arrivals(rng, rate, duration, cv)
     n = len(arrival)
     # The cumulative distribution at i/n is (i/n)^α, so its inverse at u is n·u^(1/α).
     chosen = np.minimum(adapters - 1, (adapters * rng.random(n) ** (1 / alpha)).astype(np.int32))
-    return _workload(
-        rng,
-        arrival,
-        adapters=adapters,
-        skew=None,
-        prompt=rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32),
-        output=rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32),
-        images=0,
-        ranks=ranks,
-        chosen=chosen.astype(np.int32),
-    )
+    prompt, output = (rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32) for _ in "po")
+    chosen = chosen.astype(np.int32)
+    return _workload(rng, arrival, adapters, None, ranks, prompt, output, chosen=chosen)
 
 
 def at_once(
@@ -329,26 +258,14 @@ def at_once(
 ) -> Workload:
     """Generate a saturated system: all requests arrive at the same moment.
 
-    Args:
-        requests: Number of requests.
-        adapters: Number of adapters; 0 for the base model only.
-        skew: Share of the first adapter, None for equal shares.
-        lengths: Fewest and most tokens of prompts and of outputs, drawn uniformly; the default is
-            that of S-LoRA's Table 2.
-        ranks: Ranks of the adapters, round robin.
-        seed: Random seed.
+    The lengths of prompts and outputs are drawn uniformly, by default as in S-LoRA's Table 2; the
+    other options are those of `poisson`.
     """
     rng = np.random.default_rng(seed)
-    return _workload(
-        rng,
-        np.zeros(requests),
-        adapters=adapters,
-        skew=skew,
-        prompt=rng.integers(lengths[0], lengths[1] + 1, requests, dtype=np.int32),
-        output=rng.integers(lengths[0], lengths[1] + 1, requests, dtype=np.int32),
-        images=0,
-        ranks=ranks,
+    prompt, output = (
+        rng.integers(lengths[0], lengths[1] + 1, requests, dtype=np.int32) for _ in "po"
     )
+    return _workload(rng, np.zeros(requests), adapters, skew, ranks, prompt, output)
 
 
 GENERATORS: Mapping[str, Callable[..., Workload]] = {
@@ -363,11 +280,7 @@ def options_of(make: Callable[..., Workload]) -> frozenset[str]:
 
 
 def generate(make: Callable[..., Workload], options: Mapping[str, Any]) -> Workload:
-    """Generate a workload.
-
-    Args:
-        make: A generator, such as one of `GENERATORS`.
-        options: Options by name; those that the generator does not take are ignored.
+    """Generate a workload; options that the generator does not take are ignored.
 
     Raises:
         TraceError: An option is out of range.
@@ -376,9 +289,11 @@ def generate(make: Callable[..., Workload], options: Mapping[str, Any]) -> Workl
     return make(**{name: value for name, value in options.items() if name in taken})
 
 
-TIME_COLUMNS = ("timestamp", "arrival", "time")
-PROMPT_COLUMNS = ("contexttokens", "input", "prompt", "prompt_tokens", "input_length")
-OUTPUT_COLUMNS = ("generatedtokens", "output", "output_tokens", "output_length")
+COLUMNS = (
+    ("timestamp", "arrival", "time"),
+    ("contexttokens", "input", "prompt", "prompt_tokens", "input_length"),
+    ("generatedtokens", "output", "output_tokens", "output_length"),
+)
 
 
 def azure(
@@ -392,11 +307,9 @@ def azure(
 ) -> Workload:
     """Read arrivals and lengths from a file like the Azure LLM inference traces; draw adapters.
 
-    The file is CSV with one column each for the time (seconds, or a date and time), the prompt
-    tokens and the generated tokens (``TIMESTAMP,ContextTokens,GeneratedTokens``).
-
     Args:
-        path: CSV file.
+        path: CSV file with one column each for the time (seconds, or a date and time), the prompt
+            tokens and the generated tokens (``TIMESTAMP,ContextTokens,GeneratedTokens``).
         rate: Requests per second to keep on average, sampled at random (VaLoRA §6.1); None to keep
             all requests.
         adapters: Number of adapters; 0 for the base model only.
@@ -412,10 +325,9 @@ def azure(
     if not rows:
         raise TraceError(f"{path} has no requests.")
     table = np.array(sorted(rows))
-    arrival = table[:, 0] - table[0, 0]
     if rate is not None:
-        span = float(arrival[-1])
-        there = len(arrival) / span if span else math.inf
+        span = float(table[-1, 0] - table[0, 0])
+        there = len(table) / span if span else math.inf
         if there < rate:
             raise TraceError(
                 f"{path} has {there:.3g} requests per second, fewer than {rate:g}; lower the rate."
@@ -423,17 +335,8 @@ def azure(
         table = table[rng.random(len(table)) < rate / there]
         if not len(table):
             raise TraceError(f"{path} has no request left at {rate:g} per second; raise the rate.")
-        arrival = table[:, 0] - table[0, 0]
-    return _workload(
-        rng,
-        arrival,
-        adapters=adapters,
-        skew=skew,
-        prompt=table[:, 1].astype(np.int32),
-        output=table[:, 2].astype(np.int32),
-        images=0,
-        ranks=ranks,
-    )
+    arrival = table[:, 0] - table[0, 0]
+    return _workload(rng, arrival, adapters, skew, ranks, table[:, 1], table[:, 2])
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[float, float, float]]:
@@ -441,10 +344,16 @@ def _csv_rows(path: Path) -> Iterator[tuple[float, float, float]]:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             names = {name.strip().lower(): name for name in reader.fieldnames or ()}
-            columns = [
-                _column(path, names, wanted)
-                for wanted in (TIME_COLUMNS, PROMPT_COLUMNS, OUTPUT_COLUMNS)
-            ]
+            columns = []
+            for wanted in COLUMNS:
+                found = next((names[name] for name in wanted if name in names), None)
+                if found is None:
+                    raise TraceError(
+                        f"{path} has no column {wanted[0]!r} (or "
+                        f"{', '.join(map(repr, wanted[1:]))}); its columns are "
+                        f"{', '.join(map(repr, names)) or 'none'}."
+                    )
+                columns.append(found)
             for row in reader:
                 where = f"{path}, line {reader.line_num}"
                 time, prompt, output = (row[column] for column in columns)
@@ -455,16 +364,6 @@ def _csv_rows(path: Path) -> Iterator[tuple[float, float, float]]:
                 )
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path} cannot be read as CSV: {error}.") from error
-
-
-def _column(path: Path, names: dict[str, str], wanted: Sequence[str]) -> str:
-    for name in wanted:
-        if name in names:
-            return names[name]
-    raise TraceError(
-        f"{path} has no column {wanted[0]!r} (or {', '.join(map(repr, wanted[1:]))}); its columns "
-        f"are {', '.join(map(repr, names)) or 'none'}."
-    )
 
 
 def _seconds(where: str, text: str | None) -> float:
@@ -521,14 +420,13 @@ def read(path: Path) -> Workload:
     Raises:
         TraceError: A line is damaged; the message names the line and the fault.
     """
-    names: dict[str, int] = {}
-    ranks: list[int] = []
+    ranks: dict[str, tuple[int, int]] = {}  # number and rank of each adapter
     rows = []
     try:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():
-                    rows.append(_json_row(f"{path}, line {number}", text, names, ranks))
+                    rows.append(_json_row(f"{path}, line {number}", text, ranks))
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} cannot be read: {error}.") from error
     if not rows:
@@ -536,14 +434,17 @@ def read(path: Path) -> Workload:
     rows.sort(key=lambda row: row[0])
     table = np.array(rows)
     adapter, prompt, output, images = (table[:, i].astype(np.int32) for i in range(1, 5))
+    of_each = tuple(rank for _, rank in ranks.values())
     return Workload(
-        tuple(names), tuple(ranks), table[:, 0], adapter, prompt, output, images, table[:, 5]
+        tuple(ranks), of_each, table[:, 0], adapter, prompt, output, images, table[:, 5]
     )
 
 
-def _json_row(
-    where: str, text: str, names: dict[str, int], ranks: list[int]
-) -> tuple[float, float, float, float, float, float]:
+KEYS = {"arrival", "adapter", "rank", "prompt", "output", "images", "latency_limit"}
+
+
+def _json_row(where: str, text: str, ranks: dict[str, tuple[int, int]]) -> tuple[float, ...]:
+    """Return the numbers of a line in the order of `Workload`; notes the rank of its adapter."""
     try:
         line = json.loads(text)
     except ValueError as error:
@@ -553,21 +454,17 @@ def _json_row(
     missing = [key for key in ("arrival", "prompt", "output") if key not in line]
     if missing:
         raise TraceError(f"{where}: {', '.join(missing)} is missing.")
-    known = {"arrival", "adapter", "rank", "prompt", "output", "images", "latency_limit"}
-    unknown = set(line) - known
-    if unknown:
+    if unknown := set(line) - KEYS:
         raise TraceError(
-            f"{where}: unknown {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}."
+            f"{where}: unknown {', '.join(sorted(unknown))}; known are {', '.join(sorted(KEYS))}."
         )
     adapter, number = line.get("adapter"), BASE
     if adapter is not None:
         rank = int(_count(where, "rank", str(line.get("rank", 64)), least=1))
-        number = names.setdefault(str(adapter), len(names))
-        if number == len(ranks):
-            ranks.append(rank)
-        elif ranks[number] != rank:
+        number, known = ranks.setdefault(str(adapter), (len(ranks), rank))
+        if known != rank:
             raise TraceError(
-                f"{where}: {adapter} has rank {rank}, but rank {ranks[number]} in a line above."
+                f"{where}: {adapter} has rank {rank}, but rank {known} in a line above."
             )
     limit = line.get("latency_limit")
     return (

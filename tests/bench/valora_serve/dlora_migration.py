@@ -1,9 +1,8 @@
 """dLoRA's balancing of replicas, as a baseline: placement, dispatch and migration.
 
-After dLoRA (Wu et al., OSDI 2024, §5) and its published code (LLMServe/dLoRA-artifact, periodic
-migration). Adapters are placed on replicas, and a request goes to the cheapest replica among those
-of its adapter. Every ten seconds an integer program moves requests, with their keys and values,
-and adapters between two replicas: the one with the most requests and the one with the fewest.
+After dLoRA (Wu et al., OSDI 2024, §5) and its published code (LLMServe/dLoRA-artifact): adapters
+are placed on replicas, and a request goes to the cheapest one of its adapter. Every ten seconds an
+integer program moves requests, with their keys and values, and adapters between two replicas.
 
 `python -m tests.bench.valora_serve.dlora_migration --replicas 4 --router affinity dlora …` is
 `valora-sim` with one more router, `dlora`; it needs SciPy.
@@ -22,13 +21,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
 from valora_serve.workloads.cli import main
-from valora_serve.workloads.dispatch import WAYS, Dispatch, Move
+from valora_serve.workloads.cluster import WAYS, Dispatch
 from valora_serve.workloads.traces import BASE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from valora_serve.orchestrator.decision import RequestView
+    from valora_serve.workloads.cluster import Cluster
     from valora_serve.workloads.simulator import Machine
 
 MOVE_SECONDS = 0.05  # of a request and its keys and values, as the published program assumes
@@ -39,16 +38,11 @@ THRESHOLD = 16  # requests above the mean from which a replica moves some
 GIB = 1 << 30
 SWAP_PAGES = 32 * GIB / (16 * (1 << 19))  # pages a second over PCIe, at 0.5 MiB a token
 
-Flow = dict[tuple[str | None, int, int], int]
-"""How many requests of an adapter go from a replica to another one."""
+Flow = dict[tuple[str | None, int, int], int]  # requests of an adapter, from and to a replica
 
 
 class DLoraDispatch(Dispatch):
-    """Placement, dispatch and periodic migration of dLoRA.
-
-    Args:
-        seed: Seed of the first placement.
-    """
+    """Placement, dispatch and periodic migration of dLoRA."""
 
     interval = 10.0
 
@@ -57,6 +51,24 @@ class DLoraDispatch(Dispatch):
         self._placed: list[set[str]] = []  # adapters of each replica
         self._capacity: list[int] = []
         self._asked: Counter[str] = Counter()
+        self.migrations = 0
+
+    def start(self, cluster: Cluster) -> None:
+        """Plan the rounds of moves, every `interval` seconds."""
+
+        def migrate(time: float) -> None:
+            for key, source, target in self.moves(cluster.machines, time):
+                old, new = cluster.machines[source], cluster.machines[target]
+                view = old.remove(key)
+                cluster.owner[int(key)] = target
+                self.migrations += 1
+                # What the machine computes now is computed before the request leaves.
+                there = max(time, old.now) + MOVE_SECONDS
+                cluster.at(there, lambda _, new=new, view=view: new.insert(view))
+            if cluster.working:
+                cluster.at(time + self.interval, migrate)
+
+        cluster.at(cluster.machines[0].arrivals[0] + self.interval, migrate)
 
     def _place(self, machines: Sequence[Machine]) -> None:
         """Place every adapter on one replica, in turn, and one adapter on all of them."""
@@ -83,14 +95,14 @@ class DLoraDispatch(Dispatch):
             self._placed[homes[0]].add(adapter)
         return min(homes, key=lambda n: (_cost(machines[n]), load[n]))
 
-    def moves(self, machines: Sequence[Machine], time: float) -> list[Move]:
+    def moves(self, machines: Sequence[Machine], time: float) -> list[tuple[str, int, int]]:
         """Balance two replicas, if one has far more to do than the mean or no memory left."""
         if not self._placed:
             return []
         pair = _pair(machines)
         if pair is None:
             return []
-        groups: dict[tuple[str | None, int], list[RequestView]] = defaultdict(list)
+        groups: Any = defaultdict(list)
         for n in pair:
             for view in machines[n].views.values():
                 groups[view.adapter, n].append(view)
@@ -119,7 +131,7 @@ class DLoraDispatch(Dispatch):
         for (adapter, source, target), number in sorted(flow.items(), key=str):
             # Those that came last have computed the least.
             views = sorted(groups[adapter, source], key=lambda r: (-r.arrival, r.id))
-            found += [(view.id, source, target, MOVE_SECONDS) for view in views[:number]]
+            found += [(view.id, source, target) for view in views[:number]]
         return found
 
     def _fill(self) -> None:
@@ -189,22 +201,10 @@ def solve(
     """Solve dLoRA's integer program for two replicas.
 
     It minimises the time of the replica that needs the longest: the seconds of its requests, of the
-    moves to it, and of swapping the pages that its memory does not hold. A replica answers only
-    requests of adapters that are placed on it, and has a place for `capacity` adapters. Requests of
-    one adapter on one replica are alike, so that their number is a variable, where the published
-    code has a variable for each request.
-
-    Args:
-        names: Adapters.
-        pair: The two replicas.
-        counts: Requests by adapter (None: base model) and replica.
-        pages: Mean pages of these requests.
-        seconds: Mean seconds of a request by adapter.
-        capacity: Most adapters by replica.
-        memory: Pages by replica.
-
-    Returns:
-        The requests to move, and the adapters of each replica; None if there is no solution.
+    moves to it, and of swapping the pages that its memory does not hold, with `capacity` adapters
+    on each. Requests of one adapter on one replica are alike, so that their number is a variable,
+    where the published code has one for each request. Counts and mean pages of requests are by
+    adapter (None: base model) and replica. Returns moves and placement; None if there are none.
     """
     kinds = sorted(counts, key=str)
     stays = [(key, target) for key in kinds for target in pair]  # variables: requests

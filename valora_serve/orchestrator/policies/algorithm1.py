@@ -1,4 +1,4 @@
-"""VaLoRA's Algorithm 1 to the letter (§4.4.3), to compare `valora` and others with."""
+"""VaLoRA's Algorithm 1 (§4.4.3), as printed and as its authors' scheduler computes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge
 from valora_serve.orchestrator.batching import BatchPlan, by_age, waiting_since
-from valora_serve.orchestrator.cost_model import StepShape
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
@@ -17,15 +16,13 @@ if TYPE_CHECKING:
 
 
 class Algorithm1Policy(BasePolicy):
-    """Algorithm 1 as it is printed; docs/explanation/orchestrator.md compares its readings.
+    """Algorithm 1 to the letter; docs/explanation/orchestrator.md compares its readings.
 
     R are all requests, the oldest first, running ones included: those that the batch leaves out
-    pause. MaxBS is the most requests that may run at a time. A credit is the time since the request
-    was last computed (or arrived), plus the step and the switch to the mode that the algorithm
-    considers. What the listing does not say is settled as little as possible: an adapter that is
-    not on the device cannot be merged yet, so l_i are those that are; the base model has no adapter
-    to merge; if more requests starve than fit, the oldest go first. The step is one in unmerged
-    mode, where §4.4.3 has one in the current mode: up to a few milliseconds less while merged.
+    pause. MaxBS is the most requests that may run at a time. What the listing does not say is
+    settled as little as possible: an adapter that is not on the device cannot be merged yet, the
+    base model has none to merge, and if more requests starve than fit, the oldest go first. The
+    step is one in unmerged mode, where §4.4.3 has one in the current mode.
     """
 
     shares: ClassVar[bool] = False
@@ -38,9 +35,8 @@ class Algorithm1Policy(BasePolicy):
         best, count = None, 0
         if counts:  # 4
             count, _, best = max((n, a == view.merged, a or "") for a, n in counts.items())
-        rows = max(1, len(view.running))
-        step = self.cost.step(StepShape(decode=rows, terms=rows, work=64 * rows, ranks=64))
-        extra = step + self.cost.switch(view.merged, best)
+        extra = self.decode_seconds(max(1, len(view.running)))
+        extra += self.cost.switch(view.merged, best)
         starving: list[RequestView] = []
         others: list[RequestView] = []
         for request in everyone:  # 2
@@ -62,3 +58,31 @@ def _plan(mode: Mode, merged: str | None, batch: Sequence[RequestView], reason: 
     running = [r for r in batch if r.running]
     joining = [r for r in batch if not r.running]
     return BatchPlan(mode, merged, running, joining, reason, until=0.0)  # credits always change
+
+
+class Algorithm1PublishedPolicy(BasePolicy):
+    """`ReqQueue.ours_schedule` of mi150/VaLoRA.
+
+    The mode follows from the waiting requests alone, whenever some may join; running ones go on. A
+    credit is the time of waiting. The threshold, 1,000 s there, is the setting `theta`.
+    """
+
+    shares: ClassVar[bool] = False
+
+    def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
+        """Plan a step."""
+        most = view.limits.max_requests
+        if not waiting or len(view.running) >= most:
+            mode = Mode.UNMERGED if view.merged is None else Mode.MIXTURE
+            return BatchPlan(mode, view.merged, view.running, (), "no request joins", until=0.0)
+        for request in waiting:
+            request.credit = view.now - request.arrival
+        starving = {r.id for r in waiting if r.credit > self.settings.theta}
+        size = min(most, len(waiting))
+        counts = Counter(r.adapter for r in waiting if can_merge(view, r.adapter))
+        best, count = counts.most_common(1)[0] if counts else (None, 0)
+        note = f"waiting and starving: {len(starving)}; of one adapter: {count} of {size}"
+        if best is None or count / size <= 0.5 or len(starving) / size > 0.5:
+            return BatchPlan(Mode.UNMERGED, None, view.running, waiting, note, until=0.0)
+        joining = [r for r in waiting if r.id in starving or r.adapter == best]
+        return BatchPlan(Mode.MIXTURE, best, view.running, joining, note, until=0.0)

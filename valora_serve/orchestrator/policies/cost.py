@@ -1,23 +1,19 @@
 """The default policy: minimises predicted latency.
 
-The sum of all latencies is the number of requests in the system, integrated over time. A step of τ
-seconds with N requests in the system therefore costs N·τ request-seconds, and the policy compares
-all choices on this scale, with times from the cost model:
+A step of τ seconds with N requests in the system costs N·τ request-seconds, as the sum of all
+latencies is N integrated over time. The policy compares all choices on this scale:
 
-- **Weights.** The policy compares the current weights, pristine weights and the most popular
-  adapters, and takes those with the cheapest switch and steps until the batch changes. A switch
-  therefore happens when it pays.
+- **Weights.** Of the current weights, pristine weights and the most popular adapters, it takes
+  those with the cheapest switch and steps until the batch changes.
 - **Prompts.** A step with prompt tokens delays all rows that decode. Where two such steps cost more
-  than a single one with twice the tokens, the policy collects prompts. One set-up costs
-  C = N·(seconds that sharing it saves), and a waiting request costs 1 per second, so √(2λC)
-  requests at arrival rate λ are prefilled together, or as many as have waited for C in sum. Of the
-  prompts that it prefills, the shortest go first where that pays, and they are cut into chunks
-  where a chunk takes little longer than reading the weights.
-- **Order.** As many requests run as fit: fewer would end sooner on average, but take throughput
-  from those that arrive later. Requests that would otherwise miss their latency limit go first, by
-  due time. They do not wait for more prompts, and a request without a limit is preempted for them
-  if nothing else makes room. Then come requests that have waited for `patience`, then the others,
-  the shortest remaining one first.
+  than one with twice the tokens, prompts are collected: one set-up costs C = N·(seconds that
+  sharing it saves), and a waiting request costs 1 per second, so √(2λC) requests at arrival rate λ
+  are prefilled together, or as many as have waited for C in sum. Of these, the shortest go first
+  where that pays, in chunks where a chunk takes little longer than reading the weights.
+- **Order.** As many requests run as fit. Requests that would otherwise miss their latency limit go
+  first, by due time, do not wait for more prompts, and a request without a limit is preempted for
+  them if nothing else makes room. Then come requests that have waited for `patience`, then the
+  others, the shortest remaining one first.
 """
 
 from __future__ import annotations
@@ -72,48 +68,33 @@ class _Group:
 
 
 class _Load:
-    """The work to do, in sum and by adapter.
-
-    Args:
-        running: Requests that it begins with.
-        chunk: Most prompt tokens of a request in a step.
-
-    Attributes:
-        groups: Work by adapter, None for the base model.
-        rows: Rows that decode.
-        coming: Rows that will decode after their prefill.
-        prompt: Prompt tokens to prefill.
-        going_on: How many of the coming rows generate more than their first token.
-        kv_tokens: Tokens of the decoding rows in the KV cache.
-        remaining: Tokens still to generate, of all rows.
-        images: Images to encode.
-    """
+    """The work to do, in sum and by adapter; a request adds at most `chunk` prompt tokens."""
 
     def __init__(self, running: Iterable[RequestView], chunk: int) -> None:
         self.groups: dict[str | None, _Group] = {}
-        self.rows, self.coming, self.prompt = _Tokens(), _Tokens(), _Tokens()
-        self.going_on = self.kv_tokens = self.remaining = self.images = 0
+        self.rows = _Tokens()  # rows that decode
+        self.coming = _Tokens()  # rows that will decode after their prefill
+        self.prompt = _Tokens()  # prompt tokens to prefill
+        self.going_on = 0  # how many of the coming rows generate more than their first token
+        self.kv_tokens = self.remaining = self.images = 0
         self._chunk = chunk
         self._ranks = self._coming_ranks = 0  # summed over distinct adapters
         for request in running:
             if request.prompt_left:
                 self.prefill(request)
-            else:
-                self._decode(request)
+                continue
+            group = self._group(request)
+            self._ranks += 0 if group.rows else group.rank
+            group.rows += 1
+            self.rows.add(1, request)
+            self.kv_tokens += request.kv_tokens
+            self.remaining += request.output_left
 
     def _group(self, request: RequestView) -> _Group:
         group = self.groups.get(request.adapter)
         if group is None:
             group = self.groups[request.adapter] = _Group(request.rank)
         return group
-
-    def _decode(self, request: RequestView) -> None:
-        group = self._group(request)
-        self._ranks += 0 if group.rows else group.rank
-        group.rows += 1
-        self.rows.add(1, request)
-        self.kv_tokens += request.kv_tokens
-        self.remaining += request.output_left
 
     def prefill(self, request: RequestView) -> None:
         """Add a chunk of a prompt, and the row that decodes after it."""
@@ -128,70 +109,39 @@ class _Load:
         self.images += request.images
         self.remaining += request.output_left
 
-    def step(self, adapter: str | None, rank: int, prompt: int) -> StepShape:
-        """Return the shape of the next step.
-
-        Args:
-            adapter: Merged adapter, None for pristine weights.
-            rank: Rank of the merged adapter.
-            prompt: Prompt tokens of the step, of the `prompt` that there are.
-        """
-        share = prompt / self.prompt.all if self.prompt.all else 0.0
-        group = self.groups.get(adapter)
-        own = group.rows + group.prompt * share if group else 0
-        ranks = self._ranks + (self._coming_ranks if prompt else 0)
-        shape = StepShape(
-            decode=self.rows.all,
-            prefill=prompt,
-            images=math.ceil(self.images * share),
-            kv_tokens=self.kv_tokens,
-        )
-        return self._with_lora(shape, adapter, rank, own, self.prompt, share, ranks)
-
-    def later(self, adapter: str | None, rank: int) -> StepShape:
-        """Return the shape of the decode steps after all prefills; arguments as of `step`."""
-        group = self.groups.get(adapter)
-        own = group.rows + group.coming if group else 0
-        shape = StepShape(
-            decode=self.rows.all + self.coming.all, kv_tokens=self.kv_tokens + self.prompt.all
-        )
-        ranks = self._ranks + self._coming_ranks
-        return self._with_lora(shape, adapter, rank, own, self.coming, 1.0, ranks)
-
-    def _with_lora(
-        self,
-        shape: StepShape,
-        adapter: str | None,
-        rank: int,
-        own: float,
-        more: _Tokens,
-        share: float,
-        ranks: int,
+    def step(
+        self, adapter: str | None, rank: int, prompt: int, *, later: bool = False
     ) -> StepShape:
-        """Add the LoRA terms of the rows that decode and of a share of more tokens.
+        """Return the shape of the next step, or of the decode steps after all prefills (`later`).
 
         Args:
-            shape: The step without them.
             adapter: Merged adapter, None for pristine weights.
             rank: Rank of the merged adapter.
-            own: Tokens of the merged adapter.
-            more: Tokens besides the rows that decode.
-            share: How much of them.
-            ranks: Ranks summed over adapters.
+            prompt: Prompt tokens of the step, of those that there are.
+            later: Whether what is coming decodes.
         """
+        share = 1.0 if later else prompt / self.prompt.all if self.prompt.all else 0.0
+        more = self.coming if later else self.prompt
+        group = self.groups.get(adapter)
+        own = group.rows + (group.coming if later else group.prompt * share) if group else 0
+        ranks = self._ranks + (self._coming_ranks if later or prompt else 0)
         tokens = self.rows.all + more.all * share
         terms = tokens - self.rows.base - more.base * share
         work = self.rows.work + more.work * share
         if adapter is not None:
             foreign = tokens - own
             if foreign < 0.5:
-                return replace(shape, mode=Mode.MIXTURE)
-            terms += foreign - own
-            work += (foreign - own) * rank
-            ranks += 0 if own else rank
-        return replace(
-            shape,
+                terms = work = ranks = 0
+            else:
+                terms += foreign - own
+                work += (foreign - own) * rank
+                ranks += 0 if own else rank
+        return StepShape(
             mode=Mode.UNMERGED if adapter is None else Mode.MIXTURE,
+            decode=self.rows.all + (self.coming.all if later else 0),
+            prefill=0 if later else prompt,
+            images=0 if later else math.ceil(self.images * share),
+            kv_tokens=self.kv_tokens + (self.prompt.all if later else 0),
             terms=math.ceil(terms),
             work=math.ceil(work),
             ranks=ranks,
@@ -199,12 +149,7 @@ class _Load:
 
 
 class CostPolicy(BasePolicy):
-    """Chooses weights, prompts and order by predicted latency.
-
-    Args:
-        cost_model: Predicts the seconds of steps, switches and loads.
-        settings: Settings of the policies.
-    """
+    """Chooses weights, prompts and order by predicted latency."""
 
     def __init__(self, cost_model: CostModel, settings: PolicySettings) -> None:
         super().__init__(cost_model, settings)
@@ -267,8 +212,6 @@ class CostPolicy(BasePolicy):
         """Return whether one of the requests has a latency limit."""
         return any(self.settings.due(r) is not None for r in requests)
 
-    # -- order ----------------------------------------------------------------------------------
-
     def _ready(
         self,
         view: View,
@@ -303,8 +246,6 @@ class CostPolicy(BasePolicy):
 
         return first + heapq.nsmallest(slots, rest, key=order), "shortest request first"
 
-    # -- weights --------------------------------------------------------------------------------
-
     def _weights(self, view: View, load: _Load) -> tuple[str | None, str]:
         """Return the adapter to merge, None for pristine weights, and the reason."""
         if not load.groups:
@@ -329,15 +270,13 @@ class CostPolicy(BasePolicy):
             switch = self.cost.switch(view.merged, adapter, rank)
             cost = switch * (1 + self.settings.hysteresis)
             cost += self.cost.step(load.step(adapter, rank, load.prompt.all))
-            cost += steps * self.cost.step(load.later(adapter, rank))
+            cost += steps * self.cost.step(load.step(adapter, rank, 0, later=True))
             if cost < least:
                 best, least = adapter, cost
         chosen = load.groups.get(best)
         own = chosen.rows + chosen.coming if chosen is not None else 0
         note = f"rows of the merged adapter: {own} of {rows}; predicted {least * 1e3:.1f} ms"
         return best, note
-
-    # -- prompts --------------------------------------------------------------------------------
 
     def observe(self, arrived: Sequence[float]) -> None:
         """Update the moving averages of the gap between arrivals and of the size of bursts."""
@@ -383,15 +322,9 @@ class CostPolicy(BasePolicy):
     ) -> Sequence[RequestView]:
         """Choose the prompts to prefill in this step; the others follow in the next one.
 
-        The candidates are the shortest 1, 2, 4, … prompts, and those of one adapter, which can be
-        merged for them. With k of W prompts first, all W wait for the first step, and W − k wait
-        for the others.
-
-        Args:
-            view: State before the step.
-            ready: All prompts, the shortest first.
-            fitting: How many of them fit into the step.
-            load: The running requests with those that fit.
+        The candidates are the shortest 1, 2, 4, … of the `fitting` first of `ready`, and those of
+        one adapter, which can be merged for them. With k of W prompts first, all W wait for the
+        first step, and W − k for the others. `load` has the running requests and those that fit.
         """
         ordered = ready[:fitting]
         rows, chunk = load.rows.all, view.limits.chunk
@@ -437,7 +370,7 @@ class CostPolicy(BasePolicy):
         return best
 
     def _chunk(self, load: _Load, adapter: str | None, prompt: int, rate: float) -> int:
-        """Return the number of prompt tokens to compute in the step, of those that it could."""
+        """Return how many of the `prompt` tokens that it could compute the step should compute."""
         rank, rows, coming = self._ranks.get(adapter, 0), load.rows.all, load.coming.all
         base = self.cost.step(load.step(adapter, rank, 0))
         best, least = prompt, math.inf

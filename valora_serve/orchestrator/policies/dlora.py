@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
 class DLoraPolicy(BasePolicy):
     """dLoRA's credit-based batching, as in its published code (OSDI 2024, §4.2).
 
-    The policy stays merged while enough of the first-come batch uses the merged adapter. All other
-    requests are paused meanwhile, practically without bound: the credit of a paused adapter grows
-    by less than 1 per step, and the adapter takes precedence only at `CREDIT`. The thresholds adapt
-    by additive decrease and multiplicative increase. The first-come batch is what runs and what
-    would be admitted next: counting requests that have no place yet instead of running ones would
-    preempt these for them.
+    The policy stays merged while enough of the first-come batch, which is what runs and what would
+    be admitted next, uses the merged adapter. All other requests are paused meanwhile, practically
+    without bound: the credit of a paused adapter grows by less than 1 per step, and the adapter
+    takes precedence only at `CREDIT`. The thresholds adapt by additive decrease and multiplicative
+    increase.
     """
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.MERGED, Mode.UNMERGED})
@@ -37,10 +37,8 @@ class DLoraPolicy(BasePolicy):
     def __init__(self, cost_model: CostModel, settings: PolicySettings) -> None:
         super().__init__(cost_model, settings)
         batch = StepShape(decode=32, kv_tokens=32 * 400)
-        unmerged = StepShape(
-            decode=32, kv_tokens=32 * 400, terms=32, work=32 * 64, ranks=512, adapters=8
-        )
         self._merged_time = cost_model.step(batch)
+        unmerged = replace(batch, terms=32, work=32 * 64, ranks=512, adapters=8)
         self._unmerged_time = cost_model.step(unmerged)
         self._speed = self._merged_time / self._unmerged_time
         self._enter, self._leave = 1.0, self._speed

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from valora_serve.orchestrator.base import BasePolicy, can_merge, count_by_adapter, with_adapter
+from valora_serve.orchestrator.base import BasePolicy, can_merge, with_adapter
 from valora_serve.orchestrator.batching import FOREVER, LOOK_AHEAD, BatchPlan
 from valora_serve.orchestrator.cost_model import StepShape, step_shape
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Collection, Sequence
 
     from valora_serve.orchestrator.decision import RequestView, View
@@ -20,19 +20,14 @@ if TYPE_CHECKING:
 class ValoraPolicy(BasePolicy):
     """VaLoRA's Algorithm 1, with rules for the cases that the paper leaves open.
 
-    The principles are those of §4.4.3: merged mode whenever possible; when other requests starve,
-    mixture mode first, then unmerged mode. The cases that the printed algorithm leaves open:
-
     - The share of an adapter refers to the batch that can be formed now, and a merge must save more
       than it costs. A single request is therefore merged only if that pays.
     - The setting `hysteresis` separates the conditions for entering and leaving a mode.
     - Running requests of other adapters are never paused. While they run, the mode is mixture, or
       unmerged where the cost model says that the second LoRA terms of mixture mode cost more than
       they save. Only waiting requests are kept back, up to θ.
-    - Requests that would otherwise miss their latency limit starve, and go before all others; a
-      running request without a limit is preempted for them if nothing else makes room.
-    - Starving requests of the merged adapter do not cause mixture mode. If more requests starve
-      than the batch holds, those with the highest credit go first.
+    - Requests that would otherwise miss their latency limit starve, and go before all others.
+    - Starving requests of the merged adapter do not cause mixture mode.
     - Ties go to the merged adapter, then to the adapter's name. The base model is never merged.
     """
 
@@ -51,29 +46,23 @@ class ValoraPolicy(BasePolicy):
     def _algorithm(
         self, view: View, waiting: Sequence[RequestView], urgent: Collection[str]
     ) -> BatchPlan:
-        """Plan a step by Algorithm 1.
-
-        Args:
-            view: State before the step.
-            waiting: Waiting requests that may be admitted, in this order.
-            urgent: Ids of those that must not wait.
-        """
-        now = view.now
-        counts = count_by_adapter(view, waiting)
+        """Plan a step by Algorithm 1; `urgent` are the ids of those that must not wait."""
+        now, theta = view.now, self.settings.theta
+        counts = Counter([r.adapter for r in chain(view.running, waiting)])
         size = min(view.limits.max_requests, len(view.running) + len(waiting))
+
+        def unmerged(reason: str) -> BatchPlan:
+            return BatchPlan(Mode.UNMERGED, None, view.running, waiting, reason)
+
         adapter = self._best_adapter(view, counts, size)
         if adapter is None:
             for request in waiting:
                 request.credit = now - request.arrival
-            return BatchPlan(
-                Mode.UNMERGED, None, view.running, waiting, "no adapter has most of the requests"
-            )
+            return unmerged("no adapter has most of the requests")
         # Credit: seconds of waiting, plus the step, plus the switch before it.
-        extra = self._step_time(view) + self.cost.switch(view.merged, adapter)
-        others = [r for r in view.running if r.adapter != adapter]
+        extra = self.decode_seconds(len(view.running)) + self.cost.switch(view.merged, adapter)
         kept_back: float = FOREVER
-        starving = len(others)
-        theta = self.settings.theta
+        starving = sum(r.adapter != adapter for r in view.running)
         for request in waiting:
             request.credit = credit = now - request.arrival + extra
             if request.adapter != adapter:
@@ -81,27 +70,20 @@ class ValoraPolicy(BasePolicy):
                     starving += 1
                 else:
                     kept_back = min(kept_back, request.arrival)
-        share = counts[adapter] / size
+        share = f"{counts[adapter] / size:.0%} of the requests use it"
         if starving > size * 0.5:
-            reason = f"starving: {starving} of the {size} in the queue"
-            return BatchPlan(Mode.UNMERGED, None, view.running, waiting, reason)
+            return unmerged(f"starving: {starving} of the {size} in the queue")
         if starving and not self._mixture_pays(view, waiting, adapter):
-            reason = f"others that must not wait: {starving}; mixture mode would cost more"
-            return BatchPlan(Mode.UNMERGED, None, view.running, waiting, reason)
+            return unmerged(f"others that must not wait: {starving}; mixture mode would cost more")
         if starving:
-            return BatchPlan(
-                Mode.MIXTURE,
-                adapter,
-                view.running,
-                waiting,
-                f"{share:.0%} of the requests use it; others that must not wait: {starving}",
-            )
+            reason = f"{share}; others that must not wait: {starving}"
+            return BatchPlan(Mode.MIXTURE, adapter, view.running, waiting, reason)
         return BatchPlan(
             Mode.MERGED,
             adapter,
             with_adapter(view.running, adapter),
             with_adapter(waiting, adapter),
-            f"{share:.0%} of the requests use it; no other starves",
+            f"{share}; no other starves",
             until=kept_back + theta - extra,
         )
 
@@ -129,11 +111,10 @@ class ValoraPolicy(BasePolicy):
     def _merge_pays(self, view: View, adapter: str | None, count: int) -> bool:
         """Return whether the remaining steps of an adapter save more than the merge costs."""
         rank, steps = 0, 0
-        for requests in (view.running, view.waiting):
-            for request in islice(requests, LOOK_AHEAD):
-                if request.adapter == adapter:
-                    rank = request.rank
-                    steps = max(steps, request.output_left, 1)
+        for request in (*view.running[:LOOK_AHEAD], *view.waiting[:LOOK_AHEAD]):
+            if request.adapter == adapter:
+                rank = request.rank
+                steps = max(steps, request.output_left, 1)
         plain = StepShape(decode=count)
         own = StepShape(decode=count, terms=count, work=count * rank, ranks=rank, adapters=1)
         saved = steps * (self.cost.step(own) - self.cost.step(plain))
@@ -145,28 +126,23 @@ class ValoraPolicy(BasePolicy):
         A row of another adapter has two LoRA terms in mixture mode, so unmerged mode may cost less
         where the kernels compute many adapters efficiently.
         """
-        rank = rows = own = named = work = steps = 0
-        ranks: dict[str, int] = {}
-        prompts = []
         limits = view.limits
-        for request in islice(chain(view.running, waiting), min(limits.max_requests, LOOK_AHEAD)):
-            rows += 1
-            steps = max(steps, request.output_left)
-            if request.prompt_left:
-                prompts.append((request, min(request.prompt_left, limits.chunk)))
-            if request.adapter == adapter:
-                own += 1
-                rank = request.rank
-            elif request.adapter is not None:
-                named += 1
-                work += request.rank
-                ranks[request.adapter] = request.rank
-        rank = rank or 64
-        others, total = rows - own, sum(ranks.values()) + rank
+        most = min(limits.max_requests, LOOK_AHEAD)
+        requests = list(islice(chain(view.running, waiting), most))
+        own = [r for r in requests if r.adapter == adapter]
+        named = [r for r in requests if r.adapter not in (None, adapter)]
+        prompts = [(r, min(r.prompt_left, limits.chunk)) for r in requests if r.prompt_left]
+        steps = max((r.output_left for r in requests), default=0)
+        rank = (own[-1].rank if own else 0) or 64
+        ranks = {str(r.adapter): r.rank for r in named}
+        rows, others = len(requests), len(requests) - len(own)
+        work, total = sum(r.rank for r in named), sum(ranks.values()) + rank
         mixture = StepShape(
-            Mode.MIXTURE, decode=rows, terms=named + others, work=work + others * rank, ranks=total
+            Mode.MIXTURE, rows, terms=len(named) + others, work=work + others * rank, ranks=total
         )
-        unmerged = StepShape(decode=rows, terms=named + own, work=work + own * rank, ranks=total)
+        unmerged = StepShape(
+            decode=rows, terms=len(named) + len(own), work=work + len(own) * rank, ranks=total
+        )
         gain = steps * (self.cost.step(unmerged) - self.cost.step(mixture))
         if prompts:
             ranks[adapter] = rank
@@ -174,7 +150,3 @@ class ValoraPolicy(BasePolicy):
             gain -= self.cost.step(step_shape(Mode.MIXTURE, adapter, prompts, ranks))
         switches = self.cost.switch(view.merged, adapter, rank)
         return gain > switches - self.cost.switch(view.merged, None)
-
-    def _step_time(self, view: View) -> float:
-        rows = len(view.running)
-        return self.cost.step(StepShape(decode=max(1, rows), terms=rows, work=64 * rows, ranks=64))

@@ -7,12 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.bench.valora_serve.dlora_migration import (
-    MOVE_SECONDS,
-    SWAP_PAGES,
-    DLoraDispatch,
-    solve,
-)
+from tests.bench.valora_serve import dlora_migration
+from tests.bench.valora_serve.dlora_migration import DLoraDispatch, solve
 from valora_serve.orchestrator.cost_model import H200_7B
 from valora_serve.orchestrator.registry import make_policy
 from valora_serve.workloads import traces
@@ -30,9 +26,11 @@ def time_of(pair, counts, pages, seconds, memory, flow):
             other = pair[1] if source == pair[0] else pair[0]
             gone = flow.get((adapter, source, other), 0)
             here = number - gone if source == n else gone
-            spent += here * (seconds[adapter] + (MOVE_SECONDS if source != n else 0))
+            spent += here * (
+                seconds[adapter] + (dlora_migration.MOVE_SECONDS if source != n else 0)
+            )
             swapped += here * pages[adapter, source]
-        longest = max(longest, spent + max(0.0, swapped - memory[n]) / SWAP_PAGES)
+        longest = max(longest, spent + max(0.0, swapped - memory[n]) / dlora_migration.SWAP_PAGES)
     return longest
 
 
@@ -71,7 +69,8 @@ def test_a_program_without_a_solution_moves_nothing():
 
 
 class Staying(DLoraDispatch):
-    interval = math.inf
+    def start(self, cluster):
+        pass
 
 
 def test_migration_balances_what_the_placement_got_wrong():
@@ -83,13 +82,13 @@ def test_migration_balances_what_the_placement_got_wrong():
         alike.astype(np.int32), work.prompt, work.output, work.images, work.latency_limit,
     )  # fmt: skip
     settings = SimSettings(max_requests=24)
+    moves = DLoraDispatch()
     moving, staying = (
-        simulate_cluster(work, 4, dispatch, partial(make_policy, "slora", H200_7B), H200_7B,
-                         settings)
-        for dispatch in (DLoraDispatch(), Staying())
-    )  # fmt: skip
+        simulate_cluster(work, 4, way, partial(make_policy, "slora", H200_7B), H200_7B, settings)
+        for way in (moves, Staying())
+    )
     assert moving.total.finished == staying.total.finished == 300
-    assert staying.migrations == 0 < moving.migrations
+    assert moves.migrations > 0
     assert moving.total.end_to_end[3] < 0.8 * staying.total.end_to_end[3]
     assert moving.balance > staying.balance + 0.1
 

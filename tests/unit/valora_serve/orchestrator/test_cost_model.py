@@ -14,7 +14,6 @@ from valora_serve.orchestrator.cost_model import (
     StepShape,
     cache_path,
     load_or_estimate,
-    nnls,
     step_shape,
 )
 from valora_serve.orchestrator.decision import RequestView
@@ -179,24 +178,6 @@ def test_switches_and_loads():
 def test_nonsense_times_are_refused(time):
     with pytest.raises(CostModelError, match="profile the engine again"):
         H200_7B.fit([(StepShape(decode=1), time)], machine="m", model="n")
-
-
-def test_nnls_against_enumeration():
-    """The optimum of every active set, tried one by one."""
-    rng = np.random.default_rng(2)
-    for _ in range(50):
-        a, b = rng.normal(size=(7, 4)), rng.normal(size=7)
-        best = np.inf
-        for mask in range(16):
-            free = [i for i in range(4) if mask >> i & 1]
-            x = np.zeros(4)
-            if free:
-                x[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
-            if (x >= 0).all():
-                best = min(best, np.linalg.norm(a @ x - b))
-        x = nnls(a, b)
-        assert (x >= 0).all()
-        assert np.linalg.norm(a @ x - b) == pytest.approx(best, rel=1e-9)
 
 
 def test_saved_and_read_again(tmp_path):

@@ -1,4 +1,4 @@
-"""Merge-only: one adapter at a time."""
+"""Baselines that never choose: unmerge-only, S-LoRA and merge-only."""
 
 from __future__ import annotations
 
@@ -15,6 +15,28 @@ if TYPE_CHECKING:
     from valora_serve.orchestrator.decision import RequestView, View
 
 
+class UnmergeOnlyPolicy(BasePolicy):
+    """Always unmerged, first come, first served; requests that do not fit are skipped."""
+
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.UNMERGED})
+    strict = False
+
+    def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
+        """Plan a step with every request in unmerged mode."""
+        return BatchPlan(
+            Mode.UNMERGED, None, view.running, waiting, "always unmerged", strict=self.strict
+        )
+
+
+class SLoraPolicy(UnmergeOnlyPolicy):
+    """As S-LoRA (§4): a request that does not fit blocks those behind it.
+
+    Adapter clustering and early abort are on if the settings `clusters` and `early_abort` say so.
+    """
+
+    strict = True
+
+
 class MergeOnlyPolicy(BasePolicy):
     """One adapter at a time: that of the oldest request, with all requests of this adapter.
 
@@ -26,18 +48,18 @@ class MergeOnlyPolicy(BasePolicy):
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
         """Plan a step for the adapter of the oldest request."""
-        resident = view.resident
-        candidates = [*view.running, *islice(waiting, LOOK_AHEAD)]
-        candidates = [r for r in candidates if r.adapter is None or r.adapter in resident]
+        candidates = [
+            r for r in (*view.running, *islice(waiting, LOOK_AHEAD))
+            if r.adapter is None or r.adapter in view.resident
+        ]  # fmt: skip
         if not candidates:
             return BatchPlan(view.mode, view.merged, (), (), "adapters are being loaded")
         oldest = min(candidates, key=by_age)
-        adapter = oldest.adapter
-        merged = adapter if can_merge(view, adapter) else None
+        merged = oldest.adapter if can_merge(view, oldest.adapter) else None
         return BatchPlan(
             Mode.UNMERGED if merged is None else Mode.MERGED,
             merged,
-            with_adapter(view.running, adapter),
-            with_adapter(waiting, adapter),
+            with_adapter(view.running, oldest.adapter),
+            with_adapter(waiting, oldest.adapter),
             f"request {oldest.id} is the oldest",
         )

@@ -149,7 +149,11 @@ def _check_constants(value: Any) -> None:
             _check_constants(item)
     elif isinstance(value, int | float):
         digits, exponent = Decimal(repr(float(value))).normalize().as_tuple()[1:]
-        if len(digits) > DIGITS + isinstance(value, int) or abs(value) > 2**53 or exponent < -30:
+        if (
+            len(digits) > DIGITS + isinstance(value, int)
+            or abs(value) > 2**53
+            or int(exponent) < -30
+        ):
             raise _lost("constant", value, f"use a text, or a number of up to {DIGITS} digits")
 
 

@@ -1,16 +1,35 @@
-"""Declarations and responses that all endpoints share."""
+"""What endpoints share: declarations and parts of responses, and server-sent events."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+import contextlib
+import json
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.responses import Response
 
-from valora_serve.server.api.schema import ErrorAnswer
+from valora_data.contract.results import BoxesResult
+from valora_serve.errors import CancelledRequestError, DrainingError, RequestError, ServeError
+from valora_serve.server.api.schema import ErrorAnswer, TokenDetails, UsageAnswer, ValoraAnswer
+from valora_serve.server.errors import DRAINED, error_body
+from valora_serve.server.gather import until_disconnect
+from valora_serve.server.telemetry import logs
+from valora_serve.types import Finish, Usage
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from collections.abc import AsyncGenerator, Iterable, Sequence
 
+    from pydantic import BaseModel
+    from starlette.types import Receive, Scope, Send
+
+    from valora_serve.types import Logprob, Output, ServedModel, TokenLogprobs
+
+AT_ONCE = 200  # items that become JSON while nothing else runs
+LEAST_LOGPROB = -9999.0  # as in OpenAI's responses
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _TEXTS = {
     400: "The request is invalid",
     401: "The API key is missing or unknown",
@@ -27,6 +46,12 @@ _TEXTS = {
     504: "The deadline passed",
     507: "A load or unload could not be recorded; nothing was changed",
 }
+_EVENTS = {  # of a single event, as tools that check streams expect
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+    "description": "server-sent events: a chunk as JSON, or [DONE]",
+}
 
 
 def error_answers(*, event_stream: bool = False) -> dict[int | str, dict[str, Any]]:
@@ -38,16 +63,8 @@ def error_answers(*, event_stream: bool = False) -> dict[int | str, dict[str, An
     }
     declared[400] = {"model": ErrorAnswer, "description": _TEXTS[400]}
     if event_stream:
-        # The schema is that of a single event, as tools that check streams expect.
-        stream = {
-            "schema": {
-                "type": "object",
-                "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
-                "required": ["data"],
-                "description": "server-sent events: a chunk as JSON, or [DONE]",
-            }
-        }
-        declared[200] = {"description": "The answer", "content": {"text/event-stream": stream}}
+        stream = {"text/event-stream": {"schema": _EVENTS}}
+        declared[200] = {"description": "The answer", "content": stream}
     return declared
 
 
@@ -55,3 +72,164 @@ def answer(body: BaseModel | bytes) -> Response:
     """JSON response of a model, or of JSON."""
     content = body if isinstance(body, bytes) else body.model_dump_json()
     return Response(content, media_type="application/json")
+
+
+def finish_reason(last: Output, *, call: bool = False) -> str:
+    """OpenAI's name of the reason why an answer ended."""
+    if call and last.finish is Finish.STOP:
+        return "tool_calls"
+    return "length" if last.finish is Finish.LENGTH else "stop"
+
+
+def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
+    """Token counts of a response; a prompt with several answers counts once."""
+    used = [last.usage for last in lasts if last.usage is not None]
+    firsts = used[:: max(1, len(used) // prompts)]
+    prompt, completion = sum(one.prompt for one in firsts), sum(one.completion for one in used)
+    return UsageAnswer(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=TokenDetails(
+            cached_tokens=sum(one.cached for one in firsts),
+            image_tokens=sum(one.image for one in firsts),
+        ),
+    )
+
+
+def valora_block(
+    model: ServedModel,
+    last: Output,
+    sizes: Sequence[tuple[int, int]],
+    warnings: Sequence[str] = (),
+) -> ValoraAnswer:
+    """The response's field ``valora``: model, mode and times, and the head's result."""
+    head, times = last.head, last.times
+    fields: dict[str, Any] = {}
+    if head is not None:
+        fields = {"kind": head.kind, **head.prompt_fields(sizes)}
+    if times is not None and times.started is not None and times.finished is not None:
+        fields["queue_seconds"] = times.started - times.arrival
+        fields["seconds"] = times.finished - times.arrival
+    return ValoraAnswer(
+        model=model.name,
+        adapter=model.adapter,
+        bundle=model.bundle,
+        mode=str(last.mode) if last.mode is not None else None,
+        warnings=list(warnings),
+        **fields,
+    )
+
+
+def joined(lasts: Sequence[Output]) -> Output:
+    """The answer to several images, of which each was a request of its own."""
+    heads = [last.head for last in lasts if isinstance(last.head, BoxesResult)]
+    if len(heads) < len(lasts):
+        raise RequestError("This domain's head reads one image at a time: send one in a request")
+    used = [last.usage for last in lasts if last.usage is not None]
+    times = [last.times for last in lasts if last.times is not None]
+    return replace(
+        lasts[0],
+        head=replace(heads[0], detections=tuple(one for head in heads for one in head.detections)),
+        usage=Usage(*(
+            sum(getattr(one, name) for one in used)
+            for name in ("prompt", "completion", "image", "cached")
+        )),
+        times=max(times, key=lambda item: item.finished or 0.0, default=None),
+    )  # fmt: skip
+
+
+def json_logprob(value: float) -> float:
+    """A log probability as JSON can hold it, which knows neither infinity nor NaN."""
+    return value if LEAST_LOGPROB < value < math.inf else LEAST_LOGPROB
+
+
+def chat_logprobs(items: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
+    """Log probabilities in the chat endpoint's format, each a `TokenLogprob` as a dictionary."""
+
+    def one(item: Logprob) -> dict[str, Any]:
+        raw = None if item.raw is None else list(item.raw)
+        return {"token": item.text, "logprob": json_logprob(item.logprob), "bytes": raw}
+
+    return [one(item.chosen) | {"top_logprobs": list(map(one, item.top))} for item in items]
+
+
+def items_json(items: list[Any]) -> str:
+    """Items as JSON, separated by commas: what may be put into a list of an answer."""
+    pieces = (items[at : at + AT_ONCE] for at in range(0, len(items), AT_ONCE))
+    return ",".join(_JSON.encode(piece)[1:-1] for piece in pieces)
+
+
+def filled(body: str, place: str, contents: Sequence[str]) -> str:
+    """JSON of an answer whose large parts are JSON already, as writing all is not interrupted."""
+    # The places come first of all: JSON escapes quotes in texts, so that none holds `place`.
+    first, *texts = body.split(place, len(contents))
+    parts = (part for pair in zip(contents, texts, strict=True) for part in pair)
+    return "".join((first, *parts))
+
+
+class EventJson(NamedTuple):
+    """An event as JSON, and its type if it has one."""
+
+    text: str
+    type: str | None
+
+
+def event_json(event: dict[str, Any]) -> EventJson:
+    """An event as JSON."""
+    return EventJson(_JSON.encode(event), event.get("type"))
+
+
+class EventStream(Response):
+    """Streamed response; the request is cancelled when the client disconnects.
+
+    Nothing is sent before the first event, so that an error before it gets its own status code.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any] | EventJson, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        # A client that disconnected gets no response.
+        with contextlib.suppress(CancelledRequestError):
+            try:
+                await until_disconnect(receive, self._stream(send))
+            except asyncio.CancelledError:  # as uvicorn does with what runs after the drain
+                if not self._begun:
+                    raise
+                await _end(send, DrainingError(DRAINED))
+
+    async def _stream(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            first = await anext(events)
+            self._begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send(_body(first))
+            failed = None
+            try:
+                async for event in events:
+                    await send(_body(event))
+            except ServeError as error:
+                failed = error
+        await _end(send, failed)
+
+
+async def _end(send: Send, error: ServeError | None) -> None:
+    """End a stream, with an event of the error if there is one."""
+    if error is not None:
+        logs.LOG.warning("%s", error)
+        await send(_body({"error": error_body(error)}))
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+def _body(event: dict[str, Any] | EventJson) -> dict[str, Any]:
+    line, kind = event if isinstance(event, EventJson) else event_json(event)
+    name = "" if kind is None else f"event: {kind}\n"
+    body = f"{name}data: {line}\n\n".encode()
+    return {"type": "http.response.body", "body": body, "more_body": True}

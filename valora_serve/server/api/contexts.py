@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from valora_serve.types import ServedModel
 
 
+_Name = Annotated[str | None, Field(max_length=256)]
+_COPIED = ("form", "adapter", "decode_only", "bundle", "accuracy", "required")
+
+
 class ContextRequest(Body):
     """Body of ``POST /v1/contexts``."""
 
@@ -33,13 +37,9 @@ class ContextRequest(Body):
     tokens: int | None = Field(
         default=None, ge=1, le=2**20, description="tokens that a prefix keeps; all by default"
     )
-    encoder: str | None = Field(
-        default=None, max_length=256, description="bundle/encoder; by default the only one"
-    )
-    adapter: str | None = Field(
-        default=None,
-        max_length=256,
-        description="adapter that answers; by default the base model",
+    encoder: _Name = Field(default=None, description="bundle/encoder; by default the only one")
+    adapter: _Name = Field(
+        default=None, description="adapter that answers; by default the base model"
     )
     replace: bool = Field(default=False, description="replace the context of this name")
 
@@ -59,9 +59,6 @@ class ContextCard(ResponseBody):
     bundle: str | None = None
     accuracy: float | None = None
     required: float | None = None
-
-
-_COPIED = ("form", "adapter", "decode_only", "bundle", "accuracy", "required")
 
 
 class ContextList(ResponseBody):

@@ -10,7 +10,6 @@ image, is restored, and a warning names what its accuracy was not measured with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from valora_data.contract.files import shown
@@ -19,39 +18,31 @@ from valora_serve.errors import ImageError, RequestError
 from valora_serve.server.api.schema import Message, RefusalPart, TextPart
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from valora_serve.server.api.schema import ContentPart
     from valora_serve.types import ServedModel
 
+    Asked = tuple[list[Message], list[str]]
+
 PLACE = "{}"
 """Stands in a domain's prompt for the request's own words."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is asked.
-
-    Attributes:
-        messages: The conversation as the model reads it.
-        warnings: What of the request was left out or was not measured; one sentence each.
-    """
-
-    messages: list[Message]
-    warnings: list[str] = field(default_factory=list)
-
-
-def answers_with_head(model: ServedModel, wanted: bool) -> bool:
-    """Whether a head answers."""
-    return wanted and model.head is not None
+_SYSTEM = ("system", "developer")
 
 
 def as_measured(
     model: ServedModel, messages: Sequence[Message], *, head: bool, told: bool = False
 ) -> Asked:
-    """Return the conversation that a model is asked for a request."""
+    """Return the conversation that a model is asked, and what of it was not measured or left out.
+
+    Args:
+        model: The model.
+        messages: The request's conversation.
+        head: Whether the model's head answers.
+        told: Whether an instruction is added to the system prompt.
+    """
     if model.kind != "domain":
-        return Asked(list(messages))
+        return list(messages), []
     if model.form is not None:
         return _about_context(model, messages)
     return _for_head(model, messages) if head else _for_language_model(model, messages, told)
@@ -102,8 +93,7 @@ def check_measured_media(
     if model.media == "video" and model.images is not None and videos[0] != model.images:
         return [
             f"{model.name} was measured with {plural(model.images, 'frame')} of a video, and "
-            "this one has "
-            f"{videos[0]}: its accuracy may differ"
+            f"this one has {videos[0]}: its accuracy may differ"
         ]
     return []
 
@@ -120,7 +110,7 @@ def completion_warnings(model: ServedModel) -> list[str]:
 
 def _about_context(model: ServedModel, messages: Sequence[Message]) -> Asked:
     """The conversation about a context, in place of whose head the context stands."""
-    turns = [one for one in messages if one.role not in ("system", "developer")]
+    turns = [one for one in messages if one.role not in _SYSTEM]
     if not turns:
         raise RequestError(f"{model.name} answers questions about a document: send one")
     warnings = []
@@ -129,76 +119,71 @@ def _about_context(model: ServedModel, messages: Sequence[Message]) -> Asked:
             f"{model.name} is a context, which stands in place of the system prompt: ignored the "
             "system prompt"
         )
-    last = turns[-1]
-    prompt = model.prompt or PLACE
-    if prompt != PLACE and last.role == "user" and _text(last):
-        text = TextPart(type="text", text=_filled(prompt, _text(last)))
-        turns[-1] = _with_parts(last, [text, *_media(last)])
-    return Asked(turns, warnings)
+    if (model.prompt or PLACE) != PLACE and turns[-1].role == "user" and _text(turns[-1]):
+        turns[-1] = _asking(turns[-1], _filled(model.prompt or PLACE, _text(turns[-1])))
+    return turns, warnings
 
 
 def _for_head(model: ServedModel, messages: Sequence[Message]) -> Asked:
     """The only turn that a head sees: its prompt, and the newest images."""
-    users = [n for n, message in enumerate(messages) if message.role == "user"]
     read, what = (_text, "text") if model.media == "text" else (_media, "an image or video")
-    newest = next((n for n in reversed(users) if read(messages[n])), None)
+    newest = _newest(messages, read)
     if newest is None:
         raise RequestError(
             f"{model.name} answers with its {model.head} head, which reads {what}: "
             "send one in a user message, or set valora.head to false to generate"
         )
-    spoken = None
-    if _takes_words(model):
-        spoken = next((n for n in reversed(users) if _text(messages[n])), None)
-    said = _text(messages[newest if spoken is None else spoken])
-    question, _ = question_of(model, said if spoken is not None else None, head=True)
+    spoken = _newest(messages, _text) if _takes_words(model) else None
+    words = _text(messages[newest])
+    question, _ = question_of(model, None if spoken is None else _text(messages[spoken]), head=True)
     dropped: list[str] = []
     for number, message in enumerate(messages):
         if number in (newest, spoken):
             continue
-        if message.role in ("system", "developer"):
+        if message.role in _SYSTEM:
             dropped.append("the system prompt")
         elif message.role == "user" and number > newest and spoken is None:
             dropped += ["the text"] * bool(_text(message))
         else:
             dropped.append("the other turns")
-    if newest != spoken and _text(messages[newest]) not in ("", question.strip()):
+    if newest != spoken and words not in ("", question.strip()):
         dropped.append("the text" if spoken is None else "the other turns")
-    content: list[ContentPart] = [TextPart(type="text", text=question), *_media(messages[newest])]
-    warnings = [_ignored(model, dropped)] if dropped else []
-    return Asked([Message(role="user", content=content)], warnings)
+    turn = _asking(Message(role="user", content=messages[newest].content), question)
+    return [turn], [_ignored(model, dropped)] if dropped else []
 
 
 def _for_language_model(model: ServedModel, messages: Sequence[Message], told: bool) -> Asked:
     """The conversation in the order of training, with the domain's prompt if it has no text."""
-    users = [n for n, message in enumerate(messages) if message.role == "user"]
-    spoken = next((n for n in reversed(users) if _text(messages[n])), None)
-    newest = next((n for n in reversed(users) if _media(messages[n])), None)
+    spoken, newest = _newest(messages, _text), _newest(messages, _media)
     turns = list(messages)
     unmeasured: list[str] = []
     if spoken is None and newest is not None:
         question, _ = question_of(model, None, head=False)
-        written = any(_text(message) for message in messages)
-        if told or written:  # otherwise the engine adds the prompt
-            text = TextPart(type="text", text=question)
-            turns[newest] = _with_parts(turns[newest], [text, *_media(turns[newest])])
+        if told or any(map(_text, messages)):  # otherwise the engine adds the prompt
+            turns[newest] = _asking(turns[newest], question)
     elif spoken is not None:
         words = _text(turns[spoken])
         if _takes_words(model):
-            text = TextPart(type="text", text=_filled(model.prompt or "", words))
-            turns[spoken] = _with_parts(turns[spoken], [text, *_media(turns[spoken])])
+            turns[spoken] = _asking(turns[spoken], _filled(model.prompt or "", words))
         elif words != (model.prompt or "").strip():
             unmeasured.append("another text")
     if newest is None and model.media != "text":
         unmeasured.append("no image")
-    if told or any(message.role in ("system", "developer") for message in messages):
+    said = [message for message in messages if message.role not in _SYSTEM]
+    if told or len(said) < len(messages):
         unmeasured.append("a system prompt")
-    if len([message for message in messages if message.role not in ("system", "developer")]) > 1:
+    if len(said) > 1:
         unmeasured.append("several turns")
     turns = [_text_first(message) if message.role == "user" else message for message in turns]
     if model.head is not None:
         unmeasured = []  # its accuracy is that of the head, which was not wanted
-    return Asked(turns, [_unmeasured(model, unmeasured)] if unmeasured else [])
+    return turns, [_unmeasured(model, unmeasured)] if unmeasured else []
+
+
+def _newest(messages: Sequence[Message], read: Callable[[Message], object]) -> int | None:
+    """Number of the user's last message in which there is something to read."""
+    users = (n for n, one in enumerate(messages) if one.role == "user" and read(one))
+    return max(users, default=None)
 
 
 def _takes_words(model: ServedModel) -> bool:
@@ -256,7 +241,9 @@ def _media(message: Message) -> list[ContentPart]:
     return [part for part in content if not isinstance(part, TextPart | RefusalPart)]
 
 
-def _with_parts(message: Message, parts: list[ContentPart]) -> Message:
+def _asking(message: Message, text: str) -> Message:
+    """A message with another text, which precedes its images."""
+    parts = [TextPart(type="text", text=text), *_media(message)]
     return message.model_copy(update={"content": parts})
 
 
@@ -269,4 +256,4 @@ def _text_first(message: Message) -> Message:
     at = kinds.index(True) if True in kinds else 0
     if not all(kinds[at:]):
         return message
-    return _with_parts(message, [*content[at:], *content[:at]])
+    return message.model_copy(update={"content": [*content[at:], *content[:at]]})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,12 +13,8 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import RequestError, ServeError
-from valora_serve.server.api.common import error_answers
-from valora_serve.server.api.requests import (
-    Arrival,
-    check_text,
-    read_messages,
-)
+from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.requests import Arrival, as_prompt, read_messages, several_of
 from valora_serve.server.api.schema import EmbeddingAnswer, EmbeddingRequest
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
@@ -27,10 +22,8 @@ from valora_serve.server.telemetry.logs import new_id
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from valora_serve.server.context import ServerContext
-    from valora_serve.types import Output, ServedModel
+    from valora_serve.types import Output
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -47,16 +40,16 @@ def router(context: ServerContext) -> APIRouter:
         arrival = Arrival(context, request, body.valora.deadline)
         await arrival.find(body)
         prompts = await arrival.within(_prompts(context, request, body))
-        common = types.Request(
-            id="", **arrival.named, embed=True, deadline=arrival.time_left(),
-            cache_salt=body.cache_salt,
-        )  # fmt: skip
+        common = {"embed": True, "deadline": arrival.time_left(), **arrival.named}
         identity = f"embd-{new_id()}"
         requests = [
-            replace(common, id=f"{identity}-{number}", **prompt)
+            types.Request(f"{identity}-{number}", **common, **prompt)
             for number, prompt in enumerate(prompts)
         ]
-        return await until_disconnect(request.receive, _answer(arrival, requests, body))
+        answers = await until_disconnect(request.receive, arrival.ask_all(requests))
+        lasts = [outputs[-1] for outputs in answers]
+        # A thread, as many long vectors take seconds.
+        return answer(await asyncio.to_thread(_encoded, lasts, arrival.model.name, body))
 
     return routes
 
@@ -67,67 +60,37 @@ async def _prompts(
     """What is embedded, as fields of requests to the engine."""
     if (body.input is None) == (body.messages is None):
         raise RequestError("Send input, which are texts or tokens, or messages: one of them")
-    if body.messages is not None:
-        pixels = request.state.stack.enter_context(context.media.pixels())
-        turns, images, videos = await read_messages(body.messages, context, pixels)
-        if turns is None:
-            parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
-            turns = [{"role": "user", "content": parts}]
-        return [{"messages": turns, "images": images, "videos": videos}]
-    several: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input or ())
-    if several and isinstance(several[0], int):
-        several = [several]
-    if not several or not all(several):
-        raise RequestError("input is empty, or holds an empty text: send a text, or tokens")
-    most = context.settings.max_waiting
-    if len(several) > most:
-        raise RequestError(f"input holds {len(several)} texts, more than {most}: send fewer")
-    check_text(sum(len(item) for item in several), context)
-    return [
-        {"text": item} if isinstance(item, str) else {"token_ids": tuple(item)} for item in several
-    ]
+    if body.messages is None:
+        texts = several_of(body.input or [], "input", context.settings.max_waiting, context)
+        return list(map(as_prompt, texts))
+    pixels = request.state.stack.enter_context(context.media.pixels())
+    turns, images, videos = await read_messages(body.messages, context, pixels)
+    if turns is None:
+        parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
+        turns = [{"role": "user", "content": parts}]
+    return [{"messages": turns, "images": images, "videos": videos}]
 
 
-async def _answer(
-    arrival: Arrival, requests: Sequence[types.Request], body: EmbeddingRequest
-) -> Response:
-    model, answers = arrival.model, await arrival.ask_all(requests)
-    lasts = [outputs[-1] for outputs in answers]
-    width = len(_vector(lasts[0], model))
-    if body.dimensions not in (None, width):
-        raise RequestError(
-            f"dimensions is {body.dimensions}, but embeddings of {model.name} have {width}, and "
-            "shorter ones were not trained: leave it out"
-        )
-    tokens = sum(last.usage.prompt for last in lasts if last.usage is not None)
-    # A thread, as many long vectors take seconds.
-    content = await asyncio.to_thread(
-        _encoded, lasts, model, tokens, body.encoding_format == "base64"
-    )
-    return Response(content, media_type="application/json")
-
-
-def _vector(last: Output, model: ServedModel) -> NDArray[np.float32]:
-    """[width] float32 of length 1."""
-    assert last.head is not None
-    assert last.head.logits is not None
-    hidden = last.head.logits[0].astype(np.float64)
-    length = float(np.sqrt((hidden**2).sum()))
-    if not np.isfinite(length):
-        raise ServeError(f"The hidden state of {model.name} is not finite: check the adapter")
-    vector: NDArray[np.float32] = (hidden / max(length, 1e-12)).astype(np.float32)
-    return vector
-
-
-def _encoded(lasts: Sequence[Output], model: ServedModel, tokens: int, as_text: bool) -> str:
+def _encoded(lasts: Sequence[Output], model: str, body: EmbeddingRequest) -> bytes:
     """The response as JSON, one vector at a time."""
     data = []
     for number, last in enumerate(lasts):
-        vector = _vector(last, model)
+        assert last.head is not None
+        assert last.head.logits is not None
+        hidden = last.head.logits[0].astype(np.float64)
+        length, width = float(np.sqrt((hidden**2).sum())), len(hidden)
+        if not np.isfinite(length):
+            raise ServeError(f"The hidden state of {model} is not finite: check the adapter")
+        if body.dimensions not in (None, width):
+            raise RequestError(
+                f"dimensions is {body.dimensions}, but embeddings of {model} have {width}, and "
+                "shorter ones were not trained: leave it out"
+            )
+        vector = (hidden / max(length, 1e-12)).astype("<f4")
         shown: Any = vector.tolist()
-        if as_text:
-            shown = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        if body.encoding_format == "base64":
+            shown = base64.b64encode(vector.tobytes()).decode()
         data.append(json.dumps({"object": "embedding", "index": number, "embedding": shown}))
-    usage = json.dumps({"prompt_tokens": tokens, "total_tokens": tokens})
-    listed = ",".join(data)
-    return f'{{"object":"list","data":[{listed}],"model":{json.dumps(model.name)},"usage":{usage}}}'
+    tokens = sum(last.usage.prompt for last in lasts if last.usage is not None)
+    rest = {"model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    return f'{{"object":"list","data":[{",".join(data)}],{json.dumps(rest)[1:]}'.encode()

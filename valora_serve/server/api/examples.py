@@ -52,8 +52,7 @@ class ExampleList(ResponseBody):
     data: list[ExampleCard]
 
 
-PNG = b"\x89PNG\r\n\x1a\n"
-"""First bytes of a PNG file."""
+PNG = b"\x89PNG\r\n\x1a\n"  # first bytes of a file
 _IMAGE: dict[int | str, dict[str, Any]] = {
     200: {"content": {"image/png": {}}, "description": "The image, or a frame of the video"}
 }
@@ -101,13 +100,10 @@ def router(context: ServerContext) -> APIRouter:
 
 
 def _by_domain(context: ServerContext) -> dict[str, list[Example]]:
-    """Examples of each served domain, in the order of the domains; damaged ones are left out."""
-    found: dict[str, list[Example]] = {}
+    """Examples of each served domain that has some; damaged ones are left out."""
     domains = [model for model in context.service.models() if model.kind == "domain"]
-    for model in domains:
-        found.setdefault(model.name, [])
-    folders = {model.root for model in domains}
-    for folder in sorted(folders):
+    found: dict[str, list[Example]] = {model.name: [] for model in domains}
+    for folder in sorted({model.root for model in domains}):
         try:
             examples = read_examples(Path(folder))
         except (UnreadableError, OSError, ValueError, KeyError, TypeError, AttributeError):

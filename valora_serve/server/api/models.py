@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -12,14 +12,13 @@ from starlette.responses import Response
 
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
-from valora_serve.server.api.responses import filled
 from valora_serve.server.api.schema import Body, Done, ResponseBody
 from valora_serve.server.loading.changes import Changes
 from valora_serve.server.service import last_part, without_folder
 from valora_serve.server.telemetry.adapter_states import adapter_states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from valora_serve.server.context import ServerContext
     from valora_serve.types import ServedModel
@@ -27,11 +26,14 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 64 * 1024  # names and paths only
 
 
+_Path = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
 class LoadAdapterRequest(Body):
     """Body of ``/v1/load_lora_adapter``."""
 
     lora_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-    lora_path: str = Field(min_length=1, max_length=4096)
+    lora_path: _Path
     load_inplace: bool = Field(default=False, description="replace the adapter of this name")
     decode_only: bool = Field(
         default=False,
@@ -49,7 +51,7 @@ class UnloadAdapterRequest(Body):
 class LoadBundleRequest(Body):
     """Body of ``/v1/load_bundle``."""
 
-    bundle_path: str = Field(min_length=1, max_length=4096)
+    bundle_path: _Path
 
 
 class UnloadBundleRequest(Body):
@@ -110,24 +112,12 @@ class Loaded(ResponseBody):
     models: list[ModelCard]
 
 
-def card(
-    model: ServedModel,
-    context_length: int,
-    quarantined: str | None = None,
-    state: str | None = None,
-    resolver: str | None = None,
-) -> ModelCard:
+def card(model: ServedModel, context_length: int, **more: Any) -> ModelCard:
     """A served model in the API's format."""
     model = without_folder(model)
     fields = {name: getattr(model, name) for name in ModelCard.model_fields if hasattr(model, name)}
     return ModelCard(
-        id=model.name,
-        created=int(model.loaded_at),
-        state=state,  # type: ignore[arg-type]
-        resolver=resolver,
-        quarantined=quarantined,
-        max_model_len=context_length,
-        **fields,
+        id=model.name, created=int(model.loaded_at), max_model_len=context_length, **fields | more
     )
 
 
@@ -141,21 +131,16 @@ def router(context: ServerContext) -> APIRouter:
     admin = allow(Access.ADMIN, max_body_bytes=MAX_BODY_BYTES, disabled=disabled)
     whole = Changes(context.service).whole
 
-    def listing() -> Callable[[], list[ModelCard]]:
-        """Return a function that makes the cards of all models, for a thread."""
-        known, waiting = context.service.models(), on_disk()
-        return lambda: cards_of(known) + waiting
-
     def cards_of(models: Sequence[ServedModel]) -> list[ModelCard]:
-        stats, most = engine.stats(), engine.context_length
+        stats = engine.stats()
         places = adapter_states(models, stats)
         return [
             card(
                 one,
-                most,
-                stats.quarantined.get(one.name),
-                places.get(one.name),
-                None if loader is None else loader.source(one.name),
+                engine.context_length,
+                quarantined=stats.quarantined.get(one.name),
+                state=places.get(one.name),
+                resolver=None if loader is None else loader.source(one.name),
             )
             for one in models
         ]
@@ -164,30 +149,24 @@ def router(context: ServerContext) -> APIRouter:
         """Cards of the adapters that the next request that names them loads from the cache."""
         return [
             ModelCard(
-                id=one.name,
-                created=int(time.time()),
-                root=one.name,
-                parent=last_part(engine.base),
-                kind="adapter",
-                adapter=one.name,
-                state="disk",
-                resolver=one.source,
+                id=one.name, created=int(time.time()), root=one.name, parent=last_part(engine.base),
+                kind="adapter", adapter=one.name, state="disk", resolver=one.source,
                 max_model_len=engine.context_length,
             )
             for one in ([] if loader is None else loader.waiting())
             if context.service.sees(one.name)
-        ]
+        ]  # fmt: skip
 
     @routes.get(
         "/v1/models", tags=["OpenAI"], response_model=ModelList,
         summary="List the models that a request can name",
     )  # fmt: skip
     async def models() -> Response:
-        cards = listing()
+        known, waiting = context.service.models(), on_disk()
 
         def made() -> bytes:
-            listed = ",".join(one.model_dump_json() for one in cards())
-            return filled(ModelList(data=[]).model_dump_json(), "[]", [f"[{listed}]"]).encode()
+            listed = ",".join(one.model_dump_json() for one in cards_of(known) + waiting)
+            return f'{{"object":"list","data":[{listed}]}}'.encode()
 
         return answer(await asyncio.to_thread(made))  # there may be thousands of adapters
 
@@ -197,21 +176,15 @@ def router(context: ServerContext) -> APIRouter:
             for waiting in on_disk():
                 if waiting.id == model:
                     return waiting
-        found = context.service.model(model)
-        return cards_of([found])[0]
+        return cards_of([context.service.model(model)])[0]
 
     @routes.post("/v1/load_lora_adapter", tags=["loading"], summary="Load a PEFT adapter")
     @admin
     async def load_adapter(body: LoadAdapterRequest) -> Loaded:
-        made = await whole(
-            served.load_adapter(
-                body.lora_name,
-                body.lora_path,
-                replace=body.load_inplace,
-                decode_only=body.decode_only,
-            )
+        loading = served.load_adapter(
+            body.lora_name, body.lora_path, replace=body.load_inplace, decode_only=body.decode_only
         )
-        return Loaded(models=[card(made, engine.context_length)])
+        return Loaded(models=[card(await whole(loading), engine.context_length)])
 
     @routes.post("/v1/unload_lora_adapter", tags=["loading"], summary="Unload an adapter")
     @admin

@@ -11,11 +11,17 @@ from starlette.responses import Response
 
 from valora_serve.errors import RequestError
 from valora_serve.server.api.chat import begin
-from valora_serve.server.api.common import answer, error_answers
-from valora_serve.server.api.responses import filled, items_json
+from valora_serve.server.api.common import (
+    EventJson,
+    EventStream,
+    answer,
+    error_answers,
+    event_json,
+    filled,
+    items_json,
+)
 from valora_serve.server.api.schema import (
     ChatRequest,
-    FunctionCall,
     ImagePart,
     JsonSchema,
     Message,
@@ -33,7 +39,7 @@ from valora_serve.server.api.schema import (
     TextPart,
     ToolCall,
 )
-from valora_serve.server.api.streams import EventJson, EventStream, event_json
+from valora_serve.server.api.tools import refuse
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 
@@ -45,14 +51,6 @@ if TYPE_CHECKING:
     from valora_serve.server.context import ServerContext
 
 LOGPROBS = "message.output_text.logprobs"
-_STATELESS = "as this server keeps no conversations: send the whole conversation as input"
-_REFUSED = {
-    "previous_response_id": f"is not served, {_STATELESS}",
-    "conversation": f"is not served, {_STATELESS}",
-    "prompt": "is not served, as this server keeps no prompts: send it as input",
-    "background": "is not served: wait for the answer, or set stream",
-    "moderation": "is not served: leave it out",
-}
 _EMPTY = {  # what `include` may ask for besides; no answer of this server holds any of it
     "code_interpreter_call.outputs", "computer_call_output.output.image_url",
     "file_search_call.results", "message.input_image.image_url", "reasoning.encrypted_content",
@@ -82,9 +80,7 @@ def router(context: ServerContext) -> APIRouter:
 
 def _as_chat(body: ResponsesRequest) -> ChatRequest:
     """The same request as a chat request."""
-    for name, said in _REFUSED.items():
-        if getattr(body, name):
-            raise RequestError(f"{name} {said}")
+    refuse(body)
     others = [one for one in body.include or () if one != LOGPROBS and one not in _EMPTY]
     if others:
         raise RequestError(f"include holds {others[0][:50]!a}: only {LOGPROBS} is served")
@@ -100,8 +96,7 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
                     messages.append(Message(role="assistant", tool_calls=[]))
                 calls = messages[-1].tool_calls
                 assert calls is not None
-                called = FunctionCall(name=item.name, arguments=item.arguments)
-                calls.append(ToolCall(id=item.call_id, function=called))
+                calls.append(ToolCall(function=item))
             elif not isinstance(item, ResponseInputItem) or item.type != "reasoning":
                 messages.append(_message(item, number))
     if not messages:
@@ -115,8 +110,8 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         temperature=body.temperature,
         top_p=body.top_p,
         response_format=_format(body),
-        stream=body.stream,
-        stream_options=StreamOptions(include_usage=True) if body.stream else None,
+        stream=True,
+        stream_options=StreamOptions(include_usage=True),
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,
         tools=body.tools,
@@ -187,23 +182,18 @@ class _Responses:
 
     async def json(self) -> bytes:
         """Wait for the whole answer, as JSON."""
-        found, [logprobs] = await self._chat.whole()
-        choice = found.choices[0]
-        message, calls = choice.message, choice.message.tool_calls or ()
-        items = [] if calls and not message.content else [_text(message.content or "")]
-        items += [_call(one.id, one.function.name, one.function.arguments) for one in calls]
-        block = None if found.valora is None else found.valora.model_dump(exclude_none=True)
-        body = ResponseAnswer.model_validate(
-            self._response(choice.finish_reason, items, found.usage.model_dump(), block)
-        )
-        return _filled(body.model_dump_json(), [] if "name" in items[0] else logprobs).encode()
+        async with contextlib.aclosing(self.events(stream=False)) as events:
+            async for event in events:
+                last = event
+        # The last event holds the response, after its own type and number.
+        return last.text[last.text.index('"response":{') + len('"response":') : -1].encode()
 
-    async def events(self) -> AsyncGenerator[dict[str, Any] | EventJson, None]:
+    async def events(self, *, stream: bool = True) -> AsyncGenerator[EventJson, None]:
         """The answer as events of OpenAI's API."""
         output, finish = _Output(), "stop"
         usage = block = None
         begun = False
-        async with contextlib.aclosing(self._chat.events()) as chunks:
+        async with contextlib.aclosing(self._chat.events(stream=stream)) as chunks:
             async for chunk in chunks:
                 if not begun:  # only now, so that an earlier error has a status of its own
                     begun = True

@@ -23,7 +23,6 @@ _BUILTIN = {
     "responses": "valora_serve.server.api.openai_responses:router",
     "embeddings": "valora_serve.server.api.embeddings:router",
     "vision": "valora_serve.server.api.vision:router",
-    "open_inference": "valora_serve.server.api.open_inference:router",
     "models": "valora_serve.server.api.models:router",
     "contexts": "valora_serve.server.api.contexts:router",
     "examples": "valora_serve.server.api.examples:router",

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from valora_serve.errors import DeadlineError, ImageError, RequestError, TooLongError
 from valora_serve.server.access.guard import caller
-from valora_serve.server.api.schema import AudioPart, FilePart, TextPart
+from valora_serve.server.api.schema import OtherPart, RefusalPart, TextPart, Url
 from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.gather import gathered, until_disconnect
-from valora_serve.server.media.urls import MediaUrl
 from valora_serve.server.service import merged
 from valora_serve.types import SamplingParams
 
@@ -31,18 +30,16 @@ if TYPE_CHECKING:
         ContentPart,
         EmbeddingRequest,
         Message,
-        Url,
     )
     from valora_serve.server.context import ServerContext
     from valora_serve.server.media.reader import Pixels
+    from valora_serve.server.media.urls import MediaUrl
     from valora_serve.server.service import Ticket
     from valora_serve.types import Output, Request, ServedModel
 
 T = TypeVar("T")
 MOST_STOPS, MOST_STOP_CHARS = 16, 1000
-MOST_LOGPROBS = 500_000
-"""Most log probabilities of an answer: some 35 MB of JSON."""
-
+MOST_LOGPROBS = 500_000  # of an answer: some 35 MB of JSON
 _ROLES = {"developer": "system", "tool": "user", "function": "user"}
 """Roles of OpenAI's API by the ones that chat templates know."""
 
@@ -77,7 +74,7 @@ def sampling(
         min_tokens=body.min_tokens or 0,
         temperature=context.settings.temperature if temperature is None else temperature,
         top_k=max(0, body.top_k or 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_p=body.top_p or 1.0,
         min_p=body.min_p or 0.0,
         seed=body.seed,
         stop=tuple(stop),
@@ -104,8 +101,9 @@ def grammar_of(body: ChatRequest | CompletionRequest, context: ServerContext) ->
         return Grammar.json({"type": "object"})
     if form.json_schema is None:
         raise RequestError("response_format is json_schema, but holds none: put json_schema")
-    strict = form.json_schema.strict or context.settings.strict_schemas
-    return Grammar.json(form.json_schema.schema_, strict=strict)
+    schema, strict = form.json_schema.schema_, form.json_schema.strict
+    strict = bool(strict or context.settings.strict_schemas)
+    return Grammar.json(True if schema is None else schema, strict=strict)
 
 
 def check_head(model: ServedModel, *, as_json: bool, calls: bool) -> None:
@@ -119,15 +117,10 @@ def check_head(model: ServedModel, *, as_json: bool, calls: bool) -> None:
 
 
 class Arrival:
-    """An HTTP request on its way to the engine: what it names, when it must end, who sent it.
-
-    Args:
-        context: Parts of the server.
-        http: The HTTP request; until it has ended, what it names is not unloaded.
-        wanted: Its own deadline in seconds, None for none.
+    """An HTTP request on its way to the engine; until it has ended, its models are not unloaded.
 
     Attributes:
-        wanted: That deadline.
+        wanted: Its own deadline in seconds, None for none.
         since: When it arrived, in seconds of `time.monotonic`.
         model: The model that answers, once it is found.
         named: What requests to the engine say of it.
@@ -141,21 +134,14 @@ class Arrival:
         self.wanted, self.since = wanted, time.monotonic()
 
     async def find(self, body: ChatRequest | CompletionRequest | EmbeddingRequest) -> ServedModel:
-        """Find the model of a request, or the first of its adapters with weights.
-
-        An adapter that is not loaded yet is, if it may be.
-        """
+        """Find, or load, the model of a request, or the first of its adapters with weights."""
         model = await self._found(body.model)
         mixed = [(await self._found(one.name), one.weight) for one in body.valora.adapters or ()]
         weights = tuple((one.name, weight) for one, weight in mixed)
-        self.named = {"model": model.name, "adapters": weights}
-        return self.answered_by(mixed[0][0] if mixed else model)
-
-    def answered_by(self, model: ServedModel) -> ServedModel:
-        """Set the model that answers."""
-        self.model = model
-        self.http.state.facts["model"] = model.name
-        return model
+        self.named = {"model": model.name, "adapters": weights, "cache_salt": body.cache_salt}
+        self.model = mixed[0][0] if mixed else model
+        self.http.state.facts["model"] = self.model.name
+        return self.model
 
     async def _found(self, name: str | None) -> ServedModel:
         service, loader = self.context.service, self.context.on_request
@@ -242,7 +228,11 @@ class Arrival:
 async def read_messages(
     messages: Sequence[Message], context: ServerContext, pixels: Pixels, told: str = ""
 ) -> tuple[list[dict[str, Any]] | None, list[Image], list[list[Image]]]:
-    """Read the messages of a chat request, whose system prompt then ends with the text `told`."""
+    """Read the messages of a chat request, whose system prompt then ends with the text `told`.
+
+    Returns:
+        Turns for a chat template, None if they hold no text; the images; the videos.
+    """
     reading = _Reading(context, pixels)
     try:
         for number, message in enumerate(messages):
@@ -250,7 +240,7 @@ async def read_messages(
         if told:
             reading.instruct(told)
         check_text(reading.chars, context)
-        check_media(len(reading.images) + len(reading.videos), context, needed=not reading.chars)
+        reading.check_media(context.settings.max_images)
     except BaseException:
         for unread in (*reading.images, *reading.videos):
             unread.close()
@@ -261,20 +251,13 @@ async def read_messages(
 
 
 class _Reading:
-    """Turns of a conversation, with the images and videos that are still to be read.
-
-    Attributes:
-        turns: Turns for a chat template.
-        images: Coroutines that read the images, in order.
-        videos: Coroutines that read the videos, in order.
-        chars: Number of characters of all texts.
-    """
+    """Turns of a conversation, with the images and videos that are still to be read."""
 
     def __init__(self, context: ServerContext, pixels: Pixels) -> None:
         self.turns: list[dict[str, Any]] = []
         self.images: list[Coroutine[Any, Any, Image]] = []
         self.videos: list[Coroutine[Any, Any, list[Image]]] = []
-        self.chars = 0
+        self.chars = 0  # of all texts
         self._result = False  # whether the last message was a tool's result
         self._media, self._pixels = context.media, pixels
 
@@ -292,7 +275,6 @@ class _Reading:
                 f"messages.{number}: content is null, which only an assistant's message may be: "
                 "send a text"
             )
-        role = _ROLES.get(message.role, message.role)
         result = message.role in ("tool", "function")
         follows, self._result = self._result and result, result
         if result:
@@ -301,26 +283,33 @@ class _Reading:
             content = [_text_part(begin), *inner, _text_part(end)]
         if isinstance(content, str):
             self.chars += len(content)
-            self.turns.append({"role": role, "content": content})
-            return
-        parts = [self._part(number, part) for part in content]
+            parts: Any = content
+        else:
+            parts = [self._part(number, part) for part in content]
         if follows:  # results share a turn, as in Qwen's template
             self.turns[-1]["content"] += parts
         else:
-            self.turns.append({"role": role, "content": parts})
+            self.turns.append({"role": _ROLES.get(message.role, message.role), "content": parts})
 
     def instruct(self, told: str) -> None:
         """Add an instruction to the end of the system prompt, which may hold images."""
         self.chars += len(told)
         if not self.turns or self.turns[0]["role"] != "system":
             self.turns.insert(0, {"role": "system", "content": told})
-            return
-        content = self.turns[0]["content"]
-        if isinstance(content, str):
-            content = f"{content}\n\n{told}"
+        elif isinstance(content := self.turns[0]["content"], str):
+            self.turns[0] = {"role": "system", "content": f"{content}\n\n{told}"}
         else:
-            content = [*content, {"type": "text", "text": f"\n\n{told}"}]
-        self.turns[0] = {"role": "system", "content": content}
+            content.append({"type": "text", "text": f"\n\n{told}"})
+
+    def check_media(self, most: int) -> None:
+        """Check that there is a text or an image, and not too many of them."""
+        count = len(self.images) + len(self.videos)
+        if not count and not self.chars:
+            raise RequestError("messages hold no text and no image: ask something")
+        if count > most:
+            raise ImageError(
+                f"The request has {count} images and videos, more than {most}: send fewer"
+            )
 
     def _part(self, number: int, part: ContentPart) -> dict[str, Any]:
         if part.type == "image_url":
@@ -330,15 +319,14 @@ class _Reading:
             self.videos.append(self._media.video(_url(part.video_url), self._pixels))
             return {"type": "video"}
         if part.type == "frames":
-            urls = [_url(frame) for frame in part.frames]
-            self.videos.append(self._media.frames(urls, self._pixels))
+            self.videos.append(self._media.frames(list(map(_url, part.frames)), self._pixels))
             return {"type": "video"}
-        if isinstance(part, AudioPart | FilePart):
+        if isinstance(part, OtherPart):
             raise RequestError(
                 f"messages.{number} has a part of type {part.type}, which the model cannot read: "
                 "send text, image_url, video_url or frames"
             )
-        text = part.text if part.type == "text" else part.refusal
+        text = part.refusal if isinstance(part, RefusalPart) else part.text
         self.chars += len(text)
         return {"type": "text", "text": text}
 
@@ -353,13 +341,22 @@ def check_text(chars: int, context: ServerContext) -> None:
         )
 
 
-def check_media(count: int, context: ServerContext, *, needed: bool) -> None:
-    """Check the number of images and videos of a request."""
-    if needed and not count:
-        raise RequestError("messages hold no text and no image: ask something")
-    most = context.settings.max_images
-    if count > most:
-        raise ImageError(f"The request has {count} images and videos, more than {most}: send fewer")
+def several_of(given: str | list[Any], name: str, most: int, context: ServerContext) -> list[Any]:
+    """Texts, or lists of tokens, of a field that holds one or several of either."""
+    several: list[Any] = [given] if isinstance(given, str) else given
+    if several and isinstance(several[0], int):
+        several = [several]
+    if not several or not all(several):
+        raise RequestError(f"{name} is empty, or holds an empty text: send a text, or tokens")
+    if len(several) > most:
+        raise RequestError(f"{name} holds {len(several)} texts, more than {most}: send fewer")
+    check_text(sum(map(len, several)), context)
+    return several
+
+
+def as_prompt(item: str | list[int]) -> dict[str, Any]:
+    """A text or its tokens as fields of a request to the engine."""
+    return {"text": item} if isinstance(item, str) else {"token_ids": tuple(item)}
 
 
 def _text_part(text: str) -> TextPart:
@@ -367,4 +364,4 @@ def _text_part(text: str) -> TextPart:
 
 
 def _url(item: Url | MediaUrl) -> MediaUrl:
-    return item if isinstance(item, MediaUrl) else item.url
+    return item.url if isinstance(item, Url) else item

@@ -1,10 +1,7 @@
 """Requests and responses of OpenAI's API with VaLoRA's additions, and what endpoints share.
 
-Those of another endpoint alone stand in its module.
-
-Fields that OpenAI's clients send and that have no effect here are accepted and ignored. Unknown
-fields are refused, so that a typo is noticed, but for those of messages and their parts, to which
-frameworks keep adding their own (`cache_control`, `detail`, `reasoning_content`).
+Unknown fields are refused, so that a typo is noticed, but for those of messages and their parts, to
+which frameworks keep adding their own (`cache_control`, `detail`, `reasoning_content`).
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ from pydantic import (
     FiniteFloat,
     JsonValue,
     Tag,
+    create_model,
     model_validator,
 )
 
@@ -35,21 +33,49 @@ def _finite(value: JsonValue) -> JsonValue:
 
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
-Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
 Text = str  # whose halves of characters (lone surrogates) are refused as no JSON
 _Model = Annotated[
     str | None,
     Field(description="a domain, an adapter or the base model; the base model by default"),
 ]
-CacheSalt = Annotated[
-    str,
-    Field(
-        min_length=1,
-        max_length=1024,
-        description="cached prompts and images are shared only with requests of the same salt",
-    ),
+_Limit = Annotated[int | None, Field(ge=1, le=10_000_000)]
+_Penalty = Annotated[FiniteFloat | None, Field(ge=-2, le=2)]
+Deadline = Annotated[
+    FiniteFloat | None,
+    Field(ge=0.001, le=86400, description="deadline in seconds from the request's arrival"),
 ]
+Score = Annotated[
+    FiniteFloat | None, Field(ge=0, le=1, description="least confidence of a detected box")
+]
+CacheSalt = Annotated[
+    Annotated[str, Field(min_length=1, max_length=1024)] | None,
+    Field(description="cached prompts and images are shared only with requests of the same salt"),
+]
+# Validation of a list stops at the first invalid item, so that the error is short.
+_Texts = Annotated[list[Text], Field(max_length=1_000, fail_fast=True)]
+_Tokens = Annotated[list[Token], Field(max_length=1_000_000, fail_fast=True)]
+_TextsOrTokens = (
+    Text | _Texts | _Tokens | Annotated[list[_Tokens], Field(max_length=1_000, fail_fast=True)]
+)
+
+IGNORED = (
+    "max_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning", "reasoning_effort", "context_management", "metadata",
+    "safety_identifier", "service_tier", "store", "truncation", "user", "verbosity",
+)  # fmt: skip
+"""Fields of OpenAI's that change no answer of this server."""
+_STATELESS = "as this server keeps no conversations: send the whole conversation as input"
+REFUSED = {
+    "audio": "is not served, as answers are text: leave it out",
+    "background": "is not served: wait for the answer, or set stream",
+    "conversation": f"is not served, {_STATELESS}",
+    "functions": "is OpenAI's old form of tools: send tools",
+    "moderation": "is not served: leave it out",
+    "prompt": "is not served, as this server keeps no prompts: send it as input",
+    "previous_response_id": f"is not served, {_STATELESS}",
+    "web_search_options": "is not served, as this server searches nothing: leave it out",
+}
+"""Fields of OpenAI's that ask for what is not served."""
 
 
 class Body(BaseModel):
@@ -69,6 +95,12 @@ class ResponseBody(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
+
+_FIELDS: dict[str, Any] = {
+    name: (JsonValue, Field(default=None, description=said))
+    for name, said in (dict.fromkeys(IGNORED, "ignored") | REFUSED).items()
+}
+_Others: Any = create_model("_Others", __base__=Body, **_FIELDS)
 
 # Requests
 
@@ -114,26 +146,17 @@ class RefusalPart(OpenBody):
     refusal: Text
 
 
-class AudioPart(OpenBody):
-    """Audio, which is refused."""
+class OtherPart(OpenBody):
+    """Audio or a file, which is refused."""
 
-    type: Literal["input_audio"]
-    input_audio: JsonValue = None
-
-
-class FilePart(OpenBody):
-    """A file, which is refused."""
-
-    type: Literal["file"]
-    file: JsonValue = None
+    type: Literal["input_audio", "file"]
 
 
 ContentPart = Annotated[
-    TextPart | ImagePart | VideoPart | FramesPart | RefusalPart | AudioPart | FilePart,
+    TextPart | ImagePart | VideoPart | FramesPart | RefusalPart | OtherPart,
     Field(discriminator="type"),
 ]
-
-
+_List = Field(max_length=10_000, fail_fast=True)
 _Parts = Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
 
 
@@ -147,7 +170,6 @@ class FunctionCall(OpenBody):
 class ToolCall(OpenBody):
     """An earlier call of a tool."""
 
-    id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -157,11 +179,12 @@ class Message(OpenBody):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | _Parts | None = None
-    name: str | None = Field(default=None, description="name of the function; ignored otherwise")
     tool_calls: Annotated[list[ToolCall], Field(max_length=1_000, fail_fast=True)] | None = None
-    tool_call_id: str | None = Field(default=None, description="ignored")
     refusal: Text | None = None
     function_call: FunctionCall | None = None
+
+
+_Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=10_000)]
 
 
 class Function(Body):
@@ -194,16 +217,6 @@ class Tool(OpenBody):
         return tool
 
 
-_Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
-_Choice = Annotated[
-    str | JsonObject | None,
-    Field(description="auto, none, required, a function, or allowed_tools"),
-]
-_Parallel = Annotated[
-    bool | None, Field(description="whether an answer may hold several calls; true by default")
-]
-
-
 class StreamOptions(OpenBody):
     """Options of a streamed response."""
 
@@ -213,12 +226,11 @@ class StreamOptions(OpenBody):
 class JsonSchema(Body):
     """A JSON schema that the answer follows."""
 
-    name: str = "answer"
+    name: str | None = None
     description: str | None = None
-    schema_: JsonObject | bool = Field(default=True, alias="schema")
+    schema_: JsonObject | bool | None = Field(default=None, alias="schema")
     strict: bool | None = Field(
-        default=None,
-        description="objects take no further keys; the schema holds in any case",
+        default=None, description="objects take no further keys; the schema holds in any case"
     )
 
 
@@ -240,15 +252,8 @@ class Valora(Body):
     """VaLoRA's own options of a request."""
 
     head: bool = Field(default=True, description="answer with the model's head if it has one")
-    min_score: FiniteFloat | None = Field(
-        default=None, ge=0, le=1, description="least confidence of a detected box"
-    )
-    deadline: FiniteFloat | None = Field(
-        default=None,
-        ge=0.001,
-        le=86400,
-        description="deadline in seconds from the request's arrival",
-    )
+    min_score: Score = None
+    deadline: Deadline = None
     adapters: list[WeightedAdapter] | None = Field(
         default=None,
         max_length=MOST_MIXED,
@@ -257,36 +262,35 @@ class Valora(Body):
     )
 
 
-# Validation of a list stops at the first invalid item, so that the error is short.
-_Texts = Annotated[list[Text], Field(max_length=1_000, fail_fast=True)]
-_Tokens = Annotated[list[Token], Field(max_length=1_000_000, fail_fast=True)]
-_TokenLists = Annotated[list[_Tokens], Field(max_length=1_000, fail_fast=True)]
+class _Asked(Body):
+    """What all requests but those of images may hold."""
 
-
-class _Sampled(Body):
     model: _Model = None
+    cache_salt: CacheSalt = None
+    valora: Valora = Valora()
+
+
+class _Generated(_Asked):
+    """What all requests for text may hold."""
+
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(default=1, ge=1, le=128)
     temperature: FiniteFloat | None = Field(default=None, ge=0, le=2)
     top_p: FiniteFloat | None = Field(default=None, gt=0, le=1)
+
+
+class _Sampled(_Generated):
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(default=1, ge=1, le=128)
     top_k: int | None = Field(default=None, ge=-1, le=1_000_000)
     min_p: FiniteFloat | None = Field(default=None, ge=0, le=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
+    max_completion_tokens: _Limit = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Text | _Texts | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=10_000_000)
     ignore_eos: bool | None = False
     response_format: ResponseFormat | None = None
-    presence_penalty: FiniteFloat | None = Field(
-        default=None, ge=-2, le=2, description="subtracted from the logits of generated tokens"
-    )
-    frequency_penalty: FiniteFloat | None = Field(
-        default=None,
-        ge=-2,
-        le=2,
-        description="subtracted from the logit of a token for each time that it was generated",
-    )
+    presence_penalty: _Penalty = None
+    frequency_penalty: _Penalty = None
     repetition_penalty: FiniteFloat | None = Field(
         default=None,
         ge=0.01,
@@ -294,48 +298,46 @@ class _Sampled(Body):
         description="divisor of the positive logits of tokens of prompt and answer, and factor of "
         "the negative ones; 1 for none",
     )
-    logit_bias: dict[TokenKey, Bias] | None = Field(
+    logit_bias: (
+        dict[
+            Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")],
+            Annotated[FiniteFloat, Field(ge=-100, le=100)],
+        ]
+        | None
+    ) = Field(
         default=None,
         max_length=300,
         description="values from -100 to 100 by token id, added to the logits after the penalties",
     )
-    user: str | None = Field(default=None, description="ignored")
-    cache_salt: CacheSalt | None = None
-    valora: Valora = Valora()
 
 
-class ChatRequest(_Sampled):
+class _Called(Body):
+    """Tools of a request."""
+
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: str | JsonObject | None = Field(
+        default=None, description="auto, none, required, a function, or allowed_tools"
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="whether an answer may hold several calls; true by default"
+    )
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+
+class ChatRequest(_Sampled, _Called, _Others):  # type: ignore[misc]
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(fail_fast=True, min_length=1, max_length=10_000)
-    max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
+    messages: _Messages
+    max_tokens: _Limit = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    store: bool | None = Field(default=None, description="ignored")
-    metadata: dict[str, str] | None = Field(default=None, description="ignored")
-    service_tier: str | None = Field(default=None, description="ignored")
-    safety_identifier: str | None = Field(default=None, description="ignored")
-    prompt_cache_key: str | None = Field(default=None, description="ignored")
-    prompt_cache_retention: str | None = Field(default=None, description="ignored")
-    prompt_cache_options: JsonValue = Field(default=None, description="ignored")
-    prediction: JsonValue = Field(default=None, description="ignored")
-    reasoning_effort: str | None = Field(default=None, description="ignored")
-    verbosity: str | None = Field(default=None, description="ignored")
-    tools: _Tools | None = None
-    tool_choice: _Choice = None
-    parallel_tool_calls: _Parallel = None
     modalities: list[str] | None = Field(default=None, description="only text")
-    audio: JsonValue = Field(default=None, description="only null")
-    functions: JsonValue = Field(default=None, description="only empty: use tools")
     function_call: JsonValue = Field(default=None, description="only none: use tool_choice")
-    web_search_options: JsonValue = Field(default=None, description="only null")
-    moderation: JsonValue = Field(default=None, description="only null")
 
 
 class CompletionRequest(_Sampled):
     """Body of ``/v1/completions``."""
 
-    prompt: Text | _Texts | _Tokens | _TokenLists
+    prompt: _TextsOrTokens
     max_tokens: int | None = Field(
         default=16, ge=0, le=10_000_000, description="0 goes with echo: only the prompt is scored"
     )
@@ -345,25 +347,19 @@ class CompletionRequest(_Sampled):
     )
     best_of: int | None = Field(default=None, ge=1, le=128, description="must equal n")
     suffix: None = None
+    user: str | None = Field(default=None, description="ignored")
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(_Asked):
     """Body of ``/v1/embeddings``."""
 
-    model: _Model = None
-    input: Text | _Texts | _Tokens | _TokenLists | None = None
-    messages: list[Message] | None = Field(
-        default=None,
-        fail_fast=True,
-        min_length=1,
-        max_length=10_000,
-        description="a conversation with images to embed, instead of input",
+    input: _TextsOrTokens | None = None
+    messages: _Messages | None = Field(
+        default=None, description="a conversation with images to embed, instead of input"
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1, description="only the width of the model")
     user: str | None = Field(default=None, description="ignored")
-    cache_salt: CacheSalt | None = None
-    valora: Valora = Valora()
 
 
 class ResponseInputText(OpenBody):
@@ -378,7 +374,6 @@ class ResponseInputImage(OpenBody):
 
     type: Literal["input_image"]
     image_url: MediaUrl | None = None
-    file_id: str | None = Field(default=None, description="refused: no files are kept")
 
 
 class ResponseInputOther(OpenBody):
@@ -387,11 +382,15 @@ class ResponseInputOther(OpenBody):
     type: Literal["input_file", "input_audio"]
 
 
-_ResponsePart = Annotated[
-    ResponseInputText | ResponseInputImage | RefusalPart | ResponseInputOther,
-    Field(discriminator="type"),
+_ResponseParts = Annotated[
+    list[
+        Annotated[
+            ResponseInputText | ResponseInputImage | RefusalPart | ResponseInputOther,
+            Field(discriminator="type"),
+        ]
+    ],
+    Field(max_length=10_000, fail_fast=True),
 ]
-_ResponseParts = Annotated[list[_ResponsePart], Field(max_length=10_000, fail_fast=True)]
 
 
 class ResponseInputMessage(OpenBody):
@@ -402,20 +401,16 @@ class ResponseInputMessage(OpenBody):
     content: Text | _ResponseParts
 
 
-class ResponseInputCall(OpenBody):
+class ResponseInputCall(FunctionCall):
     """An earlier call of a function."""
 
     type: Literal["function_call"]
-    call_id: str | None = None
-    name: Text
-    arguments: Text
 
 
 class ResponseInputResult(OpenBody):
     """What a called function returned."""
 
     type: Literal["function_call_output"]
-    call_id: str | None = None
     output: Text | _ResponseParts
 
 
@@ -439,22 +434,12 @@ _ResponseItem = Annotated[
     | Annotated[ResponseInputItem, Tag("item")],
     Discriminator(_kind_of_item),
 ]
-_ResponseItems = Annotated[
-    list[_ResponseItem], Field(min_length=1, max_length=10_000, fail_fast=True)
-]
 
 
-class ResponseTextFormat(Body):
+class ResponseTextFormat(JsonSchema):
     """Format of the answer of ``/v1/responses``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    schema_: JsonObject | bool | None = Field(default=None, alias="schema")
-    strict: bool | None = Field(
-        default=None,
-        description="objects take no further keys; the schema holds in any case",
-    )
 
 
 class ResponseText(Body):
@@ -464,67 +449,37 @@ class ResponseText(Body):
     verbosity: str | None = Field(default=None, description="ignored")
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(_Generated, _Called, _Others):  # type: ignore[misc]
     """Body of ``/v1/responses``."""
 
-    model: _Model = None
-    input: Text | _ResponseItems
+    input: (
+        Text
+        | Annotated[list[_ResponseItem], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    )
     instructions: Text | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
-    temperature: FiniteFloat | None = Field(default=None, ge=0, le=2)
-    top_p: FiniteFloat | None = Field(default=None, gt=0, le=1)
+    max_output_tokens: _Limit = None
     text: ResponseText | None = None
-    stream: bool | None = False
     stream_options: JsonValue = Field(default=None, description="ignored")
     include: Annotated[list[str], Field(max_length=100)] | None = Field(
         default=None, description="message.output_text.logprobs; others of OpenAI's are ignored"
     )
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: _Tools | None = None
-    tool_choice: _Choice = None
-    parallel_tool_calls: _Parallel = None
-    max_tool_calls: int | None = Field(default=None, description="ignored: it is of other tools")
-    previous_response_id: str | None = Field(default=None, description="only null")
-    conversation: JsonValue = Field(default=None, description="only null")
-    prompt: JsonValue = Field(default=None, description="only null")
-    background: bool | None = Field(default=None, description="only false")
-    store: bool | None = Field(default=None, description="ignored: nothing is kept")
-    truncation: str | None = Field(default=None, description="ignored: nothing is left out")
     metadata: dict[str, str] | None = Field(default=None, description="returned as it is")
-    reasoning: JsonValue = Field(default=None, description="ignored")
-    service_tier: str | None = Field(default=None, description="ignored")
-    safety_identifier: str | None = Field(default=None, description="ignored")
-    prompt_cache_key: str | None = Field(default=None, description="ignored")
-    prompt_cache_retention: str | None = Field(default=None, description="ignored")
-    prompt_cache_options: JsonValue = Field(default=None, description="ignored")
-    moderation: JsonValue = Field(default=None, description="only null")
-    context_management: JsonValue = Field(default=None, description="ignored")
-    user: str | None = Field(default=None, description="ignored")
-    cache_salt: CacheSalt | None = None
-    valora: Valora = Valora()
+
+
+_Urls = Annotated[list[MediaUrl], Field(max_length=10_000, fail_fast=True)]
 
 
 class VisionRequest(Body):
     """JSON body of ``/v1/vision/{domain}``."""
 
-    images: list[MediaUrl] = Field(
-        fail_fast=True,
-        default=[],
-        max_length=10_000,
-        description="URLs of images; each image gets its own result",
-    )
+    images: _Urls = Field(default=[], description="URLs of images; each gets its own result")
     video: MediaUrl | None = Field(default=None, description="URL of a video")
-    frames: list[MediaUrl] = Field(
-        fail_fast=True,
-        default=[],
-        max_length=10_000,
-        description="URLs of the frames of a video, in order",
-    )
+    frames: _Urls = Field(default=[], description="URLs of the frames of a video, in order")
     prompt: Text | None = Field(default=None, description="prompt; the domain's own by default")
-    min_score: FiniteFloat | None = Field(default=None, ge=0, le=1)
-    max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
-    deadline: FiniteFloat | None = Field(default=None, ge=0.001, le=86400)
-    cache_salt: CacheSalt | None = None
+    min_score: Score = None
+    max_tokens: _Limit = None
+    deadline: Deadline = None
+    cache_salt: CacheSalt = None
 
 
 class LookRequest(VisionRequest):
@@ -586,12 +541,13 @@ class ImageAnswer(ResponseBody):
     detections: list[DetectionAnswer]
 
 
-class ValoraAnswer(ResponseBody):
-    """Which model answered and how, and the answer of the domain's head.
+_WARNINGS: Any = Field(
+    default=[], description="what of the request was ignored or was not measured"
+)
 
-    The fields of the head's answer depend on its kind; other packages may add kinds with fields of
-    their own.
-    """
+
+class ValoraAnswer(ResponseBody):
+    """Which model answered and how, and the answer of its head; other kinds have other fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -608,9 +564,7 @@ class ValoraAnswer(ResponseBody):
     )
     queue_seconds: float | None = None
     seconds: float | None = None
-    warnings: list[str] = Field(
-        default=[], description="what of the request was ignored or was not measured"
-    )
+    warnings: list[str] = _WARNINGS
 
 
 class TopLogprob(ResponseBody):
@@ -732,28 +686,17 @@ class Embedding(ResponseBody):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(ResponseBody):
-    """Token counts of the inputs."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
 class EmbeddingAnswer(ResponseBody):
     """Response of ``/v1/embeddings``: one embedding for each input, in order."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str
-    usage: EmbeddingUsage
+    usage: UsageAnswer
 
 
 class VisionResult(ResponseBody):
-    """The answer to one image or to the video.
-
-    The fields of a head's answer depend on its kind; other packages may add kinds with fields of
-    their own.
-    """
+    """The answer to one image or to the video; other kinds of heads have other fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -781,9 +724,7 @@ class VisionAnswer(ResponseBody):
     usage: UsageAnswer
     mode: str | None = None
     seconds: float
-    warnings: list[str] = Field(
-        default=[], description="what of the request was ignored or was not measured"
-    )
+    warnings: list[str] = _WARNINGS
 
 
 class LookAnswer(ResponseBody):

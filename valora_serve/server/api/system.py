@@ -1,4 +1,4 @@
-"""Health, metrics, version, status and the web console."""
+"""Health, metrics, version, status, the web console, and paths that are no longer served."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import Field
 from starlette.responses import FileResponse, Response
 
+from valora_serve.errors import GoneError
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.schema import ResponseBody
@@ -88,7 +89,6 @@ class Status(EngineStatus):
     )
 
 
-_RATIOS = {"prefix_hit_ratio", "image_hit_ratio"}
 WEB = Path(__file__).parents[1] / "web"
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _ASSETS = {file.name: _KINDS[file.suffix] for file in WEB.iterdir() if file.suffix in _KINDS}
@@ -96,6 +96,11 @@ _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
+)
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+_GONE = (
+    "The Open Inference Protocol is no longer served: send images to /v1/vision/{domain}, and ask "
+    "/v1/models/{domain} and /ready whether a domain answers"
 )
 _FAILED: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "The engine has failed"}
@@ -177,21 +182,24 @@ def router(context: ServerContext) -> APIRouter:
             base=last_part(engine.base),
             memory_bytes=memory_bytes(),
             uptime_seconds=time.monotonic() - context.started,
-            replicas=None
-            if replicas is None
-            else {name: EngineStatus(**_facts(stats)) for name, stats in replicas.items()},
+            replicas={n: EngineStatus(**_facts(one)) for n, one in replicas.items()}
+            if replicas is not None
+            else None,
         )
+
+    @routes.api_route("/v2", methods=_METHODS, include_in_schema=False)
+    @routes.api_route("/v2/{path:path}", methods=_METHODS, include_in_schema=False)
+    @allow(Access.OPEN, any_host=True, disabled=_GONE, refusal=GoneError)
+    async def gone() -> None:
+        """Refused, with any method, before a body is read."""
 
     if context.settings.console:
 
         @routes.get("/", include_in_schema=False)
         @allow(Access.OPEN)
         async def console() -> FileResponse:
-            return FileResponse(
-                WEB / "index.html",
-                headers={"Content-Security-Policy": _CSP},
-                media_type="text/html",
-            )
+            headers = {"Content-Security-Policy": _CSP}
+            return FileResponse(WEB / "index.html", headers=headers, media_type="text/html")
 
         @routes.get("/console/{name}", include_in_schema=False)
         @allow(Access.OPEN)
@@ -205,10 +213,8 @@ def router(context: ServerContext) -> APIRouter:
 
 def _facts(stats: EngineStats) -> dict[str, Any]:
     """Fields of `EngineStatus`."""
-    fields = {name: getattr(stats, name) for name in EngineStatus.model_fields.keys() - _RATIOS}
-    return fields | {
-        name: getattr(stats, f"{kind}_hits") / queries if queries else None
-        for name in _RATIOS
-        for kind in [name.partition("_")[0]]
-        for queries in [getattr(stats, f"{kind}_queries")]
-    }
+    found = {name: getattr(stats, name, None) for name in EngineStatus.model_fields}
+    for kind in ("prefix", "image"):
+        queries = getattr(stats, f"{kind}_queries")
+        found[f"{kind}_hit_ratio"] = getattr(stats, f"{kind}_hits") / queries if queries else None
+    return found

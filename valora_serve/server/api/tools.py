@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from valora_serve.errors import RequestError
-from valora_serve.server.api.schema import AnswerMessage, AnswerToolCall
+from valora_serve.server.api.schema import REFUSED, AnswerMessage, AnswerToolCall
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.telemetry.logs import new_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_serve.server.api.schema import ChatRequest, Function, Message
+    from valora_serve.server.api.schema import ChatRequest, Function, Message, Tool
 
 MOST_CALLS = 32  # in an answer
 _BEGIN, _END = "<tool_call>", "}\n</tool_call>"
@@ -39,12 +39,6 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-_REFUSED = {
-    "functions": "is OpenAI's old form of tools: send tools",
-    "web_search_options": "is not served, as this server searches nothing: leave it out",
-    "moderation": "is not served: leave it out",
-    "audio": "is not served, as answers are text: leave it out",
-}
 _SEVERAL = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
 """Keywords by which other schemas name properties of the same object."""
 
@@ -64,7 +58,7 @@ class Tools:
     several: bool
 
     def grammar(self, answer: Grammar | None, *, strict: bool) -> Grammar:
-        """The grammar of an answer."""
+        """The grammar of an answer, whose text has a grammar of its own or none."""
         answer = answer if self.text else None
         schemas = {} if answer is None else dict(answer.schemas)
         closed = [] if answer is None else list(answer.strict)
@@ -76,9 +70,8 @@ class Tools:
             name = f'{function.name}", "arguments": '
             calls.append(f"{json.dumps(name)} {rule}")
             begins.append(f'{_BEGIN}\n{{"name": "{name}')
-        first, more = f'"{_BEGIN}" call', ""
-        if self.several:
-            more = f' ("\\n{_BEGIN}" call){{0,{MOST_CALLS - 1}}}'
+        first = f'"{_BEGIN}" call'
+        more = f' ("\\n{_BEGIN}" call){{0,{MOST_CALLS - 1}}}' if self.several else ""
         rules = [f'call: "\\n{{\\"name\\": \\"" ({" | ".join(calls)}) {json.dumps(_END)}']
         if answer is not None:
             first = f"json | {first}"
@@ -100,20 +93,22 @@ class Tools:
 
 
 class AnswerReader:
-    """Takes the growing text of an answer apart into text and calls.
+    """Takes the growing text of an answer apart into text and calls; without tools it is text.
 
     Attributes:
         calls: Number of calls so far.
     """
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: Tools | None) -> None:
         self.calls = 0
-        self._text = tools.text
+        self._tools = tools
         self._held = ""  # what may still become something else
         self._inside = False  # the arguments of a call
 
     def push(self, text: str, *, last: bool) -> list[dict[str, Any]]:
         """Add text; return what is new as deltas of OpenAI's API."""
+        if self._tools is None:
+            return [{"content": text}] if text else []
         self._held += text
         deltas = []
         while True:
@@ -122,14 +117,14 @@ class AnswerReader:
                 if at:
                     deltas.append(self._call(function={"arguments": self._held[:at]}))
                 self._inside = not self._held.startswith(_END, at)
-                self._held = self._held[at:] if self._inside else self._held[at + len(_END) :]
+                self._held = self._held[at:].removeprefix(_END)
                 if self._inside:
                     return deltas
             said = self._held
             if not last or _BEGIN in said:
                 said = said[: _before(said, _BEGIN)].rstrip()
             self._held = self._held[len(said) :]
-            if said and self._text and not self.calls:
+            if said and self._tools.text and not self.calls:
                 deltas.append({"content": said})
             head = _HEAD.match(self._held)
             if head is None:
@@ -152,35 +147,52 @@ class AnswerReader:
                 else:
                     calls[-1]["function"] |= call["function"]
         made = [AnswerToolCall.model_validate(call) for call in calls]
-        empty = None if made or not self._text else ""
+        empty = None if made or (self._tools and not self._tools.text) else ""
         return AnswerMessage(content=said or empty, tool_calls=made or None)
+
+
+def refuse(body: Any) -> None:
+    """Refuse fields of OpenAI's that ask for what is not served."""
+    for name, said in REFUSED.items():
+        if getattr(body, name) not in (None, [], False):
+            raise RequestError(f"{name} {said}")
 
 
 def tools_of(body: ChatRequest) -> Tools | None:
     """What an answer may or must call; None if it is to be text."""
-    _refuse_others(body)
-    choice = body.tool_choice
-    functions = [_function(tool.type, tool.function, n) for n, tool in enumerate(body.tools or ())]
-    names = [function.name for function in functions]
-    if len(set(names)) < len(names):
+    refuse(body)
+    if body.function_call not in (None, "none", "auto"):
+        raise RequestError("function_call is OpenAI's old form of tool_choice: send tool_choice")
+    if others := [one for one in body.modalities or () if one != "text"]:
+        raise RequestError(f'modalities holds {others[0][:50]!a}: answers are text, send ["text"]')
+    choice: Any = body.tool_choice
+    functions = {one.name: one for one in map(_function, range(128), body.tools or ())}
+    if len(functions) < len(body.tools or ()):
+        names = [one.function.name for one in body.tools or () if one.function]
         doubled = next(name for name in names if names.count(name) > 1)
         raise RequestError(f"tools holds the function {doubled} twice: leave one out")
-    if isinstance(choice, dict):
-        if choice.get("type") == "allowed_tools":
-            functions, choice = _allowed(choice, functions)
-        else:
-            named = _named(choice, functions, "tool_choice")
-            return Tools([named], text=False, several=False)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        allowed = allowed if isinstance(allowed, dict) else {}
+        choice, listed = allowed.get("mode"), allowed.get("tools")
+        if choice not in ("auto", "required") or not isinstance(listed, list):
+            raise RequestError("tool_choice.allowed_tools lacks its mode or tools: send both")
+        names = [_named(one, functions, "tool_choice.allowed_tools") for one in listed]
+        functions = {name: one for name, one in functions.items() if name in names}
+    elif isinstance(choice, dict):
+        named = functions[_named(choice, functions, "tool_choice")]
+        return Tools([named], text=False, several=False)
     if choice not in (None, "auto", "none", "required"):
         raise RequestError(
-            f"tool_choice is {choice[:50]!a}: send auto, none, required, or a function as "
+            f"tool_choice is {str(choice)[:50]!a}: send auto, none, required, or a function as "
             '{"type": "function", "function": {"name": …}}'
         )
     if choice == "required" and not functions:
         raise RequestError("tool_choice is required, but there are no tools: send tools")
     if choice == "none" or not functions:
         return None
-    return Tools(functions, choice != "required", body.parallel_tool_calls is not False)
+    several = body.parallel_tool_calls is not False
+    return Tools(list(functions.values()), choice != "required", several)
 
 
 def calls_as_text(message: Message) -> str:
@@ -194,74 +206,44 @@ def calls_as_text(message: Message) -> str:
     )
 
 
-def _refuse_others(body: ChatRequest) -> None:
-    """Refuse fields of OpenAI's that ask for what is not served."""
-    for name, said in _REFUSED.items():
-        if getattr(body, name) not in (None, []):
-            raise RequestError(f"{name} {said}")
-    if body.function_call not in (None, "none", "auto"):
-        raise RequestError("function_call is OpenAI's old form of tool_choice: send tool_choice")
-    others = [one for one in body.modalities or () if one != "text"]
-    if others:
-        raise RequestError(f'modalities holds {others[0][:50]!a}: answers are text, send ["text"]')
-
-
-def _function(kind: str, function: Function | None, number: int) -> Function:
-    if kind != "function":
+def _function(number: int, tool: Tool) -> Function:
+    if tool.type != "function":
         raise RequestError(
-            f"tools.{number}.type is {kind[:50]!a}: only tools of type function are served"
+            f"tools.{number}.type is {tool.type[:50]!a}: only tools of type function are served"
         )
-    if function is None:
+    if tool.function is None:
         raise RequestError(f"tools.{number} lacks its function: send name and parameters")
-    return function
+    return tool.function
 
 
-def _named(choice: dict[str, Any], functions: Sequence[Function], place: str) -> Function:
+def _named(choice: Any, functions: dict[str, Function], place: str) -> str:
+    """The name of the function that a choice names."""
+    choice = choice if isinstance(choice, dict) else {}
     named = choice.get("function", choice)  # Responses has no object in between
     name = named.get("name") if isinstance(named, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str):
         raise RequestError(
             f'{place} names no function: send {{"type": "function", "function": {{"name": …}}}}'
         )
-    for function in functions:
-        if function.name == name:
-            return function
-    listed = ", ".join(function.name for function in functions) or "none: send tools"
-    raise RequestError(
-        f"{place} names {name[:64]!a}, which is none of the tools: they are {listed}"
-    )
-
-
-def _allowed(
-    choice: dict[str, Any], functions: Sequence[Function]
-) -> tuple[list[Function], str | None]:
-    allowed = choice.get("allowed_tools", choice)
-    mode = allowed.get("mode") if isinstance(allowed, dict) else None
-    listed = allowed.get("tools") if isinstance(allowed, dict) else None
-    if mode not in ("auto", "required") or not isinstance(listed, list):
-        raise RequestError("tool_choice.allowed_tools lacks its mode or tools: send both")
-    names = {
-        _named(one if isinstance(one, dict) else {}, functions, "tool_choice.allowed_tools").name
-        for one in listed
-    }
-    return [function for function in functions if function.name in names], mode
+    if name not in functions:
+        listed = ", ".join(functions) or "none: send tools"
+        raise RequestError(
+            f"{place} names {name[:64]!a}, which is none of the tools: they are {listed}"
+        )
+    return name
 
 
 def _parameters(function: Function) -> dict[str, Any]:
-    schema = function.parameters
-    if schema is None:
-        schema = {"properties": {}}
+    schema = {"properties": {}} if function.parameters is None else function.parameters
     if schema.get("type", "object") != "object":
         raise RequestError(
             f"the parameters of function {function.name} are of type {schema['type']!a}: the "
             "arguments of a function are an object"
         )
+    closed = "properties" in schema and function.strict is not False
     # Without this, a model may invent parameters for ever.
-    closed = (
-        "properties" in schema and function.strict is not False and not schema.keys() & _SEVERAL
-    )
-    made = {"additionalProperties": False} | schema if closed else schema
-    return {"type": "object", **made, "title": f"function {function.name}"}
+    more = {"additionalProperties": False} if closed and not schema.keys() & _SEVERAL else {}
+    return {"type": "object", **more, **schema, "title": f"function {function.name}"}
 
 
 def _before(text: str, mark: str) -> int:

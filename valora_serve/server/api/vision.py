@@ -7,7 +7,8 @@ import contextlib
 import math
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from pydantic import TypeAdapter, ValidationError
@@ -20,14 +21,9 @@ from valora_data.wording import plural
 from valora_serve import types
 from valora_serve.errors import RequestError, ServeError, UnknownModelError
 from valora_serve.server.access.rules import JSON, Access, allow
-from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.common import answer, error_answers, usage
 from valora_serve.server.api.domain_prompt import check_measured_media, question_of
-from valora_serve.server.api.requests import (
-    Arrival,
-    answer_tokens,
-    check_text,
-)
-from valora_serve.server.api.responses import usage
+from valora_serve.server.api.requests import Arrival, answer_tokens, check_text
 from valora_serve.server.api.schema import (
     ErrorAnswer,
     LookAnswer,
@@ -52,168 +48,139 @@ if TYPE_CHECKING:
     from valora_serve.server.settings import ServerSettings
     from valora_serve.types import Output, ServedModel
 
-_FILES = {"image", "images", "video", "frames"}
-_FIELDS = ("prompt", "min_score", "max_tokens", "deadline", "cache_salt")
-_DOMAINS = "domains"
-_FORM_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        "image": {"type": "array", "items": {"type": "string", "format": "binary"},
-                  "description": "each image gets its own result; `images` is the same field"},
-        "video": {"type": "string", "format": "binary"},
-        "frames": {"type": "array", "items": {"type": "string", "format": "binary"},
-                   "description": "frames of a video, in order"},
-        "prompt": {"type": "string", "description": "prompt; the domain's own by default"},
-        "min_score": {"type": "number", "minimum": 0, "maximum": 1},
-        "max_tokens": {"type": "integer", "minimum": 1},
-        "deadline": {"type": "number", "minimum": 0.001, "maximum": 86400},
-        "cache_salt": {"type": "string", "minLength": 1, "maxLength": 1024},
-    },
-}  # fmt: skip
+    Media = tuple[list[Image], list[Image] | None]
+    """Decoded images, and the decoded frames of the video or None."""
+    Unread = tuple[Any, Callable[[], Coroutine[Any, Any, Media]]]
+    """Fields of a request, and a function that reads its images or its video."""
+
 _FORM = "multipart/form-data"
-_BODY, _LOOK = TypeAdapter(VisionRequest), TypeAdapter(LookRequest)
-_SCHEMAS = {
-    JSON: {"schema": VisionRequest.model_json_schema()},
-    _FORM: {"schema": _FORM_SCHEMA},
-}
-_LOOK_SCHEMAS = {
-    JSON: {"schema": LookRequest.model_json_schema()},
-    _FORM: {"schema": {**_FORM_SCHEMA, "required": [_DOMAINS], "properties": {
-        **_FORM_SCHEMA["properties"],
-        _DOMAINS: {"type": "string", "description": "names of domains, or of bundles, separated by "
-                   "commas; `*` for every domain that reads what is sent"},
-    }}},
-}  # fmt: skip
+_FILES = ("image", "images", "video", "frames")
+_adapter = cache(TypeAdapter)
 _PIECE = 2**18  # bytes of a form that are parsed at a time; other threads run in between
 
 
-_Media: TypeAlias = "tuple[list[Image], list[Image] | None]"
-"""Decoded images, and the decoded frames of the video or None."""
-_Unread: TypeAlias = "tuple[VisionRequest, Callable[[], Coroutine[Any, Any, _Media]]]"
-"""Fields of a request, and a function that reads its images or its video."""
+def _declared(kind: type[VisionRequest]) -> dict[str, Any]:
+    """OpenAPI declaration of the bodies: JSON, or a form with files in place of URLs."""
+    schema = kind.model_json_schema()
+    file = {"type": "string", "format": "binary"}
+    fields = schema["properties"] | {"video": file} | {
+        name: {"type": "array", "items": file, "description": f"files; {said}"}
+        for name, said in (("image", "each gets its own result"), ("frames", "of a video"))
+    }  # fmt: skip
+    del fields["images"]
+    if "domains" in fields:
+        fields["domains"] = {"type": "string", "description": "names, separated by commas, or `*`"}
+    form = schema | {"properties": fields}
+    content = {JSON: {"schema": schema}, _FORM: {"schema": form}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def router(context: ServerContext) -> APIRouter:
-    """Route of the vision endpoint."""
-    routes = APIRouter(tags=["vision"])
+    """Routes of the vision endpoint."""
+    routes = APIRouter(tags=["vision"], responses=error_answers())
 
     @routes.post(
         "/v1/vision/{domain}",
         response_model=VisionAnswer,
-        responses=error_answers(),
-        openapi_extra={"requestBody": {"required": True, "content": _SCHEMAS}},
-        summary="Ask a domain about one or many images, or a video",
+        openapi_extra=_declared(VisionRequest),
+        summary="Ask a domain about images, or a video",
     )
     @allow(Access.KEYED, content_types=(JSON, _FORM))
     async def vision(
         request: Request, domain: Annotated[str, Path(description="name of a domain")]
     ) -> Response:
-        arrival = Arrival(context, request, None)
-        arrival.answered_by(_domain(context, domain))
-        fields, read = await _unread(request, context, _BODY)
-        arrival.wanted = fields.deadline
-        images, video = await arrival.within(read())
-        requests, warnings = _requests(arrival, fields, images, video)
-
-        async def ask() -> VisionAnswer:
-            answers = await arrival.ask_all(requests)
-            return _answered(arrival, answers, images if video is None else video[:1], warnings)
-
-        return answer(await until_disconnect(request.receive, ask()))
+        since, model = time.monotonic(), _domain(context, domain)
+        fields, read = await _unread(request, context, VisionRequest)
+        answers, _ = await _asked(context, request, fields, read, {domain: [model]}, {}, since)
+        return answer(answers[model.name])
 
     @routes.post(
         "/v1/vision",
         response_model=LookAnswer,
-        responses=error_answers(),
-        openapi_extra={"requestBody": {"required": True, "content": _LOOK_SCHEMAS}},
+        openapi_extra=_declared(LookRequest),
         summary="Ask several domains about the same images, or a video, at once",
     )
     @allow(Access.KEYED, content_types=(JSON, _FORM))
     async def look(request: Request) -> Response:
-        fields, read = await _unread(request, context, _LOOK)
-        look = _Look(context, request, fields)
-        images, video = await look.latest.within(read())
-        return answer(await until_disconnect(request.receive, look.ask(images, video)))
+        since = time.monotonic()
+        fields, read = await _unread(request, context, LookRequest)
+        names = _every(context, fields) if fields.domains == "*" else fields.domains
+        models: dict[str, list[ServedModel]] = {}
+        errors: dict[str, ServeError] = {}
+        for name in names:
+            try:
+                models[name] = _of_bundle(context, name) or [_domain(context, name)]
+            except ServeError as error:
+                errors[name] = error
+        answers, errors = await _asked(context, request, fields, read, models, errors, since)
+        found: dict[str, VisionAnswer | ErrorAnswer] = {}
+        for name, one in answers.items():
+            found[name] = one
+            if list(names).count(name) > 1:
+                one.warnings.append(f"{name} is named several times: answered once")
+        for name, failed in errors.items():
+            context.metrics.failed(failed.code)
+            found[name] = ErrorAnswer.model_validate({"error": error_body(failed)})
+        seconds, created = time.monotonic() - since, int(time.time())
+        identity = f"vision-{new_id()}"
+        return answer(LookAnswer(id=identity, created=created, domains=found, seconds=seconds))
 
     return routes
 
 
-class _Look:
-    """A request that names several domains; each has its own deadline, answer or error.
+async def _asked(
+    context: ServerContext,
+    http: Request,
+    fields: VisionRequest,
+    read: Callable[[], Coroutine[Any, Any, Media]],
+    models: dict[str, list[ServedModel]],
+    errors: dict[str, ServeError],
+    since: float,
+) -> tuple[dict[str, VisionAnswer], dict[str, ServeError]]:
+    """Ask the engine about each image once, for all domains: answers, and errors, by domain.
 
-    Attributes:
-        latest: The domain whose deadline is the latest.
+    Raises:
+        ServeError: No domain has an answer; the error is that of the first.
     """
-
-    def __init__(self, context: ServerContext, http: Request, fields: LookRequest) -> None:
-        self._context, self._http, self._fields = context, http, fields
-        self._since = time.monotonic()
-        self._errors: dict[str, ServeError] = {}
-        self._arrivals: dict[str, Arrival] = {}
-        every = fields.domains == "*"
-        self._names = list(_every(context, fields) if every else fields.domains)
-        for name in self._names:
+    arrivals: dict[str, Arrival] = {}
+    for model in (model for several in models.values() for model in several):
+        arrivals[model.name] = arrival = Arrival(context, http, fields.deadline)
+        arrival.model, arrival.since = model, since
+    none = UnknownModelError("No domain reads what was sent: see /v1/models")
+    if not arrivals:
+        raise next(iter(errors.values()), none)
+    http.state.facts["model"] = ", ".join(arrivals)[:200]
+    service = context.service
+    latest = max(
+        arrivals.values(),
+        key=lambda one: service.deadline(one.model.name, fields.deadline) or math.inf,
+    )
+    images, video = await latest.within(read())
+    shown = images if video is None else video[:1]
+    asked: dict[str, tuple[Ticket, list[types.Request], list[str]]] = {}
+    with contextlib.ExitStack() as stack:
+        for name, arrival in arrivals.items():
             try:
-                for model in _of_bundle(context, name) or [_domain(context, name)]:
-                    self._arrivals[model.name] = arrival = Arrival(context, http, fields.deadline)
-                    arrival.answered_by(model)
+                requests, said = _requests(arrival, fields, images, video)
+                asked[name] = stack.enter_context(arrival.admitted(requests)), requests, said
             except ServeError as error:
-                self._errors[name] = error
-        if not self._arrivals:
-            none = UnknownModelError("No domain reads what was sent: see /v1/models")
-            raise next(iter(self._errors.values()), none)
-        http.state.facts["model"] = ", ".join(self._arrivals)[:200]
-        limit = context.service.deadline
-        self.latest = max(
-            self._arrivals.values(),
-            key=lambda one: limit(one.model.name, fields.deadline) or math.inf,
-        )
-
-    async def ask(self, images: list[Image], video: list[Image] | None) -> LookAnswer:
-        """Ask the engine about each image once, for all domains.
-
-        Raises:
-            ServeError: No domain has an answer; the error is that of the first.
-        """
-        asked: dict[str, tuple[Ticket, list[types.Request], list[str]]] = {}
-        service, shown = self._context.service, images if video is None else video[:1]
-        with contextlib.ExitStack() as stack:
-            for name, arrival in self._arrivals.items():
-                try:
-                    if arrival.model.form is not None:
-                        raise RequestError(f"{name} reads documents, no images: leave it out")
-                    requests, said = _requests(arrival, self._fields, images, video)
-                    if self._names.count(name) > 1:
-                        said.append(f"{name} is named several times: answered once")
-                    asked[name] = stack.enter_context(arrival.admitted(requests)), requests, said
-                except ServeError as error:
-                    self._errors[name] = error
-            rows = [
-                [(ticket, requests[at]) for ticket, requests, _ in asked.values()]
-                for at in range(len(shown) if asked else 0)
-            ]
-            headers = dict(self._http.headers)
-            found = await gathered(*(service.ask_together(row, headers) for row in rows))
-        answers: dict[str, VisionAnswer | ErrorAnswer] = {}
-        for place, (name, (_, _, said)) in enumerate(asked.items()):
-            outputs = [row[place] for row in found]
-            wrong = next((one for one in outputs if isinstance(one, ServeError)), None)
-            if wrong is None:
-                answers[name] = _answered(self._arrivals[name], outputs, shown, said)
-            else:
-                self._errors[name] = wrong
-        if not answers:
-            raise next(iter(self._errors.values()))
-        for name, failed in self._errors.items():
-            self._context.metrics.failed(getattr(failed, "code", "invalid_request"))
-            answers[name] = ErrorAnswer.model_validate({"error": error_body(failed)})
-        return LookAnswer(
-            id=f"vision-{new_id()}",
-            created=int(time.time()),
-            domains=answers,
-            seconds=time.monotonic() - self._since,
-        )
+                errors[name] = error
+        rows = [
+            [(ticket, requests[at]) for ticket, requests, _ in asked.values()]
+            for at in range(len(shown) if asked else 0)
+        ]
+        asking = gathered(*(service.ask_together(row, dict(http.headers)) for row in rows))
+        found = await until_disconnect(http.receive, asking)
+    answers: dict[str, VisionAnswer] = {}
+    for place, (name, (_, _, said)) in enumerate(asked.items()):
+        outputs = [row[place] for row in found]
+        if (wrong := next((one for one in outputs if isinstance(one, ServeError)), None)) is None:
+            answers[name] = _answered(arrivals[name], outputs, shown, said)
+        else:
+            errors[name] = wrong
+    if not answers:
+        raise next(iter(errors.values()))
+    return answers, errors
 
 
 def _every(context: ServerContext, fields: LookRequest) -> list[str]:
@@ -230,7 +197,7 @@ def _every(context: ServerContext, fields: LookRequest) -> list[str]:
 
 
 def _of_bundle(context: ServerContext, name: str) -> list[ServedModel]:
-    """The domains of the bundle of a name; none if it names no bundle."""
+    """The domains of the bundle of a name; none if it names no bundle, or a domain."""
     models = [model for model in context.service.models() if model.kind == "domain"]
     if any(model.name == name for model in models):
         return []
@@ -247,83 +214,77 @@ def _domain(context: ServerContext, name: str) -> ServedModel:
     return domains[name]
 
 
-async def _unread(
-    request: Request, context: ServerContext, body: TypeAdapter[Any]
-) -> tuple[Any, Callable[[], Coroutine[Any, Any, _Media]]]:
+async def _unread(request: Request, context: ServerContext, kind: type[VisionRequest]) -> Unread:
     """Fields of a request, and a function that reads its images or its video."""
     pixels = request.state.stack.enter_context(context.media.pixels())
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    from_body = _from_json if kind == JSON else _from_form
-    fields, read = await from_body(request, context, pixels, body)
-    check_text(len(fields.prompt or ""), context)
-    return fields, read
+    is_json = request.headers.get("content-type", "").lower().startswith(JSON)
+    body = await request.body()
+    del request._body  # each copy is freed when the next one exists
+    from_body = _from_json(body, context, pixels, kind) if is_json else _from_form(
+        body, request.headers["content-type"], context, pixels, kind
+    )  # fmt: skip
+    del body
+    return await from_body
 
 
 async def _from_json(
-    request: Request, context: ServerContext, pixels: Pixels, form: TypeAdapter[Any]
-) -> _Unread:
-    body = await request.body()
-    del request._body  # each copy is freed when the next one exists
-    fields = await context.bodies.parsed(body, form)
+    body: bytes, context: ServerContext, pixels: Pixels, kind: type[VisionRequest]
+) -> Unread:
+    parsing = context.bodies.parsed(body, _adapter(kind))
     del body
-    _check_count(len(fields.images), fields.video is not None, len(fields.frames), context)
+    fields, media = await parsing, context.media
+    _check(fields, len(fields.images), fields.video is not None, len(fields.frames), context)
 
-    async def read() -> _Media:
-        images = await gathered(*(context.media.image(url, pixels) for url in fields.images))
+    async def read() -> Media:
+        images = await gathered(*(media.image(url, pixels) for url in fields.images))
         if fields.video is not None:
-            return images, await context.media.video(fields.video, pixels)
-        if fields.frames:
-            return images, await context.media.frames(fields.frames, pixels)
-        return images, None
+            return images, await media.video(fields.video, pixels)
+        return images, await media.frames(fields.frames, pixels) if fields.frames else None
 
     return fields, read
 
 
 async def _from_form(
-    request: Request, context: ServerContext, pixels: Pixels, form: TypeAdapter[Any]
-) -> _Unread:
+    body: bytes, header: str, context: ServerContext, pixels: Pixels, kind: type[VisionRequest]
+) -> Unread:
+    parsing = asyncio.to_thread(_form_items, body, header, context.settings)
+    del body
+    known = sorted(kind.model_fields.keys() - {*_FILES})
     files: dict[str, list[bytes]] = {name: [] for name in _FILES}
     values: dict[str, Any] = {}
-    known = (_DOMAINS, *_FIELDS) if form is _LOOK else _FIELDS
-    kind = request.headers["content-type"]
-    body = await request.body()
-    del request._body  # each copy is freed when the next one exists
-    items = await asyncio.to_thread(_form_items, body, kind, context.settings)
-    del body
+    items = await parsing
     for name, item in items:
-        if isinstance(item, bytes) and name in _FILES:
+        if isinstance(item, bytes) and name in files:
             files[name].append(item)
         elif isinstance(item, str) and name in known and name not in values:
             values[name] = item
         else:
             raise RequestError(
                 f"The form has an unknown or repeated field {name[:50]!a}: the "
-                f"files are {', '.join(sorted(_FILES))}, the rest {', '.join(known)}"
+                f"files are {', '.join(_FILES)}, the rest {', '.join(known)}"
             )
     del items
     images = files.pop("image") + files.pop("images")
     videos, frames = files.pop("video"), files.pop("frames")
-    if values.get(_DOMAINS, "*") != "*":
-        values[_DOMAINS] = [name.strip() for name in values[_DOMAINS].split(",")]
+    if values.get("domains", "*") != "*":
+        values["domains"] = [name.strip() for name in values["domains"].split(",")]
     try:
-        fields = form.validate_python(values)
+        fields = kind.model_validate(values)
     except ValidationError as error:
         raise invalid(error.errors(include_input=False), values, "The form") from None
     if len(videos) > 1:
         raise RequestError("The form has several videos: send them one by one")
-    _check_count(len(images), bool(videos), len(frames), context)
+    _check(fields, len(images), bool(videos), len(frames), context)
 
     def decoded(contents: list[bytes]) -> list[Coroutine[Any, Any, Image]]:
         contents.reverse()  # each file is given away: it is freed once its decoder has it
         return [context.media.decode_image(contents.pop(), pixels) for _ in range(len(contents))]
 
-    async def read() -> _Media:
+    async def read() -> Media:
         found = await gathered(*decoded(images))
         if videos:
             return found, await context.media.decode_video(videos.pop(), pixels)
-        if frames:
-            return found, await gathered(*decoded(frames))
-        return found, None
+        return found, await gathered(*decoded(frames)) if frames else None
 
     return fields, read
 
@@ -332,13 +293,11 @@ def _form_items(
     body: bytes, content_type: str, settings: ServerSettings
 ) -> list[tuple[str, str | bytes]]:
     """Names and contents of a form's fields (text) and files (bytes)."""
-    most = settings.max_images + settings.max_video_frames + 1
+    most, fields = settings.max_images + settings.max_video_frames + 1, 8
     boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
     if not boundary:
         raise RequestError("The form's content type names no boundary: let your client set it")
-    size = _PIECE + len(boundary) - 1  # in pieces, as counting holds Python's lock
-    found = sum(body.count(boundary, at, at + size) for at in range(0, len(body), _PIECE))
-    if found > most + len(_FIELDS) + 3:  # each costs time even where no part begins
+    if body.count(boundary) > most + fields:  # each costs time even where no part begins
         raise RequestError(f"The form has more than {most} files: send fewer")
 
     async def pieces() -> AsyncGenerator[bytes, None]:
@@ -347,8 +306,8 @@ def _form_items(
 
     async def parse() -> list[tuple[str, str | bytes]]:
         parser = MultiPartParser(
-            Headers({"content-type": content_type}), pieces(), max_files=most,
-            max_fields=len(_FIELDS) + 1, max_part_size=4 * settings.max_prompt_chars,
+            Headers({"content-type": content_type}), pieces(), max_files=most, max_fields=fields,
+            max_part_size=4 * settings.max_prompt_chars,
         )  # fmt: skip
         parser.spool_max_size = len(body) + 1  # never on disk
         form = await parser.parse()
@@ -367,8 +326,11 @@ def _form_items(
         raise RequestError(f"The form cannot be read ({said}): let your client make it") from error
 
 
-def _check_count(images: int, video: bool, frames: int, context: ServerContext) -> None:
-    """Refuse a request that has not images, a video or frames, or too many."""
+def _check(
+    fields: VisionRequest, images: int, video: bool, frames: int, context: ServerContext
+) -> None:
+    """Refuse a request whose prompt is too long, or that has not images, a video or frames."""
+    check_text(len(fields.prompt or ""), context)
     most, most_frames = context.settings.max_images, context.settings.max_video_frames
     if (images > 0) + video + (frames > 0) != 1:
         raise RequestError("Send images, or one video, or a video's frames: one of these")
@@ -387,6 +349,8 @@ def _requests(
 ) -> tuple[list[types.Request], list[str]]:
     """The requests to the engine, one for each image or one for the video, and warnings."""
     model, settings = arrival.model, arrival.context.settings
+    if model.form is not None:
+        raise RequestError(f"{model.name} reads documents, no images: leave it out")
     head = model.head is not None
     question, warnings = question_of(model, fields.prompt, head=head)
     frames = [] if video is None else [len(video)]
@@ -397,7 +361,7 @@ def _requests(
         content = [{"type": "text", "text": question}, {"type": kind}]
         messages = [{"role": "user", "content": content}]
     common = types.Request(
-        id=f"vision-{new_id()}",
+        f"vision-{new_id()}",
         model=model.name,
         messages=messages,
         min_score=fields.min_score,
@@ -417,10 +381,7 @@ def _requests(
 
 
 def _answered(
-    arrival: Arrival,
-    answers: Sequence[Sequence[Output]],
-    shown: Sequence[Image],
-    warnings: list[str],
+    arrival: Arrival, answers: Sequence[Any], shown: Sequence[Image], warnings: list[str]
 ) -> VisionAnswer:
     """Put the answers of a domain to all images together."""
     lasts, model = [outputs[-1] for outputs in answers], arrival.model

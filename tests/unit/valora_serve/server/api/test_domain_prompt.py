@@ -45,9 +45,9 @@ def turn(role, *parts):
 def ask(model, *turns, head=True):
     """The turns that a model sees, as (role, parts), and the warnings."""
     messages = ChatRequest(messages=list(turns)).messages
-    asked = as_measured(model, messages, head=head and model.head is not None)
+    asked, warnings = as_measured(model, messages, head=head and model.head is not None)
     seen = []
-    for message in asked.messages:
+    for message in asked:
         if isinstance(message.content, str):
             seen.append((message.role, message.content))
             continue
@@ -56,7 +56,7 @@ def ask(model, *turns, head=True):
             for part in message.content or ()
         ]
         seen.append((message.role, *parts))
-    return seen, asked.warnings
+    return seen, warnings
 
 
 MEASURED = [("user", "detect person", "data:,1")]

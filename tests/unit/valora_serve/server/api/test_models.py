@@ -22,9 +22,9 @@ def test_the_list_of_models_is_made_off_the_event_loop(monkeypatch):
     """There may be thousands of adapters."""
     threads = set()
 
-    def told(*arguments):
+    def told(*arguments, **more):
         threads.add(threading.current_thread().name)
-        return card(*arguments)
+        return card(*arguments, **more)
 
     monkeypatch.setattr(models, "card", told)
     with serving() as server:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import CHAT, chat, serving
 from valora_serve.errors import NonFiniteError, QuarantinedError
-from valora_serve.server.api.responses import filled, items_json, json_logprob
+from valora_serve.server.api.common import filled, items_json, json_logprob
 from valora_serve.types import Finish, Logprob, Output, TokenLogprobs
 
 VALUES = (math.nan, math.inf, -math.inf, -1e30, -0.25)

@@ -23,31 +23,22 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-IMPLEMENTATION = "valora_paged"
-"""Name of `attend` in transformers' attention interface."""
-
-ALIGNED = 16
-"""Elements of at least 4 bytes, of which `send_together` aligns arrays to a multiple."""
-
+IMPLEMENTATION = "valora_paged"  # name of `attend` in transformers' attention interface
+ALIGNED = 16  # elements of at least 4 bytes, of which `send_together` aligns arrays to a multiple
+# Room in the buffer of captured steps' page tables, as a multiple of the cache's pages: sequences
+# that share a prefix all have its pages in their tables.
 TABLES = 32
-"""Room in the buffer of captured steps' page tables, as a multiple of the cache's pages: sequences
-that share a prefix all have its pages in their tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The KV cache of all layers, in the page pool.
+    """The KV cache of all layers, in the page pool."""
 
-    Attributes:
-        layers: Keys and values of each layer, each [pages, block_size, kv_heads, head_dim]; all
-            are strided views of one allocation.
-        block_size: Tokens per page.
-        heads: Number of query heads.
-    """
-
+    # Keys and values of each layer, each [pages, block_size, kv_heads, head_dim]; all are strided
+    # views of one allocation.
     layers: Sequence[tuple[Tensor, Tensor]]
-    block_size: int
-    heads: int
+    block_size: int  # tokens per page
+    heads: int  # query heads
 
     @property
     def kv_heads(self) -> int:
@@ -72,17 +63,11 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The tokens that a step computes, one row each, grouped by sequence.
+    """The tokens that a step computes, one row each, grouped by sequence."""
 
-    Attributes:
-        starts: [n + 1] int32, first row of each sequence.
-        lengths: [n] int32, tokens of each sequence in the KV cache after this step.
-        tables: Page table of each sequence: its pages in order, possibly more than it needs yet.
-    """
-
-    starts: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    tables: Sequence[Sequence[int]]
+    starts: NDArray[np.int32]  # [n + 1], first row of each sequence
+    lengths: NDArray[np.int32]  # [n], tokens of each sequence in the KV cache after this step
+    tables: Sequence[Sequence[int]]  # pages of each in order, possibly more than it needs yet
 
     @property
     def positions(self) -> NDArray[np.int64]:
@@ -147,38 +132,37 @@ class AttentionPlan(Protocol):
 
 
 class FixedAttentionPlan(AttentionPlan, Protocol):
-    """A plan in buffers of fixed size and address, which a CUDA graph can replay.
+    """A plan in buffers of fixed size and address, which a CUDA graph can replay."""
 
-    Attributes:
-        max_pages: Most pages in the page tables of a step together, where a page that several of
-            them share counts for each; None without a limit. Larger steps run without a graph.
-    """
-
+    # In the page tables of a step together, where a page that several of them share counts for
+    # each; None without a limit. Larger steps run without a graph.
     max_pages: int | None
 
     def update(self, rows: Rows) -> None:
         """Describe the next step; copies are enqueued, and nothing waits for the device."""
 
 
+def check_room(rows: Rows, pages: int, sequences: int, most: int, most_pages: int) -> None:
+    """Check that a fixed plan of so many sequences, rows and pages has room for a step."""
+    held, used = len(rows.lengths), int(rows.starts[-1])
+    if held > sequences or used > most:
+        raise ValueError(
+            f"plan: expected at most {sequences} sequences of {most} rows, got {held} of {used}"
+        )
+    if pages > most_pages:
+        raise ValueError(f"plan: expected at most {most_pages} pages, got {pages}")
+
+
 class AttentionBackend(ABC):
-    """A library that computes attention over the KV cache.
+    """A library that computes attention over the KV cache."""
 
-    Args:
-        cache: The KV cache.
-
-    Attributes:
-        auto_rank: Order in which ``auto`` tries the backends, the lowest first; None for a backend
-            that is used only by its name.
-        gpu_only: Whether it works on a CUDA GPU alone.
-        most_mixed: Most sequences for which `mixed_plan` is asked.
-        stand_in: Name of the backend that attends while this one is compiled, with the same pages
-            and with CUDA graphs; None if requests wait for this one.
-    """
-
+    # Order in which ``auto`` tries the backends, the lowest first; None: used by its name alone.
     auto_rank: ClassVar[int | None] = None
+    # Name of the backend that attends while this one is compiled, with the same pages and with CUDA
+    # graphs; None if requests wait for this one.
     stand_in: ClassVar[str | None] = None
-    gpu_only: ClassVar[bool] = False
-    most_mixed: int = 256
+    gpu_only: ClassVar[bool] = False  # whether it works on a CUDA GPU alone
+    most_mixed: int = 256  # sequences for which `mixed_plan` is asked
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -200,12 +184,8 @@ class AttentionBackend(ABC):
     def _table_buffer(self, sequences: int, rows: int) -> Tensor:
         """Return the buffer of page tables that plans in fixed buffers share, [pages] int32.
 
-        Every `update` writes the tables of its step before the step is replayed, in the order of
-        the stream.
-
-        Args:
-            sequences: Largest number of sequences in a step, each of which may need a page more.
-            rows: Largest number of rows in a step.
+        Every `update` writes the tables of its step, of at most so many sequences and rows, before
+        the step is replayed, in the order of the stream. Each sequence may need a page more.
         """
         needed = TABLES * int(self._cache.layers[0][0].shape[0]) + sequences + rows + 1
         if self._tables is None or len(self._tables) < needed:
@@ -219,23 +199,15 @@ class AttentionBackend(ABC):
         return None
 
     def mixed_plan(self, sequences: int, rows: int) -> FixedAttentionPlan | None:
-        """A plan for CUDA graphs of any mix of rows; None if unsupported.
+        """A plan for CUDA graphs of any mix of rows in at most `sequences`; None if unsupported.
 
         Rows behind those of the sequences write to page 0, and their output is ignored.
-
-        Args:
-            sequences: Largest number of sequences.
-            rows: Number of rows, including those that only pad the step.
         """
         del sequences, rows
         return None
 
     def crowd(self, sequences: int) -> int | None:
-        """Rows that decode from which on `crowded_plan` is faster; None if there is no such plan.
-
-        Args:
-            sequences: Largest number of sequences of the plan.
-        """
+        """Decoding rows from which on `crowded_plan` is faster; None if there is no such plan."""
         del sequences
         return None
 
@@ -256,19 +228,11 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers' attention modules.
+    """Compute attention for transformers' attention modules, whose `layer_idx` selects the layer.
 
-    Args:
-        module: The attention module; its `layer_idx` selects the layer of the cache.
-        query: [1, heads, rows, head_dim].
-        key: [1, kv_heads, rows, head_dim].
-        value: [1, kv_heads, rows, head_dim].
-        attention_mask: Ignored; the plan knows which tokens each row sees.
-        plan: The plan of this step.
-        scaling: Factor of the attention scores; 1/√head_dim if None.
-
-    Returns:
-        The output, [1, rows, heads, head_dim], and None instead of attention weights.
+    `query` is [1, heads, rows, head_dim], `key` and `value` [1, kv_heads, rows, head_dim]. The mask
+    is ignored: the plan knows which tokens each row sees. `scaling` is that of the scores,
+    1/√head_dim if None. Returns [1, rows, heads, head_dim], and None instead of weights.
     """
     if scaling is None:
         scaling = float(query.shape[-1]) ** -0.5

@@ -13,11 +13,10 @@ out.
 from __future__ import annotations
 
 import builtins
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from valora_serve.model.attention.base import (
     AttentionBackend,
     KVCache,
     Rows,
+    check_room,
     pinned,
     send_together,
     to_device,
@@ -42,30 +42,22 @@ if TYPE_CHECKING:
 
     from valora_serve.model.attention.triton_backend import TritonMixedPlan
 
-WORKSPACE_BYTES = 256 << 20
-"""Size of the buffer that FlashInfer's kernels share."""
+WORKSPACE_BYTES = 256 << 20  # of the buffer that FlashInfer's kernels share
 
+# Decoding rows from which on a captured step of few sequences has `crowded_plan`, and sequences of
+# a plan for which a crowd has another row.
+#
+# FlashAttention 3 computes tiles of 128 rows, also for a sequence that decodes one. The decode
+# kernel computes as many sequences as the plan may have, so that its time grows with these. Where
+# heads share keys and values, it is slower than our own kernel, whose tiles hold a head's group. On
+# an H200 the other plan is faster from 13, 22 and 45 decoding rows on, with 64, 256 and 512
+# sequences; where four heads share keys and values, from 10, 10 and 22 on (`bench_attention`).
 CROWD = 12
-"""Decoding rows from which on a captured step of few sequences has `crowded_plan`.
-
-FlashAttention 3 computes tiles of 128 rows, also for a sequence that decodes one. The decode kernel
-computes as many sequences as the plan may have, so that its time grows with these. Where heads
-share keys and values, it is slower than our own kernel, whose tiles hold a head's group. On an H200
-the other plan is faster from 13, 22 and 45 decoding rows on, with 64, 256 and 512 sequences; where
-four heads share keys and values, from 10, 10 and 22 on (`bench_attention`).
-"""
-
 SEQUENCES_PER_CROWD_ROW = 16
-"""Sequences of a plan for which a crowd has another row."""
 
 
 class FlashInferBackend(AttentionBackend):
-    """FlashInfer's paged kernels, which are compiled at their first use.
-
-    Attributes:
-        most_mixed: Most sequences for which `mixed_plan` is asked. FlashAttention 2 keeps a tile of
-            128 rows for each of them, 2 MB with 32 heads; FlashAttention 3 keeps none.
-    """
+    """FlashInfer's paged kernels, which are compiled at their first use."""
 
     auto_rank = 10
     stand_in = "triton"
@@ -76,6 +68,7 @@ class FlashInferBackend(AttentionBackend):
 
         super().__init__(cache)
         self._library = flashinfer
+        self._shares_keys = cache.heads > cache.kv_heads  # several query heads a head of keys
         find_largest_at_once()
         find_own_programs()  # it asks ninja, also where its kernels are compiled already
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)
@@ -85,7 +78,7 @@ class FlashInferBackend(AttentionBackend):
         self._decode = self._decode_wrapper()
         self._mixed_decodes: dict[int, FixedDecode] = {}
         self._grouped: TritonBackend | None = None
-        if self._hopper:
+        if self._hopper:  # elsewhere FlashAttention 2 keeps 128 rows of each: 2 MB with 32 heads
             self.most_mixed = 512
 
     @classmethod
@@ -103,11 +96,6 @@ class FlashInferBackend(AttentionBackend):
             )
         return None
 
-    @property
-    def _shares_keys(self) -> bool:
-        """Whether several query heads share a head of keys and values."""
-        return self._cache.heads > self._cache.kv_heads
-
     def _prefill_wrapper(self, kernel: str, **options: Any) -> Wrapper:
         """FlashInfer's wrapper for sequences of any number of rows."""
         made = self._library.BatchPrefillWithPagedKVCacheWrapper(
@@ -124,16 +112,14 @@ class FlashInferBackend(AttentionBackend):
 
     def _fixed_decode(self, sequences: int, tables: Tensor) -> FixedDecode:
         """A decode wrapper whose step is described in buffers of fixed size and address."""
-        device = self._cache.device
-        indptr = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
-        last = torch.ones(sequences, dtype=torch.int32, device=device)
+        indptr, last = tables.new_zeros(sequences + 1), tables.new_ones(sequences)
         wrapper = self._decode_wrapper(
             use_cuda_graph=True,
             paged_kv_indptr_buffer=indptr,
             paged_kv_indices_buffer=tables,
             paged_kv_last_page_len_buffer=last,
         )
-        return FixedDecode(wrapper, sequences, tables, indptr, last)
+        return FixedDecode(wrapper, tables, indptr, last)
 
     def compile(self) -> None:
         """Compile the libraries of decoding, prompts and writing side by side.
@@ -259,31 +245,23 @@ class Wrapper:
     FlashInfer copies each plan to the device from one page-locked buffer, and does not wait. The
     next plan overwrites that buffer: made before the copy, it would also be the plan of the step
     before it. So `plan` waits for the copy, which leaves the host one step ahead of the device.
-
-    Args:
-        wrapper: FlashInfer's prefill or decode wrapper.
-        cache: The KV cache.
-        options: What FlashInfer's `plan` is told beside the cache's shape.
     """
 
     def __init__(self, wrapper: Any, cache: KVCache, **options: Any) -> None:
-        self._wrapper, self._cache = wrapper, cache
+        self._wrapper = wrapper
+        self._shape = (cache.heads, cache.kv_heads, cache.head_dim, cache.block_size)
         self._options = options | {"q_data_type": cache.dtype, "kv_data_type": cache.dtype}
         self._copied = torch.cuda.Event()
 
     def plan(self, *parts: NDArray[np.int32] | Tensor) -> None:
         """Plan the next step.
 
-        Args:
-            parts: FlashInfer's: first rows, of a prefill wrapper alone; starts in the pages; pages,
-                on the device; tokens in last pages.
+        `parts` are FlashInfer's: first rows, of a prefill wrapper alone; starts in the pages;
+        pages, on the device; tokens in last pages.
         """
-        cache = self._cache
         given = [part if isinstance(part, Tensor) else torch.from_numpy(part) for part in parts]
         self._copied.synchronize()
-        self._wrapper.plan(
-            *given, cache.heads, cache.kv_heads, cache.head_dim, cache.block_size, **self._options
-        )
+        self._wrapper.plan(*given, *self._shape, **self._options)
         self._copied.record()
 
     def run(self, query: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
@@ -291,40 +269,22 @@ class Wrapper:
         self._wrapper.run(query, pages, out=out)
 
 
-@dataclass(frozen=True, slots=True)
-class FixedDecode:
-    """A decode wrapper in buffers of fixed size and address.
-
-    Attributes:
-        wrapper: The wrapper.
-        sequences: Number of sequences that it computes, of one row each.
-        tables: [pages] int32, their pages.
-        indptr: [sequences + 1] int32, start of each sequence in the pages.
-        last: [sequences] int32, tokens in each sequence's last page.
-    """
+class FixedDecode(NamedTuple):
+    """A decode wrapper of one row for each sequence, in buffers of fixed size and address."""
 
     wrapper: Wrapper
-    sequences: int
-    tables: Tensor
-    indptr: Tensor
-    last: Tensor
+    tables: Tensor  # [pages] int32, of all sequences
+    indptr: Tensor  # [sequences + 1] int32, start of each in the pages
+    last: Tensor  # [sequences] int32, tokens in the last page of each
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Where a step's keys and values are written to.
+class Tokens(NamedTuple):
+    """Where a step's keys and values are written to."""
 
-    Attributes:
-        written: [2, rows] int32, index of each row's sequence, and of its token in that sequence.
-        indices: [pages in use] int32, pages of all sequences, one sequence after the other.
-        indptr: [n + 1] int32, start of each sequence in `indices`.
-        last: [n] int32, tokens in each sequence's last page.
-    """
-
-    written: Tensor
-    indices: Tensor
-    indptr: Tensor
-    last: Tensor
+    written: Tensor  # [2, rows] int32, each row's sequence, and index of its token in that sequence
+    indices: Tensor  # [pages in use] int32, of all sequences, one sequence after the other
+    indptr: Tensor  # [n + 1] int32, start of each sequence in `indices`
+    last: Tensor  # [n] int32, tokens in each sequence's last page
 
     @classmethod
     def empty(cls, rows: int, sequences: int, tables: Tensor) -> Tokens:
@@ -336,26 +296,14 @@ class Tokens:
         """Write keys and values of all rows, [rows, kv_heads, head_dim], to a layer's pages."""
         import flashinfer
 
-        flashinfer.append_paged_kv_cache(
-            key,
-            value,
-            *self.written,
-            pages,
-            self.indices,
-            self.indptr,
-            self.last,
-        )
+        own = (self.indices, self.indptr, self.last)
+        flashinfer.append_paged_kv_cache(key, value, *self.written, pages, *own)
 
 
 class FlashInferPlan:
-    """The attention of a step: its first rows decode, and the others are prompts'.
+    """The attention of a step: its first `decoding` rows decode, and the others are prompts'.
 
-    Args:
-        cache: The KV cache.
-        tokens: Where the rows' keys and values are written to.
-        decoding: Number of rows that `decode` computes.
-        decode: Attends for sequences of one row, as planned; None if `prompts` does.
-        prompts: Attends for the rows behind them, as planned.
+    Without `decode`, `prompts` attends for all rows.
     """
 
     def __init__(
@@ -390,33 +338,21 @@ class FlashInferPlan:
 
 
 class FlashInferDecodePlan(FlashInferPlan):
-    """A plan in fixed buffers, with one row per sequence.
-
-    Args:
-        cache: The KV cache.
-        decode: Attends.
-    """
+    """A plan in fixed buffers, with one row per sequence."""
 
     def __init__(self, cache: KVCache, decode: FixedDecode) -> None:
-        count, tables = decode.sequences, decode.tables
+        wrapper, tables, indptr, last = decode
+        self._count = count = len(last)
         self.max_pages: int | None = len(tables) - count  # rows that pad a step have one
         owner = torch.arange(count, dtype=torch.int32, device=cache.device)
         written = torch.stack([owner, torch.zeros_like(owner)])
-        tokens = Tokens(written, tables, decode.indptr, decode.last)
-        super().__init__(cache, tokens, count, decode.wrapper, None)
+        super().__init__(cache, Tokens(written, tables, indptr, last), count, wrapper, None)
 
     def update(self, rows: Rows) -> None:
-        """Describe the next step.
-
-        Raises:
-            ValueError: The page tables together are longer than the buffers.
-        """
+        """Describe the next step; a ValueError if it does not fit into the buffers."""
         cache = self._cache
         indices, indptr = rows.indices(cache.block_size)
-        if len(indices) > len(self._tokens.indices):
-            raise ValueError(
-                f"plan: expected at most {len(self._tokens.indices)} pages, got {len(indices)}"
-            )
+        check_room(rows, len(indices), self._count, self._count, len(self._tokens.indices))
         last = last_lengths(rows.lengths, cache.block_size)
         self._tokens.written[1].copy_(pinned(rows.lengths - 1), non_blocking=True)
         assert self._decode is not None
@@ -426,24 +362,21 @@ class FlashInferDecodePlan(FlashInferPlan):
 class FlashInferMixedPlan(FlashInferPlan):
     """A plan in fixed buffers for any mix of rows; one extra sequence takes the padding rows.
 
-    Args:
-        cache: The KV cache.
-        tokens: Buffers of the rows, and of the sequences with the extra one.
-        decode: Attends for the sequences of one row before the first with more; None if `prompts`
-            attends for all.
-        prompts: Attends for the other sequences.
+    `decode` attends for the sequences of one row before the first with more; without it `prompts`
+    attends for all.
     """
 
     def __init__(
         self, cache: KVCache, tokens: Tokens, decode: FixedDecode | None, prompts: Wrapper
     ) -> None:
-        wrapper, count = (None, 0) if decode is None else (decode.wrapper, decode.sequences)
+        wrapper, count = (None, 0) if decode is None else (decode.wrapper, len(decode.last))
         super().__init__(cache, tokens, count, wrapper, prompts)
         self._rows, self._sequences = tokens.written.shape[1], len(tokens.last) - 1
         pages = len(tokens.indices)
         if decode is not None:
             pages = min(pages, len(decode.tables))
-        self.max_pages: int | None = pages - self._sequences - 1  # unused sequences have one
+        self._pages = pages - self._sequences - 1  # unused sequences have one
+        self.max_pages: int | None = self._pages
         # The first plan fixes the largest number of rows.
         full = Rows(np.array([0, self._rows], np.int32), np.array([self._rows], np.int32),
                     [[0] * -(-self._rows // cache.block_size)])  # fmt: skip
@@ -459,20 +392,10 @@ class FlashInferMixedPlan(FlashInferPlan):
         self._prompts.run(query, pages, out)
 
     def update(self, rows: Rows) -> None:
-        """Describe the next step.
-
-        Raises:
-            ValueError: The step has more sequences, rows or pages than the buffers hold.
-        """
+        """Describe the next step; a ValueError if it does not fit into the buffers."""
         cache, held, used = self._cache, len(rows.lengths), int(rows.starts[-1])
-        if held > self._sequences or used > self._rows:
-            raise ValueError(
-                f"plan: expected at most {self._sequences} sequences of {self._rows} rows, "
-                f"got {held} of {used}"
-            )
         indices, indptr = rows.indices(cache.block_size)
-        if self.max_pages is not None and len(indices) > self.max_pages:
-            raise ValueError(f"plan: expected at most {self.max_pages} pages, got {len(indices)}")
+        check_room(rows, len(indices), self._sequences, self._rows, self._pages)
         # Unused sequences get one page, page 0, and no rows; the last one owns the padding rows.
         empty = self._sequences + 1 - held
         pages = np.concatenate([indices, np.zeros(empty, np.int32)])

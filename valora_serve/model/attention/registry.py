@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AUTO = "auto"
-"""Name that stands for the first backend that suits the cache's device."""
+AUTO = "auto"  # stands for the first backend that suits the cache's device
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "valora.attention_backends",
@@ -30,11 +29,7 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
 
 
 def make_backend(name: str, cache: KVCache) -> AttentionBackend:
-    """Create an attention backend.
-
-    Args:
-        name: A name in `BACKENDS`, or `AUTO`.
-        cache: The KV cache.
+    """Create an attention backend of a name in `BACKENDS`, or `AUTO`.
 
     Raises:
         SettingsError: The name is unknown, it needs a GPU, or its library is not installed.

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class TorchBackend(AttentionBackend):
@@ -41,43 +36,32 @@ class TorchPlan:
 
     def __init__(self, cache: KVCache, rows: Rows) -> None:
         self._cache = cache
-        device = cache.device
-        page, offset = rows.locations(cache.block_size)
-        self._page, self._offset = (
-            torch.from_numpy(page).to(device),
-            torch.from_numpy(offset).to(device),
-        )
-        counts = np.diff(rows.starts)
-        self._long: list[tuple[int, int, Tensor, Tensor]] = []
+        device, counts = cache.device, np.diff(rows.starts)
+        self._at = tuple(torch.from_numpy(p).to(device) for p in rows.locations(cache.block_size))
+        self._long: list[tuple[slice, Tensor, Tensor]] = []
         for sequence in np.flatnonzero(counts > 1).tolist():
             start, count = int(rows.starts[sequence]), int(counts[sequence])
             length = int(rows.lengths[sequence])
-            table = self._table(rows.tables[sequence], length)
+            table = rows.tables[sequence][: -(-length // cache.block_size)]
             seen = torch.arange(length)[None] <= torch.arange(length - count, length)[:, None]
-            self._long.append((start, count, table, seen.to(device)))
+            pages = torch.tensor(list(table), device=device)
+            self._long.append((slice(start, start + count), pages, seen.to(device)))
         single = np.flatnonzero(counts == 1)
         self._single: tuple[Tensor, Tensor, Tensor] | None = None
         if single.size:
-            longest = int(rows.lengths[single].max())
-            tables = torch.zeros(len(single), -(-longest // cache.block_size), dtype=torch.int64)
-            for row, sequence in enumerate(single.tolist()):
-                table = self._table(rows.tables[sequence], int(rows.lengths[sequence])).cpu()
-                tables[row, : len(table)] = table
-            seen = torch.arange(tables.shape[1] * cache.block_size)[None] < torch.from_numpy(
-                rows.lengths[single].astype(np.int64)
-            ).unsqueeze(1)
+            lengths = torch.from_numpy(rows.lengths[single].astype(np.int64))
+            pages = -(-lengths // cache.block_size)
+            tables = torch.zeros(len(single), int(pages.max()), dtype=torch.int64)
+            for row, (sequence, count) in enumerate(zip(single, pages.tolist(), strict=True)):
+                tables[row, :count] = torch.tensor(list(rows.tables[sequence][:count]))
+            seen = torch.arange(tables.shape[1] * cache.block_size)[None] < lengths[:, None]
             at = torch.from_numpy(rows.starts[single].astype(np.int64))
             self._single = (at.to(device), tables.to(device), seen[:, None, None].to(device))
-
-    def _table(self, table: Sequence[int], length: int) -> Tensor:
-        pages = -(-length // self._cache.block_size)
-        return torch.tensor(list(table[:pages]), device=self._cache.device)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write keys and values, and attend, as `AttentionPlan.run` defines."""
         keys, values = self._cache.layers[layer]
-        keys[self._page, self._offset] = key
-        values[self._page, self._offset] = value
+        keys[self._at], values[self._at] = key, value
         out = torch.empty_like(query)
         if self._single is not None:
             at, tables, seen = self._single
@@ -88,20 +72,12 @@ class TorchPlan:
             # would not remove.
             unseen = ~seen.transpose(2, 3)
             k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-            out[at] = self._sdpa(query[at][:, :, None], k, v, seen, scale)[:, :, 0]
-        for start, count, table, seen in self._long:
-            length = seen.shape[1]
-            k = keys[table].flatten(0, 1)[:length].transpose(0, 1)[None]
-            v = values[table].flatten(0, 1)[:length].transpose(0, 1)[None]
-            q = query[start : start + count].transpose(0, 1)[None]
-            out[start : start + count] = self._sdpa(q, k, v, seen, scale)[0].transpose(0, 1)
+            out[at] = _sdpa(query[at][:, :, None], k, v, seen, scale)[:, :, 0]
+        for own, table, seen in self._long:
+            k, v = (part[table].flatten(0, 1)[: seen.shape[1]] for part in (keys, values))
+            q, k, v = (part.transpose(0, 1)[None] for part in (query[own], k, v))
+            out[own] = _sdpa(q, k, v, seen, scale)[0].transpose(0, 1)
         return out
-
-    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped
-        )
 
 
 class TorchMixedPlan:
@@ -111,8 +87,6 @@ class TorchMixedPlan:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._plan: TorchPlan | None = None
-        self._used = 0
 
     def update(self, rows: Rows) -> None:
         """Describe the next step."""
@@ -121,8 +95,11 @@ class TorchMixedPlan:
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write keys and values, and attend, as `AttentionPlan.run` defines."""
         out = torch.zeros_like(query)
-        used = self._used
-        if self._plan is not None and used:
-            parts = (query[:used], key[:used], value[:used])
-            out[:used] = self._plan.run(layer, *parts, scale)
+        parts = (part[: self._used] for part in (query, key, value))
+        out[: self._used] = self._plan.run(layer, *parts, scale)
         return out
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)

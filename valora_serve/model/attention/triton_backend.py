@@ -12,7 +12,7 @@ from torch import Tensor
 
 from valora_kernels.launching import power_of_two, precision_of
 from valora_serve.errors import SettingsError
-from valora_serve.model.attention.base import AttentionBackend, pinned
+from valora_serve.model.attention.base import AttentionBackend, check_room, pinned
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,20 +21,12 @@ if TYPE_CHECKING:
 
 LOG2E = log2(np.e)
 
-PROGRAMS_PER_PROCESSOR = 2
-"""Programs of a decode step that every multiprocessor should have, by which sequences are split."""
-
-MOST_SPLITS = 32
-"""Most programs that share the tokens of a sequence."""
+PROGRAMS_PER_PROCESSOR = 2  # of a decode step, by which its sequences are split
+MOST_SPLITS = 32  # programs that share the tokens of a sequence
 
 
 class TritonBackend(AttentionBackend):
-    """Paged attention in Triton: one launch in a decode step, two where sequences are split.
-
-    Raises:
-        ImportError: Triton is not installed.
-        SettingsError: There is neither a GPU nor Triton's interpreter.
-    """
+    """Paged attention in Triton: one launch in a decode step, two where sequences are split."""
 
     auto_rank = 15
 
@@ -79,22 +71,15 @@ class TritonBackend(AttentionBackend):
 
 
 class Tiling:
-    """Sizes of tiles, and how the kernels are launched, for one KV cache.
-
-    Attributes:
-        group: Query heads that share a head of keys and values.
-        small: Rows times `group` in a tile of a sequence with few rows.
-        large: The same of a sequence with many rows.
-        tokens: Tokens of the cache per iteration.
-        width: Width of a head, rounded up to a power of two.
-    """
+    """Sizes of tiles, and how the kernels are launched, for one KV cache."""
 
     def __init__(self, cache: KVCache) -> None:
-        self.group = cache.heads // cache.kv_heads
+        self.group = cache.heads // cache.kv_heads  # query heads that share keys and values
         self.width = max(16, power_of_two(cache.head_dim))
+        # Rows times `group` in a tile of a sequence with few rows, and with many.
         self.small = max(16, power_of_two(self.group))
         self.large = max(64, self.small)
-        self.tokens = 64 if self.width <= 128 else 32
+        self.tokens = 64 if self.width <= 128 else 32  # of the cache per iteration
         self._kv_heads = cache.kv_heads
         self._processors = self._stages = 1
         if cache.device.type == "cuda":
@@ -145,22 +130,9 @@ class TritonPlan:
         raise NotImplementedError
 
     def update(self, rows: Rows) -> None:
-        """Describe the next step.
-
-        Raises:
-            ValueError: The step has more sequences, rows or pages than the buffers hold.
-        """
-        held, used = len(rows.lengths), int(rows.starts[-1])
-        if held > self._sequences or used > self._rows:
-            raise ValueError(
-                f"plan: expected at most {self._sequences} sequences of {self._rows} rows, "
-                f"got {held} of {used}"
-            )
+        """Describe the next step; a ValueError if it does not fit into the buffers."""
         indices, indptr = rows.indices(self._cache.block_size)
-        if len(indices) > len(self._tables):
-            raise ValueError(
-                f"plan: expected at most {len(self._tables)} pages, got {len(indices)}"
-            )
+        check_room(rows, len(indices), self._sequences, self._rows, len(self._tables))
         parts = self._describe(rows, indptr[:-1])
         self._buffer.copy_(
             pinned(np.concatenate([part.reshape(-1) for part in parts])), non_blocking=True
@@ -175,10 +147,10 @@ class TritonPlan:
         scale: float,
         tiles: Tensor,
         room: int,
-        *,
-        splits: int = 1,
         partial: Tensor | None = None,
         sums: Tensor | None = None,
+        *,
+        splits: int = 1,
         fused: bool = False,
     ) -> None:
         """Launch `attention_kernel` for a list of tiles."""
@@ -205,21 +177,17 @@ class TritonDecodePlan(TritonPlan):
     ) -> None:
         super().__init__(cache, tiling, sequences, rows, tables)
         self._splits = tiling.splits(sequences)
-        shape = (self._splits, rows, cache.heads)
         self._partial = self._sums = None
         if self._splits > 1:
-            device = cache.device
-            self._partial = torch.empty(
-                (*shape, cache.head_dim), dtype=torch.float32, device=device
-            )
-            self._sums = torch.empty(shape, dtype=torch.float32, device=device)
+            like = torch.empty(0, dtype=torch.float32, device=cache.device)
+            self._sums = like.new_empty(self._splits, rows, cache.heads)
+            self._partial = like.new_empty(*self._sums.shape, cache.head_dim)
 
     def _sizes(self) -> tuple[int, ...]:
         return (4 * self._sequences,)
 
     def _describe(self, rows: Rows, first_pages: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-        tiles = np.zeros((self._sequences, 4), np.int32)
-        held = len(rows.lengths)
+        tiles, held = np.zeros((self._sequences, 4), np.int32), len(rows.lengths)
         tiles[:held, 0] = first_pages
         tiles[:held, 1] = np.arange(held)
         tiles[:held, 2] = 1
@@ -234,8 +202,8 @@ class TritonDecodePlan(TritonPlan):
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         tiles, tiling, cache = self._parts[0], self._tiling, self._cache
         self._attend(
-            out, tensors, layer, scale, tiles, tiling.small,
-            splits=self._splits, partial=self._partial, sums=self._sums, fused=True,
+            out, tensors, layer, scale, tiles, tiling.small, self._partial, self._sums,
+            splits=self._splits, fused=True,
         )  # fmt: skip
         if self._splits > 1:
             k.combine_kernel[(len(tiles) // 4, cache.heads)](

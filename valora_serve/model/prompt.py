@@ -32,30 +32,20 @@ if TYPE_CHECKING:
     from valora_serve.types import Request
 
 
-PLACEHOLDER = 0
-"""Token id that stands for a token of a context, whose embedding is replaced or not needed."""
+PLACEHOLDER = 0  # stands for a token of a context, whose embedding is replaced or not needed
 
 
 @dataclass(frozen=True, slots=True)
 class Visual:
-    """An image or a video of a prompt, before it is encoded.
+    """An image or a video of a prompt, before it is encoded."""
 
-    Attributes:
-        kind: ``image`` or ``video``.
-        key: sha256 of the encoder's input.
-        tensors: The encoder's input by argument name, the pixels first.
-        at: [visual tokens] int64, indices of its tokens in the prompt.
-        size: Width and height of the image as it was sent, in pixels.
-        grid: Frames, rows and columns of visual tokens; None if the architecture does not say.
-        cells: Which of its tokens are the cells of the grid, row by row; None for all, in order.
-    """
-
-    kind: str
-    key: bytes
-    tensors: dict[str, Tensor]
-    at: NDArray[np.int64]
-    size: tuple[int, int]
-    grid: tuple[int, int, int] | None
+    kind: str  # `IMAGE` or `VIDEO`
+    key: bytes  # sha256 of the encoder's input
+    tensors: dict[str, Tensor]  # the encoder's input by argument name, the pixels first
+    at: NDArray[np.int64]  # [visual tokens], their indices in the prompt
+    size: tuple[int, int]  # width and height of the image as it was sent, in pixels
+    grid: tuple[int, int, int] | None  # frames, rows and columns of visual tokens, if known
+    # Which of its tokens are the cells of the grid, row by row; None for all, in order.
     cells: NDArray[np.int64] | None = None
 
     @property
@@ -66,8 +56,7 @@ class Visual:
     def spans(self, key: bytes) -> list[ImageSpan]:
         """Return the runs of its tokens, for the keys of the prefix cache.
 
-        Args:
-            key: What else changes its features: hash of the adapter's vision weights.
+        `key` is what else changes its features: hash of the adapter's vision weights.
         """
         cuts = np.flatnonzero(np.diff(self.at) != 1) + 1
         runs = np.split(self.at, cuts)
@@ -85,22 +74,17 @@ class Visual:
 
 @dataclass(frozen=True, slots=True)
 class VisualFeatures:
-    """An encoded image or video.
+    """An encoded image or video."""
 
-    Attributes:
-        embeddings: [visual tokens, width], embeddings of its tokens in the prompt.
-        deep: For each of the first layers to whose output features are added (DeepStack of
-            Qwen3-VL), [visual tokens, width].
-    """
-
-    embeddings: Tensor
+    embeddings: Tensor  # [visual tokens, width], of its tokens in the prompt
+    # [visual tokens, width] for each of the first layers to whose output features are added
+    # (DeepStack of Qwen3-VL).
     deep: tuple[Tensor, ...] = ()
 
     @property
     def bytes(self) -> int:
         """Size in memory, in bytes."""
-        parts = (self.embeddings, *self.deep)
-        return sum(part.numel() * part.element_size() for part in parts)
+        return sum(part.numel() * part.element_size() for part in (self.embeddings, *self.deep))
 
     def alone(self) -> VisualFeatures:
         """Return the same in memory that nothing else lies in, such as others encoded with it."""
@@ -114,17 +98,11 @@ def _alone(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryTokens:
-    """Memory tokens of a context in a prompt.
+    """Memory tokens of a context in a prompt."""
 
-    Attributes:
-        key: Content hash of the context.
-        at: [tokens] int64, their indices in the prompt, one after another.
-        embeddings: [tokens, width] on the CPU, what stands in place of token embeddings.
-    """
-
-    key: bytes
-    at: NDArray[np.int64]
-    embeddings: Tensor
+    key: bytes  # content hash of the context
+    at: NDArray[np.int64]  # [tokens], their indices in the prompt, one after another
+    embeddings: Tensor  # [tokens, width] on the CPU, in place of token embeddings
 
     @property
     def span(self) -> ImageSpan:
@@ -134,25 +112,16 @@ class MemoryTokens:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt, ready for the engine.
+    """A prompt, ready for the engine."""
 
-    Attributes:
-        ids: Token ids, with one placeholder for each visual token.
-        visuals: Images and videos, in the order of their first tokens.
-        positions: [3, tokens] int64 if rotary positions have three parts; None if a token's
-            position is its index plus `delta`.
-        delta: Position minus index of the generated tokens.
-        given: Tokens at the beginning whose keys and values a context gives; placeholders stand
-            for them.
-        memory: Memory tokens of a context, for which placeholders stand; None without any.
-    """
-
-    ids: list[int]
-    visuals: tuple[Visual, ...] = ()
+    ids: list[int]  # with one placeholder for each visual token
+    visuals: tuple[Visual, ...] = ()  # in the order of their first tokens
+    # [3, tokens] int64 if rotary positions have three parts; None if a token's position is its
+    # index plus `delta`.
     positions: NDArray[np.int64] | None = None
-    delta: int = 0
-    given: int = 0
-    memory: MemoryTokens | None = None
+    delta: int = 0  # position minus index of the generated tokens
+    given: int = 0  # first tokens, placeholders, whose keys and values a context gives
+    memory: MemoryTokens | None = None  # of a context, for which placeholders stand
 
     @property
     def words(self) -> list[int]:
@@ -184,9 +153,8 @@ def prepare_prompt(
     """
     if request.images or request.videos:
         model.check_takes_images(RequestError)
-    given = [request.messages is not None, request.text is not None,
-             request.token_ids is not None]  # fmt: skip
-    if sum(given) > 1:
+    given = (request.messages, request.text, request.token_ids)
+    if sum(one is not None for one in given) > 1:
         raise RequestError("request: give one of messages, text and token_ids")
     inside = context is not None and context.form != ADAPTER
     if request.token_ids is not None:
@@ -203,12 +171,16 @@ def prepare_prompt(
         parts += [{"type": IMAGE} for _ in request.images]
         parts += [{"type": VIDEO} for _ in request.videos]
         messages = [{"role": "user", "content": parts}]
-    videos = request.videos
-    images = list(request.images)
+    messages = [  # all chat templates of LMMs read lists of parts
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+        if isinstance(turn.get("content"), str)
+        else dict(turn)
+        for turn in messages
+    ]
+    videos, images = request.videos, list(request.images)
     if videos and model.video_token is None:
         messages, images = _frames_as_images(messages, images, videos)
         videos = ()
-    messages = _contents_as_parts(messages)
     if context is not None and any(turn.get("role") == "system" for turn in messages):
         raise RequestError(
             f"{context.name} is a context, which stands in place of the system turn: leave that out"
@@ -302,9 +274,7 @@ def _check_placeholders(model: BaseModel, kind: str, text: str, given: int) -> N
     if word is None:
         if given:
             raise RequestError(f"The base model takes no {kind}s in such a prompt: leave them out")
-        return
-    named = text.count(word)
-    if named != given:
+    elif (named := text.count(word)) != given:
         raise RequestError(f"prompt: names {named} {kind}s, but {given} were sent: send as many")
 
 
@@ -371,16 +341,6 @@ def _hash(kind: str, tensors: dict[str, Tensor]) -> bytes:
     return digest.digest()
 
 
-def _contents_as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are lists of parts, which all chat templates of LMMs read."""
-    return [
-        {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-        if isinstance(turn.get("content"), str)
-        else dict(turn)
-        for turn in messages
-    ]
-
-
 def _frames_as_images(
     messages: Sequence[dict[str, Any]],
     images: Sequence[Image],
@@ -388,18 +348,15 @@ def _frames_as_images(
 ) -> tuple[list[dict[str, Any]], list[Image]]:
     """Replace each video by its frames as images, for models that take no videos."""
     image, video = iter(images), iter(videos)
-    turns, found = [], []
+    turns: list[dict[str, Any]] = []
+    found: list[Image] = []
     for turn in messages:
-        content = turn.get("content")
-        if isinstance(content, str):
-            turns.append(dict(turn))
-            continue
         parts: list[dict[str, Any]] = []
-        for part in content or ():
+        for part in turn.get("content") or ():
             if part.get("type") == VIDEO:
                 frames = next(video, ())
                 parts += [{"type": IMAGE} for _ in frames]
-                found += list(frames)
+                found += frames
                 continue
             if part.get("type") == IMAGE:
                 found += [one for one in [next(image, None)] if one is not None]

@@ -52,7 +52,9 @@ class TorchPlan:
             lengths = torch.from_numpy(rows.lengths[single].astype(np.int64))
             pages = -(-lengths // cache.block_size)
             tables = torch.zeros(len(single), int(pages.max()), dtype=torch.int64)
-            for row, (sequence, count) in enumerate(zip(single, pages.tolist(), strict=True)):
+            for row, (sequence, count) in enumerate(
+                zip(single.tolist(), pages.tolist(), strict=True)
+            ):
                 tables[row, :count] = torch.tensor(list(rows.tables[sequence][:count]))
             seen = torch.arange(tables.shape[1] * cache.block_size)[None] < lengths[:, None]
             at = torch.from_numpy(rows.starts[single].astype(np.int64))
@@ -95,8 +97,8 @@ class TorchMixedPlan:
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write keys and values, and attend, as `AttentionPlan.run` defines."""
         out = torch.zeros_like(query)
-        parts = (part[: self._used] for part in (query, key, value))
-        out[: self._used] = self._plan.run(layer, *parts, scale)
+        used = self._used
+        out[:used] = self._plan.run(layer, query[:used], key[:used], value[:used], scale)
         return out
 
 

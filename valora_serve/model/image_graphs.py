@@ -176,8 +176,8 @@ class WindowGraphs(ImageGraphs):
 
 def _on_host(pixels: Tensor, like: Tensor) -> Tensor:
     """Pixels in the type of the weights on the host already, which halves the copy."""
-    host = pixels.to(like.dtype)
-    return host.pin_memory() if like.is_cuda else host
+    pixels = pixels.to(like.dtype)  # those of another rank of a group are on the device
+    return pixels.pin_memory() if like.is_cuda and not pixels.is_cuda else pixels
 
 
 def image_graphs(

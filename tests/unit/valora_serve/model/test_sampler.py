@@ -74,42 +74,29 @@ def only(kept: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     return left
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-def test_temperature(temperature: float) -> None:
-    one = choice(temperature=temperature, seed=1)
-    assert_drawn(shares(LOGITS, one), (LOGITS / temperature).softmax(-1))
-
-
-@pytest.mark.parametrize(("k", "kept"), [(1, [0]), (2, [0, 2]), (4, [0, 2, 4, 7]), (99, range(8))])
-def test_top_k(k: int, kept: Sequence[int]) -> None:
-    assert_drawn(shares(LOGITS, choice(temperature=1.0, top_k=k, seed=2)), only(kept))
-
-
 # Falling probabilities: 0.390 0.175 0.159 0.106 0.087 0.053 0.019 0.003 of 0 2 4 7 1 5 3 6.
 @pytest.mark.parametrize(
-    ("p", "kept"),
-    [(0.0, [0]), (0.3, [0]), (0.45, [0, 2]), (0.8, [0, 2, 4, 7]), (1.0, range(8))],
-)
-def test_top_p_keeps_the_token_that_reaches_it(p: float, kept: Sequence[int]) -> None:
-    assert_drawn(shares(LOGITS, choice(temperature=1.0, top_p=p, seed=3)), only(kept))
-
-
-@pytest.mark.parametrize(
-    ("m", "kept"), [(0.0, range(8)), (0.25, [0, 2, 4, 7]), (0.41, [0, 2]), (1.0, [0])]
-)
-def test_min_p_is_a_share_of_the_likeliest(m: float, kept: Sequence[int]) -> None:
-    assert_drawn(shares(LOGITS, choice(temperature=1.0, min_p=m, seed=4)), only(kept))
-
-
-def test_cuts_come_after_the_temperature() -> None:
-    hot = 3.0
-    flat = (LOGITS / hot).softmax(-1)
-    order = flat.argsort(descending=True)
-    count = int((flat[order].cumsum(0) < 0.6).sum()) + 1
-    cold = LOGITS.softmax(-1)
-    assert count > int((cold[cold.argsort(descending=True)].cumsum(0) < 0.6).sum()) + 1
-    one = choice(temperature=hot, top_p=0.6, seed=5)
-    assert_drawn(shares(LOGITS, one), only(order[:count].tolist(), hot))
+    ("given", "kept"),
+    [
+        ({"temperature": 0.3}, range(8)), ({}, range(8)), ({"temperature": 2.5}, range(8)),
+        ({"top_k": 1}, [0]), ({"top_k": 2}, [0, 2]), ({"top_k": 4}, [0, 2, 4, 7]),
+        ({"top_k": 8}, range(8)), ({"top_k": 99}, range(8)), ({"top_k": 2**40}, range(8)),
+        ({"top_p": 0.0}, [0]), ({"top_p": 5e-324}, [0]), ({"top_p": 1e-300}, [0]),
+        ({"top_p": 0.3}, [0]), ({"top_p": 0.45}, [0, 2]), ({"top_p": 0.8}, [0, 2, 4, 7]),
+        ({"top_p": 1 - 1e-16}, range(8)), ({"top_p": 1.0}, range(8)),
+        ({"min_p": 0.0}, range(8)), ({"min_p": 1e-300}, range(8)),
+        ({"min_p": 0.25}, [0, 2, 4, 7]), ({"min_p": 0.41}, [0, 2]), ({"min_p": 1 - 1e-16}, [0]),
+        ({"min_p": 1.0}, [0]), ({"top_k": 1_000_000, "top_p": 1.0, "min_p": 0.0}, range(8)),
+        # what is forbidden never comes, and a cut counts only what is allowed
+        ({"forbidden": [0, 2]}, [1, 3, 4, 5, 6, 7]),
+        ({"forbidden": [0], "allowed": [0, 3, 6], "top_k": 2}, [3, 6]),
+        ({"allowed": [3, 5, 6], "top_p": 0.7}, [5]),  # 0.26 0.71 0.04
+        ({"allowed": [3, 5, 6], "top_p": 0.8}, [5, 3]),
+    ],
+)  # fmt: skip
+def test_cuts(given: dict[str, Any], kept: Sequence[int]) -> None:
+    found = shares(LOGITS, choice(**{"temperature": 1.0, "seed": 3} | given))
+    assert_drawn(found, only(kept, given.get("temperature", 1.0)))
 
 
 def test_neighbours_with_other_wishes() -> None:
@@ -143,22 +130,18 @@ def test_a_seed_repeats_whatever_runs_beside() -> None:
     assert first != [int(sample(LOGITS[None], [other])[0]) for _ in range(50)]
 
 
-def test_without_a_seed_every_request_draws_its_own() -> None:
-    flat = torch.zeros(1, 1000)
-    drawn = [int(sample(flat, [choice(temperature=1.0)])[0]) for _ in range(8)]
-    assert len(set(drawn)) > 1
-
-
-def test_large_seeds() -> None:
+def test_seeds() -> None:
+    """Large ones are told apart, too, and without one every request draws its own."""
     flat = torch.zeros(1, 1000)
 
-    def drawn(seed: int) -> list[int]:
+    def drawn(seed: int | None, count: int = 6) -> list[int]:
         one = choice(temperature=1.0, seed=seed)
-        return [int(sample(flat, [one])[0]) for _ in range(6)]
+        return [int(sample(flat, [one])[0]) for _ in range(count)]
 
     streams = {seed: drawn(seed) for seed in (0, 1, -1, 2**62 + 7, -(2**63) + 5, 2**63 - 3)}
     assert len({tuple(tokens) for tokens in streams.values()}) == len(streams)
     assert all(drawn(seed) == tokens for seed, tokens in streams.items())
+    assert len({drawn(None, 1)[0] for _ in range(8)}) > 1
 
 
 # What float32 rounds to 0, cannot hold, or divides to infinity.
@@ -192,23 +175,6 @@ def test_large_and_infinite_logits(temperature: float) -> None:
     assert_drawn(shares(logits, choice(temperature=temperature, seed=10)), wanted)
     logits = torch.tensor([-torch.inf, 1.0, torch.inf, largest])
     assert_drawn(shares(logits, choice(temperature=temperature, seed=11)), torch.eye(4)[2])
-
-
-@pytest.mark.parametrize(
-    ("cut", "kept"),
-    [
-        ({"top_p": 1e-300}, [0]),
-        ({"top_p": 5e-324}, [0]),
-        ({"top_p": 1 - 1e-16}, range(8)),
-        ({"min_p": 1e-300}, range(8)),
-        ({"min_p": 1 - 1e-16}, [0]),
-        ({"top_k": 2**40}, range(8)),
-        ({"top_k": 8}, range(8)),
-        ({"top_k": 1_000_000, "top_p": 1.0, "min_p": 0.0}, range(8)),
-    ],
-)
-def test_extreme_cuts(cut: dict[str, Any], kept: Sequence[int]) -> None:
-    assert_drawn(shares(LOGITS, choice(temperature=1.0, seed=12, **cut)), only(kept))
 
 
 def test_the_tail_of_a_large_vocabulary_can_come() -> None:
@@ -316,20 +282,6 @@ def test_greedy_takes_the_likeliest_and_leaves_the_logits() -> None:
     assert sample(logits, [choice([0]), choice(allowed=[1, 3])]).tolist() == [2, 3]
     sample(logits, [choice(temperature=2.0, top_k=3), choice([7], temperature=1.0)])
     assert torch.equal(logits, before)
-
-
-def test_what_is_forbidden_never_comes() -> None:
-    one = choice([0, 2], temperature=1.0, seed=6)
-    assert_drawn(shares(LOGITS, one), only([1, 3, 4, 5, 6, 7]))
-    one = choice([0], [0, 3, 6], temperature=1.0, top_k=2, seed=7)
-    assert_drawn(shares(LOGITS, one), only([3, 6]))
-
-
-def test_a_cut_counts_only_what_is_allowed() -> None:
-    one = choice(allowed=[3, 5, 6], temperature=1.0, top_p=0.7, seed=8)  # 0.26 0.71 0.04
-    assert_drawn(shares(LOGITS, one), only([5]))
-    one = choice(allowed=[3, 5, 6], temperature=1.0, top_p=0.8, seed=8)
-    assert_drawn(shares(LOGITS, one), only([5, 3]))
 
 
 def test_zero_noise_draws_nothing_impossible(monkeypatch: pytest.MonkeyPatch) -> None:

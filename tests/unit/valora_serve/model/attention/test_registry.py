@@ -92,24 +92,39 @@ def test_a_backend_of_another_package_serves_requests(installed, random_llava):
             assert one.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-5)
 
 
-def test_an_unknown_name_lists_the_backends(kv_cache):
-    with pytest.raises(
-        SettingsError,
-        match="unknown attention backend 'nothing': choose one of flashinfer, torch, triton",
-    ):
-        make_backend("nothing", kv_cache)
+def refuse(*_):
+    """FlashInfer raises this where its kernels are of another version."""
+    raise RuntimeError("jit-cache version (0.6.9) does not match\nand more")
 
 
-def test_a_missing_library_is_named(kv_cache, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "patched", "said"),
+    [
+        (
+            "nothing",
+            (),
+            "unknown attention backend 'nothing': choose one of flashinfer, torch, tri",
+        ),
+        ("flashinfer", (), "'flashinfer' needs a CUDA GPU: choose 'torch' on a C"),
+        # the cache is on a CPU
+        (
+            "flashinfer",
+            (FlashInferBackend, "gpu_only", False),
+            "'flashinfer' is not installed .*fl",
+        ),
+        (
+            "torch",
+            (TorchBackend, "__init__", refuse),
+            r"'torch' cannot be used \(jit-cache version",
+        ),
+    ],
+)
+def test_backends_that_cannot_be_used(kv_cache, monkeypatch, name, patched, said):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    monkeypatch.setattr(FlashInferBackend, "gpu_only", False)  # the cache is on a CPU
-    with pytest.raises(SettingsError, match=r"'flashinfer' is not installed .*flashinfer"):
-        make_backend("flashinfer", kv_cache)
-
-
-def test_backends_of_gpus_are_refused_on_a_cpu(kv_cache):
-    with pytest.raises(SettingsError, match="'flashinfer' needs a CUDA GPU: choose 'torch' on a C"):
-        make_backend("flashinfer", kv_cache)
+    if patched:
+        monkeypatch.setattr(*patched)
+    with pytest.raises(SettingsError, match=said):
+        make_backend(name, kv_cache)
 
 
 def test_auto_takes_plain_torch_on_a_cpu(kv_cache):
@@ -121,17 +136,6 @@ def test_auto_asks_the_backends_in_the_order_of_their_rank(kv_cache, installed, 
     assert FlashInferBackend.unsuitable(kv_cache) == "FlashInfer needs a CUDA GPU"
     module = installed("valora.attention_backends", "plain", PLAIN)
     assert type(make_backend("auto", kv_cache)).__module__ == module
-
-
-def test_a_library_that_refuses_to_be_used_is_named(kv_cache, monkeypatch):
-    """FlashInfer raises this where its kernels are of another version."""
-
-    def refuse(*_):
-        raise RuntimeError("jit-cache version (0.6.9) does not match\nand more")
-
-    monkeypatch.setattr(TorchBackend, "__init__", refuse)
-    with pytest.raises(SettingsError, match=r"'torch' cannot be used \(jit-cache version .0.6.9."):
-        make_backend("torch", kv_cache)
 
 
 @pytest.mark.parametrize("nvcc", [False, True])

@@ -47,7 +47,11 @@ class Worker:
 
     def __init__(self, engine: Engine, answer: Callable[[int, object], None]) -> None:
         self._engine, self._answer = engine, answer
-        self._beside = ThreadPoolExecutor(4, "beside")  # the steps
+        # Beside the steps, with this process's GPU.
+        device, use = engine.device, torch.cuda.set_device
+        self._beside = ThreadPoolExecutor(
+            4, "beside", initializer=lambda: use(device) if device.type == "cuda" else None
+        )
 
     def do(
         self, number: int, name: str, arguments: Sequence[Any], tables: Any, dropped: Sequence[int]
@@ -70,9 +74,9 @@ class Worker:
         copied.synchronize()
         self._answer(number, None)
 
-    def _activate(self, names: Sequence[str], mergeable: bool) -> None:
+    def _activate(self, names: Sequence[str], how: dict[str, Any]) -> None:
         engine = self._engine
-        engine.lmm.linears.activate(names, engine.memory.lora, mergeable=mergeable)
+        engine.lmm.linears.activate(names, engine.memory.lora, **how)
         engine.runner.has_lora = True
 
     def _pack(self, number: int, source: Path, content: str) -> None:

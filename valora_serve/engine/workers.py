@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 from operator import attrgetter
@@ -30,7 +30,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from valora_data.errors import ValoraError
 from valora_serve.engine import sizing
@@ -44,7 +43,6 @@ from valora_serve.parallel.group import Group, make_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
-    from pathlib import Path
 
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.memory.residency import Copy, Entry
@@ -52,15 +50,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
-LOST_SECONDS = 5.0
-"""Most seconds between an error of a collective and the news that a process has ended."""
-
-FAILED, STARTED, READY = -1, 0, 1
-"""What a worker reports, apart from the numbers of calls."""
+LOST_SECONDS = 5.0  # at most between an error of a collective and the news that a process has ended
+FAILED, STARTED, READY = -1, 0, 1  # what workers report, besides the numbers of calls
 
 EVERYWHERE = (
-    "runner.step", "runner.encode", "runner.capture", "runner.prepare", "runner.give_up",
-    "runner.compile_kernels", "runner.forget_graphs", "memory.copy_page",
+    "runner.step", "runner.capture", "runner.prepare", "runner.give_up", "runner.compile_kernels",
+    "runner.forget_graphs", "memory.copy_page",
     "lmm.linears.merge", "lmm.linears.unmerge", "lmm.linears.is_finite",
 )  # fmt: skip
 """What all ranks call of their engines when rank 0 does."""
@@ -75,12 +70,11 @@ def device_of(settings: EngineSettings, rank: int) -> torch.device:
     first = torch.device(name)
     if first.type != "cuda":
         return sizing.find_device(name)
-    size, count = settings.tensor_parallel, torch.cuda.device_count()
-    start = first.index or 0
-    if start + size > count:
+    start, size = first.index or 0, settings.tensor_parallel
+    left = max(torch.cuda.device_count() - start, 0)
+    if left < size:
         raise SettingsError(
-            f"tensor_parallel: {size} GPUs are asked for, and this machine has "
-            f"{count - start if count > start else 'none'}"
+            f"tensor_parallel: {size} GPUs are asked for, and this machine has {left or 'none'}"
             f"{f' from {first} on' if start else ''}: ask for fewer"
         )
     return torch.device("cuda", start + rank)
@@ -94,7 +88,7 @@ class Workers:
 
     Attributes:
         module: Program of the workers.
-        group: All processes.
+        group: All processes; None until they have met.
         processes: Those of the workers.
         lost: Why the group cannot go on, once a worker has ended; None before.
         on_lost: Called then, in another thread.
@@ -105,6 +99,7 @@ class Workers:
     def __init__(self, settings: EngineSettings) -> None:
         self.lost: str | None = None
         self.on_lost: Callable[[str], None] = lambda _: None
+        self.group: Group | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._gone, self._closing = threading.Event(), False
@@ -131,8 +126,6 @@ class Workers:
                 self.group = Group.join(0, size, device, store)
         except BaseException:
             self._end_all()
-            if dist.is_initialized() and not hasattr(self, "group"):
-                dist.destroy_process_group()
             raise
 
     def _start(self, orders: tuple[object, ...]) -> None:
@@ -141,18 +134,18 @@ class Workers:
         Its session is its own, so that Ctrl-C reaches rank 0 alone, which ends its requests first.
         """
         ours, theirs = multiprocessing.Pipe()
-        self._pipes.append(ours)
-        self.processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", self.module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # rank 0's standard output is its own
-                start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+        end = theirs.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-m", self.module, str(end)],
+            pass_fds=[end],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # rank 0's standard output is its own
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         theirs.close()
+        self.processes.append(process)
+        self._pipes.append(ours)
         ours.send(orders)
 
     # ------------------------------------------------------------------ calls
@@ -163,8 +156,8 @@ class Workers:
         self._tables = engine.adapters.ranks, engine.adapters.scalings
         ways: dict[str, Callable[..., Any]] = dict.fromkeys(EVERYWHERE, self._both)
         ways |= dict.fromkeys(("adapters.copy", "prefixes.copy"), self._copy)
+        ways |= dict.fromkeys(("memory.pack", "named.pack_prefix"), self._pack)
         ways["lmm.linears.activate"] = self._activate
-        ways |= {"memory.pack": self._pack_adapter, "named.pack_prefix": self._pack_prefix}
         for path, way in ways.items():
             owner, _, name = path.rpartition(".")
             target = attrgetter(owner)(engine)
@@ -189,33 +182,24 @@ class Workers:
         return method(*arguments)
 
     def _activate(
-        self, path: str, method: Callable[..., None], names: Any, lora: Any, *, mergeable: bool
+        self, _: str, method: Callable[..., None], names: Any, lora: Any, **how: Any
     ) -> None:
-        del path
-        method(names, lora, mergeable=mergeable)  # first, as there may be no memory for it
-        self.call("activate", sorted(names), mergeable)
+        method(names, lora, **how)  # first, as there may be no memory for it
+        self.call("activate", sorted(names), how)
 
     def _copy(self, path: str, method: Callable[..., Copy | None], entry: Entry[Any]) -> Any:
         what = SimpleNamespace(packed=entry.packed, pages=entry.pages, slot=entry.slot)
-        number = self.call(path, what)
-        copied = method(entry)
-        return copied and _Copies(copied, self, number)  # on a CPU it is complete
+        number, copied = self.call(path, what), method(entry)
+        if copied is None:  # as on all CPUs before their next step
+            return None
+        return SimpleNamespace(query=lambda: copied.query() and self.answered(number))
 
-    def _pack_adapter(self, path: str, method: Callable[..., Any], adapter: Any) -> Any:
-        del path
-        return self._pack(adapter.folder, adapter.content, lambda: method(adapter))
-
-    def _pack_prefix(
-        self, path: str, method: Callable[..., Any], name: str, file: Path, content: str, *more: Any
-    ) -> Any:
-        del path
-        return self._pack(file, content, lambda: method(name, file, content, *more))
-
-    def _pack(self, source: Path, content: str, method: Callable[[], Any]) -> Any:
-        """Pack something on all ranks, each its part; its name is then the number of the call."""
+    def _pack(self, _: str, method: Callable[..., Any], what: Any, *more: Any) -> Any:
+        """Pack an adapter, or a prefix by its name, file and content hash; each rank its part."""
+        source, content = more[:2] if more else (what.folder, what.content)
         number, packed = self.call("pack", source, content), None
         try:
-            packed = method()
+            packed = method(what, *more)
         finally:
             wrong = [answer for answer in self._await(number) if answer is not None]
             if packed is None or wrong:
@@ -270,7 +254,7 @@ class Workers:
                 try:
                     number, value = pipe.recv()
                 except (EOFError, OSError):
-                    return self._lose(rank, _ended(self.processes[rank - 1]))
+                    return self._lose(rank, _end_of(self.processes[rank - 1]))
                 if number == FAILED:
                     return self._lose(rank, f"failed: {value}")
                 with self._answered:
@@ -290,7 +274,7 @@ class Workers:
         with self._answered:
             self._answered.notify_all()
         self._gone.set()
-        if hasattr(self, "group"):
+        if self.group is not None:
             threading.Thread(target=self.group.abort, daemon=True).start()  # it may take long
         self.on_lost(reason)
 
@@ -301,6 +285,7 @@ class Workers:
         self._closing = True
         with contextlib.suppress(Exception):
             self.call("stop")
+        assert self.group is not None
         until = time.monotonic() + STOP_SECONDS
         leaving = threading.Thread(target=self.group.leave, daemon=True)
         leaving.start()
@@ -312,24 +297,11 @@ class Workers:
 
     def _end_all(self) -> None:
         self._closing = True
-        for process, pipe in zip(self.processes, self._pipes, strict=True):
+        for process in self.processes:
             process.kill()
             process.wait()
+        for pipe in self._pipes:
             pipe.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """Copies of something to all devices."""
-
-    own: Copy
-    workers: Workers
-    number: int
-
-    def query(self) -> bool:
-        """Return whether all are complete."""
-        self.workers.check()
-        return self.own.query() and self.workers.answered(self.number)
 
 
 def held(number: int) -> PackedAdapter | PackedPrefix:
@@ -337,15 +309,13 @@ def held(number: int) -> PackedAdapter | PackedPrefix:
     return HELD[number]
 
 
-def _ended(process: subprocess.Popen[bytes]) -> str:
-    """Return how a process ended."""
-    try:
+def _end_of(process: subprocess.Popen[bytes]) -> str:
+    """Say how a process ended."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
         code = process.wait(LOST_SECONDS)
-    except subprocess.TimeoutExpired:
-        return "closed its connection"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name: Any = -code
-    with contextlib.suppress(ValueError):
-        name = signal.Signals(-code).name
-    return f"was killed by {name}"
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+    return "closed its connection"

@@ -53,9 +53,15 @@ class GroupSpec:
     share: Share | None = None
 
     @property
+    def a_width(self) -> int:
+        """Width of the rows of each layer's A."""
+        split = self.share is not None and self.share.exchanges and not self.share.row
+        return self.in_features // self.share.size if split and self.share else self.in_features
+
+    @property
     def b_widths(self) -> tuple[int, ...]:
         """Width of the rows of each layer's Bᵀ."""
-        if self.share is None or not self.share.splits_row_outputs:
+        if self.share is None or not (self.share.exchanges and self.share.row):
             return self.out_features
         return tuple(width // self.share.size for width in self.out_features)
 
@@ -128,7 +134,7 @@ class UnifiedMemory:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        widest = max((max(group.in_features, *group.b_widths) for group in groups), default=0)
+        widest = max((max(group.a_width, *group.b_widths) for group in groups), default=0)
         if widest > page.elements:
             needed = -(-widest * page.block_size // page.elements)
             raise ValueError(
@@ -162,7 +168,7 @@ class UnifiedMemory:
         for group in groups:
             stop = first + len(group.out_features)
             self.lora[group.name] = LoraWeights(
-                in_features=group.in_features,
+                in_features=group.a_width,
                 out_features=group.b_widths,
                 slots=slots,
                 max_rank=max_rank,
@@ -175,7 +181,7 @@ class UnifiedMemory:
                 zip(group.modules, group.b_widths, strict=True)
             ):
                 self._projections[module] = _Projection(
-                    first + index, index, group.in_features, width, group.share
+                    first + index, index, group.a_width, width, group.share
                 )
             first = stop
         self._layouts: dict[tuple[tuple[str, int], ...], Layout] = {}
@@ -204,22 +210,17 @@ class UnifiedMemory:
         end = 0
         for module, rank in ranks:
             found = self._projections[module]
-            rows = rank if found.share is None else found.share.rank_rows(rank)
-            for part, (width, last) in enumerate(((found.inputs, rows), (found.outputs, rank))):
+            for part, width in enumerate((found.inputs, found.outputs)):
                 step = min(-(-width // ALIGNMENT) * ALIGNMENT, size)
                 row = 0
-                while row < last:
+                while row < rank:
                     room = (size - end % size) // step
                     if not room:
                         end += size - end % size
                         continue
-                    count = min(room, last - row)
-                    places = end + step * np.arange(count)
-                    ranks_of = np.arange(row, row + count)
-                    if part == 0 and found.share is not None:
-                        ranks_of = found.share.rank_row(ranks_of)
-                    fits = ranks_of < rank
-                    place[part, found.number, ranks_of[fits]] = places[fits]
+                    count = min(room, rank - row)
+                    at = end + step * np.arange(count)
+                    place[part, found.number, row : row + count] = at
                     runs.append(PageRun(module, part, row, count, end, step))
                     row += count
                     end += count * step
@@ -267,7 +268,7 @@ class UnifiedMemory:
                 rows = rows.float() * (pair.scaling / adapter.scaling)
             end = run.place + run.count * run.step
             place = buffer[run.place : end].view(run.count, run.step)
-            place[: len(rows), : rows.shape[1]] = rows  # a part of A may have fewer rows
+            place[:, : rows.shape[1]] = rows
         if not bool(buffer.abs().max().isfinite()):  # of a NaN it is NaN; much faster than all()
             raise AdapterError(
                 f"adapter {adapter.folder} has values beyond the range of {buffer.dtype}: serve "
@@ -371,8 +372,8 @@ class _Projection:
         if self.share is None:
             return pair.a, pair.b
         return (
-            pair.a[self.share.a_slices(self.index)],
-            pair.b[self.share.b_slice(self.index, len(pair.b))],
+            pair.a[:, self.share.inputs(self.index, pair.a.shape[1])],
+            pair.b[self.share.outputs(self.index, len(pair.b))],
         )
 
 

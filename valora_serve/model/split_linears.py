@@ -45,15 +45,10 @@ class SplitGroup(LinearGroup):
         if self.share.row and self.bias is not None and group.rank:
             self.bias = torch.zeros_like(self.bias)  # it enters the sum once
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether LoRA terms need a collective of their own."""
-        return self.share.splits_ranks or self.share.splits_row_outputs
-
     def _compute(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         batch = self._scope.batch(self.spec.part, len(flat))
-        if batch is not None and self.lora is not None and self.exchanges:
+        if batch is not None and self.lora is not None and self.share.exchanges:
             y = self._with_exchange(flat, self.lora, batch).view(*x.shape[:-1], -1)
         else:
             y = super()._compute(x)
@@ -62,18 +57,15 @@ class SplitGroup(LinearGroup):
         return y
 
     def _with_exchange(self, x: Tensor, lora: LoraWeights, batch: LoraBatch) -> Tensor:
-        """x·Wᵀ + bias + LoRA of this rank's part, with x·Aᵀ summed: [rows, outputs].
-
-        A rank's x·Aᵀ is zero in rank rows that others hold, so that the sum gathers them.
-        """
-        shrunk = two_steps.shrink(x, lora, batch)
+        """x·Wᵀ + bias + LoRA of this rank's part, with x·Aᵀ summed: [rows, outputs]."""
+        own = x if self.share.row else x[:, self.share.inputs(0, x.shape[1])]
+        shrunk = two_steps.shrink(own, lora, batch)
         wait = self._group.start_all_reduce(shrunk.h)
         y = self._base(x)
         wait()
+        ys: Sequence[Tensor] = y.split(self.spec.out_features, dim=1)
         if self.share.row:
-            ys: Sequence[Tensor] = [y[:, self.share.outputs(self.spec.out_features[0])]]
-        else:
-            ys = y.split(self.spec.out_features, dim=1)
+            ys = [y[:, self.share.outputs(0, y.shape[1])]]
         two_steps.expand(ys, shrunk, lora, batch)
         return y
 
@@ -83,7 +75,7 @@ class SplitLinears(Linears):
     """All linear layers that adapters can change, in one rank.
 
     Merging needs the whole A of a column layer and the whole B of a row layer. Where ranks hold
-    parts of them, they are gathered for one adapter when it is merged.
+    parts of them, those are gathered for one adapter when it is merged.
     """
 
     group: Group = field(kw_only=True)
@@ -107,13 +99,9 @@ class SplitLinears(Linears):
         def make(spec: GroupSpec, linears: Sequence[nn.Linear], *shared: Any) -> LinearGroup:
             if spec.name not in slices:
                 return LinearGroup(spec, linears, *shared)
-            share = share_of(
-                [slices[module] for module in spec.modules],
-                spec.out_features,
-                lora,
-                rank=group.rank,
-                size=group.size,
-            )
+            own = [slices[module] for module in spec.modules]
+            width = spec.out_features[0] if own[0].row else spec.in_features
+            share = share_of(own, width, lora, rank=group.rank, size=group.size)
             return SplitGroup(replace(spec, share=share), linears, *shared, group=group)
 
         made = Linears.of(model, parts, make, names)
@@ -123,14 +111,8 @@ class SplitLinears(Linears):
         """Merge an adapter into this rank's part of the weights, see `Linears.merge`."""
         for one, whole in self._whole:
             assert one.lora is not None
-            if one.share.row:
-                parts = self.group.gather(one.lora.rows_of(0, slot, rank)[1])
-                whole[0, :rank] = parts.transpose(0, 1).reshape(rank, -1)
-            else:  # zeros in the rank rows that others hold
-                rows = [one.lora.rows_of(p, slot, rank)[0] for p in range(len(whole))]
-                own = torch.stack(rows)
-                self.group.all_reduce(own)
-                whole[:, :rank] = own
+            own = [one.lora.rows_of(p, slot, rank)[one.share.row] for p in range(len(whole))]
+            whole[:, :rank] = torch.cat(tuple(self.group.gather(torch.stack(own))), dim=-1)
         super().merge(slot, rank, scaling)
 
     def is_finite(self) -> bool:
@@ -139,25 +121,26 @@ class SplitLinears(Linears):
 
     def _bind(self) -> None:
         found = {name: one.lora for name, one in self.groups.items() if one.lora is not None}
-        self._whole, tables = [], {}
+        merged = {module for memory in self.merged for module in memory.shapes}
+        tables: dict[tuple[int, int], Tensor] = {}
+        self._whole = []
         for name, lora in found.items():
-            one, count, ranks = self.groups[name], len(lora.out_features), lora.max_rank
-            if not (isinstance(one, SplitGroup) and one.exchanges):
+            one, count = self.groups[name], len(lora.out_features)
+            if name not in merged or not (isinstance(one, SplitGroup) and one.share.exchanges):
                 continue
-            if all(one.spec.modules[0] not in memory.shapes for memory in self.merged):
-                continue
-            row = one.share.row
-            width = one.spec.out_features[0] if row else lora.in_features
-            whole = torch.zeros((count, ranks, width), dtype=lora.a.dtype, device=lora.a.device)
+            inputs, outputs = one.spec.in_features, one.spec.out_features
+            width = outputs[0] if one.share.row else inputs
+            whole = lora.a.new_zeros((count, lora.max_rank, width))
             self._whole.append((one, whole))
             if (count, width) not in tables:  # the same rows in every slot
-                rows = (
-                    torch.arange(count * ranks, device=whole.device).view(count, 1, ranks) * width
-                )
-                tables[count, width] = rows.expand(-1, lora.slots, -1).contiguous()
+                rows = width * torch.arange(count * lora.max_rank, device=whole.device)
+                table = rows.view(count, 1, -1).expand(-1, lora.slots, -1)
+                tables[count, width] = table.contiguous()
             table = tables[count, width]
-            own: Any = {"b": whole, "b_table": table} if row else {"a": whole, "a_table": table}
-            found[name] = replace(lora, out_features=one.spec.out_features, **own)
+            own: Any = {"a": whole, "a_table": table}
+            if one.share.row:
+                own = {"b": whole, "b_table": table}
+            found[name] = replace(lora, in_features=inputs, out_features=outputs, **own)
         self._bind_to(found)
 
     def _whole_norms(self, names: Sequence[str], norms: Tensor) -> Tensor:

@@ -265,7 +265,8 @@ def _vocabulary_slice(vocabulary: int, group: Group) -> Slice:
 def _cut(linear: nn.Linear, part: Slice) -> None:
     """Cut the parameters of a linear layer without memory; its attributes stay."""
     outputs, inputs = linear.weight.shape
-    shape = (outputs, part.width) if part.row else (part.width, inputs)
+    width = part.stop - part.start
+    shape = (outputs, width) if part.row else (width, inputs)
     linear.weight = nn.Parameter(linear.weight.new_empty(shape), requires_grad=False)
     if linear.bias is not None and not part.row:
-        linear.bias = nn.Parameter(linear.bias.new_empty(part.width), requires_grad=False)
+        linear.bias = nn.Parameter(linear.bias.new_empty(width), requires_grad=False)

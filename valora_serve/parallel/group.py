@@ -1,37 +1,129 @@
 """The processes of a tensor-parallel group, and the tensors that they exchange.
 
-torch.distributed carries them: NCCL between GPUs (small tensors go through memory that they share),
-gloo between processes on a CPU. All ranks must call the same methods in the same order; on a GPU
-the calls are enqueued on the current stream, and can be captured in a CUDA graph.
+torch.distributed carries them: NCCL between GPUs, gloo between processes on a CPU. All ranks must
+call the same methods in the same order; on a GPU the calls are enqueued on the current stream, and
+can be captured in a CUDA graph. Sums of small tensors go through memory that the GPUs of a host
+read from each other: NCCL takes ten microseconds and more for a few kilobytes, twice in every layer
+of a decode step, and torch's symmetric memory one kernel over NVLink.
 """
 
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from valora_serve.errors import SettingsError
-from valora_serve.parallel.peer_memory import PeerMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-HOST = "127.0.0.1"
-SECONDS = 600.0
-"""Seconds for which a process waits for the others in a call before it gives up."""
+log = logging.getLogger(__name__)
+
+SECONDS = 600.0  # for which a process waits for the others in a call before it gives up
+LIMIT = 1 << 20  # bytes; every GPU reads all others' whole, so that NCCL wins with long tensors
+ALIGNMENT = 16  # bytes that the kernel reads at once
+RELEASE_SECONDS = 2.0  # for which kernels that wait are let go; a step has a few hundred
 
 
 def make_store(size: int, port: int = 0) -> Any:
     """Return the store at which processes meet; rank 0 leaves its port open, and others name it."""
-    return dist.TCPStore(HOST, port, size, is_master=not port, wait_for_workers=False)  # type: ignore[attr-defined]
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return make("127.0.0.1", port, size, is_master=not port, wait_for_workers=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """Memory of this GPU by data type ([elements]) that other GPUs can read, and all `handles`."""
+
+    name: str
+    rank: int
+    size: int
+    buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    handles: list[Any] = field(default_factory=list)
+
+    opened: ClassVar[bool] = False
+    """Whether this process has opened one: torch keeps the store of a group's name for the life of
+    the process, so that a second group would wait at the first one's."""
+
+    @classmethod
+    def open(cls, rank: int, size: int, device: torch.device) -> PeerMemory | None:
+        """Share memory with all ranks, which call this too; None where that is not possible."""
+        first = (device.index or 0) - rank
+        others = [first + number for number in range(size) if number != rank]
+        reads = all(torch.cuda.can_device_access_peer(device, other) for other in others)
+        agreed = torch.tensor([int(reads and not cls.opened)], device=device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        if not int(agreed):
+            return None
+        cls.opened = True
+        from torch.distributed import _symmetric_memory
+
+        symmetric: Any = _symmetric_memory
+        world: Any = dist.group.WORLD
+        found = cls(world.group_name, rank, size)
+        try:
+            for dtype in (torch.bfloat16, torch.float32):
+                buffer = symmetric.empty(LIMIT // dtype.itemsize, dtype=dtype, device=device)
+                found.handles.append(symmetric.rendezvous(buffer, found.name))
+                found.buffers[dtype] = buffer
+        except RuntimeError as error:  # containers may forbid to share memory
+            log.warning("GPUs exchange small tensors through NCCL, which is slower: %s", error)
+            return None
+        return found
+
+    def takes(self, values: Tensor) -> bool:
+        """Whether a tensor can be summed here: the same answer in all ranks."""
+        size = values.dtype.itemsize
+        length, start = values.numel() * size, int(values.storage_offset()) * size
+        fits = 0 < length <= LIMIT and not length % ALIGNMENT and not start % ALIGNMENT
+        return fits and values.dtype in self.buffers and values.is_contiguous()
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Replace a tensor by the sum over the ranks."""
+        buffer = self.buffers[values.dtype][: values.numel()].view(values.shape)
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(buffer, values, "sum", self.name, values)
+
+    def release(self) -> None:
+        """Let kernels that wait for a process that has ended go on, with wrong sums.
+
+        A kernel waits until the others' signals are in its GPU's memory; nothing else ends it.
+        """
+        until = time.monotonic() + RELEASE_SECONDS
+        stream = torch.cuda.Stream(self.buffers[torch.float32].device)
+        with torch.cuda.stream(stream):
+            while time.monotonic() < until:
+                for one in self.handles:
+                    pads = [one.get_signal_pad(k, dtype=torch.int32) for k in range(self.size)]
+                    signal_all(pads, self.rank)
+                stream.synchronize()
+
+
+def signal_all(pads: Sequence[Tensor], rank: int) -> None:
+    """Write the signals that a process waits for, as if the others had come to every sum.
+
+    In the pad of a process ([entries] int32), entry `block * size + sender` says that the sender
+    has come. A kernel waits until its own entry of every pad is 0 and sets it to 1, then waits
+    until all entries of its process's pad are 1 and sets them to 0. Its entry in the pad of its own
+    process is between 0 and 1 by its own doing: written here, it would wait for that forever.
+    """
+    size = len(pads)
+    for receiver, pad in enumerate(pads):
+        entries = pad[: pad.numel() // size * size].view(-1, size)
+        if receiver == rank:
+            entries[:, :rank] = 1
+            entries[:, rank + 1 :] = 1
+        else:
+            entries[:, rank] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +135,14 @@ class Group:
         size: Number of processes.
         device: Device of this process.
         peers: Memory that the GPUs share; None without GPUs, or where they cannot.
+        beside: Stream for sums beside other work; None without GPUs.
     """
 
     rank: int
     size: int
     device: torch.device
     peers: PeerMemory | None = None
+    beside: torch.cuda.Stream | None = None
 
     @classmethod
     def join(cls, rank: int, size: int, device: torch.device, store: Any) -> Group:
@@ -60,20 +154,16 @@ class Group:
             )
         # gloo asks the system for the address of the host's name, which need not have any.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        cuda = device.type == "cuda"
-        if cuda:
-            torch.cuda.set_device(device)
-            # torch would end this process without a word if another one were lost.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=SECONDS),
-            device_id=device if cuda else None,
-        )
-        return cls(rank, size, device, PeerMemory.open(rank, size, device) if cuda else None)
+        timeout = datetime.timedelta(seconds=SECONDS)
+        if device.type != "cuda":
+            dist.init_process_group("gloo", None, timeout, size, rank, store)
+            return cls(rank, size, device)
+        torch.cuda.set_device(device)
+        # torch would end this process without a word if another one were lost.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        dist.init_process_group("nccl", None, timeout, size, rank, store, device_id=device)
+        peers = PeerMemory.open(rank, size, device)
+        return cls(rank, size, device, peers, torch.cuda.Stream(device))
 
     def all_reduce(self, values: Tensor) -> None:
         """Replace a tensor by the sum over the ranks."""
@@ -83,20 +173,24 @@ class Group:
             dist.all_reduce(values)
 
     def start_all_reduce(self, values: Tensor) -> Callable[[], object]:
-        """Start `all_reduce`; the function that is returned makes later work wait for it."""
-        if self.peers is not None and self.peers.takes(values):
-            return self.peers.start_all_reduce(values)
-        work = dist.all_reduce(values, async_op=True)
-        assert work is not None
-        return work.wait
+        """Start `all_reduce`; no other sum may start before what is returned has been called."""
+        if self.beside is None:
+            return self.all_reduce(values) or (lambda: None)
+        here, beside = torch.cuda.current_stream(self.device), self.beside
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            self.all_reduce(values)
+        return lambda: here.wait_stream(beside)
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the tensors of all ranks: […] → [size, …]."""
-        values = values.contiguous()
-        if self.peers is not None and (small := self.peers.gather(values)) is not None:
-            return small
+        if self.peers is not None and values.numel() * values.element_size() * self.size <= LIMIT:
+            found = values.new_zeros((self.size, *values.shape))
+            found[self.rank] = values
+            self.all_reduce(found)
+            return found
         found = values.new_empty((self.size, *values.shape))
-        dist.all_gather_into_tensor(found.view(-1), values.view(-1))
+        dist.all_gather_into_tensor(found.view(-1), values.contiguous().view(-1))
         return found
 
     def least(self, value: int) -> int:
@@ -107,15 +201,7 @@ class Group:
 
     def broadcast(self, values: Tensor) -> None:
         """Replace a tensor by that of rank 0."""
-        dist.broadcast(values, src=0)
-
-    def send(self, values: Tensor, target: int) -> None:
-        """Send a tensor to another rank."""
-        dist.send(values.contiguous(), dst=target)
-
-    def receive(self, values: Tensor, source: int) -> None:
-        """Fill a tensor with one that another rank sends to this one."""
-        dist.recv(values, src=source)
+        dist.broadcast(values, 0)
 
     def abort(self) -> None:
         """Give up all calls under way, so that nothing waits for a process that has ended."""

@@ -17,26 +17,23 @@ from valora_serve.errors import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from valora_data.models.base import LinearNames
 
-LARGEST_GROUP = 64
-"""Largest number of GPUs that messages propose."""
-SLICE_ALIGNMENT = 8
-"""The kernels need widths that are multiples of it."""
+LARGEST_GROUP = 64  # GPUs that messages propose at most
+ALIGNMENT = 8  # the kernels need widths that are multiples of it
 
 
 class LoraParallel(StrEnum):
-    """How the LoRA matrices of a linear layer are split over the GPUs (S-LoRA §6.1)."""
+    """How the LoRA matrices of a linear layer are split over the GPUs.
+
+    `replicate_a`: A is whole where the layer is split by its outputs, B where it is split by its
+    inputs. Partial x·Aᵀ are multiplied by it before the base's all-reduce, so that LoRA needs no
+    communication. `slora`: nothing is replicated, and x·Aᵀ has an all-reduce (S-LoRA §6.1, which
+    splits the A of column layers by rank rows and gathers x·Aᵀ; here by inputs, as in row layers).
+    """
 
     SLORA = "slora"
-    """Nothing is replicated. Column layers: A by its rank rows, and an all-gather of x·Aᵀ; B by its
-    outputs. Row layers: A by its inputs, and an all-reduce of x·Aᵀ; B by its outputs."""
     REPLICATE_A = "replicate_a"
-    """No communication for LoRA. Column layers: every GPU holds the whole A. Row layers: every GPU
-    holds the whole B, and multiplies its partial x·Aᵀ by it before the base's all-reduce."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +44,6 @@ class Slice:
     start: int
     stop: int
 
-    @property
-    def width(self) -> int:
-        """Number of inputs or outputs."""
-        return self.stop - self.start
-
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -60,47 +52,29 @@ class Share:
     rank: int
     size: int
     slices: tuple[Slice, ...]
-    lora: LoraParallel
+    exchanges: bool
+    """Whether no LoRA matrix is whole, so that x·Aᵀ must be summed."""
 
     @property
     def row(self) -> bool:
         """Whether the layers are split by their inputs."""
         return self.slices[0].row
 
-    @property
-    def splits_ranks(self) -> bool:
-        """Whether A is split by its rank rows, so that those of x·Aᵀ must be put together."""
-        return not self.row and self.lora is LoraParallel.SLORA
+    def inputs(self, index: int, width: int) -> slice:
+        """Columns of an A [rank, `width`] of the layer at `index`."""
+        return self._part(index, width, base=self.row)
 
-    @property
-    def splits_row_outputs(self) -> bool:
-        """Whether the B of a row layer is split by its outputs, so that x·Aᵀ must be summed."""
-        return self.row and self.lora is LoraParallel.SLORA
+    def outputs(self, index: int, width: int) -> slice:
+        """Rows of a B [`width`, rank] of the layer at `index`."""
+        return self._part(index, width, base=not self.row)
 
-    def rank_rows(self, rank: int) -> int:
-        """Rows of an A of this rank that there is memory for; it is filled up with zeros."""
-        return -(-rank // self.size) if self.splits_ranks else rank
-
-    def rank_row(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which rank rows the process's rows of A are: they are dealt out one by one."""
-        return row * self.size + self.rank if self.splits_ranks else row
-
-    def outputs(self, width: int) -> slice:
-        """Which of the `width` outputs of a row layer the process expands."""
-        part = width // self.size
-        return slice(part * self.rank, part * (self.rank + 1))
-
-    def a_slices(self, index: int) -> tuple[slice, slice]:
-        """Rows and columns of the A [rank, inputs] of the layer at `index`."""
-        if self.row:
-            return slice(None), slice(self.slices[index].start, self.slices[index].stop)
-        return slice(self.rank, None, self.size) if self.splits_ranks else slice(None), slice(None)
-
-    def b_slice(self, index: int, width: int) -> slice:
-        """Rows of the B [outputs, rank] of the layer at `index`, which has `width` outputs."""
-        if not self.row:
+    def _part(self, index: int, width: int, *, base: bool) -> slice:
+        """What the base weights are split by, or the other side."""
+        if base:
             return slice(self.slices[index].start, self.slices[index].stop)
-        return self.outputs(width) if self.splits_row_outputs else slice(None)
+        each = width // self.size if self.exchanges else width
+        start = each * self.rank if self.exchanges else 0
+        return slice(start, start + each)
 
 
 def partition(
@@ -119,18 +93,7 @@ def partition(
     Query heads are dealt out in runs of equal length. If there are fewer heads of keys and values
     than ranks, each one is replicated on the ranks whose query heads read it.
 
-    Args:
-        linears: (outputs, inputs) of every linear layer of the decoder, by path.
-        heads: Query heads of an attention layer.
-        kv_heads: Heads of keys and values.
-        head_dim: Width of a head.
-        rank: Number of the process.
-        size: Number of processes.
-        base: Name of the base model, for messages.
-        names: Names of the linear layers in its family.
-
-    Raises:
-        SettingsError: The model cannot be split over so many processes.
+    `linears` are (outputs, inputs) by path. A `SettingsError` says that they cannot be split.
     """
     known, widths = (*itertools.chain(*names.column), *names.row), set()
     for path, (outputs, inputs) in linears.items():
@@ -165,12 +128,11 @@ def partition(
 
 
 def share_of(
-    slices: Sequence[Slice], outputs: Sequence[int], lora: LoraParallel, *, rank: int, size: int
+    slices: Sequence[Slice], width: int, lora: LoraParallel, *, rank: int, size: int
 ) -> Share:
-    """Return the share of layers of so many `outputs` on this rank.
+    """Return the share of layers; `width` is that of the side by which they are not split.
 
-    The outputs of a row layer that cannot be split into equal, aligned parts stay whole.
+    LoRA matrices stay whole there if it has no equal, aligned parts.
     """
-    if slices[0].row and outputs[0] % (size * SLICE_ALIGNMENT):
-        lora = LoraParallel.REPLICATE_A
-    return Share(rank, size, tuple(slices), lora)
+    exchanges = lora is LoraParallel.SLORA and not width % (size * ALIGNMENT)
+    return Share(rank, size, tuple(slices), exchanges)

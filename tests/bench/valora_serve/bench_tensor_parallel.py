@@ -97,7 +97,7 @@ def measure(given: argparse.Namespace) -> None:
                     if given.kernels:
                         print_kernels(engine, works, f"{rows} rows, {distinct} adapters")
         if gpus > 1:
-            assert engine.workers is not None
+            assert engine.workers is not None and engine.workers.group is not None
             found["memory is shared"] = engine.workers.group.peers is not None
         print(json.dumps(found))
     finally:

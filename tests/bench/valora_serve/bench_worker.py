@@ -10,8 +10,7 @@ import os
 import sys
 
 from valora_serve.engine import worker
-from valora_serve.parallel.group import Group
-from valora_serve.parallel.peer_memory import PeerMemory
+from valora_serve.parallel.group import Group, PeerMemory
 
 SILENT = "VALORA_BENCH_SILENT"
 """Set to leave LoRA's own collectives out."""

@@ -1,7 +1,6 @@
-"""What ranks agree on before they compute: devices, who encodes which image, and when to end."""
+"""What ranks agree on before they compute: their devices, and when to end."""
 
 import multiprocessing
-import random
 import subprocess
 import sys
 
@@ -10,20 +9,6 @@ import pytest
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.workers import Workers, device_of
 from valora_serve.errors import SettingsError
-from valora_serve.model.split_runner import deal
-
-
-def test_images_are_dealt_out_in_order_by_weight() -> None:
-    generator = random.Random(4)
-    for size in (1, 2, 3, 5):
-        for _ in range(50):
-            weights = [generator.randrange(1, 50) for _ in range(generator.randrange(size, 20))]
-            found = deal(weights, size)
-            assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])]
-            assert found[-1].stop == len(weights)
-            assert all(one.stop > one.start for one in found)
-    assert deal([1] * 8, 2) == [slice(0, 4), slice(4, 8)]
-    assert deal([9, 1, 1, 1], 2) == [slice(0, 1), slice(1, 4)]
 
 
 def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

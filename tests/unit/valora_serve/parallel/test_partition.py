@@ -73,40 +73,29 @@ def test_the_parts_of_lora_matrices_give_the_whole_product(
     lora: LoraParallel, size: int, rank: int
 ) -> None:
     """What processes compute from their slices is x·Aᵀ·Bᵀ, by hand in float64."""
-    width, outputs = 48, 72
+    width, outputs = 48, 96
     a = torch.randn(rank, width, dtype=torch.float64)
     b = torch.randn(outputs, rank, dtype=torch.float64)
     x = torch.randn(7, width, dtype=torch.float64)
-    wanted = x @ a.T @ b.T
-    each = (width // size, outputs // size)
     for row in (False, True):
+        each, other = (width, outputs) if row else (outputs, width)
+        part = each // size
         shares = [
-            share_of(
-                [Slice(row, each[not row] * k, each[not row] * (k + 1))],
-                [outputs if row else each[1]],
-                lora, rank=k, size=size,
-            )
+            share_of([Slice(row, part * k, part * (k + 1))], other, lora, rank=k, size=size)
             for k in range(size)
-        ]  # fmt: skip
-        held = [(a[one.a_slices(0)], b[one.b_slice(0, outputs)]) for one in shares]
-        xs = [x[:, one.slices[0].start : one.slices[0].stop] if row else x for one in shares]
-        parts_of_h = [mine @ one.T for mine, (one, _) in zip(xs, held, strict=True)]
-        if not row:
-            h = parts_of_h[0]
-            if shares[0].splits_ranks:  # rank row j·size + k is row j of process k
-                h = torch.zeros(7, shares[0].rank_rows(rank) * size, dtype=torch.float64)
-                for k, part in enumerate(parts_of_h):
-                    assert part.shape[1] <= shares[k].rank_rows(rank)
-                    h[:, k::size][:, : part.shape[1]] = part
-                h = h[:, :rank]
-            found = torch.cat([h @ one.T for _, one in held], 1)
-        elif shares[0].splits_row_outputs:
-            found = torch.cat([sum(parts_of_h) @ one.T for _, one in held], 1)
-        else:
-            found = sum(h @ one.T for h, (_, one) in zip(parts_of_h, held, strict=True))
-        torch.testing.assert_close(found, wanted)
+        ]
+        assert all(one.exchanges is (lora is SLORA) for one in shares)
+        seen = [(one.inputs(0, width), one.outputs(0, outputs)) for one in shares]
+        assert all(row or lora is SLORA or own == slice(0, width) for own, _ in seen)
+        hs = [x[:, own] @ a[:, own].T for own, _ in seen]
+        if lora is SLORA:
+            hs = [sum(hs)] * size  # the collective
+        found = torch.zeros(7, outputs, dtype=torch.float64)
+        for h, (_, own) in zip(hs, seen, strict=True):
+            found[:, own] += h @ b[own].T
+        torch.testing.assert_close(found, x @ a.T @ b.T)
 
 
-def test_outputs_of_a_row_layer_that_cannot_be_split_stay_whole() -> None:
-    share = share_of([Slice(True, 0, 8)], [60], SLORA, rank=0, size=2)
-    assert share.lora is REPLICATE_A and share.b_slice(0, 60) == slice(None)
+def test_matrices_that_cannot_be_split_stay_whole() -> None:
+    share = share_of([Slice(True, 0, 8)], 60, SLORA, rank=0, size=2)
+    assert not share.exchanges and share.outputs(0, 60) == slice(0, 60)

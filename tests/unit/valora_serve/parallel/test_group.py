@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from valora_serve.parallel import peer_memory
-from valora_serve.parallel.peer_memory import LIMIT, PeerMemory, signal_all
+from valora_serve.parallel.group import LIMIT, Group, PeerMemory, signal_all
 
 
 @pytest.fixture
@@ -39,12 +38,8 @@ def test_gathers_by_a_sum_with_zeros(memory, monkeypatch):
         assert values[0].eq(0).all() and values[2].eq(0).all()
         values[0], values[2] = others[0], others[2]
 
-    monkeypatch.setattr(peer_memory.PeerMemory, "all_reduce", all_reduce)
-    assert memory.gather(others[1]).equal(others)
-
-
-def test_what_is_too_long_together_is_not_gathered(memory):
-    assert memory.gather(torch.ones(LIMIT // 8)) is None
+    monkeypatch.setattr(PeerMemory, "all_reduce", all_reduce)
+    assert Group(1, 3, torch.device("cpu"), memory).gather(others[1]).equal(others)
 
 
 BLOCKS = 3

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import importlib.metadata
 import os
 import signal
 import sys
@@ -54,8 +55,7 @@ _COMMANDS = {
 }
 """Modules of other commands by name; each has a `main`."""
 
-WATCH_SECONDS = 0.2
-"""Seconds between two looks at the processes of a tensor-parallel group."""
+WATCH_SECONDS = 0.2  # between two looks at the processes of a tensor-parallel group
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,14 +79,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--check", action="store_true", help="say whether the server would start here, and end"
     )
-    made.add_argument("--version", action="version", version=_version())
+    version = f"valora-serve {importlib.metadata.version('valora')}"
+    made.add_argument("--version", action="version", version=version)
     return made
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return f"valora-serve {version('valora')}"
 
 
 def read(
@@ -120,29 +115,6 @@ def serve(
         replica_settings: Settings of replicas.
         on_started: Called with the server's address once it answers.
     """
-    from valora_serve.server.telemetry import logs
-
-    logs.set_up(settings.log_level, settings.log_format)
-    return asyncio.run(_serve(bundles, settings, engine_settings, replica_settings, on_started))
-
-
-def _check(
-    bundles: Sequence[str], settings: ServerSettings, engine: EngineSettings, _: ReplicaSettings
-) -> int:
-    from valora_serve.check import check
-    from valora_serve.server.loading import startup
-
-    folders = startup.find_bundles(bundles, Path(settings.state_file).parent / "downloads")
-    return check(_follow_bundles(engine, folders), folders, settings.max_connections)
-
-
-async def _serve(
-    bundles: Sequence[str],
-    settings: ServerSettings,
-    engine_settings: EngineSettings,
-    replica_settings: ReplicaSettings,
-    on_started: Callable[[str], None] | None,
-) -> int:
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.listen import bind, check_certificate
     from valora_serve.server.loading.served_set import check_state
@@ -152,6 +124,7 @@ async def _serve(
     from valora_serve.server.telemetry import logs
 
     began = time.monotonic()
+    logs.set_up(settings.log_level, settings.log_format)
     # Wrong settings are reported before models are loaded.
     keys = KeyRing.from_settings(settings)
     if engine_settings.share_by == "key":
@@ -165,9 +138,20 @@ async def _serve(
             held.enter_context(own_state(Path(settings.state_file)))
         if settings.adapter_folder:
             check_state(Path(settings.adapter_folder), Path(settings.state_file))
-        return await _serve_at(
-            bind(settings), bundles, settings, engine_settings, replica_settings, began, on_started
+        sockets = bind(settings)
+        return asyncio.run(
+            _serve(sockets, bundles, settings, engine_settings, replica_settings, began, on_started)
         )
+
+
+def _check(
+    bundles: Sequence[str], settings: ServerSettings, engine: EngineSettings, _: ReplicaSettings
+) -> int:
+    from valora_serve.check import check
+    from valora_serve.server.loading import startup
+
+    folders = startup.find_bundles(bundles, Path(settings.state_file).parent / "downloads")
+    return check(_follow_bundles(engine, folders), folders, settings.max_connections)
 
 
 def _tell_of_shares(settings: EngineSettings, models: Iterable[ServedModel]) -> None:
@@ -188,7 +172,7 @@ def _follow_bundles(settings: EngineSettings, folders: Sequence[Path]) -> Engine
     return replace(settings, base=base, quantize=quantize)
 
 
-async def _serve_at(
+async def _serve(
     sockets: list[socket.socket],
     bundles: Sequence[str],
     settings: ServerSettings,
@@ -197,17 +181,7 @@ async def _serve_at(
     began: float,
     on_started: Callable[[str], None] | None,
 ) -> int:
-    """Load the model and the bundles, and serve.
-
-    Args:
-        sockets: Bound sockets.
-        bundles: Bundle folders, folders of bundles, or MLflow URIs.
-        settings: Settings of the server.
-        engine_settings: Settings of the engine.
-        replica_settings: Settings of replicas.
-        began: When the process began, in seconds of `time.monotonic`.
-        on_started: Called with the server's address once it answers.
-    """
+    """Load the model and the bundles, and serve."""
     from functools import partial
 
     from rich.console import Console
@@ -236,15 +210,10 @@ async def _serve_at(
         found = await startup.load_all(
             engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
         )
-        if engine_settings.share_by == "adapter":
+        by, shares = engine_settings.share_by, engine_settings.shares
+        if by == "adapter":
             _tell_of_shares(engine_settings, engine.models())
-        app = create_app(
-            engine,
-            settings,
-            served,
-            share_by=engine_settings.share_by,
-            shares=engine_settings.shares,
-        )
+        app = create_app(engine, settings, served, share_by=by, shares=shares)
         server = make_server(app, settings)
     except BaseException:
         await engine.close()
@@ -255,16 +224,13 @@ async def _serve_at(
     console.print(startup.table(found))
     for problem in found.left_out:
         console.print(f"not served: {problem}", style="yellow", markup=False)
-    scheme = "https" if settings.tls_cert else "http"
-    address = (
-        f"unix:{settings.unix_socket}"
-        if settings.unix_socket
-        else f"{scheme}://{settings.host}:{sockets[0].getsockname()[1]}/"
-    )
+    address = f"unix:{settings.unix_socket}"
+    if not settings.unix_socket:
+        scheme = "https" if settings.tls_cert else "http"
+        address = f"{scheme}://{settings.host}:{sockets[0].getsockname()[1]}/"
     console.print(
         f"{plural(found.examples, 'golden example')} reproduced; ready after "
-        f"{time.monotonic() - began:.1f} s "
-        f"at {address} (API: /docs)",
+        f"{time.monotonic() - began:.1f} s at {address} (API: /docs)",
         markup=False,
         highlight=False,
     )
@@ -303,25 +269,15 @@ def make_key(arguments: Sequence[str]) -> int:
         description="Make an API key. The key is shown once; only its hash is stored.",
     )
     made.add_argument("name", help="name of the key's owner: letters, digits, - and _")
+    said = "admin keys may load and unload adapters and bundles"
+    made.add_argument("--role", choices=ROLES, default="user", help=said)
+    said = "keys file that the key is appended to; without it, the line is printed"
+    made.add_argument("--file", type=Path, help=said)
     made.add_argument(
-        "--role",
-        choices=ROLES,
-        default="user",
-        help="admin keys may load and unload adapters and bundles",
-    )
-    made.add_argument(
-        "--file",
-        type=Path,
-        help="keys file that the key is appended to; without it, the line is printed",
-    )
-    made.add_argument(
-        "--models",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
+        "--models", nargs="+", default=[], metavar="PATTERN",
         help="models that the key may see and ask, e.g. 'vehicles-*', and bundles with their "
         "version, e.g. 'detection@*'; all by default",
-    )
+    )  # fmt: skip
     found = made.parse_args(list(arguments))
     if not found.name.replace("-", "").replace("_", "").isalnum() or not found.name.isascii():
         made.error(f"name {found.name!r} may have letters, digits, - and _ only")

@@ -44,14 +44,7 @@ _HELP = {"-h", "--help", "help"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point.
-
-    Args:
-        arguments: Name of a command and its arguments; those of the process if None.
-
-    Returns:
-        Exit status of the command; 2 if there is none of this name.
-    """
+    """Entry point: the exit status of the command that is named first; 2 if there is none."""
     encode_all_output()
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["help"]
     if name in _HELP:

@@ -42,15 +42,7 @@ class RequestError(ServeError):
 
 
 class FieldError(RequestError):
-    """A field of the request is wrong.
-
-    Args:
-        message: What is wrong with the field, and the remedy.
-        param: Path of the field, e.g. ``messages.0.content``; None for the whole body.
-
-    Attributes:
-        param: Path of the field; None for the whole body.
-    """
+    """A field of the request is wrong: `param`, e.g. messages.0.content; None for the body."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)
@@ -99,15 +91,7 @@ def pickle_error(adapter: object, file: str) -> AdapterError:
 
 
 class MissingAdapterError(AdapterError):
-    """A context cannot be served without an adapter that is not served.
-
-    Args:
-        message: What is missing, and the remedy.
-        adapter: Name of the adapter.
-
-    Attributes:
-        adapter: Name of the adapter.
-    """
+    """A context cannot be served without an adapter that is not served, named `adapter`."""
 
     def __init__(self, message: str, adapter: str) -> None:
         super().__init__(message)
@@ -125,13 +109,7 @@ class QuarantinedError(ServeError):
 
 
 class NonFiniteError(ServeError):
-    """The model computed NaN or infinity for this request.
-
-    Args:
-        message: What was computed by which model, and the remedy.
-        blame_adapter: Whether the request runs on an adapter, whose weights are the likely cause;
-            without one the base model has failed.
-    """
+    """The model computed NaN or infinity for this request, by its adapter or by the base model."""
 
     status = 422
     code = "non_finite_output"
@@ -157,15 +135,7 @@ class StorageError(ServeError):
 
 
 class OverloadedError(ServeError):
-    """The queue is full, or the request would miss its deadline.
-
-    Args:
-        message: What is overloaded, and the remedy.
-        retry_after: Seconds after which a client should try again.
-
-    Attributes:
-        retry_after: Seconds after which a client should try again.
-    """
+    """The queue is full, or the request would miss its deadline."""
 
     status = 429
     code = "overloaded"
@@ -197,22 +167,14 @@ class StoppedError(ServeError):
 
 
 class SourceError(StoppedError):
-    """A place that adapters are fetched from cannot be reached, or changed meanwhile.
-
-    Attributes:
-        retry_after: Seconds after which a client should try again.
-    """
+    """A place that adapters are fetched from cannot be reached, or changed meanwhile."""
 
     code = "adapter_source_unavailable"
     retry_after = 5.0
 
 
 class DrainingError(StoppedError):
-    """The server has received a signal to stop and takes no new requests.
-
-    Attributes:
-        retry_after: Seconds after which a client should try again.
-    """
+    """The server has received a signal to stop and takes no new requests."""
 
     code = "draining"
     retry_after = 1.0

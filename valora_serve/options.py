@@ -92,14 +92,10 @@ def load(
             for every field of `classes`.
         arguments: Command-line arguments.
         classes: Settings dataclasses; no two have a field of the same name.
-        lists: Arguments of the parser that take several texts and that the environment and the
-            file may set as well.
+        lists: Arguments of the parser that the environment and the file may set as well.
 
     Returns:
         Values of the parser's own arguments, and one object of each of the classes.
-
-    Raises:
-        SettingsError: A name is unknown, a value is invalid, or the file cannot be read.
     """
     model = _model(classes, lists)
     groups: dict[str, Any] = {}
@@ -154,11 +150,11 @@ def _model(classes: Sequence[type], lists: Iterable[str]) -> type[_OptionSetting
             if dataclasses.is_dataclass(kind):
                 names = ", ".join(part.name for part in dataclasses.fields(kind))
                 text += f" (NAME is one of {names})"
-            made = item.default_factory
-            default: Any = Field(item.default, description=text)
-            if made is not dataclasses.MISSING:
-                default = Field(default_factory=made, description=text)
-            fields[item.name] = (_read_as(item.name, hints[item.name]), default)
+            given: Any = {"default": item.default}
+            if item.default is dataclasses.MISSING:
+                given = {"default_factory": item.default_factory}
+            field = Field(description=text, **given)
+            fields[item.name] = (_read_as(item.name, hints[item.name]), field)
     return create_model("Settings", __base__=_OptionSettings, **fields)
 
 

@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 10_620,
     "teachers/valora_teachers": 1_689,
     "kernels/valora_kernels": 4_932,
-    "valora_serve": 34_865,
+    "valora_serve": 34_747,
     "tests/*/valora_train": 8_486,
     "tests/*/valora_data": 4_859,
     "tests/*/valora_teachers": 1_366,

@@ -22,15 +22,7 @@ class ServerContext:
     """Parts of a running server, as endpoints use them.
 
     Attributes:
-        settings: Settings of the server.
-        service: Sends requests to the engine.
-        media: Fetches and decodes images and videos.
-        grammars: Makes constraints from JSON schemas.
-        metrics: Metrics for Prometheus.
-        served: Loads and unloads adapters and bundles at run time.
         on_request: Loads adapters that requests name; None if requests load nothing.
-        guard: Checks keys, rates and sites.
-        bodies: Reads the bodies of requests.
         started: When the server started, in seconds of `time.monotonic`.
     """
 

@@ -151,25 +151,22 @@ class Service:
             stream: Whether outputs are passed on as they come.
             answering: Outputs of the engine, if it is asked already.
         """
-        name = ticket.model.name
+        name, constraint = ticket.model.name, request.sampling.constraint
         tokens_at: list[float] = []
-        last: Output | None = None
-        constraint = request.sampling.constraint
-        texts: list[str] = []
+        text, last = "", None
         answering = answering or self.engine.generate(self._sent(request, stream=stream))
         try:
             with self._tracer.span(name, headers) as ended:
                 async for output in answering:
-                    if output.token_ids:
-                        tokens_at += [time.monotonic()] * len(output.token_ids)
+                    tokens_at += [time.monotonic()] * len(output.token_ids)
                     if isinstance(output.error, UnknownModelError):  # which lists all names
                         raise UnknownModelError(f"{name} was unloaded: name one of /v1/models")
                     if output.finish in (Finish.ERROR, Finish.CANCELLED):
                         raise output.error or CancelledRequestError("The request was cancelled")
                     if constraint is not None:
-                        texts.append(output.text)
+                        text += output.text
                         if output.finish is Finish.STOP:
-                            constraint.check("".join(texts))
+                            constraint.check(text)
                     if output.finish is not None:
                         last = output
                         if not stream:
@@ -245,20 +242,14 @@ class Service:
         """`count` copies of a request, each with its own id and seed."""
         if count == 1:
             return [request]
-        sampling = request.sampling
-        made = []
+        sampling, made = request.sampling, []
         for number in range(count):
             seed = sampling.seed
             if seed is not None and number:  # not that of any other seed's choice
                 digest = blake2b(b"%d|%d" % (seed, number), digest_size=8).digest()
                 seed = int.from_bytes(digest, signed=True)
-            made.append(
-                dataclasses.replace(
-                    request,
-                    id=f"{request.id}-{number}",
-                    sampling=dataclasses.replace(sampling, seed=seed),
-                )
-            )
+            one = dataclasses.replace(sampling, seed=seed)
+            made.append(dataclasses.replace(request, id=f"{request.id}-{number}", sampling=one))
         return made
 
 
@@ -307,28 +298,28 @@ async def merged(
             async for output in only:
                 yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, Output | BaseException | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Output] | BaseException | None] = asyncio.Queue()
 
     async def pump(number: int, stream: AsyncGenerator[Output, None]) -> None:
         try:
             async with contextlib.aclosing(stream) as outputs:
                 async for output in outputs:
                     queue.put_nowait((number, output))
-            queue.put_nowait((number, None))
+            queue.put_nowait(None)
         except Exception as error:  # noqa: BLE001 - whoever reads the queue gets it
-            queue.put_nowait((number, error))
+            queue.put_nowait(error)
 
     tasks = [asyncio.create_task(pump(n, stream)) for n, stream in enumerate(streams)]
     try:
         left = len(tasks)
         while left:
-            number, item = await queue.get()
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
             if item is None:
                 left -= 1
-            elif isinstance(item, BaseException):
-                raise item
             else:
-                yield number, item
+                yield item
     finally:
         for task in tasks:
             task.cancel()

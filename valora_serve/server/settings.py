@@ -5,6 +5,10 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,33 +174,10 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         """Check values that types do not check."""
-        positive = (
-            "max_body_bytes max_json_bytes max_held_bytes max_image_bytes max_image_pixels "
-            "max_request_pixels max_held_pixels max_images max_video_bytes max_video_pixels "
-            "max_image_side max_decode_bytes "
-            "max_video_seconds video_frames max_video_frames max_prompt_chars max_n media_seconds "
-            "decode_seconds burst max_waiting max_connections body_seconds send_seconds "
-            "answer_tokens adapter_cache_bytes adapter_bytes adapter_seconds max_found_adapters"
-        )
-        for name in positive.split():
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be more than 0")
-        if not self.max_image_ratio >= 1:
-            raise ValueError(f"max_image_ratio is {self.max_image_ratio}: it must be at least 1")
-        for name in ("rate", "deadline", "drain_seconds", "temperature", "adapter_retry_seconds"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must not be negative")
-        if not all(seconds > 0 for seconds in self.deadlines.values()):
-            raise ValueError(f"deadlines is {self.deadlines}: every one must be more than 0 s")
-        self._check_choices()
-        self._check_access()
-        self._check_sources()
-
-    def _check_choices(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port is {self.port}: name one from 0 to 65535")
-        if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
-            raise ValueError(f"root_path is {self.root_path}: write a path, e.g. /valora")
+        for names, sound, said in _BOUNDS:
+            for name in names.split():
+                if not sound(value := getattr(self, name)):
+                    raise ValueError(f"{name} is {value}: {said}")
         for proxy in set(self.trusted_proxies) - {"unix"}:
             try:
                 ipaddress.ip_network(proxy)
@@ -204,37 +185,48 @@ class ServerSettings:
                 raise ValueError(
                     f"trusted_proxies: {error}: name IP addresses or networks"
                 ) from error
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together: name both or none")
-        if self.log_level not in {"debug", "info", "warning", "error"}:
-            raise ValueError(f"log_level is {self.log_level}: name debug, info, warning or error")
-        if self.log_format not in {"text", "json"}:
-            raise ValueError(f"log_format is {self.log_format}: name text or json")
-        if self.cache_sharing not in {"key", "salt", "all"}:
-            raise ValueError(f"cache_sharing is {self.cache_sharing}: name key, salt or all")
+        for wrong, said in (
+            ((self.tls_cert is None) != (self.tls_key is None),
+             "tls_cert and tls_key go together: name both or none"),
+            (self.api_key is not None and len(self.api_key) < 16,
+             "api_key is short enough to guess: use at least 16 characters"),
+            (self.allow_runtime_loading and not self.adapter_folder,
+             "allow_runtime_loading lacks adapter_folder: name the folder below which adapters may "
+             "be loaded from"),
+            (self.allow_runtime_loading and not (self.api_key or self.keys_file),
+             "allow_runtime_loading lacks an API key: make one with `valora-serve key` and name "
+             "keys_file"),
+            (bool(self.adapter_sources) != bool(self.adapter_allow),
+             "adapter_sources and adapter_allow go together: name where adapters are looked for, "
+             "and patterns of the names that requests may load (* for any)"),
+            (self.adapter_bytes > self.adapter_cache_bytes,
+             f"adapter_bytes is {self.adapter_bytes}, more than adapter_cache_bytes "
+             f"({self.adapter_cache_bytes}): an adapter must fit into the cache"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(said)
 
-    def _check_access(self) -> None:
-        if self.api_key is not None and len(self.api_key) < 16:
-            raise ValueError("api_key is short enough to guess: use at least 16 characters")
-        if self.allow_runtime_loading and not self.adapter_folder:
-            raise ValueError(
-                "allow_runtime_loading lacks adapter_folder: name the folder below which adapters "
-                "may be loaded from"
-            )
-        if self.allow_runtime_loading and not (self.api_key or self.keys_file):
-            raise ValueError(
-                "allow_runtime_loading lacks an API key: make one with `valora-serve key` and "
-                "name keys_file"
-            )
 
-    def _check_sources(self) -> None:
-        if bool(self.adapter_sources) != bool(self.adapter_allow):
-            raise ValueError(
-                "adapter_sources and adapter_allow go together: name where adapters are looked "
-                "for, and patterns of the names that requests may load (* for any)"
-            )
-        if self.adapter_bytes > self.adapter_cache_bytes:
-            raise ValueError(
-                f"adapter_bytes is {self.adapter_bytes}, more than adapter_cache_bytes "
-                f"({self.adapter_cache_bytes}): an adapter must fit into the cache"
-            )
+def _one_of(*names: str) -> tuple[Callable[[str], bool], str]:
+    return names.__contains__, f"name one of {', '.join(names)}"
+
+
+_BOUNDS: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("max_body_bytes max_json_bytes max_held_bytes max_image_bytes max_image_pixels "
+     "max_request_pixels max_held_pixels max_images max_video_bytes max_video_pixels "
+     "max_image_side max_decode_bytes max_video_seconds video_frames max_video_frames "
+     "max_prompt_chars max_n media_seconds decode_seconds burst max_waiting max_connections "
+     "body_seconds send_seconds answer_tokens adapter_cache_bytes adapter_bytes adapter_seconds "
+     "max_found_adapters", lambda value: value > 0, "it must be more than 0"),
+    ("max_image_ratio", lambda value: value >= 1, "it must be at least 1"),
+    ("rate deadline drain_seconds temperature adapter_retry_seconds", lambda value: value >= 0,
+     "it must not be negative"),
+    ("deadlines", lambda found: all(one > 0 for one in found.values()), "each must be more than 0"),
+    ("port", range(65536).__contains__, "name one from 0 to 65535"),
+    ("root_path", lambda path: re.fullmatch(r"(/[\w.~-]+)*", path, re.ASCII) is not None,
+     "write a path, e.g. /valora"),
+    ("log_level", *_one_of("debug", "info", "warning", "error")),
+    ("log_format", *_one_of("text", "json")),
+    ("cache_sharing", *_one_of("key", "salt", "all")),
+]  # fmt: skip
+"""Names of settings, what holds for their values, and what is said otherwise."""

@@ -258,12 +258,8 @@ class Linears:
     ) -> Self:
         """Replace a model's linear layers in place.
 
-        Args:
-            model: The model.
-            parts: Names of the modules whose linear layers are replaced, each with its part:
-                ``text`` or ``vision``.
-            make: Makes a group of linear layers; `LinearGroup` if None.
-            names: Names of the linear layers in the model's family.
+        `parts` are names of modules whose linear layers are replaced, each with its part: ``text``
+        or ``vision``. `names` are those of the linear layers in the model's family.
         """
         found = cls({}, {}, LoraScope())
         linears = {
@@ -324,10 +320,8 @@ class Linears:
     ) -> None:
         """Let groups apply adapters from now on; nothing may be merged into the weights.
 
-        Args:
-            names: The groups.
-            lora: LoRA weights of all groups by name.
-            mergeable: Whether adapters can be merged into groups of the language model.
+        `lora` has LoRA weights of all groups, by name. Adapters can be merged into groups of the
+        language model if `mergeable`.
         """
         if mergeable:  # first, as there may be no memory for it
             self._make_mergeable(

@@ -55,25 +55,10 @@ class Lmm(BaseModel):
         processor: Its processor.
         device: Device to move the model to.
         quantize: How its weights were rounded; None if they were not.
-        split: How this process's part of the model was read, in a tensor-parallel group; None if
-            the model is whole.
+        split: How a rank's part of the model was read; None if the model is whole.
         lora: How LoRA matrices are split; only with `split`.
-        fp8: Whether the language model computes with weights and activations of 8 bits, which only
-            a whole model can.
-        packed: Whether the language model's weights stay in 4 bits, which only a whole model's
-            can; they are rounded if they are not yet.
-
-    Attributes:
-        mergeable: Whether adapters can be merged into its weights.
-        linears: The linears that adapters can change.
-        targets: The same linears by the names that adapters on disk use, with the sizes of the
-            whole model.
-        layers: Number of decoder layers.
-        heads: Query heads of an attention layer that this process computes.
-        kv_heads: Key and value heads of an attention layer that this process computes.
-        head_dim: Width of an attention head.
-        own_kv_heads: Which of the model's heads of keys and values those are.
-        pixel_shape: Channels, height and width of every image's pixels; None if they differ.
+        fp8: Whether a whole language model computes with weights and activations of 8 bits.
+        packed: Whether the weights of a whole language model stay in 4 bits, or are rounded to it.
 
     Raises:
         BundleError: If the model cannot be served.
@@ -96,12 +81,14 @@ class Lmm(BaseModel):
     ) -> None:
         super().__init__(base, model, processor)
         self.quantize = quantize
-        self.mergeable = not (fp8 or packed)
+        self.mergeable = not (fp8 or packed)  # whether adapters can be merged into its weights
         self.to(device)
         text = self.config.get_text_config()
         text._attn_implementation = register_attention()
+        # Channels, height and width of every image's pixels; None if they differ.
         self.pixel_shape = self.architecture.pixel_shape(self.config)
         self.layers = int(text.num_hidden_layers)
+        # Of queries, and of keys and values, that this process computes.
         self.heads = int(text.num_attention_heads)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or self.heads)
         self.head_dim = int(getattr(text, "head_dim", None) or self.width // self.heads)
@@ -112,7 +99,8 @@ class Lmm(BaseModel):
         names = self.architecture.linears
         self._vocabulary: int | None = None
         if split is None:
-            self.own_kv_heads = slice(0, self.kv_heads)
+            self.own_kv_heads = slice(0, self.kv_heads)  # which of the model's those are
+            # Linears by the names that adapters on disk use, with the sizes of the whole model.
             self.targets = ModelTargets.of(model, self.architecture)
             make: MakeGroup | None = None
             if fp8:
@@ -151,10 +139,9 @@ class Lmm(BaseModel):
         lora: LoraParallel,
         quantize: str | None = None,
     ) -> Lmm:
-        """Load this process's part of a base model onto its device; see `load`.
+        """Load a rank's part of a base model onto its device; see `load`.
 
         Raises:
-            BundleError: If there is no such model, or it cannot be served or rounded.
             SettingsError: It cannot be split over the processes.
         """
         reader = SplitReader(base, group, quantize)
@@ -172,18 +159,11 @@ class Lmm(BaseModel):
         fp8: bool = False,
         packed: bool = False,
     ) -> Lmm:
-        """Load a base model.
+        """Load a base model: ``tiny``, a folder or a name on the hub.
 
-        Weights that are rounded to 4 bits are unpacked again, unless they are to stay packed: they
-        are the numbers that adapters were trained on, and take as much memory as unrounded ones.
-
-        Args:
-            base: ``tiny``, a folder or a name on the hub.
-            dtype: Type of the weights and of the computation.
-            device: Device to move the model to.
-            quantize: ``nf4`` to round the language model to 4 bits; None to keep its weights.
-            fp8: Whether the language model computes with weights and activations of 8 bits.
-            packed: Whether the rounded weights stay in 4 bits.
+        Weights that are rounded to 4 bits (``quantize`` is ``nf4``) are unpacked again, unless they
+        are to stay packed: they are the numbers that adapters were trained on, and take as much
+        memory as unrounded ones.
 
         Raises:
             BundleError: If there is no such model, or it cannot be served or rounded.
@@ -243,16 +223,10 @@ class Lmm(BaseModel):
         plan: AttentionPlan,
         visual: VisualRows | None = None,
     ) -> Tensor:
-        """Run all layers and the final norm.
+        """Run all layers and the final norm: `embedded`, [rows, width], to hidden states alike.
 
-        Args:
-            embedded: [rows, width], result of `embed`.
-            positions: [rows] int64, or [3, rows] if rotary positions have three parts.
-            plan: Plan of the step's attention.
-            visual: Visual tokens among the rows, for what is added to the first layers' outputs.
-
-        Returns:
-            [rows, width], the hidden states after the final norm.
+        `positions` are [rows] int64, or [3, rows] if rotary positions have three parts. What images
+        add to the first layers' outputs is in `visual`.
         """
         extra: dict[str, Any] = {}
         if visual is not None and visual.deep:

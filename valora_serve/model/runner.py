@@ -56,18 +56,9 @@ SCORED_ROWS = 256  # of a prompt whose logits are in memory at a time: 150 MB fo
 class ModelRunner:
     """Computes steps, eagerly or by replaying a CUDA graph, and encodes images.
 
-    Args:
-        lmm: The base model.
-        cache: Its KV cache.
-        adapters: The adapters on the device.
-        backend: Name of the attention backend, see `valora_serve.model.attention.registry`.
-        max_tokens: Largest number of rows in a step.
-        max_requests: Largest number of running requests.
-        max_adapters: Largest number of distinct adapters in a step.
-        graphs: Numbers of rows for which decode steps are captured.
-        prompt_graphs: Numbers of rows for which the layers of steps with prompts are captured.
-        vision_graphs: Numbers of images for which the vision encoder is captured; where it encodes
-            images of any size, numbers of windows stand for them.
+    Decode steps, and layers of steps with prompts, are captured for the numbers of rows in `graphs`
+    and `prompt_graphs`; the vision encoder for the numbers of images in `vision_graphs`, or, where
+    it encodes images of any size, for numbers of windows.
 
     Attributes:
         has_lora: Whether any adapter was registered; until then no graph with LoRA is captured.
@@ -80,10 +71,10 @@ class ModelRunner:
         cache: KVCache,
         adapters: AdapterTable,
         *,
-        backend: str,
-        max_tokens: int,
-        max_requests: int,
-        max_adapters: int,
+        backend: str,  # name of the attention backend, or `AUTO`
+        max_tokens: int,  # rows in a step
+        max_requests: int,  # that run
+        max_adapters: int,  # distinct ones in a step
         graphs: Sequence[int] = (),
         prompt_graphs: Sequence[int] = (),
         vision_graphs: Sequence[int] = (),
@@ -102,9 +93,8 @@ class ModelRunner:
             max_segments=max_adapters + 1,
             scratch=Scratch(self._device),
         )
-        self._lora = LoraBatch(
-            max_tokens, max_adapters + 1, self._device, scratch=resources.scratch
-        )
+        scratch = resources.scratch
+        self._lora = LoraBatch(max_tokens, max_adapters + 1, self._device, scratch=scratch)
         self._recorder = recorder = GraphRecorder(self._device)
         self._decode_graphs = DecodeGraphs(resources, recorder, graphs)
         self._prompt_graphs = PromptGraphs(resources, recorder, prompt_graphs)
@@ -126,11 +116,9 @@ class ModelRunner:
     # ------------------------------------------------------------------ steps
 
     def step(self, works: Sequence[Work], merged: int) -> StepResult:
-        """Enqueue a step; nothing waits for the device.
+        """Enqueue a step, of requests that are all different; nothing waits for the device.
 
-        Args:
-            works: Each request's share of the step; no request twice.
-            merged: Slot of the adapter that is merged into the weights, `NONE` for none.
+        `merged` is the slot of the adapter that is merged into the weights, `NONE` for none.
         """
         terms = LoraTerms.of(works, merged)
         graph = self._decode_graphs.find(works, terms)
@@ -286,11 +274,8 @@ class ModelRunner:
             top_logprobs(self._lmm.logits(rows), tokens, work.prompt_logprobs)
             for rows, tokens in zip(hidden.split(SCORED_ROWS), targets, strict=True)
         ]
-        return StepLogprobs(
-            torch.cat([part.chosen for part in parts]),
-            torch.cat([part.tokens for part in parts]),
-            torch.cat([part.values for part in parts]),
-        )
+        columns = zip(*((part.chosen, part.tokens, part.values) for part in parts), strict=True)
+        return StepLogprobs(*map(torch.cat, columns))
 
     def _result(
         self,
@@ -335,11 +320,8 @@ class ModelRunner:
     ) -> tuple[list[Preparation], list[Preparation]]:
         """Return what is not prepared yet: what serving should wait for, and the rest.
 
-        Mixture mode needs a merged adapter and requests of others, which no server has at once.
-
-        Args:
-            terms: Numbers of LoRA terms per row: 0 without LoRA, 1 in unmerged mode, 2 in mixture
-                mode.
+        `terms` are numbers of LoRA terms per row: 0 without LoRA, 1 in unmerged mode, 2 in mixture
+        mode, which needs a merged adapter and requests of others: no server has these at once.
         """
         found = [
             Preparation(kind, size, count)
@@ -360,11 +342,7 @@ class ModelRunner:
         return first, rest
 
     def prepare(self, wanted: Preparation) -> bool:
-        """Capture a graph, or run kernels, between two steps.
-
-        Returns:
-            False if the attention backend has no graphs of this kind.
-        """
+        """Capture a graph, or run kernels, between two steps; False if the backend has none."""
         if wanted.kind == KERNELS:
             self._compile(wanted)
             return True
@@ -385,11 +363,7 @@ class ModelRunner:
         return None
 
     def capture(self, terms: Sequence[int] = (0, 1, 2)) -> int:
-        """Capture what has no graph yet; `terms` as in `preparations`.
-
-        Returns:
-            Number of graphs of steps.
-        """
+        """Capture what has no graph yet, and return the number of graphs of steps."""
         for count in self._terms(terms):
             for graphs in self._graphs.values():
                 for size in graphs.missing(count):
@@ -407,13 +381,9 @@ class ModelRunner:
 
     def tiled(self, terms: Sequence[int]) -> list[Preparation]:
         """Return what is prepared with tilings of the LoRA kernels: kernels and graphs."""
-        graphs = [
-            Preparation(kind, size, count)
-            for kind, held in self._graphs.items()
-            for size, count in held.captured()
-            if count
-        ]
-        return [*(one for one in self._kernel_runs(terms) if one.terms), *graphs]
+        held = ((kind, key) for kind, graphs in self._graphs.items() for key in graphs.captured())
+        found = [*self._kernel_runs(terms), *(Preparation(kind, *key) for kind, key in held)]
+        return [one for one in found if one.terms]
 
     def renew(self, wanted: Preparation) -> None:
         """Prepare something again, with the tilings that are chosen now, between two steps."""
@@ -430,12 +400,10 @@ class ModelRunner:
     def compile_together(
         self, wanted: Sequence[Preparation], patience: float | None = None
     ) -> None:
-        """Compile kernels on all cores: attention's, and those of graphs that captures run later.
+        """Compile kernels on all cores: attention's, and those of `wanted` graphs.
 
-        Args:
-            wanted: The graphs that are captured next.
-            patience: Seconds that attention's may take longer than the others, if another backend
-                can stand in for it until `adopt`; None to wait for them.
+        Attention's may take `patience` seconds longer than the others if another backend can stand
+        in for it until `adopt`; None to wait for them.
         """
         if self._compiling is None:
             backend = self._resources.backend
@@ -499,8 +467,7 @@ class ModelRunner:
     def adopt(self) -> bool:
         """Let the backend take over that another one has stood in for, between two steps.
 
-        Returns:
-            Whether it has: `preparations` then has all graphs again.
+        If it has, `preparations` has all graphs again.
         """
         compiling = self._compiling
         if compiling is None or compiling.running or not self.provisional:
@@ -590,20 +557,16 @@ class ModelRunner:
     def encode(self, visuals: Sequence[Visual], adapters: Sequence[int]) -> list[VisualFeatures]:
         """Encode images or videos of one kind and shape together.
 
-        Args:
-            visuals: The images or videos.
-            adapters: For each one, the slot of the adapter whose vision weights apply, `NONE` for
-                none.
+        `adapters` are the slots of the adapters whose vision weights apply, `NONE` for none.
         """
         own = np.array(adapters, np.int64)
         counts = [next(iter(visual.tensors.values())).shape[0] for visual in visuals]
-        rows_of = np.array(counts, np.int64)
         batches: dict[int, LoraBatch] = {}
 
         def batch_of(rows: int) -> LoraBatch:
             """Adapters of the `rows` rows of a linear's input, a fixed share for each visual."""
             if rows not in batches:
-                each = rows_of * rows // int(rows_of.sum())
+                each = np.array(counts, np.int64) * rows // sum(counts)
                 batches[rows] = LoraBatch(rows, len(own), self._device)
                 terms = LoraTerms(own[:, None], np.ones((len(own), 1), np.float32), each)
                 self._adapters.fill(batches[rows], terms)

@@ -166,12 +166,8 @@ class StepResources:
     ) -> None:
         """Describe a typical mix of adapters, by which the LoRA kernels choose their tiles.
 
-        Args:
-            lora: The batch to fill; a graph that is captured with it serves every other mix too.
-            rows: Number of rows.
-            terms: LoRA terms per row.
-            active: Number of rows with an adapter; they come first.
-            distinct: Number of distinct adapters, reduced to what a step can have.
+        A graph that is captured with the batch serves every other mix too. The `active` first rows
+        have an adapter, of `distinct` ones, reduced to what a step can have.
         """
         slots = len(self.adapters.ranks)
         rank = max(int(self.adapters.ranks.max(initial=0)), 8)

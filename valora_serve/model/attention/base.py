@@ -121,13 +121,10 @@ class AttentionPlan(Protocol):
 
         Args:
             layer: Index of the layer in `KVCache.layers`.
-            query: [rows, heads, head_dim].
+            query: [rows, heads, head_dim], as is the output.
             key: [rows, kv_heads, head_dim].
             value: [rows, kv_heads, head_dim].
             scale: Factor of the attention scores.
-
-        Returns:
-            [rows, heads, head_dim].
         """
 
 

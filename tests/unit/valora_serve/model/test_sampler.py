@@ -1,7 +1,6 @@
 """The choice of tokens, against closed forms."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from valora_serve.model import sampler
 from valora_serve.model.sampler import (
     TokenChoice,
     TokenCounts,
@@ -200,58 +200,31 @@ def test_temperature_and_cuts_agree_with_transformers() -> None:
 PROMPT, ANSWER = [4, 6, 6, 1], [2, 0, 2, 3, 2, 6]
 
 
-def adjusted(one: TokenChoice) -> torch.Tensor:
-    """The logits that a choice is made from: −log of a token's shares, by forcing each pair."""
-    found = torch.empty(8, dtype=torch.float64)
-    for token in range(8):
-        low, high = -60.0, 60.0  # bias at which the token wins against token 7, by bisection
-        for _ in range(50):
-            middle = (low + high) / 2
-            params = replace(one.params, temperature=0.0, logit_bias=((token, middle),))
-            allowed = np.isin(np.arange(8), [token, 7])
-            pair = TokenChoice(params, None, (), allowed, one.counts, bias_arrays(params))
-            if int(sample(LOGITS[None], [pair])[0]) == token:
-                high = middle
-            else:
-                low = middle
-        found[token] = -high
-    return found
+# How often each token is in the answer alone: OpenAI's penalties count no others.
+COUNTS = torch.tensor([1.0, 0.0, 3.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+BIAS = {3: 2.5, 0: -1.5, 6: 4.0, 7: -100.0}
 
 
-@pytest.mark.parametrize("penalty", [0.5, 1.3, 4.0])
-def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
-    wanted = RepetitionPenaltyLogitsProcessor(penalty)(
-        torch.tensor([PROMPT + ANSWER]), LOGITS[None].clone()
-    )[0]
-    one = choice(prompt=PROMPT, answer=ANSWER, repetition_penalty=penalty)
-    found = adjusted(one)[:7] + wanted[7]
-    assert found.tolist() == pytest.approx(wanted[:7].tolist(), abs=1e-5)
-
-
-def test_frequency_and_presence_penalties() -> None:
-    """OpenAI's formula: logit − count · frequency − (count > 0) · presence."""
-    counts = torch.tensor([1.0, 0.0, 3.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # of the answer alone
-    for frequency, presence in ((0.7, 0.0), (0.0, 1.1), (-2.0, 0.4), (0.3, -1.9)):
-        wanted = LOGITS - counts * frequency - (counts > 0) * presence
-        one = choice(
-            prompt=PROMPT, answer=ANSWER, frequency_penalty=frequency, presence_penalty=presence
-        )
-        found = adjusted(one)[:7] + wanted[7]
-        assert found.tolist() == pytest.approx(wanted[:7].tolist(), abs=1e-5)
-        drawn = choice(
-            prompt=PROMPT, answer=ANSWER, frequency_penalty=frequency, presence_penalty=presence,
-            temperature=0.8, seed=15,
-        )  # fmt: skip
-        assert_drawn(shares(LOGITS, drawn), (wanted / 0.8).softmax(-1))
-
-
-def test_logit_bias_is_that_of_transformers() -> None:
-    bias = {3: 2.5, 0: -1.5, 6: 4.0, 7: -100.0}
-    wanted: Any = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(
-        torch.tensor([[1, 2]]), LOGITS[None].clone()
-    )
-    one = choice(temperature=1.0, seed=16, logit_bias=tuple(bias.items()))
-    assert_drawn(shares(LOGITS, one), wanted[0].softmax(-1))
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        *(({"repetition_penalty": one}, RepetitionPenaltyLogitsProcessor(one))
+          for one in (0.5, 1.3, 4.0)),
+        *(({"frequency_penalty": frequency, "presence_penalty": presence},
+           lambda _, x, f=frequency, p=presence: x - COUNTS * f - (COUNTS > 0) * p)
+          for frequency, presence in ((0.7, 0.0), (0.0, 1.1), (-2.0, 0.4), (0.3, -1.9))),
+        ({"logit_bias": tuple(BIAS.items())},
+         SequenceBiasLogitsProcessor({(token,): value for token, value in BIAS.items()})),
+    ],
+)  # fmt: skip
+def test_penalties_and_bias_are_those_of_transformers(given: dict[str, Any], wanted: Any) -> None:
+    one, found = choice(prompt=PROMPT, answer=ANSWER, **given), LOGITS[None].clone()
+    sampler._penalise(found, [one])
+    sampler._bias(found, [one])
+    expected = wanted(torch.tensor([PROMPT + ANSWER]), LOGITS[None].clone())
+    torch.testing.assert_close(found, expected)
+    drawn = choice(prompt=PROMPT, answer=ANSWER, temperature=0.8, seed=15, **given)
+    assert_drawn(shares(LOGITS, drawn), (expected[0] / 0.8).softmax(-1))
 
 
 def test_bias_comes_after_penalties_and_before_what_is_allowed() -> None:

@@ -17,6 +17,7 @@ import torch
 from valora_data.contract.head import Head
 from valora_data.contract.results import HeadResult
 from valora_serve.errors import NonFiniteError, RequestError, ServeError
+from valora_serve.model.attention.base import to_host
 from valora_serve.model.finite import finite_rows
 
 if TYPE_CHECKING:
@@ -201,13 +202,7 @@ def launch_heads(inputs: Sequence[HeadRequest]) -> HeadLogits:
             parts[number] = part
     answered = [parts[number].reshape(-1) for number in sorted(rows)]
     flat = torch.cat(answered) if answered else torch.empty(0)
-    copied = None
-    if flat.is_cuda:
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        host.copy_(flat, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        flat = host
+    flat, copied = to_host(flat)
     return HeadLogits(inputs, errors, flat, [(len(p), p.shape[1]) for p in parts], copied)
 
 

@@ -14,7 +14,7 @@ from valora_data.wording import first_line
 from valora_kernels.launching import compiling_together
 from valora_kernels.metadata import NONE, LoraBatch, Scratch
 from valora_serve.errors import SettingsError
-from valora_serve.model.attention.base import Rows, send_together, to_device
+from valora_serve.model.attention.base import Rows, send_together, to_device, to_host
 from valora_serve.model.attention.compiling import Compiling
 from valora_serve.model.attention.registry import AUTO, make_backend
 from valora_serve.model.finite import finite_rows, mark_broken
@@ -137,7 +137,8 @@ class ModelRunner:
             tokens = self._sample(logits, choices)
             self._last_tokens[places] = tokens
         logprobs = self._logprobs(works, logits, tokens)
-        return self._result(mark_broken(tokens, finite), logprobs, [None] * len(works), [])
+        told, copied = to_host(mark_broken(tokens, finite))
+        return StepResult(told, logprobs, [None] * len(works), [], copied)
 
     def _eager(self, works: Sequence[Work], terms: LoraTerms | None) -> StepResult:
         """Any step; its layers may come from a graph."""
@@ -193,13 +194,15 @@ class ModelRunner:
             if work.targets
         ]
         if not chosen:  # the host still waits for its end before it is two steps ahead
-            none = torch.empty(0, dtype=torch.int64, device=self._device)
-            return self._result(none, None, kept, prompts)
+            told, copied = to_host(torch.empty(0, dtype=torch.int64, device=self._device))
+            return StepResult(told, None, kept, prompts, copied)
         logits = self._lmm.logits(hidden[ends])
         found = self._sample(logits, [work.choice for work in chosen if work.choice is not None])
         self._last_tokens[slots] = found
         told = mark_broken(found, finite_rows(logits))
-        return self._result(told, self._logprobs(chosen, logits, found), kept, prompts)
+        logprobs = self._logprobs(chosen, logits, found)
+        told, copied = to_host(told)
+        return StepResult(told, logprobs, kept, prompts, copied)
 
     def _layers(
         self,
@@ -276,22 +279,6 @@ class ModelRunner:
         ]
         columns = zip(*((part.chosen, part.tokens, part.values) for part in parts), strict=True)
         return StepLogprobs(*map(torch.cat, columns))
-
-    def _result(
-        self,
-        tokens: Tensor,
-        logprobs: StepLogprobs | None,
-        kept: list[Tensor | None],
-        prompts: list[StepLogprobs],
-    ) -> StepResult:
-        """Start the copy of the tokens to the host."""
-        if self._device.type != "cuda":
-            return StepResult(tokens, logprobs, kept, prompts)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return StepResult(host, logprobs, kept, prompts, copied)
 
     def _send(self, values: NDArray[np.int64]) -> Tensor:
         return to_device(values, self._device)

@@ -90,17 +90,10 @@ class Rows:
 
     def locations(self, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Page of every row, and its offset in that page: ([rows], [rows])."""
+        pages, indptr = self.indices(block_size)
         positions = self.positions
-        block = positions // block_size
-        if np.diff(self.starts).max(initial=0) <= 1:
-            page = [table[b] for table, b in zip(self.tables, block.tolist(), strict=True)]
-            return np.asarray(page, np.int64), positions % block_size
-        longest = int(block.max(initial=0)) + 1
-        tables = np.zeros((len(self.tables), longest), np.int64)
-        for row, table in enumerate(self.tables):
-            held = table[:longest]
-            tables[row, : len(held)] = held
-        return tables[self.owners, block], positions % block_size
+        found = pages[indptr[self.owners] + positions // block_size]
+        return found.astype(np.int64), positions % block_size
 
     def indices(self, block_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Pages of all sequences in CSR form: the pages ([pages]), and each start ([n + 1])."""
@@ -259,6 +252,17 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.from_numpy(np.ascontiguousarray(values))
     return pinned(values).to(device, non_blocking=True)
+
+
+def to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Start a copy to the host; returns it, and the event of its end, None if it is there."""
+    if not values.is_cuda:
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return host, copied
 
 
 def send_together(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:

@@ -51,34 +51,21 @@ class Constraint(Protocol):
     """Restricts which token may come next, e.g. to a JSON schema; one object per request."""
 
     def mask(self, allowed: NDArray[np.bool_]) -> None:
-        """Clear the entries of tokens that must not come next.
-
-        Args:
-            allowed: [vocabulary] bool, changed in place.
+        """Clear the entries of tokens that must not come next in [vocabulary] bool `allowed`.
 
         Raises:
             RequestError: The constraint cannot be kept any more.
         """
 
     def advance(self, token: int) -> bool | None:
-        """Note the token that was chosen.
+        """Note the token that was chosen; may raise a `RequestError`, as `mask`.
 
         Returns:
             Whether stop texts end the answer where the token comes; None if they must not.
-
-        Raises:
-            RequestError: The constraint cannot be kept any more.
         """
 
     def check(self, text: str) -> None:
-        """Check a whole answer that ended by itself.
-
-        Args:
-            text: The answer.
-
-        Raises:
-            RequestError: The answer does not satisfy the constraint.
-        """
+        """Raise a `RequestError` if a whole answer that ended by itself breaks the constraint."""
 
 
 GREEDY_BELOW: Final = 1e-5
@@ -96,16 +83,14 @@ class SamplingParams:
         top_k: Sample from the k most likely tokens; 0 for all.
         top_p: Sample from the fewest most likely tokens whose probabilities add up to this.
         min_p: Sample from tokens at least this likely, relative to the most likely token.
-        seed: Seed of this request's random numbers; the same seed repeats its choices, whatever
-            else is in the batch. None for a random one.
+        seed: Seed of this request's random numbers, whatever else is in the batch; None for a
+            random one.
         stop: Texts that end the answer; they are not part of it.
         logprobs: Number of most likely tokens whose log probabilities are returned, beside that of
             the chosen token; None for no log probabilities.
-        prompt_logprobs: Number of most likely tokens whose log probabilities are returned for each
-            token of the prompt, beside that of the token itself; None for no such log
-            probabilities. The prompt is computed as a whole then, without the prefix cache.
+        prompt_logprobs: The same for each token of the prompt, which is then computed as a whole,
+            without the prefix cache.
         ignore_eos: Whether stop tokens are ignored and generation goes on to `max_tokens`.
-        constraint: Restriction on the tokens, None for none.
         frequency_penalty: Subtracted from a token's logit for each time that it was generated.
         presence_penalty: Subtracted from a token's logit if it was generated at all.
         repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens of
@@ -172,10 +157,8 @@ class Request:
         head: Whether the domain's head answers, if it has one; otherwise text is generated.
         embed: Whether the answer is an embedding instead: a `HeadResult` of kind ``embedding``
             whose `logits` are [1, width], the last hidden state of the prompt's last token.
-        keep_kv: Whether the keys and values of the prompt are returned, see `Output.kv`; only for
-            embeddings.
+        keep_kv: Whether an embedding's prompt returns its keys and values, see `Output.kv`.
         min_score: Least confidence of a box head's boxes; the domain's threshold if None.
-        sampling: How tokens are chosen and when generation stops.
         deadline: Seconds from arrival within which the request must be answered; None for no limit.
         client: Who asks, e.g. the name of an API key, for shares by key; None if that is not known.
         cache_salt: Requests share cached prompts and images only where this is the same.
@@ -208,11 +191,7 @@ class Request:
 class Logprob:
     """Log probability of a token, before temperature, penalties, bias and constraints.
 
-    Attributes:
-        token: Token id.
-        text: Text of the token.
-        logprob: Natural logarithm of its probability.
-        raw: Its own bytes, also of a part of a character; None if texts leave it out.
+    `raw` are its own bytes, also of a part of a character; None if texts leave it out.
     """
 
     token: int
@@ -223,12 +202,9 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities for one token of the answer.
+    """Log probabilities of a chosen token and of the most likely ones, in descending order.
 
-    Attributes:
-        chosen: The chosen token's.
-        top: Those of the most likely tokens, by descending probability.
-        offset: Number of the answer's characters before it, unfinished ones not counted.
+    `offset` is the number of the answer's characters before it, unfinished ones not counted.
     """
 
     chosen: Logprob
@@ -257,14 +233,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request.
-
-    Attributes:
-        prompt: Tokens of the prompt, including image tokens.
-        completion: Generated tokens.
-        image: Image tokens in the prompt.
-        cached: Prompt tokens that came from the prefix cache.
-    """
+    """Token counts of a request: `image` and `cached` (by the prefix cache) are of the prompt."""
 
     prompt: int
     completion: int
@@ -276,11 +245,7 @@ class Usage:
 class Times:
     """Times of a request, in seconds of `time.monotonic`; None for what did not happen.
 
-    Attributes:
-        arrival: The request arrived.
-        started: Its first step was launched.
-        first_token: Its first token, or its head's result, was there.
-        finished: Whether the request has ended.
+    It `started` when its first step was launched; `first_token` may be its head's result.
     """
 
     arrival: float
@@ -291,22 +256,17 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A part of a request's answer; the last part has `finish`.
+    """A part of a request's answer; the last part has `finish`, `usage`, `times` and any `head`.
 
     Attributes:
-        id: Id of the request.
         text: New text since the output before.
         token_ids: New token ids.
         logprobs: Log probabilities of the new tokens, if the request wants them.
         prompt: Log probabilities of the prompt, if the request wants them; in the first output
             with a token.
-        finish: Why the request ended; None if more outputs follow.
-        head: Result of the head; in the last output.
         kv: Keys and values of the prompt, if the request keeps them: a tensor [2, layers, kv_heads,
             tokens, head_dim] on the device; in the last output.
         error: What went wrong, if `finish` is ``error`` or ``cancelled``.
-        usage: Token counts; in the last output.
-        times: Times of the request; in the last output.
         mode: Inference mode of the request's last step.
     """
 
@@ -325,13 +285,7 @@ class Output:
 
 
 def failure(request: Request, error: ServeError, arrival: float) -> Output:
-    """Return the last output of a request that no engine has ended.
-
-    Args:
-        request: The request.
-        error: Why it fails.
-        arrival: When it came (`time.monotonic`).
-    """
+    """Return the last output of a request that no engine has ended."""
     cancelled = isinstance(error, CancelledRequestError)
     return Output(
         request.id,
@@ -346,15 +300,12 @@ class ServedModel:
     """Something that a request can name: the base model, an adapter or a domain.
 
     Attributes:
-        name: The name.
         kind: ``base``, ``adapter`` or ``domain``.
         root: Folder or hub name that it was loaded from.
         parent: Name of the base model of an adapter, or of the adapter of a domain; of a domain
             without an adapter, that of the base model.
         adapter: Name of the adapter that is applied, None for the base model as it is.
         head: Kind of the domain's head, None if it generates text.
-        boxes: Whether the head finds boxes.
-        task: Task type of the domain.
         labels: Labels of the domain, in the order of its head's outputs.
         metric: Metric of the domain, e.g. ``f1@0.5``.
         accuracy: Accuracy of the domain on the test split, as measured for its bundle.
@@ -362,21 +313,14 @@ class ServedModel:
         teacher: Accuracy of its teacher on the same samples.
         prompt: Prompt of the domain; ``{}`` in it stands for the request's own words.
         prompted: Whether requests to the domain have words of their own, such as a question.
-        media: ``images``, ``video`` or ``text`` alone, what the domain was measured with; None if
-            not known.
-        images: Number of images or frames of the prompts that the domain was measured with; None
-            if not known, or if it differs.
-        max_tokens: Most tokens of the answers that the domain was measured with; None if a head
-            answers, or if not known.
+        media: ``images``, ``video`` or ``text`` alone, what the domain was measured with, as
+            `images` (a prompt's images or frames) and `max_tokens`; None if not known or varying.
         bundle: Name and version of the bundle, e.g. ``detection@1``.
         rank: Largest rank of the adapter, None without one.
         decode_only: Whether the adapter is applied only to the last token of a prompt and those
             after it, so that prompts use the base model's keys and values.
         form: Form of the memory of a context (``prefix``, ``memory_tokens``, ``adapter``), None for
-            what is none.
-        memory_tokens: Tokens of that memory.
-        memory_bytes: Its size in bytes.
-        source_tokens: Tokens of the document that it stands for.
+            what is none; it has `memory_tokens` and `memory_bytes`, for `source_tokens`.
         encodes: Tokens of the memories that an encoder makes of documents; None for what is none.
         loaded_at: Unix time at which it was loaded.
     """
@@ -412,50 +356,32 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """State and counters of the engine, for metrics and the console.
-
-    Counters count from the start of the engine.
+    """State of the engine and counters since its start, for metrics and the console.
 
     Attributes:
         running: Requests that hold memory.
-        waiting: Requests in the queue.
         mode: Inference mode of the last step.
         merged_adapter: Name of the adapter merged into the base weights, None if they are pristine.
         switches: How often the base weights were changed.
         steps: Steps that computed something.
-        pages_total: Pages of the unified memory.
         pages_free: Free pages, those of the prefix cache included.
-        pages_kv: Pages that hold keys and values of running requests.
-        pages_adapters: Pages that hold adapters.
-        pages_contexts: Pages that hold prefixes of contexts.
         contexts_resident: Number of contexts whose prefix is on the device.
-        contexts_known: Number of contexts that requests can name.
-        context_loads: How often a prefix was copied to the device.
-        adapters_resident: Names of the adapters on the device.
         adapters_known: Number of adapters, wherever they are.
         on_device: Names that requests can use for the adapters on the device, those of domains
             included.
         on_disk: The same for adapters that are in their files only; all others are in host memory.
-        prefix_hits: Prompt tokens found in the prefix cache.
-        prefix_queries: Prompt tokens looked up in the prefix cache.
-        image_hits: Images found in the image cache.
-        image_queries: Images looked up in the image cache.
-        preemptions: How often a request was preempted.
-        adapter_loads: How often an adapter was copied to the device.
+        prefix_hits: Prompt tokens found in the prefix cache, of `prefix_queries`.
+        image_hits: Images found in the image cache, of `image_queries`.
         finished: Requests that ended, by the value of `Finish`.
-        prompt_tokens: Prompt tokens computed.
-        generated_tokens: Tokens generated.
         shared_passes: Requests whose head read the hidden states of another request's pass.
         non_finite: Requests that failed because the model computed NaN or infinity for them.
         unmergeable: Names of the adapters that are never merged into the base weights.
         quarantined: Names of the adapters that requests cannot use any more, each with the reason.
         start_seconds: Seconds that each phase of the start took, by its name; what is prepared
             between requests is added.
-        prepared: Graphs and kernels that are prepared.
-        preparations: Graphs and kernels that are prepared or will be, between requests.
-        tilings_measured: Shapes whose kernel tilings are measured, on a GPU for which none are
-            shipped.
-        tilings_wanted: Shapes whose tilings are or will be measured, between requests.
+        prepared: Graphs and kernels that are prepared, of `preparations`.
+        tilings_measured: Shapes whose kernel tilings are measured, of `tilings_wanted`, on a GPU
+            for which none are shipped.
     """
 
     running: int = 0
@@ -519,7 +445,11 @@ class NewContext:
 
 
 class EngineClient(Protocol):
-    """Interface that the server uses; `AsyncEngine` implements it, and a fake in the tests."""
+    """Interface that the server uses; `AsyncEngine` implements it, and a fake in the tests.
+
+    What loads raises an `AdapterError`, and what unloads an `UnknownModelError` or a `BusyError`;
+    nothing has changed then. Unfinished requests of what is unloaded are still answered.
+    """
 
     def generate(self, request: Request) -> AsyncIterator[Output]:
         """Answer a request with a stream of outputs, the last of which has `finish`.
@@ -539,74 +469,37 @@ class EngineClient(Protocol):
         """Return the state and counters of the engine as of its last step, without waiting."""
 
     def replicas(self) -> dict[str, EngineStats] | None:
-        """Return the state of every replica by its name, without waiting; `stats` is their sum.
-
-        None if there is one engine, in this process.
-        """
+        """Return the state of every replica by its name, of which `stats` is the sum; or None."""
 
     async def load_adapter(
         self, name: str, folder: Path, *, decode_only: bool = False
     ) -> ServedModel:
         """Load a PEFT folder under a name; an adapter of this name is replaced.
 
-        Args:
-            name: The name.
-            folder: The folder.
-            decode_only: Whether it is applied only to the last token of a prompt and those after.
-
-        Raises:
-            AdapterError: The adapter cannot be served; nothing has changed then.
+        With `decode_only`, it is applied only to the last token of a prompt and those after.
         """
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; its unfinished requests are still answered.
-
-        Raises:
-            UnknownModelError: No adapter has this name.
-            BusyError: The adapter belongs to a bundle.
-        """
+        """Unload an adapter that belongs to no bundle."""
 
     async def load_bundle(self, folder: Path) -> list[ServedModel]:
-        """Verify and load a bundle with its adapters and domains.
-
-        Raises:
-            AdapterError: The bundle cannot be served; nothing has changed then.
-        """
+        """Verify and load a bundle with its adapters and domains."""
 
     async def unload_bundle(self, name: str) -> None:
-        """Unload a bundle with its domains and adapters; unfinished requests are still answered.
-
-        Raises:
-            UnknownModelError: No bundle has this name.
-        """
+        """Unload a bundle with its domains and adapters."""
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
-        """Compress a document into a folder, and serve it; a context of this name is replaced.
-
-        Args:
-            wanted: The context.
-            folder: Its folder, which does not exist yet.
+        """Compress a document into a new folder, and serve it; a context of this name is replaced.
 
         Raises:
             RequestError: The document cannot be compressed; nothing has changed then.
-            UnknownModelError: There is no such encoder.
-            AdapterError: The context cannot be served; nothing has changed then.
         """
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
-        """Serve a context that `make_context` has made before.
-
-        Raises:
-            AdapterError: It cannot be served; nothing has changed then.
-        """
+        """Serve a context that `make_context` has made before."""
 
     async def unload_context(self, name: str) -> None:
-        """Forget a context that was made at run time; unfinished requests are still answered.
-
-        Raises:
-            UnknownModelError: No context has this name.
-            BusyError: It belongs to a bundle.
-        """
+        """Unload a context that was made at run time."""
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text."""
@@ -628,8 +521,4 @@ class EngineClient(Protocol):
         """Whether the engine runs; False after it has failed or was closed."""
 
     async def close(self, drain: float = 0.0) -> None:
-        """Stop the engine.
-
-        Args:
-            drain: Seconds to let unfinished requests run; no new ones are accepted meanwhile.
-        """
+        """Stop the engine, after unfinished requests had `drain` seconds; new ones are refused."""

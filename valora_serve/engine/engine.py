@@ -5,46 +5,35 @@ decides which tokens are computed and in which inference mode. On a GPU a step i
 launched while the step before it still runs, so that the device never waits for the host; tokens
 that the device has chosen and the host has not read yet are `pending`.
 
-The parts:
-
-- `sizing`: what follows from the settings and the machine: device, pages, graph sizes;
-- `named`: what requests can name, and the adapters behind the names;
-- `intake`: checks what comes in, and makes sequences of it;
-- `requests`: waiting and running requests, and the memory that they hold;
-- `merge`: which adapter is merged into the base weights;
-- `launch`: from a decision to a step on the device; `images` encodes what it needs;
-- `answers`: from a step's results to outputs;
-- `workers`, `worker`: the other processes of a tensor-parallel group, which do the same;
-- `warm_up`: graphs and kernels that are prepared before and between requests;
-- `profile`: measures the costs that decisions are made with, before there are requests;
-- `tuning`: measures tilings of the kernels on a GPU for which none are shipped.
-
 `Engine` belongs to one thread; `async_engine` runs it behind an event loop.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import logging
 import math
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from valora_data.contract.quantized import NF4
+from valora_data.contract.results import HeadResult
 from valora_kernels.operators import operator
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
-from valora_serve.engine.answers import Answers
 from valora_serve.engine.compress import prepare_compression
 from valora_serve.engine.images import ImageEncoder
-from valora_serve.engine.intake import Intake
-from valora_serve.engine.launch import Launcher
+from valora_serve.engine.launch import Flight, head_request, make_work
 from valora_serve.engine.merge import MergeState
 from valora_serve.engine.named import Named
+from valora_serve.engine.preprocessing import Preprocessing
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
 from valora_serve.engine.settings import BY_MATRIX, FP8, LAZY, NF4_PACKED, UNMERGEABLE
@@ -54,17 +43,19 @@ from valora_serve.engine.workers import Workers
 from valora_serve.errors import (
     CancelledRequestError,
     DeadlineError,
+    NonFiniteError,
     OverloadedError,
     RequestError,
     ServeError,
     SettingsError,
     StoppedError,
 )
-from valora_serve.memory.adapter_memory import AdapterMemory
+from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
 from valora_serve.memory.block_manager import BlockManager, Owner, PagePool
-from valora_serve.memory.prefix_memory import PrefixMemory
 from valora_serve.memory.unified import PageShape, UnifiedMemory
 from valora_serve.model.attention.base import KVCache
+from valora_serve.model.finite import BROKEN
+from valora_serve.model.heads import launch_heads
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
@@ -75,15 +66,27 @@ from valora_serve.orchestrator.decision import StepLimits, View, window
 from valora_serve.orchestrator.registry import make_policy, modes_of
 from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.parallel.partition import LoraParallel
-from valora_serve.types import EngineStats, Finish, Mode, Output, Request
+from valora_serve.tokens import text_and_bytes
+from valora_serve.types import (
+    EngineStats,
+    Finish,
+    Logprob,
+    Mode,
+    Output,
+    Request,
+    Times,
+    TokenLogprobs,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from valora_serve.engine.compress import Compression
-    from valora_serve.engine.launch import Flight
     from valora_serve.engine.settings import EngineSettings
+    from valora_serve.model.sampler import StepLogprobs
+    from valora_serve.model.work import Work
     from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import Decision
     from valora_serve.parallel.group import Group
@@ -93,6 +96,12 @@ log = logging.getLogger(__name__)
 
 SEEN = 1024
 """Most waiting requests that a policy sees at a time."""
+
+MASK_SECONDS = 0.005
+"""Time of a step in which the masks of constraints are computed."""
+
+Shares = list[tuple[SequenceState, int]]
+"""Requests of a batch, and the number of tokens that are computed of each."""
 
 
 class Engine:
@@ -105,29 +114,6 @@ class Engine:
             estimate if there are none.
         group: The tensor-parallel group of this process, if it is a worker of one; rank 0
             starts the group itself.
-
-    Attributes:
-        settings: Settings of the engine.
-        device: Device of the base model.
-        lmm: The base model.
-        context_length: Longest prompt and answer together, in tokens.
-        store: Names that requests can use.
-        named: Loads and unloads what has a name.
-        memory: KV pages and adapters on the device.
-        pool: Free and used pages of `memory`; without those that are kept for adapters alone.
-        blocks: Pages of each running request, and the prefix cache.
-        adapters: Adapters, on the host and on the device.
-        prefixes: Prefixes of contexts, on the host and on the device.
-        requests: Unfinished requests.
-        images: Cache of encoded images.
-        merge_state: Inference mode and merged adapter.
-        runner: Runs steps on the device.
-        cost: Cost model that the policy uses.
-        policy: Decides every step.
-        workers: The other processes of a tensor-parallel group; None on one GPU, and in a worker.
-        start_up: What is prepared before and between requests, and the time that the start takes.
-        tuning: Measures the tilings of the GPU; None where some are shipped, and in a
-            tensor-parallel group, whose processes must all choose the same ones.
 
     Raises:
         SettingsError: Settings contradict each other, or ask for what the machine has not.
@@ -147,8 +133,17 @@ class Engine:
             self._modes -= {Mode.MIXTURE}
         if settings.quantize in UNMERGEABLE:
             self._modes = frozenset({Mode.UNMERGED})
-        self.start_up = WarmUp(sizing.lora_terms(self._modes), lazy=settings.capture == LAZY)
-        self.workers: Workers | None = None
+        self._outputs: list[Output] = []  # that nobody has taken yet, in order
+        self._arrived: list[float] = []  # arrival times that the policy has not seen
+        self._flight: Flight | None = None  # the step whose results are not read yet
+        self._idle = False  # whether the last step had nothing to compute
+        self._warm = False
+        self.steps = self.prompt_tokens = self.generated_tokens = 0
+        self.shared_passes = self.non_finite = 0
+        self.finished: Counter[str] = Counter()  # by the value of `Finish`
+        terms = sizing.lora_terms(self._modes)
+        self.start_up = WarmUp(terms, lazy=settings.capture == LAZY)
+        self.workers: Workers | None = None  # of a tensor-parallel group, in rank 0
         if settings.tensor_parallel > 1 and group is None:
             if lmm is not None:
                 raise SettingsError(
@@ -165,7 +160,7 @@ class Engine:
             if self.workers is not None:
                 self.workers.close()
             raise
-        terms = sizing.lora_terms(self._modes)
+        # The processes of a tensor-parallel group must all choose the same tilings.
         self.tuning = (
             make_tuning(settings, self.device, self.lmm.linears, self.runner, terms)
             if group is None
@@ -185,23 +180,32 @@ class Engine:
         cuda = self.device.type == "cuda"
         if cuda if settings.compile is None else settings.compile:
             lmm.compile_layers()
+        self._overlap = cuda if settings.overlap is None else settings.overlap
         self.context_length = min(settings.context_length or lmm.context_length, lmm.context_length)
         mergeable = self._modes != {Mode.UNMERGED} and lmm.mergeable
+
+        # Pages, and what lies in them
         with self.start_up.phase("memory"):
             self.memory = self._make_memory(group, mergeable=mergeable)
-        kept = self._kept_for_adapters()
+        kept = math.ceil(settings.adapter_share * self.memory.pages)  # for adapters alone
+        if self.memory.pages - kept < 2:  # one of them is for rows that fill a step up
+            raise SettingsError(
+                f"adapter_share {settings.adapter_share:g} of {self.memory.pages} pages leaves too "
+                "few for keys and values: lower it"
+            )
         self.pool = own = PagePool(self.memory.pages - kept)
         if kept:
             own = PagePool(kept, first=self.memory.pages - kept)
+        self._unified = not kept
         # Rows that only fill a graph up write to page 0.
         self.pool.take(1, Owner.RESERVED)
         self.blocks = BlockManager(self.pool, settings.block_size, caching=settings.prefix_cache)
         self.adapters = AdapterMemory(self.memory, own, host_bytes=settings.host_bytes)
-        self.prefixes = PrefixMemory(self.memory, self.adapters.room)
-        self.requests = Requests(self.blocks, self.adapters, self.prefixes, settings.max_requests)
-        self.adapters.wanted = self.requests.wanted
-        self.prefixes.wanted = self.requests.wanted_prefixes
+        self.prefixes = PrefixMemory(self.memory, self.adapters.budget)
         self.merge_state = MergeState(lmm.linears, self.adapters)
+
+        # Requests, and what they can name
+        self.requests = Requests(self.blocks, self.adapters, self.prefixes, settings.max_requests)
         self.store = Store(
             lmm.base,
             lmm.targets,
@@ -214,46 +218,20 @@ class Engine:
             lmm,
             self.store,
             self.memory,
-            self.adapters,
-            self.prefixes,
+            self.requests,
             self.merge_state,
-            in_use=self.requests.wanted,
-            prefixes_in_use=self.requests.wanted_prefixes,
             mergeable=mergeable,
             on_change=self._weights_changed,
         )
+        self._preprocessing = Preprocessing(
+            settings, lmm, self.context_length, self.named, self.requests
+        )
+
+        # Steps, and what decides them
         with self.start_up.phase("attention"):
             self.runner = self._make_runner(group)
         self.images = ImageEncoder(self.runner, self.adapters, settings.image_cache_bytes)
-        # A tokenizer is not thread-safe, and prompts are prepared in another thread.
-        self._tokenizer = copy.deepcopy(lmm.tokenizer)
-        self._intake = Intake(
-            settings,
-            lmm,
-            self._tokenizer,
-            self.context_length,
-            self.named,
-            self.pool,
-            self.adapters,
-            self.prefixes,
-        )
-        self._answers = Answers(
-            lmm,
-            self._tokenizer,
-            self.requests,
-            self.context_length,
-            self._ended,
-            self._broken,
-        )
-        self._launcher = Launcher(
-            lmm,
-            self.runner,
-            self.requests,
-            self.images,
-            self.merge_state,
-            self.memory,
-            self._answers.fail,
-        )
+        self._text_of = functools.cache(partial(text_and_bytes, self._preprocessing.tokenizer))
         self.cost = cost_model or load_or_estimate(
             sizing.cost_folder(settings), sizing.machine_of(settings, self.device), lmm.base
         )
@@ -266,11 +244,6 @@ class Engine:
                 f"the decision trace {path} cannot be written ({error.strerror}): name another file"
             ) from error
         self._trace = DecisionTrace(self._trace_file) if self._trace_file else None
-        self._overlap = cuda if settings.overlap is None else settings.overlap
-        self._flight: Flight | None = None
-        self._arrived: list[float] = []  # arrival times that the policy has not seen
-        self._idle = False
-        self._warm = False
 
     def _load(self, group: Group | None) -> Lmm:
         """Load the base model, or this process's part of it."""
@@ -303,17 +276,6 @@ class Engine:
             dtype=lmm.dtype,
             device=self.device,
         )
-
-    def _kept_for_adapters(self) -> int:
-        """Return the number of pages that hold adapters alone."""
-        share, pages = self.settings.adapter_share, self.memory.pages
-        kept = math.ceil(share * pages)
-        if pages - kept < 2:  # one of them is for rows that fill a step up
-            raise SettingsError(
-                f"adapter_share {share:g} of {pages} pages leaves too few for keys and values: "
-                "lower it"
-            )
-        return kept
 
     def _make_runner(self, group: Group | None) -> ModelRunner:
         """Make the runner: one of a tensor-parallel group also talks with the others."""
@@ -356,9 +318,7 @@ class Engine:
             self.start_up.start(self.runner)
 
     def settle(self) -> bool:
-        """Prepare one thing more while there are no requests.
-
-        It takes up to a second, some seconds where kernels are compiled for the first time.
+        """Prepare one thing more while there are no requests, which takes up to some seconds.
 
         Returns:
             False if nothing is left to prepare.
@@ -367,11 +327,7 @@ class Engine:
             return self.start_up.settle(self.runner)
 
     def tune(self) -> bool:
-        """Measure one tiling more while there are no requests, which takes up to a second.
-
-        Returns:
-            False if there is nothing to do now.
-        """
+        """Measure one tiling more while there are no requests; False if there is none now."""
         tuning = self.tuning
         if tuning is None or not self._warm:
             return False
@@ -393,10 +349,9 @@ class Engine:
         self.policy = make_policy(self.settings.policy, cost_model, self.settings.deciding)
 
     def _weights_changed(self, language: bool) -> None:
-        """Weights have moved, or take adapters from now on: what was captured is out of date.
+        """Capture anew, as weights have moved, or take adapters from now on.
 
-        Args:
-            language: Whether they are the language model's; no graph holds other weights.
+        Nothing that is captured holds weights other than the language model's.
         """
         if self.runner.has_lora and not language:
             return
@@ -407,7 +362,7 @@ class Engine:
             self.runner.forget_graphs()
             self.warm_up()
 
-    # ------------------------------------------------------------------ requests
+    # ------------------------------------------------------------------ requests come in
 
     def prepare(self, request: Request) -> Prepared:
         """Tokenize the prompt and preprocess its images; may be called from any thread.
@@ -416,7 +371,7 @@ class Engine:
             ServeError: The request cannot be answered.
         """
         target = self.store.mix(request.model, request.adapters)
-        self._intake.check_characters(request)
+        self._preprocessing.check_characters(request)
         prompt = prepare_prompt(self.lmm, request, target.model.prompt, target.context)
         return Prepared(request, target, prompt)
 
@@ -426,40 +381,28 @@ class Engine:
         Returns:
             By id, each one prepared or why it cannot be answered. Equal prompts are made once.
         """
-        if len(requests) > 1:
-            with self.lmm.images_once():
-                return self._prepare_all(requests)
-        return self._prepare_all(requests)
-
-    def _prepare_all(self, requests: Sequence[Request]) -> dict[str, Prepared | ServeError]:
         prompts: dict[str, Prepared] = {}
         found: dict[str, Prepared | ServeError] = {}
-        for request in requests:
-            try:
-                target = self.store.mix(request.model, request.adapters)
-                key = repr((request.messages or target.model.prompt, bool(request.videos)))
-                if key in prompts and target.context is None:
-                    found[request.id] = replace(prompts[key], request=request, target=target)
-                else:
-                    found[request.id] = prompts[key] = self.prepare(request)
-            except ServeError as error:
-                found[request.id] = error
-            except Exception as error:
-                log.exception("request %s", request.id)
-                found[request.id] = ServeError(f"request {request.id} failed: {error}")
+        with self.lmm.images_once() if len(requests) > 1 else contextlib.nullcontext():
+            for request in requests:
+                try:
+                    target = self.store.mix(request.model, request.adapters)
+                    key = repr((request.messages or target.model.prompt, bool(request.videos)))
+                    if key in prompts and target.context is None:
+                        found[request.id] = replace(prompts[key], request=request, target=target)
+                    else:
+                        found[request.id] = prompts[key] = self.prepare(request)
+                except Exception as error:  # noqa: BLE001 - its own request gets it
+                    found[request.id] = _as_serve_error(request.id, error)
         return found
 
     def prepare_compression(self, wanted: NewContext, name: str) -> Compression:
-        """Prepare the request that makes a context of a document; may be called from any thread.
-
-        Args:
-            wanted: The context.
-            name: Id of the request.
+        """Prepare the request `name` that makes a context of a document; in any thread.
 
         Raises:
             ServeError: It cannot be made.
         """
-        self._intake.check_characters(Request(name, text=wanted.document), "document")
+        self._preprocessing.check_characters(Request(name, text=wanted.document), "document")
         return prepare_compression(self.lmm, self.store, wanted, name, self.context_length)
 
     def add_all(self, asked: Sequence[Prepared]) -> dict[str, ServeError]:
@@ -484,10 +427,10 @@ class Engine:
         request_id = prepared.request.id
         if self.requests.find(request_id) is not None:
             raise RequestError(f"request id {request_id} is in use: choose another one")
-        sequence = self._intake.sequence(prepared)
+        sequence = self._preprocessing.sequence(prepared)
         self.requests.add(sequence, together)
         if sequence.carrier is None:
-            self._arrived.append(sequence.arrival)
+            self._arrived.append(sequence.view.arrival)
         return sequence
 
     def cancel(self, request_id: str, error: ServeError | None = None) -> bool:
@@ -504,49 +447,25 @@ class Engine:
         if sequence is None:
             return False
         reason = error or CancelledRequestError(f"request {request_id} was cancelled")
-        finish = Finish.CANCELLED if error is None else Finish.ERROR
-        self._answers.end(sequence, finish, error=reason)
+        self._end(sequence, Finish.CANCELLED if error is None else Finish.ERROR, error=reason)
         return True
 
     def fail_all(self, reason: str) -> list[Output]:
-        """End all requests, as the engine cannot go on.
-
-        Returns:
-            Their last outputs.
-        """
+        """End all requests, as the engine cannot go on; return their last outputs."""
         self._flight = None
         if self.workers is not None and self.workers.lost is not None:
-            self._answers.pending.clear()  # what a lost process left behind is no answer
+            self._outputs.clear()  # what a lost process left behind is no answer
         for sequence in self.requests.all():
-            self._answers.fail(sequence, StoppedError(reason))
-        return self._answers.take()
+            self._fail(sequence, StoppedError(reason))
+        return self._take()
 
-    def _ended(self, sequence: SequenceState) -> None:
-        """Note that a request has left `requests`."""
-        for key in sequence.adapters:
-            if key not in self.requests.wanted:
-                self.named.released(key)
-        prefix = sequence.prefix
-        if prefix is not None and prefix not in self.requests.wanted_prefixes:
-            self.named.released_prefix(prefix)
-        self.policy.finished(sequence.id)
-
-    def _broken(self, sequence: SequenceState, merged: str | None) -> None:
-        """Keep what made a request's outputs infinite or NaN from later requests."""
-        self.blocks.forget(sequence.keys)
-        if merged is not None and not sequence.adapters:
-            # Without an adapter of its own, the merged one is the likeliest cause.
-            reason = "a request of the base model was not finite beside it"
-            log.error("adapter %s is not merged any more: %s", merged, reason)
-            self.adapters.bar(merged, reason)
-
-    # ------------------------------------------------------------------ steps
+    # ------------------------------------------------------------------ a step
 
     @property
     def busy(self) -> bool:
         """Whether there are unfinished requests or outputs that `step` has not returned yet."""
         requests = self.requests
-        return bool(requests.waiting or requests.running or self._flight or self._answers.pending)
+        return bool(requests.waiting or requests.running or self._flight or self._outputs)
 
     @property
     def stalled(self) -> bool:
@@ -554,7 +473,7 @@ class Engine:
 
         Only a new request, or an adapter that has finished loading, changes that.
         """
-        return self._flight is None and not self._answers.pending and self._idle
+        return self._flight is None and not self._outputs and self._idle
 
     def step(self) -> list[Output]:
         """Decide and launch the next step, then read the results of the step before it.
@@ -575,26 +494,32 @@ class Engine:
     def _step(self) -> list[Output]:
         self.start_up.beside(self.runner)
         now = time.monotonic()
-        answers = self._answers
         for key, wrong in self.adapters.poll().items():
-            self._launcher.fail_adapter(key, wrong)
+            self._fail_adapter(key, wrong)
         starved = now - self.settings.policy_settings.patience
         for key, wrong in self.requests.load_prefixes(starved).items():
-            for sequence in self.requests.of_prefix(key):
-                answers.fail(sequence, wrong)
+            for sequence in self.requests.all():
+                if sequence.prefix == key:
+                    self._fail(sequence, wrong)
         for late in self.requests.overdue(now):
             error = DeadlineError(f"request {late.id} missed its deadline: allow it more time")
-            answers.fail(late, error)
+            self._fail(late, error)
         decision = self._decide(now)
-        flight = self._launcher.launch(decision) if decision is not None else None
+        flight = self._launch(decision) if decision is not None else None
         if self._flight is not None:
-            answers.collect(self._flight)
+            self._collect(self._flight)
             self._idle = False
         if flight is not None and not self._overlap:
-            answers.collect(flight)
+            self._collect(flight)
             flight = None
         self._flight = flight
-        return answers.take()
+        return self._take()
+
+    def _take(self) -> list[Output]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # ------------------------------------------------------------------ it is decided
 
     def _decide(self, now: float) -> Decision | None:
         """Ask the policy, and carry out its decision up to the weights' mode.
@@ -602,9 +527,10 @@ class Engine:
         Returns:
             The decision, whose batch is still to be launched; None if there is nothing to decide.
         """
+        running = self.requests.running.values()
         self._idle = False
-        if self._is_full():
-            return None
+        if len(running) >= self.settings.max_requests and not any(map(self._schedulable, running)):
+            return None  # all of them only wait for the host to read them
         view = self._view(now)
         if view is None:
             self._idle = True
@@ -626,18 +552,11 @@ class Engine:
             and merged is not None
             and merged in self.adapters.quarantined
         ):
-            self._launcher.fail_adapter(merged, self.named.quarantined(merged))
+            self._fail_adapter(merged, self.named.quarantined(merged))
         self._idle = not decision.batch
         if self._idle and not view.running and not self.adapters.loading:
             self._release_merged()
         return decision
-
-    def _is_full(self) -> bool:
-        """Whether all places are held by requests that only wait for the host to read them."""
-        running = self.requests.running.values()
-        return len(running) >= self.settings.max_requests and not any(
-            map(self._schedulable, running)
-        )
 
     def _release_merged(self) -> None:
         """Unmerge the adapter, which is pinned while it is merged, so that others have room."""
@@ -675,6 +594,7 @@ class Engine:
                 for sequence in members.values():
                     sequence.view.adapter_pages = sum(map(self.adapters.pages, lacking))
         arrived, self._arrived = self._arrived, []
+        free = self.pool.free + (self.adapters.budget.idle_pages if self._unified else 0)
         return View(
             now=now,
             running=running,
@@ -686,18 +606,13 @@ class Engine:
             limits=StepLimits(
                 max_requests=settings.max_requests - held,
                 max_tokens=settings.max_tokens,
-                free_pages=self.pool.free + (self.adapters.idle_pages if self._unified else 0),
+                free_pages=free,
                 max_adapters=settings.max_adapters,
                 chunk=settings.chunk,
             ),
             arrived=arrived,
             switchable=mergeable,
         )
-
-    @property
-    def _unified(self) -> bool:
-        """Whether keys, values and adapters share all pages."""
-        return self.adapters.room.pool is self.pool
 
     def _schedulable(self, sequence: SequenceState) -> bool:
         """Return whether a running request has a token to compute, as far as the host knows."""
@@ -712,56 +627,341 @@ class Engine:
     def _preempt(self, ids: Sequence[str]) -> None:
         """Preempt running requests; they are recomputed later."""
         if self._flight is not None:  # recomputing needs their last tokens
-            self._answers.collect(self._flight)
+            self._collect(self._flight)
             self._flight = None
         for request_id in ids:
             sequence = self.requests.running.get(request_id)
             if sequence is not None:
                 self.requests.preempt(sequence)
 
+    # ------------------------------------------------------------------ it is launched
+
+    def _launch(self, decision: Decision) -> Flight | None:
+        """Enqueue the batch of a decision, for which the weights are in the decided mode.
+
+        Returns:
+            The step; None if no request could take part.
+        """
+        shares, works = self._works(self._shares(decision))
+        if not shares:
+            return None
+        result = self.runner.step(works, self.merge_state.slot)
+        self.steps += 1
+        now = time.monotonic()
+        commit = self.blocks.commit
+        choosing: list[SequenceState] = []
+        answering: list[SequenceState] = []
+        prompts = iter(result.prompts)
+        for (sequence, count), work, hidden in zip(shares, works, result.hidden, strict=True):
+            if work.targets and sequence.scores is not None:
+                sequence.scores.append(next(prompts))
+            if sequence.started is None:
+                sequence.started = now
+            if sequence.computed < sequence.prompt_tokens:
+                self.prompt_tokens += count
+            sequence.computed += count
+            view = sequence.view
+            view.kv_tokens += count
+            view.held = len(work.table) - sequence.prompt.given // self.blocks.block_size
+            view.prompt_left = max(0, view.prompt_left - count)
+            # The newest token may be known to the device only.
+            commit(sequence.id, min(sequence.computed, len(sequence.ids)))
+            if hidden is not None:
+                sequence.hidden.append(hidden)
+            if work.choice is not None:
+                sequence.pending += 1
+                sequence.chosen = True
+                view.output_left = max(1, view.output_left - 1)
+                choosing.append(sequence)
+            view.images = len(sequence.prompt.visuals) - len(sequence.features)
+            if not view.prompt_left:
+                view.images = 0
+                sequence.features.clear()
+                sequence.memory = None
+                if sequence.head is not None:
+                    answering += self._with_riders(sequence)
+        inputs = [head_request(one) for one in answering]
+        heads = launch_heads(inputs) if inputs else None
+        for sequence in answering:  # its keys and values are not needed any more
+            if sequence.request.keep_kv:
+                table = self.blocks.table(sequence.id)
+                sequence.kv = self.memory.read_tokens(table, sequence.prompt_tokens)
+            self.requests.release(sequence)
+        state = self.merge_state
+        return Flight(choosing, result, answering, heads, state.mode, state.adapter)
+
+    def _with_riders(self, sequence: SequenceState) -> list[SequenceState]:
+        """Return the requests whose heads read the hidden states of a pass that is computed."""
+        riders, sequence.riders = sequence.riders, []
+        self.shared_passes += len(riders)
+        sequence.hidden = [torch.cat(sequence.hidden)]
+        for rider in riders:
+            rider.carrier, rider.hidden = None, sequence.hidden
+            rider.started, rider.cached = sequence.started, sequence.cached
+        return [sequence, *riders]
+
+    def _shares(self, decision: Decision) -> Shares:
+        """Return the requests of a batch that have their memory and images, and their tokens."""
+        requests, reserve = self.requests, self.blocks.reserve
+        running, waiting, admit = requests.running, requests.waiting, requests.admit
+        shares: Shares = []
+        for request_id, tokens in decision.batch:
+            sequence = running.get(request_id) or waiting.get(request_id)
+            if sequence is None or not admit(sequence):
+                continue
+            if sequence.view.pair and self.merge_state.adapter is not None:
+                continue  # beside a merged adapter rows have room for one of their own
+            count = min(tokens, sequence.length - sequence.computed)
+            if reserve(sequence.id, sequence.computed + count):
+                shares.append((sequence, count))
+        # Only now, as the adapters of the batch are pinned and a prefetch cannot evict them.
+        self._prefetch(decision.prefetch)
+        for broken, error in self.images.encode(shares):
+            self._fail(broken, error)
+        return [share for share in shares if share[0].finish is None]
+
+    def _prefetch(self, labels: Sequence[str]) -> None:
+        """Start copying adapters to the device; only the first may evict ones that are wanted."""
+        adapters = self.adapters
+        for number, label in enumerate(labels):
+            members = self.requests.mixes.get(label)
+            keys = (label,) if members is None else next(iter(members.values())).adapters
+            # What is there must not be evicted for what is loaded beside it.
+            held = [key for key in keys if key in adapters.resident]
+            for key in held:
+                adapters.pin(key)
+            failed: dict[str, ServeError] = {}
+            for key in keys:
+                if key not in adapters:
+                    continue  # unloaded, and the last request that waited for it has ended
+                try:
+                    adapters.load(key, urgent=number == 0)
+                except ServeError as error:
+                    failed[key] = error
+            for key in held:
+                adapters.unpin(key)
+            for key, wrong in failed.items():
+                self._fail_adapter(key, wrong)
+
+    def _works(self, shares: Shares) -> tuple[Shares, list[Work]]:
+        """Return the shares with their works; requests whose constraint fails are ended.
+
+        Constraints have `MASK_SECONDS` in all. Those that took longest so far come last, and wait
+        for the next step if no time is left, so that slow ones delay nobody but themselves.
+        """
+        kept, works = [], []
+        until: float | None = None
+        table, adapters, lmm = self.blocks.table, self.adapters, self.lmm
+        for sequence, count in sorted(shares, key=lambda share: share[0].mask_seconds):
+            if sequence.request.sampling.constraint is not None:
+                now = time.monotonic()
+                until = until or now + MASK_SECONDS
+                if now > until:
+                    continue
+            try:
+                works.append(make_work(sequence, count, table(sequence.id), adapters, lmm))
+            except Exception as error:  # noqa: BLE001 - its own request gets it
+                self._fail(sequence, _as_serve_error(sequence.id, error))
+            else:
+                kept.append((sequence, count))
+        return kept, works
+
+    # ------------------------------------------------------------------ it is answered
+
+    def _collect(self, flight: Flight) -> None:
+        """Wait for a step, and make outputs of what it computed."""
+        tokens = flight.result.read()
+        found, mode = flight.result.logprobs, flight.mode
+        logprobs = None if found is None else self._logprobs(flight.choosing, tokens, found)
+        for row, (sequence, token) in enumerate(zip(flight.choosing, tokens, strict=True)):
+            sequence.pending -= 1
+            if sequence.finish is not None:
+                continue  # it ended while this step ran
+            if token == BROKEN:
+                self._broken(sequence, flight)
+                continue
+            try:
+                self._token(sequence, token, logprobs[row] if logprobs else (), mode)
+            except Exception as error:  # noqa: BLE001 - its own request gets it
+                self._fail(sequence, _as_serve_error(sequence.id, error))
+        if flight.heads is not None:
+            results = flight.heads.read()
+            for sequence, result in zip(flight.answering, results, strict=True):
+                if sequence.finish is not None:
+                    continue
+                sequence.first_token = time.monotonic()
+                if isinstance(result, HeadResult):
+                    self._end(sequence, Finish.HEAD, head=result, kv=sequence.kv, mode=mode)
+                elif isinstance(result, NonFiniteError):
+                    self._broken(sequence, flight)
+                else:
+                    self._fail(sequence, result)
+
+    def _logprobs(
+        self, choosing: Sequence[SequenceState], tokens: Sequence[int], found: StepLogprobs
+    ) -> list[tuple[TokenLogprobs, ...]]:
+        """Return for each row its log probabilities; nothing for rows that want none."""
+        chosen, ids, values = found.chosen.tolist(), found.tokens.tolist(), found.values.tolist()
+        rows: list[tuple[TokenLogprobs, ...]] = []
+        for row, (sequence, token) in enumerate(zip(choosing, tokens, strict=True)):
+            count = sequence.request.sampling.logprobs
+            if count is None or sequence.finish is not None or token == BROKEN:
+                rows.append(())
+                continue
+            own, *top = (
+                Logprob(one, text, value, raw)
+                for one, value in [
+                    (token, chosen[row]),
+                    *zip(ids[row][:count], values[row][:count], strict=True),
+                ]
+                for text, raw in [self._text_of(one)]
+            )
+            rows.append((TokenLogprobs(own, tuple(top), sequence.text.chars),))
+        return rows
+
+    def _token(
+        self,
+        sequence: SequenceState,
+        token: int,
+        logprobs: tuple[TokenLogprobs, ...],
+        mode: Mode,
+    ) -> None:
+        """Add a token to a request's answer, and end the request if that was the last one."""
+        if sequence.first_token is None:
+            sequence.first_token = time.monotonic()
+        params = sequence.request.sampling
+        sequence.ids.append(token)
+        self.generated_tokens += 1
+        free: bool | None = True
+        if params.constraint is not None:
+            free = params.constraint.advance(token)
+        prompt = sequence.prompt_logprobs()
+        length = len(sequence.ids)
+        count = length - sequence.prompt_tokens
+        stops = token in self.lmm.stop_ids and (
+            # A constraint allows a stop token only at its end, where nothing else can come.
+            params.constraint is not None or (not params.ignore_eos and count > params.min_tokens)
+        )
+        text = "" if stops else sequence.text.push(token, stop=free is not False)
+        if free is None and sequence.text.stopped:
+            raise RequestError(
+                f"request {sequence.id} was given up, as a stop text cut its JSON: leave out stop "
+                "or response_format"
+            )
+        finish = None
+        if stops or sequence.text.stopped:
+            finish = Finish.STOP
+        elif count >= sequence.max_new or length >= self.context_length:
+            finish = Finish.LENGTH
+        if finish is None:
+            self._outputs.append(
+                Output(sequence.id, text, (token,), logprobs=logprobs, prompt=prompt, mode=mode)
+            )
+            return
+        text += sequence.text.flush()
+        self._end(
+            sequence, Finish.STOP if sequence.text.stopped else finish, text=text,
+            token_ids=(token,), logprobs=logprobs, prompt=prompt, mode=mode,
+        )  # fmt: skip
+
+    def _broken(self, sequence: SequenceState, flight: Flight) -> None:
+        """End a request whose outputs are not finite, and keep the cause from later ones."""
+        self.non_finite += 1
+        name = " and ".join(name for name, _ in sequence.request.adapters) or sequence.request.model
+        on_adapter = bool(sequence.adapters)
+        remedy = "use another model, or train the adapter again" if on_adapter else "see the log"
+        error = NonFiniteError(
+            f"{name or 'the base model'} computed NaN or infinity for this request: {remedy}",
+            blame_adapter=on_adapter,
+        )
+        log.warning("request %s on %s in %s mode: %s", sequence.id, name, flight.mode, error)
+        self._fail(sequence, error)
+        self.blocks.forget(sequence.keys)
+        if flight.merged is not None and not on_adapter:
+            # Without an adapter of its own, the merged one is the likeliest cause.
+            reason = "a request of the base model was not finite beside it"
+            log.error("adapter %s is not merged any more: %s", flight.merged, reason)
+            self.adapters.unmergeable[flight.merged] = reason
+
+    def _fail(self, sequence: SequenceState, error: ServeError) -> None:
+        self._end(sequence, Finish.ERROR, error=error)
+
+    def _fail_adapter(self, key: str, error: ServeError) -> None:
+        """End the requests of an adapter that cannot be used."""
+        for sequence in self.requests.all():
+            if key in sequence.adapters:
+                self._fail(sequence, error)
+
+    def _end(self, sequence: SequenceState, finish: Finish, **parts: Any) -> None:
+        """End a request: release what it holds, and make its last output, with these parts."""
+        sequence.finish = finish
+        self.requests.remove(sequence)
+        for key in sequence.adapters:
+            if key not in self.requests.wanted:
+                self.named.released(key)
+        prefix = sequence.prefix
+        if prefix is not None and prefix not in self.requests.wanted_prefixes:
+            self.named.released_prefix(prefix)
+        self.policy.finished(sequence.id)
+        self.finished[str(finish)] += 1
+        image = sum(len(item.at) for item in sequence.prompt.visuals)
+        completion = len(sequence.ids) - sequence.prompt_tokens
+        self._outputs.append(
+            Output(
+                sequence.id,
+                finish=finish,
+                usage=Usage(sequence.prompt_tokens, completion, image, sequence.cached),
+                times=Times(
+                    sequence.view.arrival, sequence.started, sequence.first_token, time.monotonic()
+                ),
+                **parts,
+            )
+        )
+
     # ------------------------------------------------------------------ state
 
     def stats(self) -> EngineStats:
         """Return the state of the engine and its counters."""
         requests, named, merged = self.requests, self.named, self.merge_state.adapter
-        own = self.adapters.room.pool
+        adapters, own = self.adapters, self.adapters.budget.pool
+        measured, wanted = (0, 0) if self.tuning is None else self.tuning.progress
         return EngineStats(
             running=len(requests.running),
             waiting=len(requests.waiting),
             mode=self.merge_state.mode,
             merged_adapter=None if merged is None else named.name(merged),
             switches=self.merge_state.switches,
-            steps=self._launcher.steps,
+            steps=self.steps,
             pages_total=self.memory.pages - 1,
             pages_free=self.pool.free + (0 if self._unified else own.free),
             pages_kv=self.pool.count(Owner.KV),
             pages_adapters=own.count(Owner.ADAPTER),
             pages_contexts=own.count(Owner.CONTEXT),
             contexts_resident=len(self.prefixes.resident),
-            contexts_known=self.named.contexts,
+            contexts_known=named.contexts,
             context_loads=self.prefixes.loads,
-            adapters_resident=tuple(sorted(map(named.name, self.adapters.resident))),
-            adapters_known=len(self.adapters),
-            on_device=named.names(self.adapters.resident),
-            on_disk=named.names(self.adapters.dropped - self.adapters.resident),
+            adapters_resident=tuple(sorted(map(named.name, adapters.resident))),
+            adapters_known=len(adapters),
+            on_device=named.names(adapters.resident),
+            on_disk=named.names(adapters.dropped - adapters.resident),
             prefix_hits=requests.prefix_hits,
             prefix_queries=requests.prefix_queries,
             image_hits=self.images.hits,
             image_queries=self.images.queries,
             preemptions=requests.preemptions,
-            adapter_loads=self.adapters.loads,
-            finished=dict(self._answers.finished),
-            prompt_tokens=self._launcher.prompt_tokens,
-            generated_tokens=self._answers.generated_tokens,
-            shared_passes=self._launcher.shared,
-            non_finite=self._answers.non_finite,
-            unmergeable=tuple(sorted(named.by_name(self.adapters.unmergeable))),
-            quarantined=named.by_name(self.adapters.quarantined),
+            adapter_loads=adapters.loads,
+            finished=dict(self.finished),
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            shared_passes=self.shared_passes,
+            non_finite=self.non_finite,
+            unmergeable=tuple(sorted(named.by_name(adapters.unmergeable))),
+            quarantined=named.by_name(adapters.quarantined),
             start_seconds=dict(self.start_up.seconds),
             prepared=self.start_up.done,
             preparations=self.start_up.done + len(self.start_up.left) + self.runner.provisional,
-            tilings_measured=0 if self.tuning is None else self.tuning.progress[0],
-            tilings_wanted=0 if self.tuning is None else self.tuning.progress[1],
+            tilings_measured=measured,
+            tilings_wanted=wanted,
         )
 
     def close(self) -> None:
@@ -779,3 +979,11 @@ class Engine:
                 self._trace_file.close()
             except OSError as error:  # its last lines do not fit on the disk
                 log.warning("the end of the decision trace is lost: %s", error)
+
+
+def _as_serve_error(request_id: str, error: Exception) -> ServeError:
+    """Return the error that a request ends with; what nobody expected is logged."""
+    if isinstance(error, ServeError):
+        return error
+    log.error("request %s", request_id, exc_info=error)
+    return ServeError(f"request {request_id} failed: {error}")

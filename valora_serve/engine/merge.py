@@ -84,12 +84,12 @@ class MergeState:
             if adapter not in adapters.proven:
                 if not self._linears.is_finite():
                     log.error("adapter %s is quarantined: %s", adapter, INFINITE)
-                    adapters.quarantine(adapter, INFINITE)
+                    adapters.unmergeable[adapter] = adapters.quarantined[adapter] = INFINITE
                     return False
                 adapters.proven.add(adapter)
         except Exception as error:
             log.exception("adapter %s is not merged any more", adapter)
-            adapters.bar(adapter, f"merging it failed: {error}")
+            adapters.unmergeable[adapter] = f"merging it failed: {error}"
             return False
         return True
 

@@ -12,11 +12,10 @@ from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.catalogue.contexts import reread_context
 from valora_serve.catalogue.effect import check_effect
 from valora_serve.errors import AdapterError, QuarantinedError
-from valora_serve.memory.prefix_memory import pack_prefix
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
 
     from valora_data.contract.contexts import Memory
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
     from valora_serve.catalogue.contexts import Context
     from valora_serve.catalogue.store import Staged, Store
     from valora_serve.engine.merge import MergeState
-    from valora_serve.memory.adapter_memory import AdapterMemory
-    from valora_serve.memory.prefix_memory import PackedPrefix, PrefixMemory
-    from valora_serve.memory.unified import PackedAdapter, UnifiedMemory
+    from valora_serve.engine.requests import Requests
+    from valora_serve.memory.unified import PackedAdapter, PackedPrefix, UnifiedMemory
     from valora_serve.model.lmm import Lmm
 
 log = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ FIXED = "the base weights have 4 or 8 bits"
 
 
 class Named:
-    """The names of the store, and the adapters behind them in memory.
+    """The names of the store, and the adapters and prefixes behind them in memory.
 
     An adapter's key is its folder's name and the start of its content hash. Adapters that no name
     needs any more are freed, after the last request that runs on them.
@@ -44,18 +42,12 @@ class Named:
     Args:
         lmm: The base model.
         store: Names that requests can use.
-        memory: Packs adapters.
-        adapters: Holds packed adapters.
-        prefixes: Holds packed prefixes of contexts.
+        memory: Packs adapters and prefixes.
+        requests: Unfinished requests, and the memory of adapters and prefixes.
         merge_state: State of the base weights.
-        in_use: Keys of the adapters that unfinished requests use.
-        prefixes_in_use: Keys of the prefixes that they read.
         mergeable: Whether adapters can be merged into the base weights.
         on_change: Called after weights of the base model were moved or began to take adapters; told
             whether they are the language model's.
-
-    Attributes:
-        contexts: Number of contexts that requests can name.
     """
 
     def __init__(
@@ -63,24 +55,21 @@ class Named:
         lmm: Lmm,
         store: Store,
         memory: UnifiedMemory,
-        adapters: AdapterMemory,
-        prefixes: PrefixMemory,
+        requests: Requests,
         merge_state: MergeState,
         *,
-        in_use: Container[str],
-        prefixes_in_use: Container[str],
         mergeable: bool,
         on_change: Callable[[bool], None],
     ) -> None:
-        self._lmm, self._store = lmm, store
-        self._memory, self._adapters, self._merge_state = memory, adapters, merge_state
-        self._prefixes, self._prefixes_in_use = prefixes, prefixes_in_use
-        self._in_use, self._mergeable, self._on_change = in_use, mergeable, on_change
+        self._lmm, self._store, self._memory = lmm, store, memory
+        self._requests, self._merge_state = requests, merge_state
+        self._adapters, self._prefixes = requests.adapters, requests.prefixes
+        self._mergeable, self._on_change = mergeable, on_change
         self._row_norms = lmm.linears.row_norms() if mergeable else {}
         self._key_of: dict[str, str] = {}  # by content hash
         self._names: dict[str, list[str]] = {}  # of the adapters that a name needs, by key
         self._listed: dict[frozenset[str], tuple[str, ...]] = {}
-        self.contexts = 0
+        self.contexts = 0  # that requests can name
         self._wanted_prefixes: set[str] = set()  # keys of those that a name needs
 
     def known(self) -> list[str]:
@@ -88,23 +77,16 @@ class Named:
         return sorted(self._names)
 
     def key(self, adapter: Adapter) -> str:
-        """Return the key of an adapter.
-
-        Folders of the same content are one adapter, and its key has the name of the first folder.
-        """
+        """Return the key of an adapter, which those of the same content share."""
         named = f"{adapter.folder.name}#{adapter.content[:12]}"
         return self._key_of.setdefault(adapter.content, named)
 
     def prefix_key(self, context: Context) -> str:
-        """Return the key of a context's prefix; contexts of the same content share it."""
+        """Return the key of a context's prefix, which those of the same content share."""
         return self._key_of.setdefault(context.content, f"{context.name}#{context.content[:12]}")
 
     def by_name(self, facts: Mapping[str, str]) -> dict[str, str]:
-        """Return what is known of some adapters, by each name that requests can use for them.
-
-        Args:
-            facts: By key of the adapter.
-        """
+        """Return facts about adapters, given by their keys, by the names that they have."""
         return {name: fact for key, fact in facts.items() for name in self._names.get(key, ())}
 
     def names(self, keys: Collection[str]) -> tuple[str, ...]:
@@ -151,42 +133,30 @@ class Named:
     def read(
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> tuple[Staged, dict[str, PackedAdapter], dict[str, str], dict[str, PackedPrefix]]:
-        """Do the slow part of `load`, which changes nothing; may be called from any thread.
+        """Do the slow part of `load`, which changes nothing, in any thread.
 
         Returns:
             Arguments for `register`.
-
-        Raises:
-            AdapterError: The folder cannot be served.
         """
         store = self._store
         if name is None:
             staged = store.stage_bundle(folder)
         else:
             staged = store.stage_adapter(name, folder, decode_only=decode_only)
-        adapters, dtype = staged.adapters.items(), self._memory.storage.dtype
         unmergeable = {}
-        for content, adapter in adapters:
-            reason = check_effect(adapter, dtype, self._row_norms)
+        for content, adapter in staged.adapters.items():
+            reason = check_effect(adapter, self._memory.storage.dtype, self._row_norms)
             if not self._lmm.mergeable:
                 reason = FIXED
             if reason is not None:
                 unmergeable[content] = reason
-        pack = self._memory.pack
-        packed = {content: pack(adapter) for content, adapter in adapters}
+        packed = {content: self._memory.pack(one) for content, one in staged.adapters.items()}
         return staged, packed, unmergeable, self._pack_prefixes(staged)
 
     def read_context(
         self, name: str, folder: Path
     ) -> tuple[Staged, dict[str, PackedAdapter], dict[str, str], dict[str, PackedPrefix]]:
-        """Read a context that was made at run time; may be called from any thread.
-
-        Returns:
-            Arguments for `register`.
-
-        Raises:
-            AdapterError: It cannot be served.
-        """
+        """Read a context that was made at run time, as `read` does."""
         try:
             staged = self._store.stage_context(name, folder)
         except BundleError as error:
@@ -195,11 +165,7 @@ class Named:
 
     def _pack_prefixes(self, staged: Staged) -> dict[str, PackedPrefix]:
         """Lay out the prefixes of contexts in host memory, by content hash."""
-        contexts = {
-            target.context.content: target.context
-            for target in staged.targets
-            if target.context is not None
-        }
+        contexts = {one.context.content: one.context for one in staged.targets if one.context}
         return {
             content: self.pack_prefix(
                 contexts[content].name, contexts[content].file, content, memory
@@ -214,7 +180,7 @@ class Named:
         del file  # other ranks read it
         keys, values = (memory.tensors[part][:, self._lmm.own_kv_heads]
                         for part in ("keys", "values"))  # fmt: skip
-        return pack_prefix(self._memory, name, content, keys, values)
+        return self._memory.pack_prefix(name, content, keys, values)
 
     def register(
         self,
@@ -269,10 +235,6 @@ class Named:
     def unregister(self, name: str, *, bundle: bool) -> None:
         """Forget an adapter or a bundle; requests that run on it are finished.
 
-        Args:
-            name: Its name.
-            bundle: Whether it is a bundle.
-
         Raises:
             UnknownModelError: Nothing has this name.
             BusyError: The adapter belongs to a bundle.
@@ -284,12 +246,7 @@ class Named:
         self._refresh()
 
     def unregister_context(self, name: str) -> None:
-        """Forget a context that was made at run time; requests that read it are finished.
-
-        Raises:
-            UnknownModelError: No context has this name.
-            BusyError: The context belongs to a bundle.
-        """
+        """Forget a context that was made at run time, as `unregister` does."""
         self._store.unregister_context(name)
         self._refresh()
 
@@ -327,13 +284,13 @@ class Named:
     def _retire_prefixes(self, keys: Iterable[str]) -> None:
         """Free prefixes, except those that unfinished requests read."""
         for key in keys:
-            if key not in self._prefixes_in_use and key in self._prefixes:
+            if key not in self._requests.wanted_prefixes and key in self._prefixes:
                 self._prefixes.remove(key)
 
     def _retire(self, keys: Iterable[str]) -> None:
         """Free adapters, except those that unfinished requests use: `released` frees them."""
         for key in keys:
-            if key not in self._in_use and key in self._adapters:
+            if key not in self._requests.wanted and key in self._adapters:
                 if key == self._merge_state.adapter:
                     self._merge_state.switch(Mode.UNMERGED, None)
                 self._adapters.remove(key)

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from valora_serve.engine.sequence import SequenceState
-    from valora_serve.memory.adapter_memory import AdapterMemory
+    from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
     from valora_serve.memory.block_manager import BlockManager
-    from valora_serve.memory.prefix_memory import PrefixMemory
     from valora_serve.orchestrator.decision import RequestView
 
 LOOK_AHEAD: Final = 256
@@ -26,21 +25,12 @@ PREFETCHES: Final = 32
 
 
 class Requests:
-    """All unfinished requests.
+    """All unfinished requests, and the memory that they hold.
 
-    A running request holds a place in the batch, KV pages, and pins on its adapter and on the
+    A running request holds a slot in the batch, KV pages, and pins on its adapter and on the
     prefix of its context. It gets them together (`admit`) and gives them back together (`release`).
 
-    Args:
-        blocks: Page tables of running requests, and the prefix cache.
-        adapters: Adapters of the engine.
-        prefixes: Prefixes of the engine's contexts.
-        max_requests: Most requests that run at a time.
-
     Attributes:
-        blocks: Page tables of running requests, and the prefix cache.
-        adapters: Adapters of the engine.
-        prefixes: Prefixes of the engine's contexts.
         waiting: Requests in the queue by id: preempted ones, then the others as they arrived.
         running: Requests that hold memory, by id; also those whose head computes its result.
         riding: Requests by id that another one carries (`SequenceState.carrier`), until they end.
@@ -48,7 +38,7 @@ class Requests:
         wanted_prefixes: The same by key of their prefix.
         mixes: Unfinished requests by what policies know their adapters by, and by id, where that
             is not the key of a single one.
-        places: Free places in the batch.
+        places: Free slots in the batch.
         preemptions: How often a request was preempted since the start.
         prefix_queries: Prompt tokens looked up in the prefix cache since the start.
         prefix_hits: Prompt tokens found in it.
@@ -68,6 +58,7 @@ class Requests:
         self.wanted: Counter[str] = Counter()
         self.wanted_prefixes: Counter[str] = Counter()
         self.mixes: dict[str, dict[str, SequenceState]] = {}
+        adapters.wanted, prefixes.wanted = self.wanted, self.wanted_prefixes
         self.places = deque(range(max_requests))
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._deadlines: list[tuple[float, str]] = []
@@ -105,24 +96,21 @@ class Requests:
     def own_pages(self, sequence: SequenceState, tokens: int) -> int:
         """Return how many pages a request has for itself with this many tokens."""
         size = self.blocks.block_size
-        return -(-tokens // size) - sequence.given // size
+        return -(-tokens // size) - sequence.prompt.given // size
 
     def load_prefixes(self, starved: float) -> dict[str, ServeError]:
         """Start loading the prefixes that waiting requests need, in the order of the queue.
 
-        Args:
-            starved: No request that arrived before this time may be overtaken.
-
-        Returns:
-            The errors of those that could not be loaded, by key.
+        No request that arrived before the time `starved` may be overtaken. Returns the errors of
+        those that could not be loaded, by key.
         """
         prefixes = self.prefixes
         failed = prefixes.poll()
         self._starved = False
         if not self.wanted_prefixes:
             return failed
-        oldest = sorted(self.waiting.values(), key=lambda sequence: sequence.arrival)[:LOOK_AHEAD]
-        for number, sequence in enumerate(oldest):
+        oldest = sorted(self.waiting.values(), key=lambda sequence: sequence.view.arrival)
+        for number, sequence in enumerate(oldest[:LOOK_AHEAD]):
             key = sequence.prefix
             if len(prefixes.loading) >= PREFETCHES:
                 break
@@ -131,7 +119,7 @@ class Requests:
             try:
                 # Only for the oldest may one be evicted that others wait for.
                 if not prefixes.load(key, urgent=number == 0):
-                    self._starved |= number == 0 and sequence.arrival < starved
+                    self._starved |= number == 0 and sequence.view.arrival < starved
             except ServeError as error:
                 failed[key] = error
         return failed
@@ -145,21 +133,8 @@ class Requests:
         """Return all unfinished requests."""
         return [*self.waiting.values(), *self.running.values(), *self.riding.values()]
 
-    def of_adapter(self, key: str) -> list[SequenceState]:
-        """Return the unfinished requests that run on an adapter."""
-        return [sequence for sequence in self.all() if key in sequence.adapters]
-
-    def of_prefix(self, key: str) -> list[SequenceState]:
-        """Return the unfinished requests that read a prefix."""
-        return [sequence for sequence in self.all() if sequence.prefix == key]
-
     def add(self, sequence: SequenceState, others: Sequence[SequenceState] = ()) -> None:
-        """Put a new request at the end of the queue, or on the pass of another one.
-
-        Args:
-            sequence: The request.
-            others: Requests about the same images that were added with it.
-        """
+        """Put a new request in the queue, or on the pass of another one about the same images."""
         sequence.follow([one for one in others if one.carrier is None and one.finish is None])
         held = self.waiting if sequence.carrier is None else self.riding
         held[sequence.id] = sequence
@@ -177,11 +152,7 @@ class Requests:
                 heapq.heapify(self._deadlines)
 
     def overdue(self, now: float) -> Iterator[SequenceState]:
-        """Return the unfinished requests whose deadline has passed, each once.
-
-        Args:
-            now: Seconds of `time.monotonic`.
-        """
+        """Return the unfinished requests whose deadline has passed by now, each once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, request_id = heapq.heappop(self._deadlines)
             late = self.find(request_id)
@@ -189,14 +160,14 @@ class Requests:
                 yield late
 
     def admit(self, sequence: SequenceState) -> bool:
-        """Let a waiting request run: give it a place, pages for its prompt, adapter and prefix.
+        """Let a waiting request run: give it a slot, pages for its prompt, adapter and prefix.
 
         Returns:
-            Whether it runs now; False if a place, pages, its adapter or its prefix are missing.
+            Whether it runs now; False if one of them is missing.
         """
         if sequence.place is not None:
             return True
-        prefix, blocks = sequence.prefix, self.blocks
+        prefix, given, blocks = sequence.prefix, sequence.prompt.given, self.blocks
         if not self.places or not self.adapters.resident.issuperset(sequence.adapters):
             return False
         if prefix is not None and prefix not in self.prefixes.resident:
@@ -212,7 +183,7 @@ class Requests:
         if sequence.scores is not None:
             limit = 0  # the log probabilities of all tokens are computed
         held = () if prefix is None else self.prefixes.held(prefix)
-        full, rest = divmod(sequence.given, blocks.block_size)
+        full, rest = divmod(given, blocks.block_size)
         cached = blocks.open(
             sequence.id,
             sequence.ids,
@@ -225,35 +196,29 @@ class Requests:
         )
         if not blocks.reserve(sequence.id, len(sequence.ids) + (head is None)):
             blocks.close(sequence.id)
-            self._unpin(sequence)
+            self._pin(sequence, release=True)
             return False
-        if prefix is not None and rest and cached < sequence.given:
+        if prefix is not None and rest and cached < given:
             self.prefixes.copy_rest(prefix, blocks.table(sequence.id)[full])
-        cached = max(cached, sequence.given)
+        cached = max(cached, given)
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
         sequence.place = self.places.popleft()
         sequence.computed, sequence.chosen = cached, False
         if not sequence.preemptions:
             sequence.cached = min(cached, sequence.prompt_tokens)
-            self.prefix_queries += sequence.prompt_tokens - sequence.given
-            self.prefix_hits += sequence.cached - sequence.given
+            self.prefix_queries += sequence.prompt_tokens - given
+            self.prefix_hits += sequence.cached - given
         view = sequence.view
         view.running, view.pages = True, 0
         view.prompt_left, view.kv_tokens = len(sequence.ids) - cached, cached
         return True
 
-    def _pin(self, sequence: SequenceState) -> None:
+    def _pin(self, sequence: SequenceState, *, release: bool = False) -> None:
         for key in sequence.adapters:
-            self.adapters.pin(key)
+            (self.adapters.unpin if release else self.adapters.pin)(key)
         if sequence.prefix is not None:
-            self.prefixes.pin(sequence.prefix)
-
-    def _unpin(self, sequence: SequenceState) -> None:
-        for key in sequence.adapters:
-            self.adapters.unpin(key)
-        if sequence.prefix is not None:
-            self.prefixes.unpin(sequence.prefix)
+            (self.prefixes.unpin if release else self.prefixes.pin)(sequence.prefix)
 
     def release(self, sequence: SequenceState) -> None:
         """Give back a request's place, pages and pins, if it has them."""
@@ -262,15 +227,12 @@ class Requests:
         self.places.append(sequence.place)
         sequence.place = None
         sequence.keys = self.blocks.close(sequence.id)
-        self._unpin(sequence)
+        self._pin(sequence, release=True)
         sequence.features.clear()
         sequence.memory = None
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Release a running request and put it at the front of the queue, to be recomputed.
-
-        The host must know all its tokens.
-        """
+        """Put a running request, whose tokens the host knows, back at the front of the queue."""
         self.release(sequence)
         del self.running[sequence.id]
         sequence.preemptions += 1
@@ -281,7 +243,7 @@ class Requests:
             sequence.scores.clear()
         view = sequence.view
         view.running, view.kv_tokens, view.held = False, 0, 0
-        view.prompt_left = len(sequence.ids) - sequence.given
+        view.prompt_left = len(sequence.ids) - sequence.prompt.given
         view.images = len(sequence.prompt.visuals)
         view.pages = self.own_pages(sequence, len(sequence.ids) + 1)
         self.waiting[sequence.id] = sequence
@@ -302,15 +264,17 @@ class Requests:
         if self.running.pop(sequence.id, None) is not None:
             self.release(sequence)
         for key in sequence.adapters:
-            self.wanted[key] -= 1
-            if not self.wanted[key]:
-                del self.wanted[key]
+            _discount(self.wanted, key)
         label = sequence.view.adapter
         if label in self.mixes:
             self.mixes[label].pop(sequence.id, None)
             if not self.mixes[label]:
                 del self.mixes[label]
         if sequence.prefix is not None:
-            self.wanted_prefixes[sequence.prefix] -= 1
-            if not self.wanted_prefixes[sequence.prefix]:
-                del self.wanted_prefixes[sequence.prefix]
+            _discount(self.wanted_prefixes, sequence.prefix)
+
+
+def _discount(counts: Counter[str], key: str) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

@@ -44,94 +44,48 @@ class Prepared:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """Everything that the engine knows of an unfinished request.
-
-    Attributes:
-        request: The request as it came.
-        prompt: Its token ids and images, ready for the model.
-        adapters: Weights of the adapters that it runs on, by their keys.
-        head: Head that answers, None to generate text.
-        view: What policies see of it; kept up to date.
-        ids: Token ids of prompt and answer, as far as the host knows them.
-        prompt_tokens: Number of prompt tokens in `ids`.
-        salt: What its keys in the prefix cache contain besides tokens: `ResolvedModel.salt`.
-        own_from: Index of the first token that its adapter is applied to: 0, or that of the
-            prompt's last token if the adapter is applied at decoding only.
-        spans: Images in the prompt, for its keys in the prefix cache.
-        vision: Content hash of the adapter's weights that change how images are encoded; empty if
-            there are none.
-        tenant: Hash of its cache salt, for its keys in the image cache; empty without one.
-        text: Turns tokens into text.
-        generator: Random numbers of its own, None for greedy decoding.
-        max_new: Most tokens to generate.
-        arrival: Time of arrival, in seconds of `time.monotonic`.
-        counts: How often each token has come, for its penalties; None without penalties.
-        bias: Its `logit_bias`, None without any.
-        scores: Log probabilities of its prompt, one entry for each step that computed some; None if
-            it wants none, or has got them.
-        prefix: Key of the prefix of its context, None without one.
-        root: What its keys in the prefix cache begin with: hash of its cache salt, and content
-            hash of that prefix.
-        mask_seconds: Time that its constraint has taken to compute masks, in seconds.
-        place: Its place in the batch, None while it waits.
-        computed: Tokens whose keys and values are in the cache, those of the step under way
-            included.
-        pending: Tokens that the device has chosen and the host has not read yet.
-        chosen: Whether its last token lies at its place on the device.
-        cached: Prompt tokens that came from the prefix cache when it was first admitted.
-        features: Encoded images by their number in the prompt, kept until the prompt is computed.
-        memory: Memory tokens of its context, for the same time.
-        hidden: Hidden states that its head reads, [rows, width] a step.
-        kv: Keys and values of its prompt, if it keeps them, see `Output.kv`.
-        started: Time of its first step, in seconds of `time.monotonic`.
-        first_token: Time of its first token, or of its head's result.
-        finish: Why it ended, None while it runs.
-        preemptions: How often it was preempted.
-        keys: Keys of its blocks in the prefix cache, once it has given them back.
-        riders: Requests whose heads read the hidden states of its pass, and compute nothing else.
-        carrier: The request that it rides on, None for one with a pass of its own.
-        after: Request that computes the beginning of its prompt first, and that many tokens.
-    """
+    """Everything that the engine knows of an unfinished request."""
 
     request: Request
     prompt: Prompt
-    adapters: dict[str, float]
-    head: Head | None
-    view: RequestView
-    ids: list[int]
+    adapters: dict[str, float]  # weights of the adapters that it runs on, by their keys
+    head: Head | None  # that answers; None to generate text
+    view: RequestView  # what policies see of it; kept up to date
+    ids: list[int]  # of prompt and answer, as far as the host knows them
     prompt_tokens: int
-    salt: bytes
-    spans: list[ImageSpan]
-    vision: bytes
+    salt: bytes  # `ResolvedModel.salt`, for its keys in the prefix cache
+    spans: list[ImageSpan]  # images in the prompt, for the same
+    vision: bytes  # content hash of the adapters' weights that change how images are encoded
     text: Detokenizer
-    generator: Generator | None
-    max_new: int
-    arrival: float
-    counts: TokenCounts | None = None
-    bias: Bias | None = None
+    generator: Generator | None  # random numbers of its own; None for greedy decoding
+    max_new: int  # most tokens to generate
+    counts: TokenCounts | None = None  # of each token, for its penalties
+    bias: Bias | None = None  # its `logit_bias`
+    # Log probabilities of its prompt, of each step that computed some; None if it wants none, or
+    # has got them.
     scores: list[StepLogprobs] | None = None
-    own_from: int = 0
-    tenant: bytes = b""
-    prefix: str | None = None
-    root: bytes = b""
-    mask_seconds: float = 0.0
-    place: int | None = None
-    computed: int = 0
-    pending: int = 0
-    chosen: bool = False
-    cached: int = 0
-    features: dict[int, VisualFeatures] = field(default_factory=dict)
-    memory: VisualFeatures | None = None
-    hidden: list[Tensor] = field(default_factory=list)
-    kv: Tensor | None = None
-    started: float | None = None
-    first_token: float | None = None
+    own_from: int = 0  # index of the first token that its adapter is applied to
+    tenant: bytes = b""  # hash of its cache salt, for its keys in the image cache
+    prefix: str | None = None  # key of the prefix of its context
+    root: bytes = b""  # what its keys in the prefix cache begin with: tenant and that prefix
+    mask_seconds: float = 0.0  # that its constraint has taken to compute masks
+    place: int | None = None  # its slot in the batch, None while it waits
+    computed: int = 0  # tokens with keys and values, those of the step under way included
+    pending: int = 0  # tokens that the device has chosen and the host has not read yet
+    chosen: bool = False  # whether its last token lies in its slot on the device
+    cached: int = 0  # prompt tokens from the prefix cache when it was first admitted
+    features: dict[int, VisualFeatures] = field(default_factory=dict)  # by number of the image
+    memory: VisualFeatures | None = None  # memory tokens of its context
+    hidden: list[Tensor] = field(default_factory=list)  # that its head reads, [rows, width] a step
+    kv: Tensor | None = None  # see `Output.kv`
+    started: float | None = None  # time of its first step, in seconds of `time.monotonic`
+    first_token: float | None = None  # time of its first token, or of its head's result
     finish: Finish | None = None
     preemptions: int = 0
-    keys: list[bytes] = field(default_factory=list)
-    riders: list[SequenceState] = field(default_factory=list)
-    carrier: SequenceState | None = None
-    after: tuple[SequenceState, int] | None = None
+    keys: list[bytes] = field(default_factory=list)  # of the blocks that it has given back
+    riders: list[SequenceState] = field(default_factory=list)  # whose heads read its hidden states
+    carrier: SequenceState | None = None  # the request that it rides on
+    after: tuple[SequenceState, int] | None = None  # computes so many of its first tokens
 
     @property
     def id(self) -> str:
@@ -148,51 +102,30 @@ class SequenceState:
         """Tokens of the answer, those included that only the device knows."""
         return self.length - self.prompt_tokens
 
-    @property
-    def given(self) -> int:
-        """Tokens at the beginning whose keys and values its context gives."""
-        return self.prompt.given
-
-    @property
-    def left(self) -> int:
-        """Tokens still to be computed before the next one can be chosen."""
-        return self.length - self.computed
-
     def positions(self, start: int, end: int) -> NDArray[np.int64]:
         """Return the [3, rows] positions of tokens `start` to `end`, generated ones included."""
         assert self.prompt.positions is not None
         known = self.prompt.positions[:, start:end]
-        first = start + known.shape[1]
-        rest = np.arange(first, end)[None] + self.prompt.delta
+        rest = np.arange(start + known.shape[1], end)[None] + self.prompt.delta
         return np.concatenate([known, np.repeat(rest, 3, axis=0)], axis=1)
 
     def visuals(
         self, start: int, end: int
     ) -> list[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]]:
-        """Return the rows among tokens `start` to `end` that images or memory tokens take.
+        """Return what images and memory tokens there are among tokens `start` to `end`.
 
-        Returns:
-            For each image, and for the memory tokens: rows counted from `start`, its features, and
-            the features' rows.
+        Each has its rows counted from `start`, its features, and the features' rows.
         """
+        parts = [(self.features.get(n), one.at) for n, one in enumerate(self.prompt.visuals)]
+        if self.prompt.memory is not None:
+            parts.append((self.memory, self.prompt.memory.at))
         found = []
-        for number, visual in enumerate(self.prompt.visuals):
-            which = np.flatnonzero((visual.at >= start) & (visual.at < end))
+        for features, at in parts:
+            which = np.flatnonzero((at >= start) & (at < end))
             if which.size:
-                found.append((visual.at[which] - start, self.features[number], which))
-        memory = self.prompt.memory
-        if memory is not None:
-            which = np.flatnonzero((memory.at >= start) & (memory.at < end))
-            if which.size:
-                assert self.memory is not None
-                found.append((memory.at[which] - start, self.memory, which))
+                assert features is not None
+                found.append((at[which] - start, features, which))
         return found
-
-    def targets(self, start: int, end: int) -> list[int]:
-        """Return the prompt's tokens that follow tokens `start` to `end`, if they are scored."""
-        if self.scores is None:
-            return []
-        return self.ids[start + 1 : min(end + 1, self.prompt_tokens)]
 
     def prompt_logprobs(self) -> PromptLogprobs | None:
         """Return the log probabilities of its prompt once; None if it wants none or has them."""
@@ -218,11 +151,7 @@ class SequenceState:
         return found
 
     def follow(self, others: Sequence[SequenceState]) -> None:
-        """Ride on the pass of another request about the same images, or wait for its prefix.
-
-        Args:
-            others: Requests with passes of their own.
-        """
+        """Ride on the pass of another request about the same images, or wait for its prefix."""
         most = 0
         for other in others:
             if (self.root, self.vision, self.prefix) != (other.root, other.vision, other.prefix):
@@ -231,7 +160,8 @@ class SequenceState:
             if alike and self.ids == other.ids and self._reads_as(other):
                 other.riders.append(self)
                 self.carrier, self.after = other, None
-                other.view.latency_limit = _least(other.view.latency_limit, self.view.latency_limit)
+                limits = (other.view.latency_limit, self.view.latency_limit)
+                other.view.latency_limit = min((n for n in limits if n is not None), default=None)
                 return
             pairs = enumerate(zip(self.ids, other.ids, strict=False))
             common = next((at for at, (own, its) in pairs if own != its), len(other.ids))
@@ -261,14 +191,10 @@ class SequenceState:
         return False
 
     def kept(self, start: int, end: int) -> NDArray[np.int64]:
-        """Return which tokens of `start` to `end` the head reads, counted from `start`."""
+        """Return which of the tokens `start` to `end` the head reads, counted from `start`."""
         assert self.head is not None
         if not self.head.reads_visual:
             first = max(self.prompt_tokens - self.head.last_tokens, start)
             return np.arange(first, max(min(end, self.prompt_tokens), first)) - start
         at = np.sort(np.concatenate([visual.read for visual in self.prompt.visuals]))
         return at[(at >= start) & (at < end)] - start
-
-
-def _least(one: float | None, other: float | None) -> float | None:
-    return min((limit for limit in (one, other) if limit is not None), default=None)

@@ -28,7 +28,6 @@ from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.workers import FAILED, HELD, READY, STARTED, device_of
 from valora_serve.errors import AdapterError
-from valora_serve.memory.prefix_memory import pack_prefix
 from valora_serve.parallel.group import Group, make_store
 from valora_serve.pauses import short_pauses
 
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from valora_serve.memory.prefix_memory import PackedPrefix
-    from valora_serve.memory.unified import PackedAdapter
+    from valora_serve.memory.unified import PackedAdapter, PackedPrefix
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +99,7 @@ class Worker:
             return memory.pack(adapter)
         _, tensors = read_safetensors(source, FILE_BYTES)
         keys, values = (tensors[name][:, lmm.own_kv_heads] for name in ("keys", "values"))
-        return pack_prefix(memory, source.stem, content, keys, values)
+        return memory.pack_prefix(source.stem, content, keys, values)
 
 
 def _end_with(parent: int) -> None:

@@ -34,8 +34,7 @@ import torch
 from valora_data.errors import ValoraError
 from valora_serve.engine import sizing
 from valora_serve.errors import AdapterError, SettingsError, StoppedError
-from valora_serve.memory.prefix_memory import PackedPrefix
-from valora_serve.memory.unified import PackedAdapter
+from valora_serve.memory.unified import PackedAdapter, PackedPrefix
 from valora_serve.model.split_model import check_split
 from valora_serve.model.split_runner import FORMS
 from valora_serve.parallel.group import Group, make_store

@@ -1,7 +1,8 @@
-"""Adapters in host memory and on the device (S-LoRA §5.1, §5.2).
+"""Adapters and prefixes on a device: their copies run on a CUDA stream of their own, beside steps.
 
-`residency` loads and evicts them; here is what they have besides pages: a slot each, whose rank and
-scaling the kernels read, and what was found out about merging them.
+A prefix of a context stands before a request's own pages; all requests about it read its pages. If
+it does not fill its last page, each request gets a copy of that page, in which its own tokens
+follow.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from valora_serve.memory.block_manager import Owner
-from valora_serve.memory.device_residency import DeviceResidency
-from valora_serve.memory.residency import Room
+from valora_serve.memory.residency import MemoryBudget, P, Residency
+from valora_serve.memory.unified import PackedAdapter, PackedPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,16 +23,45 @@ if TYPE_CHECKING:
 
     from valora_serve.memory.block_manager import PagePool
     from valora_serve.memory.residency import Entry
-    from valora_serve.memory.unified import PackedAdapter, UnifiedMemory
+    from valora_serve.memory.unified import UnifiedMemory
 
 
-class AdapterMemory(DeviceResidency["PackedAdapter"]):
+class DeviceResidency(Residency[P]):
+    """Things of one kind, by key, in pages of a device."""
+
+    def __init__(
+        self, memory: UnifiedMemory, budget: MemoryBudget, slots: int | None = None
+    ) -> None:
+        cuda = memory.device.type == "cuda"
+        super().__init__(budget, slots=slots, background=cuda)
+        self._memory = memory
+        self._stream = torch.cuda.Stream(memory.device) if cuda else None
+
+    def _write(self, entry: Entry[P]) -> None:
+        """Copy an entry to its pages, on the current stream."""
+        raise NotImplementedError
+
+    def copy(self, entry: Entry[P]) -> torch.cuda.Event | None:
+        """Copy an entry to its pages; return what is recorded behind the copy on a GPU."""
+        if self._stream is None:
+            self._write(entry)
+            return None
+        # Steps that were launched may still read what the pages held before.
+        self._stream.wait_stream(torch.cuda.current_stream(self._memory.device))
+        with torch.cuda.stream(self._stream):
+            self._write(entry)
+            copied = torch.cuda.Event()
+            copied.record()
+        return copied
+
+
+class AdapterMemory(DeviceResidency[PackedAdapter]):
     """The adapters of an engine, by key.
 
     Args:
         memory: Pages and address tables of adapters on the device.
         pool: Free and used pages of `memory`.
-        host_bytes: Most bytes of host memory, see `Room`.
+        host_bytes: Most bytes of host memory, see `MemoryBudget`.
 
     Attributes:
         ranks: [slots] int32, rank of the adapter in each slot, 0 for an empty slot.
@@ -46,14 +77,12 @@ class AdapterMemory(DeviceResidency["PackedAdapter"]):
     def __init__(
         self, memory: UnifiedMemory, pool: PagePool, *, host_bytes: int | None = None
     ) -> None:
-        super().__init__(Room(pool, host_bytes), memory.device)
+        super().__init__(memory, MemoryBudget(pool, host_bytes), memory.slots)
         self.ranks: NDArray[np.int32] = np.zeros(memory.slots, np.int32)
         self.scalings: NDArray[np.float32] = np.zeros(memory.slots, np.float32)
         self.unmergeable: dict[str, str] = {}
         self.quarantined: dict[str, str] = {}
         self.proven: set[str] = set()
-        self._memory = memory
-        self._free_slots = list(range(memory.slots - 1, -1, -1))
 
     def add(
         self,
@@ -63,52 +92,51 @@ class AdapterMemory(DeviceResidency["PackedAdapter"]):
         *,
         unmergeable: str | None = None,
     ) -> None:
-        """Add an adapter in host memory; a known one stays where it is, out of quarantine.
+        """Add an adapter in host memory, out of quarantine; see `Residency.add`.
 
         Args:
             key: Key of the adapter.
             packed: The adapter, from `UnifiedMemory.pack`.
-            reload: Reads and packs the adapter's file again, see `Residency.add`.
+            reload: Reads and packs the adapter's file again.
             unmergeable: Why it must not be merged into the base weights, None if it may be.
         """
-        self._forgotten(key)
+        self._clear(key)
         if unmergeable is not None:
             self.unmergeable[key] = unmergeable
         super().add(key, packed, reload)
 
-    def bar(self, key: str, reason: str) -> None:
-        """Keep an adapter from being merged from now on."""
-        self.unmergeable[key] = reason
+    def remove(self, key: str) -> None:
+        """Forget an adapter and what was found out about it; see `Residency.remove`."""
+        super().remove(key)
+        self._clear(key)
 
-    def quarantine(self, key: str, reason: str) -> None:
-        """Keep an adapter from being merged and used from now on."""
-        self.unmergeable[key] = self.quarantined[key] = reason
-
-    def slot(self, key: str) -> int:
-        """Return the slot of a resident adapter."""
-        return self._entries[key].slot
-
-    def _forgotten(self, key: str) -> None:
+    def _clear(self, key: str) -> None:
         self.unmergeable.pop(key, None)
         self.quarantined.pop(key, None)
         self.proven.discard(key)
 
+    def evict(self, entry: Entry[PackedAdapter]) -> None:
+        """Free the pages and the slot of a resident adapter."""
+        self.ranks[entry.slot] = self.scalings[entry.slot] = 0
+        super().evict(entry)
+
     def _write(self, entry: Entry[PackedAdapter]) -> None:
         assert entry.packed is not None
         self._memory.write(entry.packed, entry.pages, entry.slot)
-
-    def _has_slot(self) -> bool:
-        return bool(self._free_slots)
-
-    def _placing(self, entry: Entry[PackedAdapter]) -> None:
-        entry.slot = self._free_slots.pop()
-
-    def _placed(self, entry: Entry[PackedAdapter]) -> None:
-        assert entry.packed is not None
         self.ranks[entry.slot] = entry.packed.rank
         self.scalings[entry.slot] = entry.packed.scaling
 
-    def _leaving(self, entry: Entry[PackedAdapter]) -> None:
-        self.ranks[entry.slot] = 0
-        self.scalings[entry.slot] = 0.0
-        self._free_slots.append(entry.slot)
+
+class PrefixMemory(DeviceResidency[PackedPrefix]):
+    """The prefixes of an engine's contexts, by key."""
+
+    kind = "context"
+    owner = Owner.CONTEXT
+
+    def copy_rest(self, key: str, page: int) -> None:
+        """Copy the last page of a resident prefix into a request's page, on the current stream."""
+        self._memory.copy_page(self.held(key)[-1], page)
+
+    def _write(self, entry: Entry[PackedPrefix]) -> None:
+        assert entry.packed is not None
+        self._memory.write_pages(entry.packed, entry.pages)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -23,12 +23,9 @@ class Owner(IntEnum):
     FREE = 0
     KV = 1
     ADAPTER = 2
-    CACHED = 3
-    """Keys and values that no sequence uses; evicted when pages are short."""
-    RESERVED = 4
-    """Never given back: rows that pad a CUDA graph write here."""
-    CONTEXT = 5
-    """Keys and values of a context, which all requests about it read."""
+    CACHED = 3  # keys and values that no sequence uses; evicted when pages are short
+    RESERVED = 4  # never given back: rows that pad a CUDA graph write here
+    CONTEXT = 5  # keys and values of a context, which all requests about it read
 
 
 class PagePool:
@@ -39,7 +36,6 @@ class PagePool:
         first: Number of the first page; those before it belong to another pool.
 
     Attributes:
-        pages: Number of pages.
         on_evict: Called with a cached page before it is taken for something else.
         on_short: Called with the number of missing pages when `take` finds too few; may give pages
             back (idle adapters).
@@ -68,10 +64,6 @@ class PagePool:
 
     def take(self, count: int, owner: Owner) -> list[int] | None:
         """Take pages, all or none; cached pages are evicted, least recently used first.
-
-        Args:
-            count: Number of pages.
-            owner: What they are used for: KV, ADAPTER, CONTEXT or RESERVED.
 
         Returns:
             The pages, each with one user, or None if fewer can be taken.
@@ -119,12 +111,7 @@ class PagePool:
             self._free.append(page)
 
     def give(self, page: int, *, keep: bool = False) -> None:
-        """Remove a user from a page, which is free when it has none left.
-
-        Args:
-            page: The page.
-            keep: Whether a page without users stays cached until it is evicted.
-        """
+        """Remove a user from a page; one without users is free, or cached if it is to be kept."""
         users = self._users[page] - 1
         owner = self._owner[page]
         if users < 0 or owner is Owner.RESERVED:
@@ -145,12 +132,9 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """Prompt tokens that stand for an image or a video.
+    """Prompt tokens `start` to `stop` that stand for an image or a video.
 
-    Attributes:
-        start: Index of the first token.
-        stop: Index after the last token.
-        key: Content hash of the image, and of the adapter's weights that change its encoding.
+    The key is the content hash of the image, and of the adapter's weights that change its encoding.
     """
 
     start: int
@@ -160,28 +144,16 @@ class ImageSpan:
 
 @dataclass(slots=True)
 class _SequencePages:
-    """Tokens, pages and keys of an open sequence.
-
-    Attributes:
-        tokens: Its token ids; the caller appends to them.
-        salt: Content hash of its adapter.
-        since: Index of the first token that the adapter is applied to.
-        spans: Images among its tokens.
-        blocks: Its pages, in the order of its tokens.
-        shared: Number of pages at their beginning that belong to its context.
-        keys: Keys of its full and computed blocks in the prefix cache, from the first page on that
-            is not its context's.
-        root: What the chain of its keys begins with, see `BlockManager`.
-    """
+    """Tokens, pages and keys of an open sequence; see `BlockManager.open`."""
 
     tokens: Sequence[int]
     salt: bytes
     since: int
     spans: Sequence[ImageSpan]
-    blocks: list[int]
-    shared: int = 0
-    keys: list[bytes] = field(default_factory=list)
-    root: bytes = b""
+    blocks: list[int]  # its pages, in the order of its tokens
+    shared: int  # pages at their beginning that belong to its context
+    keys: list[bytes]  # of its full and computed blocks in the prefix cache, behind `shared`
+    root: bytes
 
 
 class BlockManager:
@@ -199,11 +171,6 @@ class BlockManager:
         pool: Pages to take and give back.
         block_size: Tokens per block.
         caching: Whether computed blocks are kept for other sequences (prefix cache).
-
-    Attributes:
-        pool: Pages to take and give back.
-        block_size: Tokens per block.
-        caching: Whether computed blocks are kept for other sequences.
     """
 
     def __init__(self, pool: PagePool, block_size: int, *, caching: bool = True) -> None:
@@ -235,23 +202,12 @@ class BlockManager:
         shared: int = 0,
         root: bytes = b"",
     ) -> tuple[int, list[int]]:
-        """Look up the longest cached prefix of a prompt, without taking it.
-
-        Args:
-            tokens: Token ids of the prompt.
-            salt: Content hash of the adapter, empty for the base model.
-            spans: Images among the tokens, by ascending start.
-            limit: Most tokens to take from the cache; a head that reads visual tokens needs them
-                computed.
-            since: Index of the first token that the adapter is applied to, at least that of the
-                first token behind `shared`.
-            shared: Number of blocks at the beginning that a context has.
-            root: What the chain of keys begins with: hashes of the tenant and of the context.
+        """Look up the longest cached prefix of a prompt, without taking it; arguments as of `open`.
 
         Returns:
-            Number of cached tokens, those of the context's blocks included, and the blocks behind
-            these. Only whole blocks are cached, and never the
-            whole prompt, as its last token must be computed.
+            Number of cached tokens, those of the context's `shared` blocks included, and the blocks
+            behind these. Only whole blocks are cached, and never the whole prompt, as its last
+            token must be computed.
         """
         blocks: list[int] = []
         if self.caching:
@@ -285,17 +241,16 @@ class BlockManager:
                 tokens to it.
             salt: Content hash of the adapter, empty for the base model.
             spans: Images among the tokens, by ascending start.
-            limit: Most tokens to take from the cache.
-            since: Index of the first token that the adapter is applied to.
+            limit: Most tokens to take from the cache; a head that reads visual tokens needs them
+                computed.
+            since: Index of the first token that the adapter is applied to, at least that of the
+                first token behind `shared`.
             shared: Pages of a context, all full, with which the table begins; they stay the
                 context's.
             root: What the chain of keys begins with: hashes of the tenant and of the context.
 
         Returns:
             Number of cached tokens, those of `shared` included, which need not be computed.
-
-        Raises:
-            ValueError: A sequence of this id is open.
         """
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is open already: close it first")
@@ -316,11 +271,7 @@ class BlockManager:
         return max(0, -(-total_tokens // self.block_size) - held)
 
     def reserve(self, sequence: Hashable, total_tokens: int) -> bool:
-        """Take the pages that a sequence needs to hold this many tokens.
-
-        Returns:
-            False if there are too few pages; nothing has changed then.
-        """
+        """Take the pages that a sequence needs to hold this many tokens; all, or none and False."""
         blocks = self._sequences[sequence].blocks
         lacking = -(-total_tokens // self.block_size) - len(blocks)
         if lacking > 0:
@@ -331,15 +282,7 @@ class BlockManager:
         return True
 
     def commit(self, sequence: Hashable, computed_tokens: int) -> None:
-        """Add the full blocks of a sequence to the prefix cache.
-
-        Args:
-            sequence: Id of the sequence.
-            computed_tokens: Tokens from its start whose keys and values are computed.
-
-        Raises:
-            ValueError: It has fewer tokens, or too few pages for them.
-        """
+        """Add a sequence's full blocks of computed tokens, counted from its start, to the cache."""
         entry = self._sequences[sequence]
         full = computed_tokens // self.block_size
         if full <= entry.shared + len(entry.keys):
@@ -367,14 +310,7 @@ class BlockManager:
         return self._sequences[sequence].blocks
 
     def close(self, sequence: Hashable) -> list[bytes]:
-        """Close a sequence; its blocks stay in the prefix cache until they are evicted.
-
-        Returns:
-            Their keys in the prefix cache.
-
-        Raises:
-            KeyError: No sequence of this id is open.
-        """
+        """Close a sequence, whose blocks stay cached until they are evicted; return their keys."""
         entry = self._sequences.pop(sequence)
         # Last block first, so that the end of a prefix is evicted before its beginning.
         for block in reversed(entry.blocks[entry.shared :]):
@@ -382,11 +318,7 @@ class BlockManager:
         return entry.keys
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Remove blocks from the prefix cache, as their keys and values are not to be used again.
-
-        Args:
-            keys: Their keys; those that are not in the cache any more are skipped.
-        """
+        """Remove blocks from the cache by their keys, as their content is not to be used again."""
         for key in keys:
             block = self._block_of.pop(key, None)
             if block is not None:
@@ -420,5 +352,4 @@ class BlockManager:
         return digest.digest()
 
     def _forget(self, block: int) -> None:
-        """Remove a block from the prefix cache, as its page is evicted."""
         del self._block_of[self._key_of.pop(block)]

@@ -1,13 +1,13 @@
-"""What lies in host memory and, when it is used, in pages: loading, pinning, eviction (S-LoRA §5).
+"""What lies in host memory and, while it is used, in pages: loading, pinning, eviction (S-LoRA §5).
 
-Adapters (`adapter_memory`) and prefixes of contexts (`prefix_memory`) are packed in host memory and
-copied into pages of the unified memory. When pages are short, those that were not used for longest
-are evicted, of either kind; pinned ones never are. Plain bookkeeping without torch, for one thread:
-engine and simulator drive it, and a kind says how its copies are made (`Residency.copy`).
+Adapters and prefixes of contexts are packed in host memory and copied into pages of the unified
+memory. When pages are short, the least recently used of either kind are evicted; pinned ones never.
+Torch-free and for one thread: engine and simulator drive it, and a subclass makes the copies.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,17 +22,13 @@ if TYPE_CHECKING:
     from valora_serve.memory.block_manager import Owner, PagePool
 
 
-class Place(StrEnum):
-    """Where something lies: file, host memory or device."""
+class Location(StrEnum):
+    """Where something is: in its file only, in host memory, on its way, or on the device."""
 
     FILE = "file"
-    """In its file only: it was dropped from host memory."""
     HOST = "host"
-    """In host memory, not on the device."""
     LOADING = "loading"
-    """Being read from its file or copied to the device."""
     RESIDENT = "resident"
-    """On the device."""
 
 
 class Copy(Protocol):
@@ -42,20 +38,19 @@ class Copy(Protocol):
         """Return whether it is complete."""
 
 
-class Packed(Protocol):
-    """Something in host memory, laid out as in its pages."""
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Packed:
+    """Something in host memory, laid out as in its pages.
 
-    @property
-    def content(self) -> str:
-        """Content hash."""
+    Attributes:
+        content: Content hash.
+        pages: Number of pages that it takes on the device.
+        bytes: Bytes that it takes in host memory.
+    """
 
-    @property
-    def pages(self) -> int:
-        """Number of pages that it takes on the device."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that it takes in host memory."""
+    content: str
+    pages: int
+    bytes: int
 
 
 P = TypeVar("P", bound=Packed)
@@ -63,45 +58,24 @@ P = TypeVar("P", bound=Packed)
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[P]):
-    """An adapter or a prefix.
-
-    Attributes:
-        key: Its key.
-        pages_needed: Pages that it takes on the device.
-        host_bytes: Bytes that it takes in host memory.
-        packed: What is in host memory, None if it was dropped from there.
-        reload: Reads and packs its file again, None if it has no file.
-        content: Content hash, which the file must still have when it is read again.
-        pages: Its pages while it is on the device, or being copied there.
-        slot: Its slot for the same time, -1 otherwise.
-        users: Number of pins.
-        reading: Result of `reload`, while its file is read.
-        urgent: Whether it may evict wanted ones once its file is read.
-        copied: Its copy to the device, while that runs.
-        removed: Whether to forget it as soon as it has loaded.
-    """
+    """An adapter or a prefix, and where it is."""
 
     key: str
-    pages_needed: int
+    residency: Residency[P]
+    page_count: int
     host_bytes: int
-    packed: P | None
-    reload: Callable[[], P] | None
-    content: str
-    pages: list[int] = field(default_factory=list)
-    slot: int = -1
-    users: int = 0
-    reading: Future[P] | None = None
-    urgent: bool = False
-    copied: Copy | None = None
-    removed: bool = False
-
-    @property
-    def resident(self) -> bool:
-        """Whether it is on the device."""
-        return bool(self.pages) and self.copied is None
+    content: str  # which its file must still have when it is read again
+    packed: P | None  # None: it was dropped from host memory
+    reload: Callable[[], P] | None  # reads and packs its file again
+    pages: list[int] = field(default_factory=list)  # on the device, or being copied there
+    slot: int = -1  # for the same time
+    users: int = 0  # number of pins
+    reading: Future[P] | None = None  # result of `reload`, while its file is read
+    urgent: bool = False  # whether it may evict wanted ones once its file is read
+    copied: Copy | None = None  # its copy to the device, while that runs
 
 
-class Room:
+class MemoryBudget:
     """Pages and host memory, which adapters and prefixes share.
 
     Args:
@@ -110,7 +84,6 @@ class Room:
             and were not loaded for longest are dropped, and read again when needed.
 
     Attributes:
-        pool: Free and used pages.
         idle_pages: Pages of what is resident and not pinned, which eviction would free.
         held_bytes: Bytes of host memory that are taken now.
     """
@@ -118,48 +91,46 @@ class Room:
     def __init__(self, pool: PagePool, host_bytes: int | None = None) -> None:
         self.pool = pool
         self.idle_pages = self.held_bytes = 0
-        self._host_bytes = host_bytes
-        # Resident and not pinned, least recently used first.
-        self._idle: OrderedDict[Entry[Any], Residency[Any]] = OrderedDict()
-        # In host memory, least recently loaded first.
-        self._on_host: OrderedDict[Entry[Any], Residency[Any]] = OrderedDict()
-        pool.on_short = self._give_back
+        self._host_bytes = math.inf if host_bytes is None else host_bytes
+        self._idle: OrderedDict[Entry[Any], None] = OrderedDict()  # least recently used first
+        self._on_host: OrderedDict[Entry[Any], None] = OrderedDict()  # least recently loaded first
+        pool.on_short = self._free_pages
 
-    def rest(self, entry: Entry[Any], owner: Residency[Any]) -> None:
+    def mark_idle(self, entry: Entry[Any]) -> None:
         """Note that an entry is resident and not pinned."""
-        self._idle[entry] = owner
+        self._idle[entry] = None
         self.idle_pages += len(entry.pages)
 
-    def wake(self, entry: Entry[Any]) -> None:
+    def mark_used(self, entry: Entry[Any]) -> None:
         """Note that an entry is pinned, or not resident any more."""
         del self._idle[entry]
         self.idle_pages -= len(entry.pages)
 
-    def victims(self, *, urgent: bool) -> list[tuple[Entry[Any], Residency[Any]]]:
+    def victims(self, *, urgent: bool) -> list[Entry[Any]]:
         """Return what may be evicted, in this order; what requests want only if it is urgent."""
-        unwanted = [(e, owner) for e, owner in self._idle.items() if e.key not in owner.wanted]
+        unwanted = [entry for entry in self._idle if entry.key not in entry.residency.wanted]
         if not urgent:
             return unwanted
-        return unwanted + [(e, owner) for e, owner in self._idle.items() if e.key in owner.wanted]
+        return unwanted + [entry for entry in self._idle if entry.key in entry.residency.wanted]
 
-    def _give_back(self, lacking: int) -> None:
+    def _free_pages(self, lacking: int) -> None:
         """Free this many pages by eviction; none if that does not free enough."""
         if lacking > self.idle_pages:
             return
-        for entry, owner in self.victims(urgent=True):
+        for entry in self.victims(urgent=True):
             if lacking <= 0:
                 return
             lacking -= len(entry.pages)
-            owner.evict(entry)
+            entry.residency.evict(entry)
 
-    def keep(self, entry: Entry[Any], owner: Residency[Any]) -> None:
+    def hold(self, entry: Entry[Any]) -> None:
         """Note that an entry is in host memory."""
-        self._on_host[entry] = owner
-        owner.dropped.discard(entry.key)
+        self._on_host[entry] = None
+        entry.residency.dropped.discard(entry.key)
         self.held_bytes += entry.host_bytes
         self.trim(but=entry)
 
-    def loaded(self, entry: Entry[Any]) -> None:
+    def mark_loaded(self, entry: Entry[Any]) -> None:
         """Note that an entry is copied to the device, by which host memory is freed in order."""
         self._on_host.move_to_end(entry)
 
@@ -167,35 +138,33 @@ class Room:
         """Free an entry's host memory."""
         if entry.packed is not None:
             entry.packed = None
-            self._on_host.pop(entry).dropped.add(entry.key)
+            del self._on_host[entry]
+            entry.residency.dropped.add(entry.key)
             self.held_bytes -= entry.host_bytes
 
     def trim(self, but: Entry[Any] | None = None) -> None:
         """Drop entries from host memory, least recently loaded first, down to its limit."""
-        if self._host_bytes is None:
-            return
-        for entry, owner in tuple(self._on_host.items()):
+        for entry in tuple(self._on_host):
             if self.held_bytes <= self._host_bytes:
                 return
-            if entry is but or entry.key in owner.loading or entry.reload is None:
-                continue
-            self.drop(entry)
+            if entry is not but and entry.reload and entry.key not in entry.residency.loading:
+                self.drop(entry)
 
 
 class Residency(Generic[P]):
     """Things of one kind, by key.
 
     Args:
-        room: Pages and host memory.
+        budget: Pages and host memory.
+        slots: Most of them on the device at a time, each with a slot of its own; None for no limit.
         background: Whether files are read again in another thread.
 
     Attributes:
         kind: What it holds, for messages.
         owner: Use of its pages.
-        room: Pages and host memory.
-        resident: Keys of those on the device; updated in place, do not change it.
-        loading: Keys of those that are being loaded; updated in place, do not change it.
-        dropped: Keys of those that are not in host memory; updated in place, do not change it.
+        resident: Keys of those on the device; as the next two, updated in place: do not change it.
+        loading: Keys of those that are being loaded.
+        dropped: Keys of those that are not in host memory.
         wanted: Keys of those that unfinished requests use; they are evicted last.
         loads: How often one was copied to the device.
     """
@@ -203,56 +172,30 @@ class Residency(Generic[P]):
     kind: str
     owner: Owner
 
-    def __init__(self, room: Room, *, background: bool = False) -> None:
-        self.room = room
+    def __init__(
+        self, budget: MemoryBudget, *, slots: int | None = None, background: bool = False
+    ) -> None:
+        self.budget = budget
         self.resident: set[str] = set()
         self.loading: set[str] = set()
         self.dropped: set[str] = set()
         self.wanted: Collection[str] = ()
         self.loads = 0
         self._entries: dict[str, Entry[P]] = {}
+        self._removed: set[str] = set()  # are forgotten as soon as they have loaded
+        self._free_slots = None if slots is None else list(range(slots - 1, -1, -1))
         self._reader = ThreadPoolExecutor(1, self.kind) if background else None
 
     def __contains__(self, key: object) -> bool:
-        return key in self._entries and not self._entries[str(key)].removed
+        return key in self._entries and key not in self._removed
 
     def __len__(self) -> int:
         """Number of those that are known."""
-        return sum(not entry.removed for entry in self._entries.values())
-
-    @property
-    def idle_pages(self) -> int:
-        """Pages that eviction would free, of all kinds."""
-        return self.room.idle_pages
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that all kinds take now."""
-        return self.room.held_bytes
-
-    # ------------------------------------------------------------------ what a kind adds
+        return len(self._entries) - len(self._removed)
 
     def copy(self, entry: Entry[P]) -> Copy | None:
         """Copy an entry to its pages; return the copy under way, None if it is complete."""
         raise NotImplementedError
-
-    def _has_slot(self) -> bool:
-        """Return whether one more could be on the device, apart from its pages."""
-        return True
-
-    def _placing(self, entry: Entry[P]) -> None:
-        """Give an entry what it needs on the device besides pages."""
-
-    def _placed(self, entry: Entry[P]) -> None:
-        """Note that an entry is on the device."""
-
-    def _leaving(self, entry: Entry[P]) -> None:
-        """Take back what `_placing` gave."""
-
-    def _forgotten(self, key: str) -> None:
-        """Note that nothing has this key any more."""
-
-    # ------------------------------------------------------------------ what all have in common
 
     def add(self, key: str, packed: P, reload: Callable[[], P] | None = None) -> None:
         """Add something in host memory; a known one stays where it is.
@@ -263,50 +206,57 @@ class Residency(Generic[P]):
             reload: Reads and packs its file again, after it was dropped from host memory; called in
                 another thread. None to never drop it.
         """
-        if key in self._entries:
-            entry = self._entries[key]
+        entry = self._entries.get(key)
+        if entry is not None:
             # The former folder may be gone when the file must be read again.
-            entry.removed, entry.reload = False, reload or entry.reload
+            self._removed.discard(key)
+            entry.reload = reload or entry.reload
             return
-        entry = Entry(key, packed.pages, packed.bytes, packed, reload, packed.content)
+        entry = Entry(key, self, packed.pages, packed.bytes, packed.content, packed, reload)
         self._entries[key] = entry
-        self.room.keep(entry, self)
+        self.budget.hold(entry)
 
     def remove(self, key: str) -> None:
         """Forget something and free its memory; if it is loading, as soon as it has loaded.
 
         Raises:
             BusyError: It is pinned.
-            KeyError: Nothing has this key.
         """
         entry = self._entries[key]
         if entry.users:
             raise BusyError(f"{self.kind} {key} is in use: wait for its requests to end")
         if key in self.loading:
-            entry.removed = True
+            self._removed.add(key)
             return
-        if entry.resident:
+        if key in self.resident:
             self.evict(entry)
-        self.room.drop(entry)
-        self.dropped.discard(key)
-        del self._entries[key]
-        self._forgotten(key)
+        self.budget.drop(entry)
+        self._forget(key)
 
-    def state(self, key: str) -> Place:
+    def _forget(self, key: str) -> None:
+        del self._entries[key]
+        self.dropped.discard(key)
+        self._removed.discard(key)
+
+    def state(self, key: str) -> Location:
         """Return where something is."""
         if key in self.resident:
-            return Place.RESIDENT
+            return Location.RESIDENT
         if key in self.loading:
-            return Place.LOADING
-        return Place.FILE if self._entries[key].packed is None else Place.HOST
+            return Location.LOADING
+        return Location.FILE if self._entries[key].packed is None else Location.HOST
 
     def pages(self, key: str) -> int:
         """Return the number of pages that something takes on the device."""
-        return self._entries[key].pages_needed
+        return self._entries[key].page_count
 
     def held(self, key: str) -> Sequence[int]:
         """Return the pages of something that is on the device, in order; do not change them."""
         return self._entries[key].pages
+
+    def slot(self, key: str) -> int:
+        """Return the slot of something that is on the device."""
+        return self._entries[key].slot
 
     def load(self, key: str, *, urgent: bool = True) -> bool:
         """Start loading something to the device, without waiting for it.
@@ -325,18 +275,15 @@ class Residency(Generic[P]):
         entry = self._entries[key]
         if key in self.resident or key in self.loading:
             return True
-        if entry.packed is None:
-            if entry.reload is None:
-                raise AssertionError(f"{self.kind} {key} was dropped from the host and has no file")
-            entry.urgent = urgent
-            self.loading.add(key)
-            if self._reader is not None:
-                entry.reading = self._reader.submit(entry.reload)
-            else:
-                entry.reading = _done(entry.reload)
-                self._advance(key)
-            return key in self.resident or key in self.loading
-        return self._place(entry, urgent)
+        if entry.packed is not None:
+            return self._place(entry, urgent)
+        assert entry.reload is not None
+        if self._reader is None:
+            return self._take_in(entry, entry.reload, urgent)
+        entry.urgent = urgent
+        entry.reading = self._reader.submit(entry.reload)
+        self.loading.add(key)
+        return True
 
     def ready(self, key: str) -> bool:
         """Return whether something is on the device, without waiting for it.
@@ -349,11 +296,7 @@ class Residency(Generic[P]):
         return key in self.resident
 
     def poll(self) -> dict[str, ServeError]:
-        """Update what has finished loading.
-
-        Returns:
-            The errors of those that could not be loaded, by key.
-        """
+        """Update what has finished loading; return the errors of what could not be, by key."""
         failed: dict[str, ServeError] = {}
         for key in tuple(self.loading):
             try:
@@ -363,17 +306,12 @@ class Residency(Generic[P]):
         return failed
 
     def pin(self, key: str) -> None:
-        """Protect something on the device from eviction until it is unpinned as often.
-
-        Raises:
-            ValueError: It is not resident.
-        """
+        """Protect something on the device from eviction until it is unpinned as often."""
         entry = self._entries[key]
-        if not entry.resident:
-            state = self.state(key)
-            raise ValueError(f"{self.kind} {key}: expected a resident one, got {state}")
+        if key not in self.resident:
+            raise ValueError(f"{self.kind} {key}: expected a resident one, got {self.state(key)}")
         if not entry.users:
-            self.room.wake(entry)
+            self.budget.mark_used(entry)
         entry.users += 1
 
     def unpin(self, key: str) -> None:
@@ -383,7 +321,7 @@ class Residency(Generic[P]):
             raise ValueError(f"{self.kind} {key}: expected a pinned one")
         entry.users -= 1
         if not entry.users:
-            self.room.rest(entry, self)
+            self.budget.mark_idle(entry)
 
     def pinned(self, key: str) -> bool:
         """Return whether something is pinned."""
@@ -394,30 +332,34 @@ class Residency(Generic[P]):
         if self._reader is not None:
             self._reader.shutdown(wait=True, cancel_futures=True)
 
+    def evict(self, entry: Entry[P]) -> None:
+        """Free the pages of something resident that is not pinned."""
+        self.budget.mark_used(entry)
+        for page in entry.pages:
+            self.budget.pool.give(page)
+        if self._free_slots is not None:
+            self._free_slots.append(entry.slot)
+        entry.pages, entry.slot = [], -1
+        self.resident.discard(entry.key)
+
     def _advance(self, key: str) -> None:
         """Check whether something has been read or copied, and go on with it."""
         entry = self._entries[key]
         if entry.reading is not None:
-            if not entry.reading.done():
-                return
-            reading, entry.reading = entry.reading, None
-            self.loading.discard(key)
-            if entry.removed:
-                del self._entries[key]
-                self.dropped.discard(key)
-                self._forgotten(key)
-                return
-            entry.packed = self._read(entry, reading)
-            self.room.keep(entry, self)
-            self._place(entry, entry.urgent)
-            return
-        if entry.copied is not None and entry.copied.query():
+            if entry.reading.done():
+                reading, entry.reading = entry.reading, None
+                self.loading.discard(key)
+                if key in self._removed:
+                    self._forget(key)
+                else:
+                    self._take_in(entry, reading.result, entry.urgent)
+        elif entry.copied is not None and entry.copied.query():
             self._arrived(entry)
 
-    def _read(self, entry: Entry[P], reading: Future[P]) -> P:
-        """Return what was read again, if it still has the same content."""
+    def _take_in(self, entry: Entry[P], read: Callable[[], P], urgent: bool) -> bool:
+        """Hold what was read again, if it still has the same content, and start copying it."""
         try:
-            packed = reading.result()
+            packed = read()
         except ServeError:
             raise
         except Exception as error:
@@ -427,23 +369,21 @@ class Residency(Generic[P]):
                 f"the file of {self.kind} {entry.key} was changed since it was loaded: load it "
                 "again"
             )
-        return packed
+        entry.packed = packed
+        self.budget.hold(entry)
+        return self._place(entry, urgent)
 
     def _place(self, entry: Entry[P], urgent: bool) -> bool:
-        """Take pages for something in host memory, and start copying it.
-
-        Returns:
-            False if there is no room for it now.
-        """
-        assert entry.packed is not None
-        if not self._make_room(entry.pages_needed, urgent):
+        """Take pages for something in host memory and start copying it; False without room."""
+        if not self._make_room(entry.page_count, urgent):
             return False
-        pages = self.room.pool.take(entry.pages_needed, self.owner)
+        pages = self.budget.pool.take(entry.page_count, self.owner)
         assert pages is not None
         entry.pages = pages
-        self._placing(entry)
+        if self._free_slots is not None:
+            entry.slot = self._free_slots.pop()
         self.loading.add(entry.key)
-        self.room.loaded(entry)
+        self.budget.mark_loaded(entry)
         entry.copied = self.copy(entry)
         if entry.copied is None:
             self._arrived(entry)
@@ -455,43 +395,20 @@ class Residency(Generic[P]):
         self.loading.discard(entry.key)
         self.resident.add(entry.key)
         self.loads += 1
-        self._placed(entry)
-        self.room.rest(entry, self)
-        if entry.removed:
+        self.budget.mark_idle(entry)
+        if entry.key in self._removed:
             self.remove(entry.key)
         else:
-            self.room.trim()
+            self.budget.trim()
 
     def _make_room(self, pages: int, urgent: bool) -> bool:
         """Evict until this many pages and a slot are free, if that can be reached."""
-        pool, victims = self.room.pool, self.room.victims(urgent=urgent)
-        if not self._has_slot() and all(owner is not self for _, owner in victims):
+        pool, victims = self.budget.pool, self.budget.victims(urgent=urgent)
+        if self._free_slots == [] and all(entry.residency is not self for entry in victims):
             return False
-        if pages > pool.free + sum(len(entry.pages) for entry, _ in victims):
+        if pages > pool.free + sum(len(entry.pages) for entry in victims):
             return False
-        for entry, owner in victims:
-            enough = pages <= pool.free
-            if enough and self._has_slot():
-                break
-            if not enough or owner is self:  # no other kind has slots
-                owner.evict(entry)
+        for entry in victims:
+            if pages > pool.free or (self._free_slots == [] and entry.residency is self):
+                entry.residency.evict(entry)
         return True
-
-    def evict(self, entry: Entry[P]) -> None:
-        """Free the pages of something resident that is not pinned."""
-        self.room.wake(entry)
-        for page in entry.pages:
-            self.room.pool.give(page)
-        self._leaving(entry)
-        entry.pages, entry.slot = [], -1
-        self.resident.discard(entry.key)
-
-
-def _done(read: Callable[[], P]) -> Future[P]:
-    """Read now, and return the result or the error as a future."""
-    future: Future[P] = Future()
-    try:
-        future.set_result(read())
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is this one's
-        future.set_exception(error)
-    return future

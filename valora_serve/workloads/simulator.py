@@ -19,7 +19,7 @@ import numpy as np
 
 from valora_serve.errors import ServeError
 from valora_serve.memory.block_manager import Owner, PagePool
-from valora_serve.memory.residency import Residency, Room
+from valora_serve.memory.residency import MemoryBudget, Residency
 from valora_serve.orchestrator.cost_model import DECODE_TERMS, step_shape
 from valora_serve.orchestrator.decision import RequestView, StepLimits, View, window
 from valora_serve.types import Mode
@@ -164,14 +164,11 @@ class _Adapters(Residency[Any]):
     owner = Owner.ADAPTER
 
     def __init__(self, machine: Machine) -> None:
-        super().__init__(Room(machine.pool))
+        super().__init__(MemoryBudget(machine.pool), slots=machine.settings.slots)
         self._machine = machine
         self._free = machine.now
         self.started = 0
         self.ends: dict[str, float] = {}
-
-    def _has_slot(self) -> bool:
-        return len(self.resident) + len(self.loading) < self._machine.settings.slots
 
     def copy(self, entry: Entry[Any]) -> Any:
         machine, packed = self._machine, entry.packed
@@ -181,7 +178,8 @@ class _Adapters(Residency[Any]):
         self.ends[entry.key] = end
         return SimpleNamespace(query=lambda: end <= machine.now)
 
-    def _placed(self, entry: Entry[Any]) -> None:
+    def _arrived(self, entry: Entry[Any]) -> None:
+        super()._arrived(entry)
         del self.ends[entry.key]
 
 
@@ -369,7 +367,7 @@ class Machine:
             limits=StepLimits(
                 s.max_requests,
                 s.max_tokens,
-                self.pool.free + self.adapters.idle_pages,
+                self.pool.free + self.adapters.budget.idle_pages,
                 min(s.max_adapters, s.slots),
                 s.chunk,
             ),

@@ -32,7 +32,7 @@ from tests.bench.valora_serve.harness import Bench, found, metrics, table
 from valora_data.contract.contexts import PREFIX
 from valora_serve.catalogue.contexts import Context
 from valora_serve.catalogue.store import ResolvedModel, Staged
-from valora_serve.memory.prefix_memory import PackedPrefix, pack_prefix
+from valora_serve.memory.unified import PackedPrefix
 from valora_serve.types import Request, SamplingParams, ServedModel
 
 DISTINCT = 4
@@ -45,8 +45,7 @@ def add_contexts(engine, count, tokens, position):
     shape = (page.layers, page.kv_heads, tokens, page.head_dim)
     generator = torch.Generator().manual_seed(0)
     made = [
-        pack_prefix(
-            engine.memory,
+        engine.memory.pack_prefix(
             f"distinct-{number}",
             str(number),
             *(torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(2)),

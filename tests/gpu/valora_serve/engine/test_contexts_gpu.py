@@ -13,7 +13,6 @@ from valora_serve.catalogue.contexts import Context
 from valora_serve.catalogue.store import ResolvedModel, Staged
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.memory.prefix_memory import pack_prefix
 from valora_serve.model.lmm import Lmm
 from valora_serve.types import Request, SamplingParams, ServedModel
 
@@ -51,7 +50,7 @@ def read(engine, number, ids):
     kv = drive(engine, [request])[request.id][-1].kv.cpu()
     assert kv.shape[3] == len(ids)
     name, content = f"doc-{number}", f"{number:064x}"
-    packed = pack_prefix(engine.memory, name, content, kv[0], kv[1])
+    packed = engine.memory.pack_prefix(name, content, kv[0], kv[1])
     context = Context(name, PREFIX, len(ids), len(ids), content, file=Path(name))
     late = engine.store.resolve("adapter-0")
     targets = (

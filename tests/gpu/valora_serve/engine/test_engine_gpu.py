@@ -185,4 +185,4 @@ def test_every_mode_matches_fp32(lmm, closed, modes, weights, attention, targets
     found = (error.square().mean().sqrt() / unit, error.abs().max() / unit)
     print(f"{attention} {prompts_too} {[str(m) for m in modes]}: {unit:.4f} × {found}")
     assert all(one <= limit for one, limit in zip(found, LIMITS, strict=True))
-    assert engine.pool.free + engine.adapters.idle_pages == engine.memory.pages - 1
+    assert engine.pool.free + engine.adapters.budget.idle_pages == engine.memory.pages - 1

@@ -12,9 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.property.valora_serve.memory.test_unified import check_rows, make_adapter, make_memory
 from tests.support.random_tests import examples
 from valora_serve.errors import AdapterError, BusyError
-from valora_serve.memory.adapter_memory import AdapterMemory
+from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
 from valora_serve.memory.block_manager import Owner, PagePool
-from valora_serve.memory.prefix_memory import PrefixMemory, pack_prefix
 from valora_serve.memory.unified import PageShape
 
 
@@ -50,7 +49,7 @@ def test_any_prefix_lies_in_any_pages(
     page = PageShape(block, 2, heads, 16)
     memory = make_memory(60, dtype=dtype, page=page)
     keys, values = random_prefix(page, tokens, seed)
-    packed = pack_prefix(memory, "doc", "hash", keys, values)
+    packed = memory.pack_prefix("doc", "hash", keys, values)
     assert packed.pages == -(-tokens // block)
     pages = torch.randperm(60, generator=torch.Generator().manual_seed(seed)).tolist()
     table = pages[: packed.pages]
@@ -67,12 +66,12 @@ def test_what_does_not_fit_is_refused() -> None:
     page = memory.page
     keys, values = random_prefix(page, 40, 0)
     with pytest.raises(AdapterError, match="context doc needs 14 pages, there are 11"):
-        pack_prefix(memory, "doc", "hash", keys, values)
+        memory.pack_prefix("doc", "hash", keys, values)
     with pytest.raises(AdapterError, match=r"has keys of 2 layers with 3 heads of 5, the engine"):
-        pack_prefix(memory, "doc", "hash", keys.repeat(1, 3, 1, 1), values.repeat(1, 3, 1, 1))
+        memory.pack_prefix("doc", "hash", keys.repeat(1, 3, 1, 1), values.repeat(1, 3, 1, 1))
     small = make_memory(60, dtype=torch.float16)
     with pytest.raises(AdapterError, match=r"beyond the range of torch\.float16"):
-        pack_prefix(small, "doc", "hash", keys, values * 1e6)
+        small.pack_prefix("doc", "hash", keys, values * 1e6)
 
 
 class Both(RuleBasedStateMachine):
@@ -88,7 +87,7 @@ class Both(RuleBasedStateMachine):
         self.pool = PagePool(pages)
         self.pool.take(1, Owner.RESERVED)
         self.adapters = AdapterMemory(self.memory, self.pool, host_bytes=bound)
-        self.prefixes = PrefixMemory(self.memory, self.adapters.room)
+        self.prefixes = PrefixMemory(self.memory, self.adapters.budget)
         self.known: dict[str, Any] = {}
         self.pins: Counter[str] = Counter()
         self.kv: list[int] = []
@@ -119,7 +118,7 @@ class Both(RuleBasedStateMachine):
         parts = random_prefix(self.memory.page, tokens, self.count)
 
         def pack() -> Any:
-            return pack_prefix(self.memory, key, key, *parts)
+            return self.memory.pack_prefix(key, key, *parts)
 
         try:
             packed = pack()
@@ -183,7 +182,7 @@ class Both(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 12))
     def take_kv(self, count: int) -> None:
-        room = self.pool.free + self.adapters.room.idle_pages
+        room = self.pool.free + self.adapters.budget.idle_pages
         pages = self.pool.take(count, Owner.KV)
         assert (pages is None) == (count > room)
         self.kv += pages or []
@@ -226,7 +225,7 @@ class Both(RuleBasedStateMachine):
         for page in self.kv:
             self.pool.give(page)
         assert self.pool.free == self.pool.pages - 1
-        assert self.adapters.room.held_bytes == self.adapters.room.idle_pages == 0
+        assert self.adapters.budget.held_bytes == self.adapters.budget.idle_pages == 0
 
 
 TestBoth = Both.TestCase

@@ -19,7 +19,7 @@ from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.errors import AdapterError, BusyError
 from valora_serve.memory.adapter_memory import AdapterMemory
 from valora_serve.memory.block_manager import Owner, PagePool
-from valora_serve.memory.residency import Place
+from valora_serve.memory.residency import Location
 from valora_serve.memory.unified import GroupSpec, PageShape, UnifiedMemory
 
 GROUPS = (
@@ -290,7 +290,7 @@ class Adapters(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 12))
     def take_kv(self, count):
-        room = self.pool.free + self.adapters.idle_pages
+        room = self.pool.free + self.adapters.budget.idle_pages
         before = set(self.adapters.resident)
         pages = self.pool.take(count, Owner.KV)
         assert (pages is None) == (count > room)
@@ -320,15 +320,15 @@ class Adapters(RuleBasedStateMachine):
         assert self.pool.count(Owner.ADAPTER) == held
         assert self.pool.count(Owner.KV) == len(self.kv) == len(set(self.kv))
         assert self.pool.free == self.pool.pages - held - len(self.kv)
-        assert self.adapters.idle_pages == sum(
+        assert self.adapters.budget.idle_pages == sum(
             self.adapters.pages(key) for key in resident if not self.pins[key]
         )
         assert len(self.adapters) == len(self.known)
         for key in self.known:
-            assert (self.adapters.state(key) is Place.RESIDENT) == (key in resident)
+            assert (self.adapters.state(key) is Location.RESIDENT) == (key in resident)
         if self.bound is not None:
             biggest = max((a.rank * 2000 for a in self.known.values()), default=0)
-            assert self.adapters.host_bytes <= self.bound + biggest
+            assert self.adapters.budget.held_bytes <= self.bound + biggest
 
     @invariant()
     def slots_hold_their_adapters(self):
@@ -354,7 +354,7 @@ class Adapters(RuleBasedStateMachine):
             for page in self.kv:
                 self.pool.give(page)
             assert self.pool.free == self.pool.pages
-            assert self.adapters.host_bytes == 0
+            assert self.adapters.budget.held_bytes == 0
 
 
 TestAdapters = Adapters.TestCase
@@ -373,7 +373,7 @@ def test_what_cannot_be_read_again_hits_only_itself():
     adapters.add("good", memory.pack(good), lambda: memory.pack(good))
     adapters.add("bad", memory.pack(bad), read_bad)
     adapters.add("third", memory.pack(make_adapter({"q": 1}, 3)), lambda: memory.pack(bad))
-    assert adapters.state("good") is adapters.state("bad") is Place.FILE
+    assert adapters.state("good") is adapters.state("bad") is Location.FILE
     assert adapters.load("good")
     with pytest.raises(AdapterError, match="was changed since"):
         adapters.load("bad")
@@ -384,7 +384,7 @@ def test_what_cannot_be_read_again_hits_only_itself():
     answers["bad"] = missing
     with pytest.raises(AdapterError, match="cannot be read again: no such file"):
         adapters.load("bad")
-    assert adapters.state("bad") is Place.FILE and not adapters.loading
+    assert adapters.state("bad") is Location.FILE and not adapters.loading
     answers["bad"] = lambda: memory.pack(bad)
     assert adapters.load("bad") and adapters.ready("bad")
     check_rows(memory, bad, adapters.slot("bad"))
@@ -400,7 +400,7 @@ def test_the_same_content_twice_is_held_once():
     adapters.pin("x")
     adapters.add("x", packed)
     assert len(adapters) == 1 and "x" in adapters and "y" not in adapters
-    assert adapters.slot("x") >= 0 and adapters.host_bytes == packed.bytes
+    assert adapters.slot("x") >= 0 and adapters.budget.held_bytes == packed.bytes
     adapters.unpin("x")
     with pytest.raises(ValueError, match="pinned"):
         adapters.unpin("x")

@@ -194,11 +194,11 @@ def test_a_failure_of_the_engine_fails_everybody(
         for stream in streams:
             await anext(stream)
 
-        def fails(*_: object) -> None:
+        def fails(*_: object, **__: object) -> None:
             raise RuntimeError("device lost")
 
         if books:
-            inner._answers.end = fails  # type: ignore[method-assign, assignment]
+            inner._end = fails  # type: ignore[method-assign, assignment]
         inner.runner.step = fails  # type: ignore[method-assign, assignment]
         for stream in streams:
             last = [output async for output in stream][-1]
@@ -218,7 +218,7 @@ def test_a_failure_of_the_engine_fails_everybody(
             await engine.cancel("x")
         inner.requests.waiting.clear()
         inner.requests.running.clear()
-        inner._answers.take()
+        inner._take()
 
     served(base, {}, body)
 

@@ -187,7 +187,7 @@ class Slow(Only):
 def test_slow_masks_delay_only_themselves(
     base: str, reference: Reference, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("valora_serve.engine.launch.MASK_SECONDS", 0.01)
+    monkeypatch.setattr("valora_serve.engine.engine.MASK_SECONDS", 0.01)
     engine = make_engine(base, overlap=overlap)
     calls: list[str] = []
     steps: list[list[str]] = []

@@ -107,7 +107,7 @@ def test_pages_are_given_back_by_machines_that_requests_leave(at):
     assert old.pool.count(Owner.KV) == 0 and not any(map(old.adapters.pinned, old.ranks))
     new.advance(math.inf)
     assert (
-        new.pool.free + new.adapters.idle_pages == settings.pages
+        new.pool.free + new.adapters.budget.idle_pages == settings.pages
         and not new.views
         and np.all(end > 1)
     )

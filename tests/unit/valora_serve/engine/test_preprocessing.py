@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine_reference import add_requests, ask, finish, make_engine, noise, question
-from valora_serve.engine.intake import tenant_key
+from valora_serve.engine.preprocessing import tenant_key
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SALTS = (None, "a", "b")

@@ -1,7 +1,8 @@
-"""What comes into the engine: requests are checked against its limits, and become sequences."""
+"""Requests are checked against the limits of an engine, and become sequences."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from typing import TYPE_CHECKING
@@ -20,58 +21,37 @@ if TYPE_CHECKING:
 
     from valora_serve.catalogue.contexts import Context
     from valora_serve.engine.named import Named
+    from valora_serve.engine.requests import Requests
     from valora_serve.engine.sequence import Prepared
     from valora_serve.engine.settings import EngineSettings
-    from valora_serve.memory.adapter_memory import AdapterMemory
-    from valora_serve.memory.block_manager import ImageSpan, PagePool
-    from valora_serve.memory.prefix_memory import PrefixMemory
     from valora_serve.model.lmm import Lmm
-    from valora_serve.model.prompt import Prompt
-    from valora_serve.types import Request, ServedModel
+    from valora_serve.types import Request, SamplingParams, ServedModel
 
 
-class Intake:
-    """Checks requests against the limits of an engine, and makes sequences of them.
+class Preprocessing:
+    """Makes sequences of requests to an engine.
 
-    Args:
-        settings: Settings of the engine.
-        lmm: The base model.
-        tokenizer: Its tokenizer, for the engine's thread.
-        context_length: Longest prompt and answer together, in tokens.
-        named: Names and keys of adapters and prefixes.
-        pool: Pages of keys and values.
-        adapters: Adapters, on the host and on the device.
-        prefixes: Prefixes of contexts, on the host and on the device.
+    Attributes:
+        tokenizer: The base model's, for the engine's thread: it is not thread-safe, and prompts are
+            prepared in another one.
     """
 
     def __init__(
         self,
         settings: EngineSettings,
         lmm: Lmm,
-        tokenizer: Any,
         context_length: int,
         named: Named,
-        pool: PagePool,
-        adapters: AdapterMemory,
-        prefixes: PrefixMemory,
+        requests: Requests,
     ) -> None:
-        self._settings, self._lmm, self._tokenizer = settings, lmm, tokenizer
-        self._context_length, self._named, self._pool = context_length, named, pool
-        self._adapters, self._prefixes = adapters, prefixes
+        self.tokenizer: Any = copy.deepcopy(lmm.tokenizer)
+        self._settings, self._lmm, self._context_length = settings, lmm, context_length
+        self._named, self._pool = named, requests.blocks.pool
+        self._adapters, self._prefixes = requests.adapters, requests.prefixes
         self._longest_token = max(map(len, lmm.tokenizer.get_vocab()))  # in characters
 
     def check_characters(self, request: Request, what: str = "prompt") -> None:
-        """Refuse a text that cannot fit, before it takes seconds to be tokenized.
-
-        May be called from any thread.
-
-        Args:
-            request: The request.
-            what: What its text is.
-
-        Raises:
-            TooLongError: Even if all its tokens were the longest one, the text would not fit.
-        """
+        """Refuse a text that cannot fit, before it takes seconds to be tokenized; in any thread."""
         texts = [request.text or ""]
         for message in request.messages or ():
             content = message["content"]
@@ -93,6 +73,7 @@ class Intake:
             TooLongError: Prompt and answer do not fit.
         """
         request, target, prompt = prepared.request, prepared.target, prepared.prompt
+        sampling, context = request.sampling, target.context
         head = target.head if request.head else None
         if request.embed:
             head = prepared.head or EMBEDDING
@@ -104,10 +85,18 @@ class Intake:
                 ids = ids[: max(int(item.read.max()) for item in prompt.visuals) + 1]
         # Behind a prefix, positions may go on later than at its last token.
         last = len(ids) + max(prompt.delta if prompt.given else 0, 0)
-        most = self._answer_length(request, last, generates=head is None)
-        terms, context = target.terms, target.context
-        self._check_sampling(request, context)
-        adapters = {self._named.key(adapter): weight for adapter, weight in terms}
+        room = self._context_length - last
+        if room < (head is None):
+            raise TooLongError.told(
+                self._context_length,
+                f"your messages resulted in {last} tokens: shorten them, or send fewer or smaller "
+                "images",
+            )
+        if sampling.max_tokens is not None and sampling.max_tokens < 1 and head is None:
+            raise RequestError(f"max_tokens: expected at least 1, got {sampling.max_tokens}")
+        most = 0 if head is not None else min(sampling.max_tokens or room, room)
+        self._check_sampling(sampling, context)
+        adapters = {self._named.key(adapter): weight for adapter, weight in target.terms}
         for key in adapters:
             if key not in self._adapters:
                 raise RequestError(f"{key.rpartition('#')[0]} was unloaded: ask again")
@@ -118,7 +107,6 @@ class Intake:
         prefix_pages = 0 if prefix is None else self._prefixes.pages(prefix)
         size = self._settings.block_size
         own = prompt.given // size  # pages that the request shares with others of the context
-        pages = -(-(len(ids) + 1) // size) - own
         needed = -(-(len(ids) + max(most, 1)) // size) - own + adapter_pages + prefix_pages
         if needed > self._pool.pages - 1:
             raise TooLongError.told(
@@ -127,16 +115,17 @@ class Intake:
                 f"has {self._pool.pages - 1}: ask for fewer tokens",
             )
         now = time.monotonic()
-        vision = b"".join(adapter.vision_content.encode() for adapter, _ in terms)
+        vision = b"".join(adapter.vision_content.encode() for adapter, _ in target.terms)
+        spans = [span for item in prompt.visuals for span in item.spans(vision)]
         view = RequestView(
             id=request.id,
             adapter=" + ".join(k if w == 1 else f"{k}*{w!r}" for k, w in adapters.items()) or None,
             pair=len(adapters) > 1,
-            rank=sum(adapter.rank for adapter, _ in terms),
+            rank=sum(adapter.rank for adapter, _ in target.terms),
             arrival=now,
             prompt_left=len(ids) - prompt.given,
             output_left=most,
-            pages=pages,
+            pages=-(-(len(ids) + 1) // size) - own,
             adapter_pages=adapter_pages,
             images=len(prompt.visuals),
             deadline=None if request.deadline is None else now + request.deadline,
@@ -158,60 +147,35 @@ class Intake:
             ids=ids,
             prompt_tokens=len(ids),
             salt=target.salt,
-            spans=_spans(prompt, vision),
+            spans=spans if prompt.memory is None else [prompt.memory.span, *spans],
             vision=vision,
             own_from=len(ids) - 1 if target.model.decode_only else prompt.given,
             prefix=prefix,
             tenant=tenant,
             root=tenant + memory,
-            text=Detokenizer(self._tokenizer, request.sampling.stop, request.sampling.min_tokens),
-            generator=make_generator(request.sampling, self._lmm.device),
+            text=Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens),
+            generator=make_generator(sampling, self._lmm.device),
             max_new=most,
-            arrival=now,
-            counts=TokenCounts(prompt.words) if request.sampling.penalised else None,
-            bias=bias_arrays(request.sampling),
-            scores=None if head or request.sampling.prompt_logprobs is None else [],
+            counts=TokenCounts(prompt.words) if sampling.penalised else None,
+            bias=bias_arrays(sampling),
+            scores=None if head or sampling.prompt_logprobs is None else [],
         )
 
-    def _answer_length(self, request: Request, prompt_tokens: int, *, generates: bool) -> int:
-        """Return the most tokens to generate for a request; 0 if a head answers."""
-        room = self._context_length - prompt_tokens
-        if room < generates:
-            raise TooLongError.told(
-                self._context_length,
-                f"your messages resulted in {prompt_tokens} tokens: shorten them, or send fewer or "
-                "smaller images",
-            )
-        if not generates:
-            return 0
-        wanted = request.sampling.max_tokens
-        if wanted is None:
-            return room
-        if wanted < 1:
-            raise RequestError(f"max_tokens: expected at least 1, got {wanted}")
-        return min(wanted, room)
-
-    def _check_sampling(self, request: Request, context: Context | None) -> None:
-        """Check what of a request's sampling depends on the model.
-
-        Raises:
-            RequestError: It cannot be followed.
-        """
-        if request.sampling.prompt_logprobs is not None and context is not None:
+    def _check_sampling(self, sampling: SamplingParams, context: Context | None) -> None:
+        """Check what of a request's sampling depends on the model."""
+        if sampling.prompt_logprobs is not None and context is not None:
             raise RequestError(
                 f"prompt_logprobs: the tokens of context {context.name} have none: ask for those "
                 "of the answer (logprobs)"
             )
-        vocabulary = self._lmm.vocabulary
-        for token, _ in request.sampling.logit_bias:
-            if not 0 <= token < vocabulary:
-                raise RequestError(
-                    f"logit_bias: expected tokens 0 to {vocabulary - 1}, got {token}"
-                )
+        last = self._lmm.vocabulary - 1
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token <= last:
+                raise RequestError(f"logit_bias: expected tokens 0 to {last}, got {token}")
 
     def _adapter_pages(self, keys: Collection[str]) -> int:
         """Return the pages that a request's adapters take from keys and values."""
-        pages, own = sum(map(self._adapters.pages, keys)), self._adapters.room.pool
+        pages, own = sum(map(self._adapters.pages, keys)), self._adapters.budget.pool
         named = " and ".join(map(self._named.name, keys))
         if len(keys) > self._settings.slots:
             raise RequestError(f"adapters {named} do not fit at a time: raise slots")
@@ -225,11 +189,7 @@ class Intake:
         return 0
 
     def _prefix_of(self, context: Context | None) -> str | None:
-        """Return the key of a context's prefix, None if it has none.
-
-        Raises:
-            RequestError: It was deleted since the request was prepared.
-        """
+        """Return the key of a context's prefix, None if it has none."""
         if context is None or not context.has_prefix:
             return None
         key = self._named.prefix_key(context)
@@ -252,9 +212,3 @@ class Intake:
 def tenant_key(cache_salt: str | None) -> bytes:
     """Return what the keys of a request in the prefix and image caches begin with; often empty."""
     return b"" if cache_salt is None else hashlib.sha256(b"tenant|" + cache_salt.encode()).digest()
-
-
-def _spans(prompt: Prompt, vision: bytes) -> list[ImageSpan]:
-    """Return what stands behind placeholders of a prompt, for its keys in the prefix cache."""
-    spans = [span for item in prompt.visuals for span in item.spans(vision)]
-    return spans if prompt.memory is None else [prompt.memory.span, *spans]

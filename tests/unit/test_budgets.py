@@ -14,14 +14,14 @@ BUDGETS = {
     "data/valora_data": 10_620,
     "teachers/valora_teachers": 1_689,
     "kernels/valora_kernels": 4_932,
-    "valora_serve": 34_657,
+    "valora_serve": 33_585,
     "tests/*/valora_train": 8_486,
     "tests/*/valora_data": 4_859,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_214,
-    "tests/*/valora_serve": 29_523,
+    "tests/*/valora_serve": 29_521,
     "tests/unit/bench": 1_844,
-    BENCH: 11_469,
+    BENCH: 11_468,
 }
 
 

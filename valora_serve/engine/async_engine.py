@@ -35,17 +35,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Listener:
-    """Who waits for the outputs of a request.
-
-    Attributes:
-        loop: The event loop that it waits in.
-        queue: Its outputs.
-        held: Outputs of an answer that is passed on as a whole, until its end; None for a stream.
-    """
+    """Who waits for the outputs of a request."""
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Output]
-    held: list[Output] | None
+    held: list[Output] | None  # of an answer that is passed on as a whole; None for a stream
 
 
 STUCK_SECONDS = 10.0
@@ -62,11 +56,8 @@ PAUSE = 0.001
 class AsyncEngine:
     """Runs an `Engine` in a thread of its own; implements `types.EngineClient`.
 
-    Prompts are tokenized and images preprocessed in another thread, so that the engine's thread
-    only computes steps.
-
-    Args:
-        engine: The engine; nothing else may use it from now on.
+    Nothing else may use the engine. Prompts are tokenized and images preprocessed in another
+    thread, so that the engine's thread only computes steps.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -231,12 +222,11 @@ class AsyncEngine:
         future.set_exception(StoppedError(self._failed or "the engine is stopped"))
         return future
 
-    async def _in(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
-        """Run a function in another thread.
+    async def _await(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._call(function))
 
-        Raises:
-            StoppedError: The engine has stopped before its turn came.
-        """
+    async def _in(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+        """Run a function in another thread; a `StoppedError` says that the engine has stopped."""
 
         def run() -> T:
             self._check_running()
@@ -306,7 +296,7 @@ class AsyncEngine:
             self._check_open()
             found = await self._in(self._preparing, prepare)
             ready = [one for key, one in found.items() if isinstance(one, Prepared) and key in mine]
-            refused = await asyncio.wrap_future(self._call(lambda: self._engine.add_all(ready)))
+            refused = await self._await(lambda: self._engine.add_all(ready))
         except ServeError as error:
             return dict.fromkeys(mine, error)
         except Exception as error:
@@ -320,10 +310,7 @@ class AsyncEngine:
             self._queues.pop(request_id, None)
 
     async def warm_up(self) -> None:
-        """Capture CUDA graphs, and measure the costs of this machine if they are not known.
-
-        Where graphs are left for later, costs are measured after them.
-        """
+        """Capture CUDA graphs, and measure costs that are not known, after graphs that wait."""
 
         def start() -> None:
             engine = self._engine
@@ -334,7 +321,7 @@ class AsyncEngine:
             elif lacks_costs(engine):
                 self._profiler = Profiler(engine)
 
-        await asyncio.wrap_future(self._call(start))
+        await self._await(start)
 
     def _check_open(self) -> None:
         if self._failed is not None or self._draining:
@@ -342,7 +329,7 @@ class AsyncEngine:
 
     async def cancel(self, request_id: str) -> bool:
         """Cancel a request; see `types.EngineClient`."""
-        return await asyncio.wrap_future(self._call(lambda: self._engine.cancel(request_id)))
+        return await self._await(partial(self._engine.cancel, request_id))
 
     # ------------------------------------------------------------------ models
 
@@ -361,32 +348,26 @@ class AsyncEngine:
         self, name: str, folder: Path, *, decode_only: bool = False
     ) -> ServedModel:
         """Load a PEFT folder under a name; see `types.EngineClient`."""
-        await self._load(folder, name, decode_only=decode_only)
-        return next(model for model in self.models() if model.name == name)
+        read = partial(self._engine.named.read, folder, name, decode_only=decode_only)
+        return (await self._register(read))[0]
 
     async def load_bundle(self, folder: Path) -> list[ServedModel]:
         """Verify and load a bundle; see `types.EngineClient`."""
-        names = await self._load(folder, None)
-        return [model for model in self.models() if model.name in names]
+        return await self._register(partial(self._engine.named.read, folder))
 
-    async def _load(
-        self, folder: Path, name: str | None, *, decode_only: bool = False
-    ) -> list[str]:
-        named = self._engine.named
-        read = await self._in(
-            self._loading, lambda: named.read(folder, name, decode_only=decode_only)
-        )
-        return await asyncio.wrap_future(self._call(lambda: named.register(*read)))
+    async def _register(self, read: Callable[[], Any]) -> list[ServedModel]:
+        """Read something in the thread for it, and make it nameable between two steps."""
+        found = await self._in(self._loading, read)
+        names = await self._await(lambda: self._engine.named.register(*found))
+        return [model for model in self.models() if model.name in names]
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; see `types.EngineClient`."""
-        named = self._engine.named
-        await asyncio.wrap_future(self._call(lambda: named.unregister(name, bundle=False)))
+        await self._await(partial(self._engine.named.unregister, name, bundle=False))
 
     async def unload_bundle(self, name: str) -> None:
         """Unload a bundle with its domains and adapters; see `types.EngineClient`."""
-        named = self._engine.named
-        await asyncio.wrap_future(self._call(lambda: named.unregister(name, bundle=True)))
+        await self._await(partial(self._engine.named.unregister, name, bundle=True))
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
         """Compress a document into a folder, and serve it; see `types.EngineClient`."""
@@ -394,42 +375,28 @@ class AsyncEngine:
         return await self.load_context(wanted.name, folder)
 
     async def compress(self, wanted: NewContext, folder: Path) -> None:
-        """Compress a document into a folder, without serving it.
-
-        Raises:
-            RequestError: The document cannot be compressed.
-            OSError: The folder cannot be written.
-        """
+        """Compress a document into a folder, without serving it."""
         name = f"context-{secrets.token_hex(8)}"
         job = await self._in(
             self._preparing, lambda: self._engine.prepare_compression(wanted, name)
         )
-        last: Output | None = None
         answering = self._answer([job.prepared.request], lambda: {name: job.prepared})
         async with contextlib.aclosing(answering) as outputs:
-            async for output in outputs:
-                last = output
-        if last is None:
-            raise StoppedError("The engine stopped while it read the document: try again")
-        done = last
+            *_, last = [output async for output in outputs]
 
         def write() -> None:
-            memory = job.memory(done)
+            memory = job.memory(last)
             write_context(folder, memory, job.entry(memory), wanted.adapter)
 
         await self._in(self._loading, write)
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
         """Serve a context that was made before; see `types.EngineClient`."""
-        named = self._engine.named
-        read = await self._in(self._loading, lambda: named.read_context(name, folder))
-        await asyncio.wrap_future(self._call(lambda: named.register(*read)))
-        return next(model for model in self.models() if model.name == name)
+        return (await self._register(partial(self._engine.named.read_context, name, folder)))[0]
 
     async def unload_context(self, name: str) -> None:
         """Forget a context; see `types.EngineClient`."""
-        named = self._engine.named
-        await asyncio.wrap_future(self._call(lambda: named.unregister_context(name)))
+        await self._await(partial(self._engine.named.unregister_context, name))
 
     # ------------------------------------------------------------------ facts
 

@@ -42,30 +42,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compression:
-    """A document that is to become a context.
-
-    Attributes:
-        wanted: What was asked for.
-        prepared: The request that reads the document.
-        tokens: Tokens of the document's head.
-        base: `base_hash` of the base model.
-        dtype: Dtype of the memory.
-        encoder: Name of the encoder and what it has beside its adapter, None for a prefix.
-    """
+    """A document that is to become a context, and the request that reads it."""
 
     wanted: NewContext
     prepared: Prepared
-    tokens: int
-    base: str
-    dtype: torch.dtype
-    encoder: tuple[str, Encoder] | None
+    tokens: int  # of the document's head
+    base: str  # `base_hash` of the base model
+    dtype: torch.dtype  # of the memory
+    encoder: tuple[str, Encoder] | None  # its name and what it has beside its adapter
 
     def memory(self, output: Output) -> Memory:
-        """Return the memory that the request's last output holds, on the CPU.
-
-        Raises:
-            ServeError: The request failed.
-        """
+        """Return the memory that the request's last output holds, on the CPU; raise its error."""
         if output.error is not None:
             raise output.error
         if self.encoder is not None:
@@ -96,17 +83,10 @@ class Compression:
 def prepare_compression(
     lmm: Lmm, store: Store, wanted: NewContext, name: str, most: int
 ) -> Compression:
-    """Tokenize a document; may be called from any thread.
-
-    Args:
-        lmm: The base model.
-        store: Names of adapters and encoders.
-        wanted: What is asked for.
-        name: Id of the request to the engine.
-        most: Tokens that fit into the model's context.
+    """Tokenize a document for the request `name`; may be called from any thread.
 
     Raises:
-        TooLongError: The document does not fit.
+        TooLongError: The document does not fit into `most` tokens.
         RequestError: The document is empty or shorter than its memory, or the settings contradict
             each other.
         UnknownModelError: There is no such encoder.

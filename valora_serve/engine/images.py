@@ -23,16 +23,9 @@ log = logging.getLogger(__name__)
 class ImageEncoder:
     """Encodes images, with a cache keyed by image, the adapter's vision weights and the tenant.
 
-    Args:
-        runner: Runs the vision encoder.
-        adapters: Adapters of the engine.
-        most_bytes: Most bytes of encoded images to cache; the least recently used are evicted.
-
-    Attributes:
-        queries: Images looked up since the start.
-        hits: Images found since the start.
-        encoded: Images encoded since the start; a tenant's equal ones in one step count once.
-        held_bytes: Bytes of the cached images.
+    Of encoded images, up to `most_bytes` are cached, the least recently used evicted first. Images
+    looked up (`queries`), found (`hits`) and `encoded` are counted since the start; a tenant's
+    equal ones in one step are encoded once.
     """
 
     def __init__(self, runner: ModelRunner, adapters: AdapterMemory, most_bytes: int) -> None:
@@ -41,7 +34,6 @@ class ImageEncoder:
         self._kept: OrderedDict[bytes, VisualFeatures] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of cached images."""
         return len(self._kept)
 
     def encode(
@@ -49,14 +41,9 @@ class ImageEncoder:
     ) -> list[tuple[SequenceState, ImageError]]:
         """Set `SequenceState.features` for the images among the tokens of a step.
 
-        The same for memory tokens, which need no encoding but lie in the same cache. Images that
-        are not cached are encoded together, across requests.
-
-        Args:
-            shares: Requests, and the number of tokens that the step computes for each.
-
-        Returns:
-            Requests with an image that cannot be encoded, each once, and the error.
+        Those that are not cached are encoded together, across requests. Memory tokens, which need
+        no encoding, lie in the same cache. Returns the requests with an image that cannot be
+        encoded, each once, and the error.
         """
         groups: dict[tuple[object, ...], list[tuple[SequenceState, int]]] = {}
         for sequence, count in shares:

@@ -20,10 +20,6 @@ class MergeState:
 
     The merged adapter is pinned, so that it is never evicted.
 
-    Args:
-        linears: Linears of the base model, whose weights adapters are merged into.
-        adapters: Adapters of the engine.
-
     Attributes:
         mode: Mode in which the next step runs.
         adapter: Key of the merged adapter, None while the weights are pristine.

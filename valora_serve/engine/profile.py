@@ -31,38 +31,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)
-"""Numbers of decoding requests in a measured step."""
-
 CONTEXTS = (32, 512)
-"""Tokens that each of them has in the KV cache."""
-
 PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Prompt tokens in a measured step."""
+"""Decoding requests of a measured step, their tokens in the KV cache, and prompt tokens of one."""
 
 FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS = (1, 8, 32), (32,), (64, 256)
 """The same for a CPU, where a start should not wait for more."""
 
-ADAPTERS = 16
-"""Most adapters to load for the measurement."""
+ADAPTERS, LOAD_WAIT = 16, 5.0
+"""Most adapters to load for the measurement, and most seconds to wait for each."""
 
-LOAD_WAIT = 5.0
-"""Most seconds to wait for an adapter."""
-
-MERGED_ADAPTERS = 3
-"""Most adapters whose merging is measured."""
-
-REPEATS = 5
-"""Number of merges of each adapter that are timed."""
+MERGED_ADAPTERS, REPEATS = 3, 5
+"""Most adapters whose merging is measured, and merges of each that are timed."""
 
 SECONDS = 60.0
 """Most seconds to spend on steps; the cost model is fitted to what was measured until then."""
 
 
 def ensure_costs(engine: Engine) -> None:
-    """Measure the costs of this machine and save them, unless they are known already.
-
-    Nothing is measured if the settings say so, or while the engine has requests.
-    """
+    """Measure and save the costs of this machine, unless settings or requests forbid it."""
     if lacks_costs(engine) and not engine.busy:
         costs = measure(engine)
         if costs is not None:
@@ -92,17 +79,8 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel | None:
     """Measure steps, switches and loads of an engine without requests, and fit a cost model.
 
     Steps are measured without adapters and, in all modes, with up to 16 of the adapters that the
-    engine knows. What cannot be measured (e.g. images) keeps its estimate.
-
-    Args:
-        engine: The engine; its weights are pristine afterwards.
-        seconds: Most seconds to spend on steps.
-
-    Returns:
-        The cost model; None if something could not be measured, which is in the log.
-
-    Raises:
-        RuntimeError: The engine has requests.
+    engine knows, for so many seconds. What cannot be measured (e.g. images) keeps its estimate.
+    None says that something could not be measured, which is in the log.
     """
     profiler = Profiler(engine, seconds)
     while profiler.found is None and not profiler.failed:
@@ -113,13 +91,7 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel | None:
 class Profiler:
     """Measures an engine piece by piece, so that requests need not wait for all of it.
 
-    Args:
-        engine: The engine.
-        seconds: Most seconds to spend on steps.
-
-    Attributes:
-        found: The cost model, once everything is measured.
-        failed: Whether something could not be measured, so that `found` stays None.
+    `found` is the cost model once everything is measured; None where that has `failed`.
     """
 
     def __init__(self, engine: Engine, seconds: float = SECONDS) -> None:
@@ -132,15 +104,9 @@ class Profiler:
         self._work: Iterator[CostModel | None] | None = None
 
     def go_on(self) -> None:
-        """Measure one thing more; the engine keeps pages for it until `pause`.
-
-        Raises:
-            RuntimeError: The engine has requests.
-            StoppedError: A process of the tensor-parallel group has ended.
-        """
+        """Measure one thing more; the idle engine keeps pages for it until `pause`."""
         engine, start = self._engine, time.monotonic()
-        if engine.busy:
-            raise RuntimeError("profile: expected an engine without requests")
+        assert not engine.busy
         switches = engine.merge_state.switches
         self._work = self._work or self._measure()
         try:
@@ -236,7 +202,7 @@ def _load(engine: Engine) -> list[tuple[int, float]]:
 
 def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]:
     """Yield the steps to measure: shape, works, and key of the adapter merged into the weights."""
-    most = _most_distinct(engine)
+    most = min(len(engine.adapters.resident), engine.settings.max_adapters)
     mixes: list[tuple[Mode, str | None, int]] = [(Mode.UNMERGED, None, 0)]
     if most:
         mixes += [(Mode.UNMERGED, None, 1), (Mode.UNMERGED, None, most)]
@@ -267,13 +233,8 @@ def _uncaptured(
     each, more = divmod(captured + 1 - len(rows), few)
     prompts = [(0, each + (number < more)) for number in range(few)]
     if all(context + tokens < engine.context_length for context, tokens in (*prompts, *rows)):
-        distinct = _most_distinct(engine)
+        distinct = min(len(engine.adapters.resident), engine.settings.max_adapters)
         yield from _shape(engine, Mode.UNMERGED, None, distinct, [*prompts, *rows])
-
-
-def _most_distinct(engine: Engine) -> int:
-    """Return the number of resident adapters that one step may have."""
-    return min(len(engine.adapters.resident), engine.settings.max_adapters)
 
 
 def _shape(
@@ -285,20 +246,14 @@ def _shape(
 ) -> Iterator[tuple[StepShape, list[Work], str | None]]:
     """Yield one step, unless there are too few pages for it.
 
-    Args:
-        engine: The engine.
-        mode: Mode of the step.
-        merged: Key of the merged adapter.
-        distinct: Number of resident adapters that the requests take turns to use.
-        rows: For each request its tokens in the KV cache and those to compute.
+    The rows are each request's tokens in the KV cache and those to compute; the requests take turns
+    to use `distinct` resident adapters.
     """
     adapters = engine.adapters
     resident = sorted(adapters.resident)[:distinct]
     size = engine.settings.block_size
     needed = sum(-(-(context + tokens) // size) for context, tokens in rows)
-    if needed > engine.pool.free:
-        return
-    pages = engine.pool.take(needed, Owner.KV)
+    pages = engine.pool.take(needed, Owner.KV) if needed <= engine.pool.free else None
     if pages is None:
         return
     try:
@@ -325,11 +280,7 @@ def _shape(
 
 
 def _time(engine: Engine, works: list[Work]) -> float:
-    """Return the median seconds of a step.
-
-    On a GPU steps are launched one behind the other, so that planning hides behind computing as it
-    does when the engine serves.
-    """
+    """Return the median seconds of a step; on a GPU its planning hides behind the one before."""
     slot = engine.merge_state.slot
     repeats, together = (3, 3) if engine.device.type == "cuda" else (2, 1)
     engine.runner.step(works, slot).read()
@@ -350,11 +301,9 @@ def _merge(engine: Engine, key: str | None) -> None:
 
 def _switch_time(engine: Engine, key: str | None) -> float:
     """Return the seconds that it takes to merge an adapter, or to restore pristine weights."""
-    cuda = engine.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(engine.device)
+    wait = torch.cuda.synchronize if engine.device.type == "cuda" else torch.cpu.synchronize
+    wait(engine.device)
     start = time.perf_counter()
     _merge(engine, key)
-    if cuda:
-        torch.cuda.synchronize(engine.device)
+    wait(engine.device)
     return time.perf_counter() - start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from bisect import bisect_left
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320,
                 384, 448, 512)  # fmt: skip
-"""Numbers of decoding rows that CUDA graphs are captured for."""
-
 IMAGE_COUNTS = (1, 2, 4, 8, 16)
-"""Numbers of images that the vision encoder is captured for."""
+"""Numbers of decoding rows, and of images, that CUDA graphs are captured for."""
 
 CPU_BYTES = 512 << 20
 """Size of the unified memory on a CPU, in bytes."""
@@ -86,14 +85,9 @@ def limit_host_threads(device: torch.device) -> None:
 
 
 def machine_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the CPU's architecture and number of threads.
-
-    Measured costs are saved under this name.
-    """
+    """Return the name of the GPU, or the CPU's architecture and number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    import platform
-
     return f"{platform.machine()} {torch.get_num_threads()} threads"
 
 
@@ -122,10 +116,7 @@ def decode_sizes(settings: EngineSettings) -> list[int]:
 
 
 def prompt_sizes(settings: EngineSettings, device: torch.device) -> Sequence[int]:
-    """Return the numbers of rows to capture steps with prompts for.
-
-    The last one is the first that holds any step, i.e. `max_tokens` rows, if there is one.
-    """
+    """Return the numbers of rows to capture steps with prompts for; the last one holds any step."""
     if not _captures_prompts(settings, device):
         return ()
     return PROMPT_SIZES[: bisect_left(PROMPT_SIZES, settings.max_tokens) + 1]
@@ -146,8 +137,7 @@ def _captures_prompts(settings: EngineSettings, device: torch.device) -> bool:
 def lora_terms(modes: Collection[Mode]) -> list[int]:
     """Return how many LoRA terms a row can have in these modes, each a case to capture.
 
-    A row has no term in merged mode and for the base model, one in unmerged mode, and in mixture
-    mode one for its own adapter and one against the merged adapter.
+    In mixture mode a row has one for its own adapter and one against the merged adapter.
     """
     most = {Mode.MERGED: 0, Mode.UNMERGED: 1, Mode.MIXTURE: 2}
     return list(range(max(most[mode] for mode in modes) + 1))
@@ -156,10 +146,7 @@ def lora_terms(modes: Collection[Mode]) -> list[int]:
 def beside_weights(settings: EngineSettings, width: int, vocabulary: int) -> int:
     """Return the bytes of a GPU that steps and graphs take beside weights and pages, at most.
 
-    Args:
-        settings: Settings of the engine.
-        width: Width of the language model.
-        vocabulary: Tokens of its vocabulary.
+    They grow with the width of the language model and the tokens of its vocabulary.
     """
     step = settings.max_tokens * width * ACTIVATIONS
     return step + settings.max_requests * vocabulary * LOGITS + GRAPHS
@@ -168,12 +155,7 @@ def beside_weights(settings: EngineSettings, width: int, vocabulary: int) -> int
 def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, *, mergeable: bool) -> int:
     """Return the number of pages that the device has memory for, beside the loaded model.
 
-    Args:
-        settings: Settings of the engine.
-        lmm: The base model, in memory already.
-        page: Shape of a page.
-        mergeable: Whether room is left for a pristine copy of the weights that adapters are merged
-            into.
+    Where it is `mergeable`, room is left for a pristine copy of the weights.
 
     Raises:
         ServeError: The memory has too little room.

@@ -9,7 +9,7 @@ nothing else uses.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,31 +29,13 @@ if TYPE_CHECKING:
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.model.linears import Linears
     from valora_serve.model.preparation import Preparation
+    from valora_serve.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
 
-class Renewable(Protocol):
-    """What `Tuning` needs of a `ModelRunner`."""
-
-    def tiled(self, terms: Sequence[int]) -> list[Preparation]:
-        """Return what was prepared with tilings."""
-
-    def renew(self, wanted: Preparation) -> None:
-        """Prepare it again, with the tilings that are chosen now."""
-
-
 class Tuning:
     """Tilings of the GPU of one engine.
-
-    Args:
-        tuner: Measures them.
-        file: File that keeps them.
-        linears: Linears of the model, for whose sizes they are measured.
-        runner: Runs steps.
-        terms: Numbers of LoRA terms per row that steps can have.
-        most_rows: Most rows of a step.
-        most_adapters: Most adapters of a step.
 
     Attributes:
         adopted: How often steps have begun to choose from new measurements.
@@ -65,7 +47,7 @@ class Tuning:
         tuner: Tuner,
         file: Path,
         linears: Linears,
-        runner: Renewable,
+        runner: ModelRunner,
         *,
         terms: Sequence[int],
         most_rows: int,
@@ -81,7 +63,7 @@ class Tuning:
         self._writable = True
 
     def go_on(self) -> bool:
-        """Do one piece, which takes up to about a second; the engine must have no requests.
+        """Do one piece, which takes up to about a second, while the engine has no requests.
 
         Returns:
             Whether there was any; if not, all is measured or kernels are being compiled.
@@ -175,20 +157,12 @@ def make_tuning(
     settings: EngineSettings,
     device: torch.device,
     linears: Linears,
-    runner: Renewable,
+    runner: ModelRunner,
     terms: Sequence[int],
 ) -> Tuning | None:
     """Use the tilings that were measured on the GPU, and prepare to measure those that are missing.
 
-    Args:
-        settings: Settings of the engine.
-        device: Its device.
-        linears: As for `Tuning`.
-        runner: As for `Tuning`.
-        terms: As for `Tuning`.
-
-    Returns:
-        None if there is nothing to measure: tilings are shipped, or the settings say so.
+    None says that nothing is measured: tilings are shipped, or the settings say so.
     """
     if device.type != "cuda" or kernels() is None or is_measured(gpu := gpu_of(device)):
         return None

@@ -90,11 +90,7 @@ class WarmUp:
         return f"{self.done} of {self.done + len(self.left)} graphs and kernels prepared"
 
     def settle(self, runner: ModelRunner) -> bool:
-        """Prepare one thing more while there are no requests.
-
-        Returns:
-            False if nothing is left.
-        """
+        """Prepare one thing more while there are no requests; False if nothing is left."""
         self._follow(runner)
         if not self.left:
             return False

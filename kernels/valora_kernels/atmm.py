@@ -9,24 +9,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from valora_kernels.arrangements import default_tiling
-from valora_kernels.launching import (
-    ALIGNMENT,
-    LAUNCHES,
-    padded_ranks,
-    readable,
-    use_triton,
-)
+from valora_kernels.launching import ALIGNMENT, LAUNCHES, padded_ranks, readable, use_triton
 from valora_kernels.lookup import choose
 from valora_kernels.reference import atmm_reference
 from valora_kernels.tiling import ROWS_TOGETHER, Shape, Tiling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from valora_kernels.metadata import LoraBatch
-    from valora_kernels.weights import LoraWeights
+    from valora_kernels.weights import LoraWeights, Tensors
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +28,7 @@ DENSE = Tiling("dense")
 
 
 def atmm(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    weights: LoraWeights,
-    batch: LoraBatch,
-    *,
-    tiling: Tiling | None = None,
+    ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, *, tiling: Tiling | None = None
 ) -> None:
     """y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ, for each projection that shares x.
 
@@ -102,13 +90,7 @@ def _out_of_resources() -> type[Exception]:
 
 
 def launch(
-    tiling: Tiling,
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    weights: LoraWeights,
-    batch: LoraBatch,
-    *,
-    add: bool = True,
+    tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
     """Run one arrangement of the kernels, without checks; arguments as of `atmm`.
 
@@ -119,8 +101,8 @@ def launch(
 
 def launch_fitting(
     chosen: Tiling,
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
+    ys: Tensors,
+    x: Tensor,
     weights: LoraWeights,
     batch: LoraBatch,
     *,
@@ -186,9 +168,7 @@ def table_choice(weights: LoraWeights, batch: LoraBatch, *, first: bool = False)
     return _instead.get((shape, chosen), chosen) if _instead else chosen
 
 
-def check(
-    ys: Sequence[torch.Tensor], x: torch.Tensor, weights: LoraWeights, batch: LoraBatch
-) -> None:
+def check(ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
     """Check what every way to compute the operator relies on."""
     rows = batch.max_rows if batch.fixed else batch.grouping.rows
     if len(ys) != len(weights.out_features):
@@ -226,21 +206,8 @@ class LoraOperator(ABC):
     adaptive: ClassVar[bool] = False
 
     @abstractmethod
-    def add(
-        self,
-        ys: Sequence[torch.Tensor],
-        x: torch.Tensor,
-        weights: LoraWeights,
-        batch: LoraBatch,
-    ) -> None:
-        """Add the LoRA terms of all rows.
-
-        Args:
-            ys: [P] tensors [rows, out_features[p]], changed in place.
-            x: [rows, in_features].
-            weights: A and B of every adapter.
-            batch: Which rows have which adapters.
-        """
+    def add(self, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
+        """Add the LoRA terms of all rows; arguments as of `atmm`."""
 
 
 class Atmm(LoraOperator):
@@ -248,13 +215,7 @@ class Atmm(LoraOperator):
 
     adaptive: ClassVar[bool] = True
 
-    def add(
-        self,
-        ys: Sequence[torch.Tensor],
-        x: torch.Tensor,
-        weights: LoraWeights,
-        batch: LoraBatch,
-    ) -> None:
+    def add(self, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
         """Add the LoRA terms of all rows."""
         (atmm if aligned(weights) else atmm_reference)(ys, x, weights, batch)
 

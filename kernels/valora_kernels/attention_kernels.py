@@ -22,23 +22,10 @@ def append_kernel(
 ):  # fmt: skip
     """Write the keys and values of a step to the cache; each program writes one row.
 
-    Args:
-        keys: Keys of a layer, [pages, tokens, H, D], the last two dimensions dense.
-        values: Values of the layer, with the strides of `keys`.
-        page_stride: Elements from a page to the next.
-        token_stride: Elements from a token to the next.
-        key: [rows, H, D].
-        key_row: Elements from a row to the next.
-        key_head: Elements from a head to the next.
-        value: [rows, H, D].
-        value_row: Elements from a row to the next.
-        value_head: Elements from a head to the next.
-        pages: [rows] int32, page of each row; below 0 for rows that are not written.
-        offsets: [rows] int32, token within that page.
-        H: Heads of keys and values.
-        D: Width of a head.
-        HP: H, rounded up to a power of two.
-        DP: D, rounded up to a power of two.
+    `keys` and `values` of a layer are [pages, tokens, H, D], the last two dimensions dense; `key`
+    and `value` are [rows, H, D]; `_row` and `_head` are strides. `pages` [rows] int32 is below 0
+    for rows that are not written, `offsets` [rows] int32 the token within the page. HP and DP are
+    H and D, rounded up to powers of two.
     """
     row = tl.program_id(0).to(tl.int64)
     page = tl.load(pages + row).to(tl.int64)
@@ -62,37 +49,21 @@ def attention_kernel(
 ):  # fmt: skip
     """Attend causally from one tile of rows, for one head of keys and values and one split.
 
-    Args:
-        out: [rows, heads, D], dense; written if SPLITS is 1.
-        partial: [SPLITS, rows, heads, D] float32, output of each split, if there are several.
-        sums: [SPLITS, rows, heads] float32, binary logarithm of each split's sum of weights.
-        query: [rows, heads, D].
-        query_row: Elements from a row to the next.
-        query_head: Elements from a head to the next.
-        key: [rows, heads / G, D], keys of the rows; read if FUSED.
-        key_row: Elements from a row to the next.
-        key_head: Elements from a head to the next.
-        value: [rows, heads / G, D], values of the rows; read if FUSED.
-        value_row: Elements from a row to the next.
-        value_head: Elements from a head to the next.
-        keys: Keys of a layer, [pages, PAGE, heads / G, D], the last two dimensions dense.
-        values: Values of the layer, with the strides of `keys`.
-        page_stride: Elements from a page to the next.
-        token_stride: Elements from a token to the next.
-        tiles: [programs, 4] int32: first page of the sequence in `indices`, first row of the tile,
-            number of its rows (0 for an empty tile), and position of the first one.
-        indices: Pages of all sequences, int32.
-        rows: Number of rows of `partial` and `sums`.
-        scale: Factor of the scores, times log2(e).
-        G: Query heads that share a head of keys and values.
-        D: Width of a head.
-        DP: D, rounded up to a power of two.
-        PAGE: Tokens per page.
-        BM: Rows times G that a tile has room for.
-        BN: Tokens of the cache per iteration.
-        SPLITS: Programs that share the tokens of a sequence.
-        FUSED: Whether tiles have one row, whose key and value this kernel also writes.
-        PRECISION: Precision of products of fp32 numbers.
+    `query` is [rows, heads, D], `key` and `value` [rows, heads / G, D], `keys` and `values` as of
+    `append_kernel`, with PAGE tokens a page.
+
+    - `out`: [rows, heads, D], dense; written if SPLITS is 1.
+    - `partial`: [SPLITS, rows, heads, D] float32, output of each split, if there are several.
+    - `sums`: [SPLITS, rows, heads] float32, binary logarithm of each split's sum of weights.
+    - `tiles`: [programs, 4] int32: first page of the sequence in `indices`, first row of the tile,
+      number of its rows (0 for an empty tile), and position of the first one.
+    - `indices`: Pages of all sequences, int32.
+    - `scale`: Factor of the scores, times log2(e).
+    - `G`: Query heads that share a head of keys and values.
+    - `BM`: Rows times G that a tile has room for.
+    - `BN`: Tokens of the cache per iteration.
+    - `SPLITS`: Programs that share the tokens of a sequence.
+    - `FUSED`: Whether tiles have one row, whose key and value this kernel also writes.
     """
     head, split = tl.program_id(1), tl.program_id(2)
     tile = tiles + 4 * tl.program_id(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from valora_kernels.arrangements import EXPAND_RANKS, FUSED, SHRINK_EXPAND
 from valora_kernels.gpus import gpu_of
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from valora_kernels.metadata import DeviceTiles, LoraBatch
     from valora_kernels.tiling import Tiling
-    from valora_kernels.weights import LoraWeights
+    from valora_kernels.weights import LoraWeights, Tensors
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def precision_of(tensor: torch.Tensor) -> str:
     return "ieee" if tensor.dtype == torch.float32 else "tf32"
 
 
-def readable(tensors: Sequence[torch.Tensor]) -> bool:
+def readable(tensors: Tensors) -> bool:
     """Whether the kernels, which load 16 bytes at a time, can read the rows of all tensors."""
     return all(
         t.stride(1) == 1 and t.stride(0) % ALIGNMENT == 0 and t.data_ptr() % 16 == 0
@@ -121,18 +122,17 @@ def _common(
     tiling: Tiling, tensor: torch.Tensor, weights: LoraWeights, batch: LoraBatch
 ) -> dict[str, object]:
     """Compile-time arguments that all kernels of the operator have."""
-    common: dict[str, object] = {
+    pdl = has_dependent_launch(tensor.device)
+    return {
         "P": len(weights.out_features),
         "TERMS": batch.terms,
         "BM": tiling.rows,
         "RANKS": padded_ranks(weights),
         "PAGED": weights.paged,
-        "PDL": has_dependent_launch(tensor.device),
+        "PDL": pdl,
         "PRECISION": precision_of(tensor),
+        **({"launch_pdl": True} if pdl else {}),
     }
-    if common["PDL"]:
-        common["launch_pdl"] = True
-    return common
 
 
 def places_of(table: DeviceTiles, tensor: torch.Tensor) -> int:
@@ -140,7 +140,7 @@ def places_of(table: DeviceTiles, tensor: torch.Tensor) -> int:
     return max(table.capacity * table.block, tensor.shape[0])
 
 
-def outputs_of(ys: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def outputs_of(ys: Tensors) -> tuple[Any, ...]:
     """Three tensors, their row strides and their widths, both in steps of `ALIGNMENT`.
 
     The kernels take three; with fewer projections the first one fills up.
@@ -188,7 +188,7 @@ def _chunk(parts: int, elements: int, warps: int) -> int:
 
 def shrink(
     tiling: Tiling,
-    x: torch.Tensor,
+    x: Tensor,
     weights: LoraWeights,
     batch: LoraBatch,
     *,
@@ -197,17 +197,10 @@ def shrink(
 ) -> tuple[torch.Tensor, int]:
     """Compute h = coefficient · scaling · x Aᵀ, the first of two steps.
 
-    Args:
-        tiling: Tile sizes.
-        x: [rows, in_features].
-        weights: A and B of every adapter.
-        batch: Which rows have which adapters.
-        by_row: Leave h in the order of the rows.
-        beside: The launch before was `base_kernel` on the same x, and runs on meanwhile.
-
-    Returns:
-        h and the number of parts that it consists of: one part is [P, terms, places or rows, ranks]
-        in x's dtype, several are [parts, P, terms, places, ranks] in fp32, to be summed.
+    With `by_row` h is left in the order of the rows; with `beside` the launch before was
+    `base_kernel` on the same x, and runs on meanwhile. Returns h and the number of its parts: one
+    is [P, terms, places or rows, ranks] in x's dtype, several are [parts, P, terms, places, ranks]
+    in fp32, to be summed.
     """
     table = batch.tiles(tiling.rows)
     layers, ranks = len(weights.out_features) * batch.terms, padded_ranks(weights)
@@ -225,48 +218,25 @@ def shrink(
         each = layers * (ranks // block) * splits
         launched = _tiles_at_once(tiles, x.shape[0], each, tiling, batch, SHRINK_TURNS_FROM)
         start(
-            kernels().shrink_kernel,
-            launched * each,
-            x,
-            x.stride(0) // ALIGNMENT,
-            weights.a,
-            weights.a_table,
-            table.records,
-            table.rows,
-            table.scale,
-            table.ends,
-            parts,
-            h,
-            counters,
-            places,
-            weights.slots,
-            weights.max_rank,
-            weights.in_features // ALIGNMENT,
-            BR=block,
-            BK=tiling.inputs,
-            K_SPLIT=tiling.split,
-            SPLITS=splits,
-            EVEN_K=weights.in_features % tiling.split == 0,
-            GATHER=gather,
-            CHUNK=_chunk(splits, tiling.rows * block, tiling.warps),
-            BY_ROW=by_row,
-            BESIDE=beside,
-            TURNS=launched < tiles,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
+            kernels().shrink_kernel, launched * each,
+            x, x.stride(0) // ALIGNMENT, weights.a, weights.a_table, table.records, table.rows,
+            table.scale, table.ends, parts, h, counters, places, weights.slots, weights.max_rank,
+            weights.in_features // ALIGNMENT, BR=block, BK=tiling.inputs, K_SPLIT=tiling.split,
+            SPLITS=splits, EVEN_K=weights.in_features % tiling.split == 0, GATHER=gather,
+            CHUNK=_chunk(splits, tiling.rows * block, tiling.warps), BY_ROW=by_row, BESIDE=beside,
+            TURNS=launched < tiles, num_warps=tiling.warps, num_stages=tiling.stages,
             **_common(tiling, x, weights, batch),
-        )
+        )  # fmt: skip
     return (h, 1) if gather or splits == 1 else (parts, splits)
 
 
 def expand(
     tiling: Tiling,
-    ys: Sequence[torch.Tensor],
-    h: torch.Tensor,
+    ys: Tensors,
+    h: Tensor,
     parts: int,
     weights: LoraWeights,
     batch: LoraBatch,
-    *,
     add: bool = True,
 ) -> None:
     """Compute y += h Bᵀ, the second step, for h and its number of parts from `shrink`.
@@ -282,41 +252,18 @@ def expand(
     groups = sum(-(-y.shape[1] // (tiling.outputs * tiling.loop)) for y in ys)
     launched = _tiles_at_once(tiles, ys[0].shape[0], groups, tiling, batch, TURNS_FROM)
     start(
-        kernels().expand_kernel,
-        launched * groups,
-        *outputs_of(ys),
-        weights.b,
-        weights.b_table,
-        table.records,
-        table.rows,
-        table.ends,
-        h,
-        places_of(table, ys[0]),
-        weights.slots,
-        weights.max_rank,
-        groups,
-        BN=tiling.outputs,
-        ER=block,
-        SPLITS=parts,
-        ADD=add,
-        LOOP=tiling.loop,
-        STAGES=tiling.expand_stages,
-        CHUNK=_chunk(parts, tiling.rows * block, tiling.expand_warps),
-        TURNS=launched < tiles,
-        num_warps=tiling.expand_warps,
-        num_stages=tiling.expand_stages,
+        kernels().expand_kernel, launched * groups,
+        *outputs_of(ys), weights.b, weights.b_table, table.records, table.rows, table.ends, h,
+        places_of(table, ys[0]), weights.slots, weights.max_rank, groups, BN=tiling.outputs,
+        ER=block, SPLITS=parts, ADD=add, LOOP=tiling.loop, STAGES=tiling.expand_stages,
+        CHUNK=_chunk(parts, tiling.rows * block, tiling.expand_warps), TURNS=launched < tiles,
+        num_warps=tiling.expand_warps, num_stages=tiling.expand_stages,
         **_common(tiling, ys[0], weights, batch),
-    )
+    )  # fmt: skip
 
 
 def _shrink_expand(
-    tiling: Tiling,
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    weights: LoraWeights,
-    batch: LoraBatch,
-    *,
-    add: bool = True,
+    tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
     """Two launches; the second is in flight, its weights loaded, when the first ends.
 
@@ -328,13 +275,7 @@ def _shrink_expand(
 
 
 def _fused(
-    tiling: Tiling,
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    weights: LoraWeights,
-    batch: LoraBatch,
-    *,
-    add: bool = True,
+    tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
     """One launch: a program shrinks its rows over the whole input width and expands them.
 
@@ -345,42 +286,18 @@ def _fused(
     if not tiles:
         return
     start(
-        kernels().fused_kernel,
-        tiles * len(ys) * tiling.parts,
-        *outputs_of(ys),
-        x,
-        x.stride(0) // ALIGNMENT,
-        weights.a,
-        weights.a_table,
-        weights.b,
-        weights.b_table,
-        table.records,
-        table.rows,
-        table.scale,
-        places_of(table, x),
-        weights.slots,
-        weights.max_rank,
-        weights.in_features // ALIGNMENT,
-        BN=tiling.outputs,
-        BK=tiling.inputs,
-        PARTS=tiling.parts,
-        EVEN_K=weights.in_features % tiling.inputs == 0,
-        STAGES=tiling.stages,
-        ADD=add,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        kernels().fused_kernel, tiles * len(ys) * tiling.parts,
+        *outputs_of(ys), x, x.stride(0) // ALIGNMENT, weights.a, weights.a_table, weights.b,
+        weights.b_table, table.records, table.rows, table.scale, places_of(table, x),
+        weights.slots, weights.max_rank, weights.in_features // ALIGNMENT, BN=tiling.outputs,
+        BK=tiling.inputs, PARTS=tiling.parts, EVEN_K=weights.in_features % tiling.inputs == 0,
+        STAGES=tiling.stages, ADD=add, num_warps=tiling.warps, num_stages=tiling.stages,
         **_common(tiling, x, weights, batch),
-    )
+    )  # fmt: skip
 
 
 def _dense(
-    tiling: Tiling,
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    weights: LoraWeights,
-    batch: LoraBatch,
-    *,
-    add: bool = True,
+    tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
     """Two dense products of the library's for each projection, where all rows have one adapter."""
     grouping = batch.grouping

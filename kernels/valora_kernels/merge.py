@@ -27,15 +27,10 @@ MATRIX_ALIGNMENT = 128
 
 @dataclass(frozen=True, slots=True)
 class MergeTiling:
-    """Tile sizes of the merge kernel: each program computes one strip of a matrix in steps.
+    """Tile sizes of the merge kernel.
 
-    Attributes:
-        outputs: Rows (outputs) per strip.
-        inputs: Columns (inputs) per step.
-        span: Columns (inputs) per strip.
-        ranks: Rank rows that are multiplied at a time.
-        warps: Warps per program.
-        stages: Steps whose loads are in flight.
+    Each program computes a strip of `outputs` rows and `span` columns in steps of `inputs` columns,
+    `ranks` rank rows at a time, with the loads of `stages` steps in flight.
     """
 
     outputs: int = 64
@@ -144,14 +139,8 @@ class MergeableWeights:
         """Set live = pristine + scaling · B · A in all bound matrices, in fp32 and rounded once.
 
         To switch to another adapter, call it again: what was merged before does not matter. Nothing
-        waits for the device.
-
-        Args:
-            slot: Slot of the adapter in every source.
-            rank: Rank of the adapter.
-            scaling: Scaling of the adapter.
-            tiling: Tile sizes, with the kernel wherever the weights are; by default the kernel's
-                defaults on a GPU, and plain torch elsewhere.
+        waits for the device. A `tiling` runs the kernel wherever the weights are; by default it has
+        its defaults on a GPU, and plain torch merges elsewhere.
 
         Raises:
             ValueError: No sources are bound, or they do not have the slot or rank.
@@ -175,29 +164,12 @@ class MergeableWeights:
         a_rows, b_rows = self._rows(slot)
         first = next(iter(self._sources.values()))[0]
         merge_kernel[(len(tiles),)](
-            self.live,
-            self.pristine,
-            first.a,
-            first.b,
-            a_rows,
-            b_rows,
-            tiles,
-            matrices,
-            scaling,
-            slot,
-            rank,
-            SLOT_RANKS=ranks,
-            PAGED=a_rows is not None,
-            BO=tiling.outputs,
-            BI=tiling.inputs,
-            BR=tiling.ranks,
-            SPAN=tiling.span,
-            STAGES=tiling.stages,
-            MORE=rank > tiling.ranks,
-            PRECISION=precision_of(self.live),
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-        )
+            self.live, self.pristine, first.a, first.b, a_rows, b_rows, tiles, matrices,
+            scaling, slot, rank, SLOT_RANKS=ranks, PAGED=a_rows is not None,
+            BO=tiling.outputs, BI=tiling.inputs, BR=tiling.ranks, SPAN=tiling.span,
+            STAGES=tiling.stages, MORE=rank > tiling.ranks, PRECISION=precision_of(self.live),
+            num_warps=tiling.warps, num_stages=tiling.stages,
+        )  # fmt: skip
 
     def _merge_each(self, slot: int, rank: int, scaling: float) -> None:
         for name, (weights, projection) in self._sources.items():

@@ -17,28 +17,16 @@ def merge_kernel(
 ):  # fmt: skip
     """Set live = pristine + scaling · B · A; each program computes one strip of one matrix.
 
-    Args:
-        live: Flat memory of the weights that the model reads.
-        pristine: Flat memory of the base weights, laid out alike.
-        a: Address that offsets of rows of A count from.
-        b: Address that offsets of rows of Bᵀ count from.
-        a_rows: [matrices, SLOT_RANKS] int64, offset of every row of the adapter's A, if PAGED.
-        b_rows: [matrices, SLOT_RANKS] int64, offset of every row of the adapter's Bᵀ, if PAGED.
-        tiles: [programs, 2] int32, matrix of each program and number of its strip within it.
-        matrices: [matrices, 7] int64: first element, outputs and inputs of the matrix; offset of
-            its A and elements per slot; offset of its Bᵀ and elements per slot.
-        scaling: Scaling of the adapter.
-        slot: Slot of the adapter.
-        rank: Rank of the adapter.
-        SLOT_RANKS: Row length of `a_rows` and `b_rows`.
-        PAGED: Whether `a_rows` and `b_rows` say where rows are.
-        BO: Outputs per tile.
-        BI: Inputs per tile.
-        BR: Rank rows that are multiplied at a time.
-        SPAN: Inputs per strip.
-        STAGES: Tiles whose loads are in flight.
-        MORE: Whether the rank is above BR.
-        PRECISION: Precision of products of fp32 weights.
+    `live` and `pristine` are flat and laid out alike; rows of A and Bᵀ count from `a` and `b`.
+
+    - `a_rows`: [matrices, SLOT_RANKS] int64, offset of every row of the adapter's A, if PAGED.
+    - `b_rows`: [matrices, SLOT_RANKS] int64, offset of every row of the adapter's Bᵀ, if PAGED.
+    - `tiles`: [programs, 2] int32, matrix of each program and number of its strip within it.
+    - `matrices`: [matrices, 7] int64: first element, outputs and inputs of the matrix; offset of
+      its A and elements per slot; offset of its Bᵀ and elements per slot.
+    - `BO, BI, BR`: Outputs and inputs per tile, and rank rows that are multiplied at a time.
+    - `SPAN`: Inputs per strip.
+    - `MORE`: Whether the rank is above BR.
     """
     program = tl.program_id(0)
     matrix = tl.load(tiles + 2 * program).to(tl.int64)

@@ -213,10 +213,9 @@ def _terms(
     given = np.asarray(adapters, dtype=np.int64)
     if given.ndim == 1:
         given = given[:, None]
-    if given.ndim != 2 or not 1 <= given.shape[1] <= MAX_TERMS:
-        raise ValueError(f"adapters: expected [runs] or [runs, 1 or 2], got {given.shape}")
-    if rank.ndim != 1 or rank.shape != scaling.shape:
-        raise ValueError(f"ranks and scalings: expected [slots], got {rank.shape}, {scaling.shape}")
+    sizes = (given.shape, rank.shape, scaling.shape)
+    if given.ndim != 2 or not 1 <= given.shape[1] <= MAX_TERMS or rank.shape != (scaling.size,):
+        raise ValueError(f"adapters: expected [runs, 1 or 2], ranks as scalings, got {sizes}")
     runs, terms = given.shape
     slots = len(rank)
     if given.min(initial=NONE) < NONE or given.max(initial=NONE) >= slots:
@@ -272,15 +271,12 @@ class Tiles:
             Tiles without an adapter and unused ones have rank 0.
         rows: [capacity · block] int32, row numbers; `NONE` where a tile has fewer rows.
         scale: [2, capacity · block] float32, coefficient · scaling of each term, 0 on padding.
-        ends: [2] int32, `count` and `total`.
-        count: Number of tiles whose rows have an adapter.
-        total: Number of tiles, including those whose rows have none.
+        count: Number of tiles whose rows have an adapter; in `total` are those of all rows.
     """
 
     records: NDArray[np.int32]
     rows: NDArray[np.int32]
     scale: NDArray[np.float32]
-    ends: NDArray[np.int32]
     count: int
     total: int
 
@@ -300,11 +296,7 @@ def _tile_elements(block: int, capacity: int) -> int:
 def tile_rows(
     grouping: Grouping, block: int, capacity: int, memory: NDArray[np.int32] | None = None
 ) -> Tiles:
-    """Cut the segments into at most `capacity` tiles, in `memory` that is all written anew.
-
-    Raises:
-        ValueError: The grouping needs more tiles than that.
-    """
+    """Cut the segments into at most `capacity` tiles, in `memory` that is all written anew."""
     adapters, ranks = grouping.adapters, grouping.ranks
     if grouping.segments == 1:
         count = -(-grouping.active // block)
@@ -314,11 +306,7 @@ def tile_rows(
         count = int(tiles.sum())
         adapters, ranks = (np.repeat(part, tiles, axis=0) for part in (adapters, ranks))
     total = count - (-len(grouping.base) // block)
-    if total > capacity:
-        raise ValueError(
-            f"batch: expected at most {capacity} tiles of {block} rows, got {total} "
-            f"({grouping.rows} rows in {grouping.segments} segments)"
-        )
+    assert total <= capacity, (total, capacity)
     if memory is None:
         memory = np.empty(_tile_elements(block, capacity), dtype=np.int32)
     records, rows, scale, ends = _tile_parts(memory, block, capacity, np.float32)
@@ -338,7 +326,7 @@ def tile_rows(
         rows[place] = grouping.order
         scale[:, place] = grouping.scale.T
     rows[count * block : count * block + len(grouping.base)] = grouping.base
-    return Tiles(records, rows, scale, ends, count, total)
+    return Tiles(records, rows, scale, count, total)
 
 
 class RowBlocks(NamedTuple):
@@ -365,10 +353,7 @@ def _block_parts(memory: Any, block: int, rows: int, capacity: int) -> tuple[Any
 def block_rows(
     grouping: Grouping, block: int, rows: int, capacity: int, memory: NDArray[np.int32]
 ) -> RowBlocks:
-    """List the adapters of each block of rows, one term a row, in `memory` that is written anew.
-
-    `rows` and `capacity` are the rows, and the adapters per block, that there is room for.
-    """
+    """List the adapters of each block in `memory`, with room for so many rows and per block."""
     found = RowBlocks(*_block_parts(memory, block, rows, capacity))
     slot_of_row, counts, lists = found
     slot_of_row.fill(NONE)
@@ -402,15 +387,7 @@ def block_rows(
 
 
 class Table(ABC):
-    """What kernels read of a batch: one device buffer, refreshed without waiting for the device.
-
-    Args:
-        size: Number of elements.
-        device: Device of the buffer.
-
-    Attributes:
-        buffer: [size] int32 on the device, whose address stays.
-    """
+    """What kernels read of a batch: an int32 buffer on the device, whose size and address stay."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.buffer = torch.empty(size, dtype=torch.int32, device=device)

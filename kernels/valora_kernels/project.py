@@ -13,17 +13,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from valora_kernels.arrangements import beside_product, whole_shrink
-from valora_kernels.atmm import (
-    atmm,
-    check,
-    direct_choice,
-    launch,
-    launch_fitting,
-    table_choice,
-)
+from valora_kernels.atmm import atmm, check, direct_choice, launch, launch_fitting, table_choice
 from valora_kernels.gpus import gpu_of
 from valora_kernels.launching import (
     ALIGNMENT,
@@ -47,7 +41,9 @@ if TYPE_CHECKING:
     from valora_kernels.gpus import Gpu
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.tiling import ProjectTiling
-    from valora_kernels.weights import LoraWeights
+    from valora_kernels.weights import LoraWeights, Tensors
+
+    Biases = Sequence[torch.Tensor | None]
 
 FOLD_RANKS = 128
 """Largest rank that a folded expansion can hold in one tile."""
@@ -68,13 +64,13 @@ def product_tiling(gpu: Gpu, rows: int, outputs: int) -> ProjectTiling | None:
 
 
 def add_projection(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    bases: Sequence[torch.Tensor],
+    ys: Tensors,
+    x: Tensor,
+    bases: Tensors,
     weights: LoraWeights,
     batch: LoraBatch,
     *,
-    biases: Sequence[torch.Tensor | None] | None = None,
+    biases: Biases | None = None,
     tiling: ProjectTiling | None = None,
 ) -> None:
     """Compute y = x·Wᵀ + bias + LoRA for each projection that shares x, in the fastest way.
@@ -110,12 +106,7 @@ def add_projection(
 
 
 def _apart(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    bases: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    weights: LoraWeights,
-    batch: LoraBatch,
+    ys: Tensors, x: Tensor, bases: Tensors, biases: Biases, weights: LoraWeights, batch: LoraBatch
 ) -> None:
     """Compute the base product with the library, and LoRA before or after it."""
     plain = all(bias is None for bias in biases)
@@ -147,7 +138,7 @@ def _apart(
         (atmm if use_triton(x) else atmm_reference)(ys, x, weights, batch)
 
 
-def _as_one(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
+def _as_one(parts: Tensors, dim: int) -> torch.Tensor | None:
     """The matrix whose neighbouring slices the parts are; None if they are not."""
     first, end = parts[0], parts[0].storage_offset()
     for part in parts:
@@ -160,12 +151,7 @@ def _as_one(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
     return first.as_strided(size, first.stride())
 
 
-def _check_bases(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    bases: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-) -> None:
+def _check_bases(ys: Tensors, x: Tensor, bases: Tensors, biases: Biases) -> None:
     """Check that base weights and biases fit x and the outputs."""
     if len(bases) != len(ys) or len(biases) != len(ys):
         raise ValueError(
@@ -182,7 +168,7 @@ def _check_bases(
                 )
 
 
-def _aligned(x: torch.Tensor, ys: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]) -> bool:
+def _aligned(x: Tensor, ys: Tensors, bases: Tensors) -> bool:
     """Whether our products can compute it: 16 bits, aligned dense rows, one row stride of all W."""
     return (
         x.dtype != torch.float32
@@ -191,7 +177,7 @@ def _aligned(x: torch.Tensor, ys: Sequence[torch.Tensor], bases: Sequence[torch.
     )
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute x·Wᵀ + bias without LoRA: few rows by our own product, others by the library's.
 
     Args:
@@ -214,13 +200,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -
     return y
 
 
-def _product(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    bases: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    tiling: ProjectTiling,
-) -> None:
+def _product(ys: Tensors, x: Tensor, bases: Tensors, biases: Biases, tiling: ProjectTiling) -> None:
     """Compute x·Wᵀ + bias of projections that share x, in one launch."""
     from valora_kernels import project_kernels as k
 
@@ -231,38 +211,21 @@ def _product(
     begins = [(base.data_ptr() - bases[0].data_ptr()) // step for base in bases]
     pdl = has_dependent_launch(x.device)
     start(
-        k.base_kernel,
-        down * across,
-        *outputs_of(ys),
-        x,
-        x.stride(0) // ALIGNMENT,
-        bases[0],
-        bases[0].stride(0) // ALIGNMENT,
-        *[*begins, 0, 0][1:3],
-        *[*biases, None, None][:3],
-        x.shape[0],
-        down,
-        width // ALIGNMENT,
-        P=len(ys),
-        BM=tiling.rows,
-        BN=tiling.outputs,
-        BK=tiling.inputs,
-        EVEN_K=width % tiling.inputs == 0,
-        STAGES=tiling.stages,
-        AHEAD=tiling.ahead,
-        PDL=pdl,
-        PRECISION=precision_of(x),
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        k.base_kernel, down * across,
+        *outputs_of(ys), x, x.stride(0) // ALIGNMENT, bases[0], bases[0].stride(0) // ALIGNMENT,
+        *[*begins, 0, 0][1:3], *[*biases, None, None][:3], x.shape[0], down, width // ALIGNMENT,
+        P=len(ys), BM=tiling.rows, BN=tiling.outputs, BK=tiling.inputs,
+        EVEN_K=width % tiling.inputs == 0, STAGES=tiling.stages, AHEAD=tiling.ahead, PDL=pdl,
+        PRECISION=precision_of(x), num_warps=tiling.warps, num_stages=tiling.stages,
         **({"launch_pdl": True} if pdl else {}),
-    )
+    )  # fmt: skip
 
 
 def _beside(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    bases: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
+    ys: Tensors,
+    x: Tensor,
+    bases: Tensors,
+    biases: Biases,
     weights: LoraWeights,
     batch: LoraBatch,
     tiling: ProjectTiling,
@@ -276,10 +239,10 @@ def _beside(
 
 
 def _fold(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    bases: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
+    ys: Tensors,
+    x: Tensor,
+    bases: Tensors,
+    biases: Biases,
     weights: LoraWeights,
     batch: LoraBatch,
     tiling: ProjectTiling,
@@ -289,7 +252,7 @@ def _fold(
 
     from valora_kernels import project_kernels as k
 
-    rows, width = x.shape[0], weights.in_features
+    width = weights.in_features
     first = whole_shrink(table_choice(weights, batch), width)
     h, _ = shrink(first, x, weights, batch, by_row=True)
     tiles, blocks = batch.tiles(first.rows), batch.blocks(tiling.rows)
@@ -302,39 +265,16 @@ def _fold(
     for p, (y, base, bias) in enumerate(zip(ys, bases, biases, strict=True)):
         early = started and p == 0
         start(
-            k.many_rows_kernel,
-            programs,
+            k.many_rows_kernel, programs,
             TensorDescriptor.from_tensor(y, [tiling.rows, store]),
             TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inputs]),
             TensorDescriptor.from_tensor(base, [tiling.outputs, tiling.inputs]),
-            bias,
-            h,
-            weights.b,
-            weights.b_table,
-            blocks.slot_of_row,
-            blocks.counts,
-            blocks.lists,
-            p,
-            before // ALIGNMENT,
-            places_of(tiles, x),
-            weights.slots,
-            weights.max_rank,
-            rows,
-            y.shape[1] // ALIGNMENT,
-            width // ALIGNMENT,
-            GROUP=8,
-            PROGRAMS=programs,
-            HALVES=tiling.halves,
-            CAPACITY=blocks.capacity,
-            BM=tiling.rows,
-            BN=tiling.outputs,
-            BK=tiling.inputs,
-            RANKS=padded_ranks(weights),
-            PAGED=weights.paged,
-            PDL=early,
-            PRECISION=precision_of(x),
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
+            bias, h, weights.b, weights.b_table, blocks.slot_of_row, blocks.counts, blocks.lists,
+            p, before // ALIGNMENT, places_of(tiles, x), weights.slots, weights.max_rank, len(x),
+            y.shape[1] // ALIGNMENT, width // ALIGNMENT, GROUP=8, PROGRAMS=programs,
+            HALVES=tiling.halves, CAPACITY=blocks.capacity, BM=tiling.rows, BN=tiling.outputs,
+            BK=tiling.inputs, RANKS=padded_ranks(weights), PAGED=weights.paged, PDL=early,
+            PRECISION=precision_of(x), num_warps=tiling.warps, num_stages=tiling.stages,
             **({"launch_pdl": early} if pdl else {}),
-        )
+        )  # fmt: skip
         before += y.shape[1]

@@ -77,11 +77,8 @@ PRESETS = {
 def groups_of_model(config: dict[str, Any]) -> list[Widths]:
     """Input and output widths of a transformer's projections, alone and as they share inputs.
 
-    Args:
-        config: A model's `config.json`; that of a multimodal model has a `text_config`.
-
     Raises:
-        ValueError: A size is missing, or no number.
+        ValueError: A size is missing in the model's `config.json`, or no number.
     """
     config = {**config, **(config.get("text_config") or {})}
 
@@ -168,11 +165,8 @@ def run_once(job: Job, device: str = "cuda") -> str | None:
 class Search:
     """Finds the fastest tilings of shapes, and keeps each one in a file when it is found.
 
-    Args:
-        table: Tilings of shapes that are not searched again; it grows.
-        file: Where the table is kept.
-        compilers: Number of processes that compile kernels.
-        total: Number of shapes that will be searched, to show the progress.
+    Shapes of `table` are not searched again. `compilers` processes compile kernels; `total` is the
+    number of shapes that will be searched, to show the progress.
     """
 
     def __init__(self, table: TilingTable, file: Path, compilers: int, total: int = 0) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from valora_kernels.weights import Tensors
+
 COLD_BYTES = 160 << 20
 """Bytes of other inputs between two uses of the same ones: more than twice an H200's L2 cache."""
 
@@ -25,18 +27,9 @@ ROOM = 128
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One set of inputs of a call.
+    """Inputs of a call; with a base weight [outputs, inputs] the ys are slices of `y`."""
 
-    Attributes:
-        ys: [P] tensors [rows, out_features[p]].
-        x: [rows, in_features].
-        weights: A and B of every adapter.
-        base: [sum of out_features, in_features] base weight, for which the ys are slices of `y`;
-            None without.
-        y: [rows, sum of out_features] or None.
-    """
-
-    ys: Sequence[torch.Tensor]
+    ys: Tensors
     x: torch.Tensor
     weights: LoraWeights
     base: torch.Tensor | None = None
@@ -46,17 +39,10 @@ class Inputs:
 def spread(
     rows: int, adapters: int, popularity: str = "uniform", seed: int = 0
 ) -> NDArray[np.int64]:
-    """Assign rows to adapters, at least one row to each.
+    """Assign rows to adapters, at least one row to each: the adapter of each row.
 
-    Args:
-        rows: Number of rows, at least `adapters`.
-        adapters: Number of adapters.
-        popularity: `uniform`; `zipf` (weights 1 / place); `skewed` (the first adapter has all rows
-            but one for each other).
-        seed: Seed of the draw.
-
-    Returns:
-        [rows] adapter of each row; rows of one adapter are neighbours, as in a prefill.
+    `popularity` is `uniform`; `zipf` (weights 1 / place); or `skewed` (the first adapter has all
+    rows but one for each other). Rows of one adapter are neighbours, as in a prefill.
     """
     if popularity == "uniform":
         return np.arange(rows) * adapters // rows
@@ -78,13 +64,12 @@ class KernelWorkload:
         in_features: Width of x.
         out_features: Width of each projection.
         dtype: Type of all tensors.
-        device: A CUDA device.
+        device: Their device.
         cold: Bytes of other inputs between two uses of the same ones.
         most: Most copies.
         first: Whether the inputs have a base weight, and the batch room for many adapters.
 
     Attributes:
-        scalings: [adapters] scaling of each adapter.
         bytes: Bytes that one call reads and writes.
         flops: Floating-point operations of one call.
         sets: The copies of the inputs.

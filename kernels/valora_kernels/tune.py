@@ -66,9 +66,6 @@ class Compiler:
     It runs every kernel once, on small inputs. Triton keeps what it compiles on disk, from where
     this process loads it within milliseconds.
 
-    Args:
-        device: GPU that they are compiled for.
-
     Attributes:
         on_news: Called in another thread whenever a job is done, or the process has ended.
         failed: Jobs that cannot be compiled.
@@ -148,7 +145,7 @@ class Piece(Enum):
 
 
 class Tuner:
-    """Measures shapes one after another.
+    """Measures shapes one after another, and enters them into `table`; `skipped` ones cannot be.
 
     Args:
         table: What was measured before.
@@ -156,10 +153,6 @@ class Tuner:
         compiler: Compiles the candidates.
         device: The GPU.
         clock: Times lists of calls by name, see `timing.times_in_turn`.
-
-    Attributes:
-        table: What was measured until now.
-        skipped: Shapes that cannot be measured.
     """
 
     def __init__(

@@ -17,11 +17,9 @@ from valora_kernels.launching import padded_ranks, places_of, readable, use_trit
 from valora_kernels.reference import expand_reference, shrink_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.tiling import Tiling
-    from valora_kernels.weights import LoraWeights
+    from valora_kernels.weights import LoraWeights, Tensors
 
 
 class Shrunk(NamedTuple):
@@ -40,14 +38,9 @@ class Shrunk(NamedTuple):
 def shrink(
     x: torch.Tensor, weights: LoraWeights, batch: LoraBatch, *, tiling: Tiling | None = None
 ) -> Shrunk:
-    """Compute h = coefficient · scaling · x Aᵀ for each projection.
+    """Compute h = coefficient · scaling · x Aᵀ for each projection; B is not read.
 
-    Args:
-        x: [rows, in_features].
-        weights: A of every adapter; B is not read.
-        batch: Which rows have which adapters.
-        tiling: How to compute it, with the kernels wherever x is; by default what the table of the
-            GPU says.
+    x is [rows, in_features], and `tiling` as in `atmm`.
     """
     if tiling is None and not (use_triton(x) and aligned(weights) and readable([x])):
         return Shrunk(shrink_reference(x, weights, batch), None)
@@ -58,17 +51,8 @@ def shrink(
     return Shrunk(flat[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape), chosen)
 
 
-def expand(
-    ys: Sequence[torch.Tensor], shrunk: Shrunk, weights: LoraWeights, batch: LoraBatch
-) -> None:
-    """Compute y += h Bᵀ for each projection, rounded once.
-
-    Args:
-        ys: [P] tensors [rows, out_features[p]], changed in place.
-        shrunk: Result of `shrink`.
-        weights: B of every adapter; A is not read.
-        batch: Which rows have which adapters.
-    """
+def expand(ys: Tensors, shrunk: Shrunk, weights: LoraWeights, batch: LoraBatch) -> None:
+    """Compute y += h Bᵀ, rounded once, for [P] tensors [rows, out_features[p]]; A is not read."""
     if shrunk.tiling is None:
         expand_reference(ys, shrunk.h, weights, batch)
     else:

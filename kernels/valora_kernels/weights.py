@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+Tensors = Sequence[torch.Tensor]
 
 MAX_PROJECTIONS = 3
 """Most projections that share an input: q, k and v."""
@@ -114,23 +113,18 @@ class LoraWeights:
             found.append(memory.view(-1)[place])
         return found[0], found[1]
 
-    def write(self, slot: int, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
-        """Write an adapter into a slot.
-
-        Args:
-            slot: Index of the slot.
-            a: A [rank, in_features] of each projection.
-            b: B [out_features[p], rank] of each projection, as PEFT stores it.
+    def write(self, slot: int, a: Tensors, b: Tensors) -> None:
+        """Write A [rank, in_features] and B [out_features[p], rank] of each projection into a slot.
 
         Raises:
             ValueError: The slot does not exist, or a number of projections, shape or rank differs
                 from what there is room for.
         """
-        projections = len(self.out_features)
-        if not 0 <= slot < self.slots:
-            raise ValueError(f"slot: expected 0 to {self.slots - 1}, got {slot}")
-        if (len(a), len(b)) != (projections, projections):
-            raise ValueError(f"adapter: expected {projections} projections, got {len(a)}, {len(b)}")
+        if not 0 <= slot < self.slots or not len(a) == len(b) == len(self.out_features):
+            raise ValueError(
+                f"adapter: expected {len(self.out_features)} projections and a slot below "
+                f"{self.slots}, got {len(a)}, {len(b)} and {slot}"
+            )
         for p, (one, two) in enumerate(zip(a, b, strict=True)):
             rank = one.shape[0]
             want = ((rank, self.in_features), (self.out_features[p], rank))

@@ -13,7 +13,7 @@ BUDGETS = {
     "valora_train": 10_644,
     "data/valora_data": 10_620,
     "teachers/valora_teachers": 1_689,
-    "kernels/valora_kernels": 4_932,
+    "kernels/valora_kernels": 4_579,
     "valora_serve": 33_585,
     "tests/*/valora_train": 8_486,
     "tests/*/valora_data": 4_859,

@@ -39,9 +39,7 @@ SUCCESSORS = {
     r"domains\.[^.\s]+\.source\.annotations(?==)": (
         "write a metadata.jsonl (docs/how-to/own-data.md)"
     ),
-    r"(?:domain(?:@\S+=|/)|\S+\.kind=)(?:fiftyone|cvat|labelstudio|kitti)": (
-        "export as COCO or YOLO, choices as a metadata.jsonl (docs/how-to/own-data.md)"
-    ),
+    r"(?:domain(?:@\S+=|/)|\S+\.kind=)fiftyone": "export as COCO or YOLO (docs/how-to/own-data.md)",
     r"domain/\w+(?:@\S+)?=(?:surface|sign_count|change|digit_\w+|drawn_album)": (
         "take another built-in domain (docs/reference/tasks.md), or an album of your own"
     ),

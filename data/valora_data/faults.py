@@ -51,6 +51,7 @@ class FaultKind(Enum):
         "add labels, or leave it if they show none", False)
     LABELS_ORPHANED = "label file|files belongs|belong to no image", "add the images", False
     IMAGE_UNLISTED = "image file|files is|are not listed and not used", "list or remove them", False
+    NOT_LABELLED = "entry|entries is|are not labelled yet and not used", "label them", False
     SPLIT_REPEATED = (
         "split|splits has|have the images of train, of which a part is taken for it|them",
         "name other images for it, if there are any", False)

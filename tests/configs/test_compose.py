@@ -26,6 +26,7 @@ def of_ones_own(kind: str) -> list[str]:
     """What is left to say about a domain of one's own."""
     more = {
         "images": ["domains.cat.teacher=x.pt"],
+        "labelstudio": ["domains.cat.source.images=x"],
         **{key: ["domains.cat.labels=[]"] for key in ("documents", "texts", "album")},
     }  # fmt: skip
     return [*OWN, *more.get(kind, [])]
@@ -205,7 +206,7 @@ def test_the_papers_requirements_are_the_default():
         ("task.type=poetry", "bad setting task.type='poetry'"),
         (
             "domains.person.source.kind=tar",
-            "unknown source kind 'tar': choose one of album, coco, doc",
+            "unknown source kind 'tar': choose one of album, coco, cvat",
         ),
     ],
 )

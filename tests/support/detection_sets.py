@@ -99,6 +99,54 @@ def write_voc(folder: Path) -> Path:
     return folder
 
 
+def write_cvat(folder: Path) -> Path:
+    """`CVAT for images 1.1`, with subsets."""
+    write_pictures(folder / "images")
+    root = ElementTree.Element("annotations")
+    ElementTree.SubElement(root, "version").text = "1.1"
+    labels = ElementTree.SubElement(ElementTree.SubElement(root, "meta"), "labels")
+    for label in ("cat", "dog"):
+        entry = ElementTree.SubElement(labels, "label")
+        ElementTree.SubElement(entry, "name").text = label
+    subsets = {"a": "Train", "b": "Validation", "c": "Train", "d": "Test"}
+    for number, name in enumerate(SIZES):
+        width, height = map(str, SIZES[name])
+        image = ElementTree.SubElement(
+            root, "image", id=str(number), name=f"{name}.jpg", subset=subsets[name],
+            width=width, height=height,
+        )  # fmt: skip
+        for label, edges in BOXES[name]:
+            keys = zip(("xtl", "ytl", "xbr", "ybr"), map(str, edges), strict=True)
+            ElementTree.SubElement(image, "box", {"label": label, "occluded": "0", **dict(keys)})
+    ElementTree.ElementTree(root).write(folder / "annotations.xml", encoding="utf-8")
+    return folder
+
+
+def write_labelstudio(folder: Path) -> Path:
+    """An export of Label Studio as `JSON`; images have the names of uploads."""
+    write_pictures(folder / "images")
+    tasks = []
+    for number, name in enumerate(SIZES, start=1):
+        width, height = SIZES[name]
+        shapes = [
+            {"x": 100 * x0 / width, "y": 100 * y0 / height, "width": 100 * (x1 - x0) / width,
+             "height": 100 * (y1 - y0) / height, "rotation": 0, "rectanglelabels": [label]}
+            for label, (x0, y0, x1, y1) in BOXES[name]
+        ]  # fmt: skip
+        size = {"original_width": width, "original_height": height}
+        place = f"/data/upload/3/0123abcd-{name}.jpg"
+        result = [
+            {"id": f"r{i}", "type": "rectanglelabels", "from_name": "label", "to_name": "image",
+             "image_rotation": 0, "value": shape, **size}
+            for i, shape in enumerate(shapes)
+        ]  # fmt: skip
+        annotation = {"id": number, "was_cancelled": False, "result": result}
+        tasks.append({"id": number, "data": {"image": place}, "annotations": [annotation]})
+    path = folder / "export.json"
+    path.write_text(json.dumps(tasks), encoding="utf-8")
+    return path
+
+
 def read_split(
     kind: str,
     path: Path,

@@ -10,13 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_644,
-    "data/valora_data": 10_620,
+    "valora_train": 10_642,
+    "data/valora_data": 10_910,
     "teachers/valora_teachers": 1_689,
     "kernels/valora_kernels": 4_579,
     "valora_serve": 33_585,
-    "tests/*/valora_train": 8_486,
-    "tests/*/valora_data": 4_859,
+    "tests/*/valora_train": 8_513,
+    "tests/*/valora_data": 4_986,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_214,
     "tests/*/valora_serve": 29_521,

@@ -339,5 +339,3 @@ def test_a_file_that_builds_on_a_removed_format_is_told_what_to_write():
     assert cli.sentence(error).startswith("domain/vqa was removed: write a metadata.jsonl")
     with pytest.raises(SettingsError, match=r"kind=refcoco was removed: write a metadata\.jsonl"):
         _ = SourceSettings(kind="refcoco").format
-    error = MissingConfigException("Could not load 'domain/kitti'.", "domain/kitti")
-    assert cli.sentence(error).startswith("domain/kitti was removed: export as COCO or YOLO")

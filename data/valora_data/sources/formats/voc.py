@@ -86,12 +86,11 @@ class VocFormat(AnnotatedFormat):
 
 def _shape(element: Element) -> Shape:
     """A box of pixels counted from 1, as the devkit has it: from xmin − 1 to xmax."""
-    names = ("xmin", "ymin", "xmax", "ymax")
-    sides = [(element.findtext(f"bndbox/{side}") or "").strip() for side in names]
+    sides = [child_text(element, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
     x0, y0, x1, y1 = annotated.four_numbers(sides)
     # labelImg counts from 0 at the very edge.
     edges = max(x0 - 1, min(x0, 0)), max(y0 - 1, min(y0, 0)), x1, y1
-    return (element.findtext("name") or "").strip(), edges
+    return child_text(element, "name"), edges
 
 
 def parse_xml(path: Path) -> Element:
@@ -103,3 +102,8 @@ def parse_xml(path: Path) -> Element:
         raise FaultError(FaultKind.FILE_MALFORMED, text) from error
     assert root is not None, "an XML file without a root is a ParseError"
     return root
+
+
+def child_text(element: Element, path: str) -> str:
+    """Text of an element below another one; empty if there is none."""
+    return (element.findtext(path) or "").strip()

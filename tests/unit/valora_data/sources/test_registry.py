@@ -88,7 +88,9 @@ def test_a_folder_of_classes_with_settings_beside_them_is_one(tmp_path):
 
 
 def test_what_does_not_fit():
-    with pytest.raises(DataError, match="unknown source kind 'tar': choose one of album, coco"):
+    with pytest.raises(
+        DataError, match="unknown source kind 'tar': choose one of album, coco, cvat, doc"
+    ):
         open_source(Source("tar", Task.VQA, path="x"))
     with pytest.raises(DataError, match="yolo has no answers for task vqa: choose one of hub, im"):
         open_source(Source("yolo", Task.VQA, path="x"))

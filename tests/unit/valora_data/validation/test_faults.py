@@ -11,7 +11,7 @@ import yaml
 from PIL import Image, ImageOps
 
 from tests.support.data_sets import metadata, natural_picture
-from tests.support.detection_sets import read_split, write_voc
+from tests.support.detection_sets import read_split, write_cvat, write_labelstudio, write_voc
 from valora_data.cli import main
 from valora_data.errors import DataError
 from valora_data.faults import FaultKind
@@ -261,29 +261,47 @@ def replaced(name: str, old: str, new: str) -> Plant:
     return plant
 
 
-VOC: list[tuple[Plant, str]] = [
-    (write("Annotations/a.xml", b"<annotation><o"), "is not valid XML"),
-    (write("Annotations/a.xml", b'<!DOCTYPE x [<!ENTITY a "aa">]><annotation>&a;</annotation>'),
+EXPORTS: list[tuple[Callable[[Path], Path], Plant, str]] = [
+    (write_voc, write("Annotations/a.xml", b"<annotation><o"), "is not valid XML"),
+    (write_voc,
+     write("Annotations/a.xml", b'<!DOCTYPE x [<!ENTITY a "aa">]><annotation>&a;</annotation>'),
      "is not valid XML"),
-    (replaced("Annotations/a.xml", "<name>cat</name>", ""), "object 1 has no label"),
-    (replaced("Annotations/a.xml", "<xmax>22</xmax>", ""), "'', '33'] is not four"),
-    (replaced("Annotations/a.xml", "<xmax>22</xmax>", "<xmax>1</xmax>"),
+    (write_voc, replaced("Annotations/a.xml", "<name>cat</name>", ""), "object 1 has no label"),
+    (write_voc, replaced("Annotations/a.xml", "<xmax>22</xmax>", ""), "'', '33'] is not four"),
+    (write_voc, replaced("Annotations/a.xml", "<xmax>22</xmax>", "<xmax>1</xmax>"),
      "the wrong way round"),
-    (replaced("Annotations/a.xml", "<width>80<", "<width>800<"), "says 800 × 60"),
-    (lambda folder: (folder / "Annotations/a.xml").unlink(),
+    (write_voc, replaced("Annotations/a.xml", "<width>80<", "<width>800<"), "says 800 × 60"),
+    (write_voc, lambda folder: (folder / "Annotations/a.xml").unlink(),
      "a.jpg has no label file a.xml"),
-    (lambda folder: (folder / "JPEGImages/a.jpg").unlink(), "listed but missing"),
-    (write("Annotations/zz.xml", b"<annotation/>"), "zz.xml belongs to no image"),
+    (write_voc, lambda folder: (folder / "JPEGImages/a.jpg").unlink(), "listed but missing"),
+    (write_voc, write("Annotations/zz.xml", b"<annotation/>"), "zz.xml belongs to no image"),
+    (write_cvat, replaced("annotations.xml", 'xtl="2"', 'xtl="nan"'), "not finite numbers"),
+    (write_cvat, replaced("annotations.xml", 'xtl="2"', 'xtl="left"'), "box ['left', '3'"),
+    (write_cvat, replaced("annotations.xml", 'xbr="22"', 'xbr="222"'), "lies outside"),
+    (write_cvat, replaced("annotations.xml", 'name="c.jpg"', 'name="a.jpg"'), "lists a.jpg twice"),
+    (write_cvat, replaced("annotations.xml", 'label="cat"', 'label=""'), "shape 1 has no label"),
+    (write_labelstudio, replaced("export.json", "0123abcd-a.jpg", "0123abcd-z.jpg"),
+     "1 image is listed but missing"),
+    (write_labelstudio, replaced("export.json", '"was_cancelled": false', '"was_cancelled": true'),
+     "1 entry is not labelled yet"),
+    (write_labelstudio, replaced("export.json", '"width": 25.0', '"width": null'),
+     "None, 50.0] is not four numbers"),
+    (write_labelstudio, replaced("export.json", '"width": 25.0', '"width": 0'), "has no area"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("plant", "message"), VOC)
-def test_a_fault_of_a_voc_set(
-    plant: Plant, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(("maker", "plant", "message"), EXPORTS)
+def test_a_fault_of_an_export(
+    maker: Callable[[Path], Path],
+    plant: Plant,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    path = write_voc(tmp_path / "set")
+    path = maker(tmp_path / "set")
+    more = ("--images", str(tmp_path / "set/images")) if path.suffix == ".json" else ()
     plant(tmp_path / "set")
-    found = report(path, tmp_path, capsys)
+    found = report(path, tmp_path, capsys, *more)
     assert message in found
     assert "nothing is wrong" not in found
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import datasets
 import pytest
@@ -86,6 +87,34 @@ def voc(folder: Path) -> None:
         path.write_text(text)
 
 
+def kitti(folder: Path) -> None:
+    (folder / "label_2").mkdir(parents=True)
+    for position, name in enumerate(pictures(folder / "image_2")):
+        row = f"{('Car', 'Pedestrian')[position % 2]} 0 0 0 9 8 60 50 1 1 1 1 1 1 1\n"
+        (folder / "label_2" / name.replace(".png", ".txt")).write_text(row)
+
+
+def cvat(folder: Path) -> None:
+    root = ElementTree.Element("annotations")
+    for position, name in enumerate(pictures(folder / "images")):
+        image = ElementTree.SubElement(root, "image", name=name, width="96", height="96")
+        label = ("saw", "axe")[position % 2]
+        edges = {"xtl": "8", "ytl": "9", "xbr": "60", "ybr": "50"}
+        ElementTree.SubElement(image, "box", {"label": label, **edges})
+    ElementTree.ElementTree(root).write(folder / "annotations.xml")
+
+
+def labelstudio(folder: Path) -> None:
+    tasks = []
+    for number, name in enumerate(pictures(folder / "images")):
+        value = {"x": 10, "y": 20, "width": 30, "height": 40}
+        value |= {"rectanglelabels": [("apple", "pear")[number % 2]]}
+        result = {"type": "rectanglelabels", "value": value}
+        data = {"image": f"/data/upload/1/0a1b2c3d-{name}"}
+        tasks.append({"id": number, "data": data, "annotations": [{"result": [result]}]})
+    write_json(folder / "export.json", tasks)
+
+
 def with_unlabelled(folder: Path) -> None:
     yolo(folder, "nut", "bolt")
     pictures(folder / "raw", 10, 500)
@@ -145,7 +174,7 @@ def again(folder: Path) -> None:
 
 MAKERS: dict[str, Callable[[Path], None]] = {
     "cells": lambda folder: yolo(folder, "red", "white"), "pets": coco, "chess": roboflow,
-    "masks": voc,
+    "masks": voc, "roads": kitti, "tools": cvat, "fruit": labelstudio,
     "parts": with_unlabelled, "street": unlabelled, "flowers": classes,
     "leaves": lambda folder: table(folder, lambda i: {"species": ("oak", "elm")[i % 2]}),
     "birds": hub, "gestures": videos, "talk": llava,
@@ -213,7 +242,7 @@ def test_check_recognises_the_format(name: str, tmp_path: Path) -> None:
     assert detect_kind(tmp_path / content["source"]["path"]) == content["defaults"][0]
 
 
-@pytest.mark.parametrize("name", ["cells", "pets", "masks", "leaves", "yesno"])
+@pytest.mark.parametrize("name", ["cells", "pets", "masks", "tools", "fruit", "leaves", "yesno"])
 def test_any_change_of_the_data_is_seen(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Label files of Ultralytics, read like Ultralytics reads them."""
+"""Label files of Ultralytics, read like Ultralytics reads them, and of KITTI."""
 
 from pathlib import Path
 
@@ -6,11 +6,12 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.support.detection_sets import read_split, write_yolo
+from tests.support.detection_sets import BOXES, read_split, write_pictures, write_yolo
 from valora_data.errors import DataError
 from valora_data.faults import FaultKind
-from valora_data.schema import Answer, Box, Sample, Split
+from valora_data.schema import Answer, Box, Sample, Split, Task
 from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.registry import FORMATS, detect_kind
 from valora_teachers.yolo import load_ultralytics
 
 LABELS = ("dog", "cat")
@@ -114,3 +115,40 @@ def test_what_is_refused(data: Path, message: str) -> None:
         edit(data, **change)
     with pytest.raises(DataError, match=message):
         list(read_split("yolo", data, "val", LABELS))
+
+
+REST = "1.5 1.6 3.9 0.1 1.7 20.0 -1.6"
+
+
+def write_kitti(folder: Path) -> Path:
+    write_pictures(folder / "training" / "image_2")
+    (folder / "training" / "label_2").mkdir()
+    for name, boxes in BOXES.items():
+        rows = [
+            f"{label} 0.0 0 -1.5 {x0} {y0} {x1} {y1} {REST}" for label, (x0, y0, x1, y1) in boxes
+        ]
+        rows.append("DontCare -1 -1 -10 1 1 5 5 -1 -1 -1 -1000 -1000 -1000 -10")
+        (folder / "training" / "label_2" / f"{name}.txt").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def test_boxes_of_kitti(tmp_path: Path) -> None:
+    path = write_kitti(tmp_path)
+    assert detect_kind(path) == detect_kind(path / "training") == "kitti"
+    assert FORMATS["kitti"]().guess_task(str(path)) is Task.DETECTION
+    found = {sample.id[0]: sample.answer.boxes for sample in read_split("kitti", path)}
+    assert {k: [(b.label, b.xyxy) for b in boxes] for k, boxes in found.items()} == BOXES
+
+
+def test_faults_of_kitti_are_named(tmp_path: Path) -> None:
+    path = write_kitti(tmp_path)
+    labels = path / "training" / "label_2"
+    with (labels / "a.txt").open("a") as file:
+        file.write(f"cat 0 0 0 1 2 3\ncat 0 0 0 a 2 3 4 {REST}\ncat 0 0 0 9 9 999 20 {REST}\n")
+    (labels / "b.txt").rename(labels / "z.txt")
+    reader = ImageReader.for_check("set")
+    assert len(list(read_split("kitti", path, reader=reader))) == 4
+    assert {fault.kind for fault in reader.found} >= {
+        FaultKind.ROW_MALFORMED, FaultKind.BOX_MALFORMED, FaultKind.BOX_OUTSIDE,
+        FaultKind.LABELS_ORPHANED, FaultKind.IMAGE_UNLABELLED,
+    }  # fmt: skip

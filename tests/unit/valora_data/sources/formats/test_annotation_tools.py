@@ -1,5 +1,6 @@
-"""Pascal VOC, and Roboflow's COCO: what is read equals what independent readers find."""
+"""Exports of annotation tools: what is read equals what independent readers find."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from tests.support.detection_sets import (
     BOXES,
     SIZES,
     picture_of,
+    write_cvat,
+    write_labelstudio,
     write_pictures,
     write_roboflow,
     write_voc,
@@ -19,18 +22,20 @@ from valora_data.errors import DataError
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.base import Source
 from valora_data.sources.formats import labelled
+from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import FORMATS, detect_kind, files_of, open_source
 
 EXPORTS: dict[str, Callable[[Path], Path]] = {
-    "roboflow": write_roboflow,
-    "voc": write_voc,
-}
+    "roboflow": write_roboflow, "voc": write_voc, "cvat": write_cvat,
+    "labelstudio": write_labelstudio,
+}  # fmt: skip
 SPLITS = {"a": None, "c": None, "b": Split.VAL, "d": Split.TEST}
 """The split of each image; None for the part from which the unlabelled split is taken."""
 
 
 def source_of(kind: str, path: Path, task: Task = Task.DETECTION, **more: object) -> Source:
-    return Source(kind, task, path=str(path), **more)
+    folder = str(path.parent / "images") if kind == "labelstudio" else None
+    return Source(kind, task, path=str(path), **({"images": folder} | more))
 
 
 def read(source: Source) -> dict[str, tuple[Split | None, Sample]]:
@@ -59,7 +64,7 @@ def test_boxes_and_splits(kind: str, tmp_path: Path) -> None:
     found = read(source_of(kind, path))
     assert set(found) == set(SIZES)
     for name, (split, sample) in found.items():
-        assert split == SPLITS[name]
+        assert split == (None if kind == "labelstudio" else SPLITS[name])
         boxes = [(box.label, box.xyxy) for box in sample.answer.boxes]
         assert [label for label, _ in boxes] == [label for label, _ in BOXES[name]]
         for (_, edges), (_, expected) in zip(boxes, BOXES[name], strict=True):
@@ -122,6 +127,70 @@ def test_voc_with_files_beside_the_images(tmp_path: Path) -> None:
     for name, (split, sample) in found.items():
         assert split == SPLITS[name]
         assert [(b.label, b.xyxy) for b in sample.answer.boxes] == BOXES[name]
+
+
+def test_cvat_shapes(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "images", "c")
+    shapes = """
+      <polygon label="cat" points="10.0,20.0;30.5,8.0;25.0,40.0"/>
+      <mask label="cat" rle="0" left="4" top="6" width="10" height="20"/>
+      <box label="cat" xtl="20" ytl="20" xbr="40" ybr="30" rotation="90"/>
+      <ellipse label="cat" cx="30" cy="20" rx="10" ry="5"/>"""
+    image = f'<image id="0" name="c.jpg" width="64" height="64">{shapes}</image>'
+    file = tmp_path / "annotations.xml"
+    file.write_text(f"<annotations>{image}</annotations>")
+    reader = ImageReader.for_check("set")
+    ((_, sample),) = read(source_of("cvat", tmp_path, reader=reader)).values()
+    (fault,) = (one for one in reader.found if one.kind.skips)
+    assert fault.text == "c.jpg, shape 4: ellipses are not read, draw a box"
+    assert [box.xyxy for box in sample.answer.boxes] == [
+        (10, 8, 30.5, 40), (4, 6, 14, 26),
+        pytest.approx((25, 15, 35, 35)),
+    ]  # fmt: skip
+    for text, message in (
+        ('<annotations><track id="0"/></annotations>', "tracks of a video: export the task"),
+        ("<annotation/>", "is no export of CVAT"),
+        ("<annotations><ima", "is not valid XML"),
+        ("<annotations/>", "lists no images"),
+    ):
+        file.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read(source_of("cvat", tmp_path))
+
+
+def studio(folder: Path, *results: object, place: str = "/data/upload/1/c.jpg", **more) -> Path:
+    write_pictures(folder / "images", "c")
+    annotation = {"result": list(results), "was_cancelled": False}
+    task = {"id": 1, "data": {"image": place}, "annotations": [annotation]} | more
+    (folder / "export.json").write_text(json.dumps([task]))
+    return folder / "export.json"
+
+
+def test_shapes_of_label_studio(tmp_path: Path) -> None:
+    turned = {"x": 50, "y": 25, "width": 25, "height": 12.5, "rotation": 90}
+    results = [
+        {"type": "rectanglelabels", "value": turned | {"rectanglelabels": ["cat"]}},
+        {"type": "polygonlabels",
+         "value": {"points": [[0, 0], [50, 12.5], [25, 75]], "polygonlabels": ["cat"]}},
+    ]  # fmt: skip
+    path = studio(tmp_path, *results, place="/data/local-files/?d=images%2Fc.jpg")
+    ((_, sample),) = read(source_of("labelstudio", path)).values()
+    expected = [(24, 16, 32, 32), (0, 0, 32, 48)]
+    for box, edges in zip(sample.answer.boxes, expected, strict=True):
+        assert box.xyxy == pytest.approx(edges, abs=1e-6)
+
+
+def test_choices_of_label_studio(tmp_path: Path) -> None:
+    choice = {"type": "choices", "value": {"choices": ["cat"]}}
+    path = studio(tmp_path, choice, place="s3://bucket/x/c.jpg")
+    assert FORMATS["labelstudio"]().guess_task(str(path)) is Task.CLASSIFICATION
+    ((_, sample),) = read(source_of("labelstudio", path, Task.CLASSIFICATION)).values()
+    assert sample.answer.label == "cat"
+    with pytest.raises(DataError, match="expected one choice, got"):
+        read(source_of("labelstudio", studio(tmp_path, choice, choice), Task.CLASSIFICATION))
+    path.write_text(json.dumps([{"image": "c.jpg", "id": 1, "annotation_id": 1}]))
+    with pytest.raises(DataError, match="is an export as JSON-MIN: export it as JSON"):
+        FORMATS[detect_kind(path)]().guess_task(str(path))
 
 
 @pytest.mark.parametrize("kind", list(EXPORTS))

@@ -58,7 +58,7 @@ class Worker:
         adapters = self._engine.adapters
         adapters.ranks[:], adapters.scalings[:] = tables
         for one in dropped:
-            HELD.pop(one)
+            HELD.pop(one, None)  # what could not be packed is not there
         if name == "pack":
             self._beside.submit(self._pack, number, *arguments)
         elif name == "activate":
@@ -81,12 +81,11 @@ class Worker:
         wrong: str | None = None
         try:
             HELD[number] = self._packed(source, content)
-        except Exception as error:
-            HELD[number] = None  # type: ignore[assignment]
+        except ValoraError as error:
             wrong = str(error)
-            if not isinstance(error, ValoraError):
-                log.exception("packing %s", source)
-                wrong = f"{source} cannot be packed: {error}"
+        except Exception as error:
+            log.exception("packing %s", source)
+            wrong = f"{source} cannot be packed: {error}"
         self._answer(number, wrong)
 
     def _packed(self, source: Path, content: str) -> PackedAdapter | PackedPrefix:

@@ -191,7 +191,7 @@ class Workers:
         number, copied = self.call(path, what), method(entry)
         if copied is None:  # as on all CPUs before their next step
             return None
-        return SimpleNamespace(query=lambda: copied.query() and self.answered(number))
+        return SimpleNamespace(query=lambda: copied.query() and bool(self._answers_to(number)))
 
     def _pack(self, _: str, method: Callable[..., Any], what: Any, *more: Any) -> Any:
         """Pack an adapter, or a prefix by its name, file and content hash; each rank its part."""
@@ -212,16 +212,18 @@ class Workers:
     def _name(self, packed: object) -> tuple[Callable[[int], Any], tuple[int]]:
         return held, (self._held[packed],)
 
-    def answered(self, number: int) -> bool:
-        """Return whether all workers have answered a call."""
-        return len(self._answers[number]) == len(self.processes)
+    def _answers_to(self, number: int) -> list[Any] | None:
+        """Return the workers' answers to a call once, when all are there."""
+        complete = len(self._answers[number]) == len(self.processes)
+        return self._answers.pop(number) if complete else None
 
     def _await(self, number: int) -> list[Any]:
-        """Return the workers' answers to a call."""
+        """Wait for the workers' answers to a call."""
         with self._answered:
-            self._answered.wait_for(lambda: self.lost is not None or self.answered(number))
+            found = self._answered.wait_for(lambda: self.lost or self._answers_to(number))
         self.check()
-        return self._answers.pop(number)
+        assert isinstance(found, list)
+        return found
 
     # ------------------------------------------------------------------ the end
 

@@ -20,7 +20,7 @@ from valora_serve.model.linears import Linears
 from valora_serve.model.nf4_linears import make_nf4
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.split_linears import SplitLinears
-from valora_serve.model.split_model import SplitReader, split_head
+from valora_serve.model.split_model import SplitHead, SplitReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,7 +120,8 @@ class Lmm(BaseModel):
         group = split.group
         self.targets = split.targets
         self.linears = SplitLinears.split(model, within, group, split.slices, lora, names)
-        self._vocabulary = split_head(model, group)
+        model.lm_head = SplitHead(model.lm_head, group)
+        self._vocabulary = model.lm_head.vocabulary
         first = group.rank * self.kv_heads // group.size
         self.heads, self.kv_heads = self.heads // group.size, max(self.kv_heads // group.size, 1)
         self.own_kv_heads = slice(first, first + self.kv_heads)

@@ -38,9 +38,6 @@ class SplitReader:
     A `SettingsError` says that the model cannot be split over the processes.
 
     Attributes:
-        base: Name of the base model, for messages.
-        group: The processes.
-        quantize: How the decoder's weights are rounded; None to keep them.
         slices: Part of every linear layer of the decoder, by path.
         targets: Linear layers that adapters on disk name, with the sizes of the whole model.
     """
@@ -129,11 +126,7 @@ class SplitReader:
     ) -> dict[str, Any]:
         """Return the weights in safetensors files by their names there, to be read one by one.
 
-        Args:
-            model: The model without memory.
-            files: The files.
-            dtype: Type of the weights.
-            load_config: transformers' settings of the load, which hold its renamings.
+        `load_config` are transformers' settings of the load, which hold its renamings.
         """
         from safetensors import safe_open
         from transformers.core_model_loading import (
@@ -181,12 +174,7 @@ class SplitReader:
 
 
 def check_split(base: str, size: int) -> None:
-    """Check that a base model can be split over processes, before any is started.
-
-    Raises:
-        BundleError: There is no such model.
-        SettingsError: It cannot be split over so many processes.
-    """
+    """Check that a base model can be split over processes, before any is started."""
     from transformers import AutoConfig
 
     import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
@@ -222,39 +210,29 @@ class _Part:
 
 
 class SplitHead(nn.Module):
-    """The output layer, of which each rank holds a part of the vocabulary; the last may hold less.
+    """An output layer, of which each rank holds a part of the vocabulary; the last may hold less.
 
     Attributes:
         vocabulary: Number of tokens of all ranks.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, vocabulary: int, group: Group) -> None:
+    def __init__(self, head: nn.Linear, group: Group) -> None:
         super().__init__()
-        self.vocabulary = vocabulary
-        self._weight, self._bias, self._group = weight, bias, group
-        self._each = -(-vocabulary // group.size)
+        self.vocabulary = head.out_features
+        self._group, self._each = group, -(-self.vocabulary // group.size)
+        part = _vocabulary_slice(self.vocabulary, group)
+        # Whole where it is shared with the embeddings.
+        own = slice(part.start, part.stop) if len(head.weight) == self.vocabulary else slice(None)
+        self._weight = head.weight.detach()[own]
+        self._bias = None if head.bias is None else head.bias.detach()[own]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[…, width] → […, vocabulary], the same in all ranks."""
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        own = F.linear(rows, self._weight, self._bias)
+        own = F.linear(hidden.reshape(-1, hidden.shape[-1]), self._weight, self._bias)
         if own.shape[1] < self._each:
             own = F.pad(own, (0, self._each - own.shape[1]))
-        whole = self._group.gather(own).transpose(0, 1).reshape(len(rows), -1)
+        whole = torch.cat(tuple(self._group.gather(own)), dim=1)
         return whole[:, : self.vocabulary].reshape(*hidden.shape[:-1], -1)
-
-
-def split_head(model: Any, group: Group) -> int:
-    """Replace a model's output layer by this rank's part of it; return the vocabulary's size."""
-    head = model.lm_head
-    vocabulary = int(head.out_features)
-    weight, bias = head.weight.detach(), head.bias
-    if len(weight) == vocabulary:  # it shares its weights with the embeddings, which are whole
-        part = _vocabulary_slice(vocabulary, group)
-        weight = weight[part.start : part.stop]
-        bias = None if bias is None else bias[part.start : part.stop]
-    model.lm_head = SplitHead(weight, bias, vocabulary, group)
-    return vocabulary
 
 
 def _vocabulary_slice(vocabulary: int, group: Group) -> Slice:

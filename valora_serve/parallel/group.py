@@ -175,7 +175,8 @@ class Group:
     def start_all_reduce(self, values: Tensor) -> Callable[[], object]:
         """Start `all_reduce`; no other sum may start before what is returned has been called."""
         if self.beside is None:
-            return self.all_reduce(values) or (lambda: None)
+            self.all_reduce(values)
+            return lambda: None
         here, beside = torch.cuda.current_stream(self.device), self.beside
         beside.wait_stream(here)
         with torch.cuda.stream(beside):

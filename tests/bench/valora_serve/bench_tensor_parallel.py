@@ -119,7 +119,7 @@ def step_ms(engine: Engine, works: list[Work]) -> float:
 
 
 def print_kernels(engine: Engine, works: list[Work], what: str) -> None:
-    """Print what a step's time on the leader's GPU consists of."""
+    """Print what a step's time on the GPU of rank 0 consists of."""
     kind = torch.profiler.ProfilerActivity
     watched = kind.CUDA if engine.device.type == "cuda" else kind.CPU
     with torch.profiler.profile(activities=[watched]) as profile:
@@ -127,7 +127,7 @@ def print_kernels(engine: Engine, works: list[Work], what: str) -> None:
             last = engine.runner.step(works, engine.merge_state.slot)
         last.read()
     rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)[:14]
-    print(f"{what}: kernels on the leader's GPU", file=sys.stderr)
+    print(f"{what}: kernels on the GPU of rank 0", file=sys.stderr)
     for row in rows:
         calls, total = row.count / STEPS, row.device_time_total / STEPS
         print(f"{total:9.1f} us in {calls:6.1f} calls: {row.key[:90]}", file=sys.stderr, flush=True)

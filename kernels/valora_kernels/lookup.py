@@ -11,10 +11,10 @@ import json
 import math
 import os
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -48,8 +48,7 @@ class LookupMode(StrEnum):
     DEFAULT = "default"
 
 
-@dataclass(frozen=True, slots=True)
-class TilingChoice:
+class TilingChoice(NamedTuple):
     """A tiling and how it was found."""
 
     tiling: Tiling
@@ -112,7 +111,7 @@ class TilingTable:
         if found is not None:
             return TilingChoice(found, LookupMode.EXACT)
         best, least = None, math.inf
-        for nearness, near in self._near(shape, 200):
+        for nearness, near in self.neighbours(shape, 200):
             if nearness > least:
                 break
             distance = nearness
@@ -130,14 +129,11 @@ class TilingTable:
             return TilingChoice(default_tiling(shape), LookupMode.DEFAULT)
         return TilingChoice(best, LookupMode.NEAREST)
 
-    def _near(self, shape: Shape, count: int) -> list[tuple[float, Shape]]:
+    def neighbours(self, shape: Shape, count: int) -> list[tuple[float, Shape]]:
+        """The measured shapes that are nearest to a shape, with their distances, in their order."""
         distances = np.square(self._places - _features(shape)).sum(axis=1)
         order = np.argsort(distances, kind="stable")[:count]
         return [(float(distances[place]), self._shapes[int(place)]) for place in order]
-
-    def neighbours(self, shape: Shape, count: int) -> list[Shape]:
-        """The measured shapes that are nearest to a shape, the nearest first."""
-        return [near for _, near in self._near(shape, count)]
 
     @classmethod
     def load(cls, path: Path, gpu: Gpu) -> TilingTable:
@@ -174,14 +170,14 @@ class TilingTable:
         """Write the table as JSON, one shape per line; `about` says how it was measured."""
         tilings = sorted(set(self.entries.values()), key=str)
         number = {tiling: i for i, tiling in enumerate(tilings)}
-        columns = [field.name for field in fields(Shape)]
+        columns = json.dumps([field.name for field in fields(Shape)])
         rows = [[*asdict(shape).values(), number[t]] for shape, t in self.entries.items()]
         head = {"version": VERSION, "gpu": self.gpu.name, **about}
         if self.microseconds:
             head["microseconds"] = [self.microseconds.get(shape) for shape in self.entries]
         text = "{\n " + ",\n ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
         text += ',\n "tilings": [\n  ' + ",\n  ".join(json.dumps(asdict(t)) for t in tilings)
-        text += '\n ],\n "shapes": {"columns": ' + json.dumps(columns) + ', "rows": [\n  '
+        text += '\n ],\n "shapes": {"columns": ' + columns + ', "rows": [\n  '
         text += ",\n  ".join(json.dumps(row) for row in rows) + "\n ]}\n}\n"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")

@@ -180,8 +180,7 @@ class MergeableWeights:
     def merge_by_matrix(self, slot: int, rank: int, scaling: float) -> None:
         """Merge as systems without a swift switch do; the weights are those of `merge`.
 
-        What was merged before is taken back first, then every matrix is computed for itself, with
-        its ΔW in memory, and the host waits for the device.
+        The adapter before is unmerged first, and the host waits for every step.
         """
         self.unmerge_by_matrix()
         self._merge_each(slot, rank, scaling)

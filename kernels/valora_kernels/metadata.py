@@ -252,11 +252,8 @@ def _terms(
 
 
 def tile_capacity(rows: int, segments: int, block: int) -> int:
-    """Most tiles of `block` rows that `rows` rows in at most `segments` segments can need.
-
-    Rows without an adapter count as one more segment.
-    """
-    segments = min(rows, segments + 1)
+    """Most tiles of `block` rows that `rows` rows in at most `segments` segments can need."""
+    segments = min(rows, segments + 1)  # rows without an adapter are one more
     return (rows - segments) // block + segments if rows else 0
 
 

@@ -198,7 +198,7 @@ class Search:
         table, plans = self.table, {}
         for case in self._new(group, cases):
             shape = group.shape(*case)
-            near = [table.entries[one] for one in table.neighbours(like.shape(*case), 8)]
+            near = [table.entries[s] for _, s in table.neighbours(like.shape(*case), 8)]
             near = [refit(one, like.in_features, group.in_features) for one in near]
             plans[case] = [one for one in dict.fromkeys(near) if fits(one, shape, table.gpu)][:4]
         self.compile(Job(group, ALL, t, case.first) for case in plans for t in plans[case])

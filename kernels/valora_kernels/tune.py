@@ -173,8 +173,7 @@ class Tuner:
 
     def left(self, wanted: Iterable[tuple[ProjectionGroup, Case]]) -> list[Shape]:
         """Return the shapes that are wanted and not measured yet."""
-        shapes = (group.shape(*case) for group, case in wanted)
-        return [shape for shape in shapes if self._new(shape)]
+        return [shape for group, case in wanted if self._new(shape := group.shape(*case))]
 
     def go_on(self, wanted: Iterable[tuple[ProjectionGroup, Case]]) -> Piece:
         """Time a candidate of the shape at hand, or of the first wanted one that is new."""
@@ -260,7 +259,7 @@ def candidates(gpu: Gpu, like: TilingTable, shape: Shape) -> list[Tiling]:
     scaled = replace(shape, rows=max(round(shape.rows * ratio), round(shape.adapters)))
     found = [
         refit(like.entries[near], near.in_features, shape.in_features)
-        for near in (*like.neighbours(shape, NEAR), *like.neighbours(scaled, NEAR))
+        for _, near in (*like.neighbours(shape, NEAR), *like.neighbours(scaled, NEAR))
     ]
     found.append(default_tiling(shape))
     fitting = [smaller for one in found if (smaller := _fitted(one, shape, gpu)) is not None]

@@ -13,7 +13,7 @@ BUDGETS = {
     "valora_train": 10_642,
     "data/valora_data": 10_910,
     "teachers/valora_teachers": 1_689,
-    "kernels/valora_kernels": 4_579,
+    "kernels/valora_kernels": 4_570,
     "valora_serve": 33_566,
     "tests/*/valora_train": 8_513,
     "tests/*/valora_data": 4_986,

@@ -20,11 +20,7 @@ def missing_tools() -> list[str]:
 
 
 def find_own_programs() -> None:
-    """Let this process find the programs that pip has installed beside its Python, such as ninja.
-
-    They are on PATH only where the environment is activated; programs that are there already are
-    found first.
-    """
+    """Put the programs that pip has installed with this Python, such as ninja, last on PATH."""
     own = str(_scripts())
     paths = os.environ.get("PATH", os.defpath).split(os.pathsep)
     if own not in paths:
@@ -36,10 +32,7 @@ def _scripts() -> Path:
 
 
 def has_nvcc() -> bool:
-    """Return whether nvcc is where FlashInfer looks for it.
-
-    That is FLASHINFER_NVCC, the folder CUDA_HOME or CUDA_PATH, or else PATH or /usr/local/cuda.
-    """
+    """Return whether nvcc is where FlashInfer looks for it."""
     named = os.environ.get("FLASHINFER_NVCC")
     if named is not None:
         return shutil.which(named) is not None

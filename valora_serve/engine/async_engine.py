@@ -99,9 +99,9 @@ class AsyncEngine:
                     self._calls.popleft()()
                 if not engine.busy:
                     left = quiet_since + QUIET - time.monotonic()
-                    settling = left <= 0 and self._settle()
+                    worked = left <= 0 and self._use_idle_time()
                     self._stats = engine.stats()
-                    if settling:
+                    if worked:
                         continue
                     self._wake.wait(left if left > 0 else None)
                     self._wake.clear()
@@ -127,10 +127,10 @@ class AsyncEngine:
             self._stats = engine.stats()
             engine.close()
 
-    def _settle(self) -> bool:
+    def _use_idle_time(self) -> bool:
         """Do a piece of what the start has left for later; return whether there was any."""
         engine = self._engine
-        if engine.settle():
+        if engine.prepare_next():
             return True
         if engine.runner.provisional:  # what is measured now would not hold later
             return False
@@ -348,26 +348,26 @@ class AsyncEngine:
         self, name: str, folder: Path, *, decode_only: bool = False
     ) -> ServedModel:
         """Load a PEFT folder under a name; see `types.EngineClient`."""
-        read = partial(self._engine.named.read, folder, name, decode_only=decode_only)
+        read = partial(self._engine.registry.read, folder, name, decode_only=decode_only)
         return (await self._register(read))[0]
 
     async def load_bundle(self, folder: Path) -> list[ServedModel]:
         """Verify and load a bundle; see `types.EngineClient`."""
-        return await self._register(partial(self._engine.named.read, folder))
+        return await self._register(partial(self._engine.registry.read, folder))
 
     async def _register(self, read: Callable[[], Any]) -> list[ServedModel]:
         """Read something in the thread for it, and make it nameable between two steps."""
         found = await self._in(self._loading, read)
-        names = await self._await(lambda: self._engine.named.register(*found))
+        names = await self._await(lambda: self._engine.registry.register(*found))
         return [model for model in self.models() if model.name in names]
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; see `types.EngineClient`."""
-        await self._await(partial(self._engine.named.unregister, name, bundle=False))
+        await self._await(partial(self._engine.registry.unregister, name, bundle=False))
 
     async def unload_bundle(self, name: str) -> None:
         """Unload a bundle with its domains and adapters; see `types.EngineClient`."""
-        await self._await(partial(self._engine.named.unregister, name, bundle=True))
+        await self._await(partial(self._engine.registry.unregister, name, bundle=True))
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
         """Compress a document into a folder, and serve it; see `types.EngineClient`."""
@@ -392,11 +392,11 @@ class AsyncEngine:
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
         """Serve a context that was made before; see `types.EngineClient`."""
-        return (await self._register(partial(self._engine.named.read_context, name, folder)))[0]
+        return (await self._register(partial(self._engine.registry.read_context, name, folder)))[0]
 
     async def unload_context(self, name: str) -> None:
         """Forget a context; see `types.EngineClient`."""
-        await self._await(partial(self._engine.named.unregister_context, name))
+        await self._await(partial(self._engine.registry.unregister_context, name))
 
     # ------------------------------------------------------------------ facts
 

@@ -28,11 +28,11 @@ from valora_data.contract.results import HeadResult
 from valora_kernels.operators import operator
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
+from valora_serve.engine.adapter_registry import AdapterRegistry
 from valora_serve.engine.compress import prepare_compression
 from valora_serve.engine.images import ImageEncoder
 from valora_serve.engine.launch import Flight, head_request, make_work
 from valora_serve.engine.merge import MergeState
-from valora_serve.engine.named import Named
 from valora_serve.engine.preprocessing import Preprocessing
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
@@ -214,7 +214,7 @@ class Engine:
             quantize=lmm.quantize,
             config=lmm.config.get_text_config(),
         )
-        self.named = Named(
+        self.registry = AdapterRegistry(
             lmm,
             self.store,
             self.memory,
@@ -224,7 +224,7 @@ class Engine:
             on_change=self._weights_changed,
         )
         self._preprocessing = Preprocessing(
-            settings, lmm, self.context_length, self.named, self.requests
+            settings, lmm, self.context_length, self.registry, self.requests
         )
 
         # Steps, and what decides them
@@ -299,9 +299,9 @@ class Engine:
     def load(
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> list[str]:
-        """Load a bundle, or an adapter under a name; see `Named.load`."""
+        """Load a bundle, or an adapter under a name; see `AdapterRegistry.load`."""
         with self.start_up.phase("adapters"):
-            return self.named.load(folder, name, decode_only=decode_only)
+            return self.registry.load(folder, name, decode_only=decode_only)
 
     def interrupt_start(self) -> None:
         """End `warm_up` after what it prepares now; may be called from any thread."""
@@ -309,22 +309,18 @@ class Engine:
         self.runner.interrupt()
 
     def warm_up(self) -> None:
-        """Prepare for requests: capture CUDA graphs and compile kernels.
-
-        With ``capture=lazy``, only the likeliest graphs; `settle` and `step` prepare the others.
-        """
+        """Capture CUDA graphs and compile kernels; the likeliest ones if ``capture=lazy``."""
         self._warm = True
         with self._explained():
             self.start_up.start(self.runner)
 
-    def settle(self) -> bool:
-        """Prepare one thing more while there are no requests, which takes up to some seconds.
+    def prepare_next(self) -> bool:
+        """Prepare one thing more while there are no requests; False if nothing is left.
 
-        Returns:
-            False if nothing is left to prepare.
+        It takes up to a second, some seconds where kernels are compiled for the first time.
         """
         with self._explained():
-            return self.start_up.settle(self.runner)
+            return self.start_up.prepare_next(self.runner)
 
     def tune(self) -> bool:
         """Measure one tiling more while there are no requests; False if there is none now."""
@@ -492,7 +488,7 @@ class Engine:
         return contextlib.nullcontext() if self.workers is None else self.workers.explained()
 
     def _step(self) -> list[Output]:
-        self.start_up.beside(self.runner)
+        self.start_up.prepare_missed(self.runner)
         now = time.monotonic()
         for key, wrong in self.adapters.poll().items():
             self._fail_adapter(key, wrong)
@@ -552,7 +548,7 @@ class Engine:
             and merged is not None
             and merged in self.adapters.quarantined
         ):
-            self._fail_adapter(merged, self.named.quarantined(merged))
+            self._fail_adapter(merged, self.registry.quarantined(merged))
         self._idle = not decision.batch
         if self._idle and not view.running and not self.adapters.loading:
             self._release_merged()
@@ -896,12 +892,7 @@ class Engine:
         """End a request: release what it holds, and make its last output, with these parts."""
         sequence.finish = finish
         self.requests.remove(sequence)
-        for key in sequence.adapters:
-            if key not in self.requests.wanted:
-                self.named.released(key)
-        prefix = sequence.prefix
-        if prefix is not None and prefix not in self.requests.wanted_prefixes:
-            self.named.released_prefix(prefix)
+        self.registry.released(sequence)
         self.policy.finished(sequence.id)
         self.finished[str(finish)] += 1
         image = sum(len(item.at) for item in sequence.prompt.visuals)
@@ -922,7 +913,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the state of the engine and its counters."""
-        requests, named, merged = self.requests, self.named, self.merge_state.adapter
+        requests, named, merged = self.requests, self.registry, self.merge_state.adapter
         adapters, own = self.adapters, self.adapters.budget.pool
         measured, wanted = (0, 0) if self.tuning is None else self.tuning.progress
         return EngineStats(

@@ -39,14 +39,10 @@ class MergeState:
         return NONE if self.adapter is None else self._adapters.slot(self.adapter)
 
     def switch(self, mode: Mode, adapter: str | None) -> bool:
-        """Merge a resident adapter into the weights, or restore the pristine weights.
+        """Merge a resident adapter into the weights, or restore the pristine ones (None).
 
-        An adapter that must not be merged, or that cannot be, leaves the weights pristine. One that
-        makes weights infinite or NaN is quarantined.
-
-        Args:
-            mode: Mode of the next steps; without a merged adapter it is always unmerged.
-            adapter: Key of the adapter to merge, None for pristine weights.
+        An adapter that must not be merged, or that cannot be, leaves the weights pristine, and so
+        the mode unmerged. One that makes weights infinite or NaN is quarantined.
 
         Returns:
             Whether the weights hold what was asked for.

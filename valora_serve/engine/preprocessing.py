@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from valora_serve.catalogue.contexts import Context
-    from valora_serve.engine.named import Named
+    from valora_serve.engine.adapter_registry import AdapterRegistry
     from valora_serve.engine.requests import Requests
     from valora_serve.engine.sequence import Prepared
     from valora_serve.engine.settings import EngineSettings
@@ -41,12 +41,12 @@ class Preprocessing:
         settings: EngineSettings,
         lmm: Lmm,
         context_length: int,
-        named: Named,
+        named: AdapterRegistry,
         requests: Requests,
     ) -> None:
         self.tokenizer: Any = copy.deepcopy(lmm.tokenizer)
         self._settings, self._lmm, self._context_length = settings, lmm, context_length
-        self._named, self._pool = named, requests.blocks.pool
+        self._registry, self._pool = named, requests.blocks.pool
         self._adapters, self._prefixes = requests.adapters, requests.prefixes
         self._longest_token = max(map(len, lmm.tokenizer.get_vocab()))  # in characters
 
@@ -96,12 +96,12 @@ class Preprocessing:
             raise RequestError(f"max_tokens: expected at least 1, got {sampling.max_tokens}")
         most = 0 if head is not None else min(sampling.max_tokens or room, room)
         self._check_sampling(sampling, context)
-        adapters = {self._named.key(adapter): weight for adapter, weight in target.terms}
+        adapters = {self._registry.key(adapter): weight for adapter, weight in target.terms}
         for key in adapters:
             if key not in self._adapters:
                 raise RequestError(f"{key.rpartition('#')[0]} was unloaded: ask again")
             if key in self._adapters.quarantined:
-                raise self._named.quarantined(key)
+                raise self._registry.quarantined(key)
         adapter_pages = self._adapter_pages(adapters)
         prefix = self._prefix_of(context)
         prefix_pages = 0 if prefix is None else self._prefixes.pages(prefix)
@@ -176,7 +176,7 @@ class Preprocessing:
     def _adapter_pages(self, keys: Collection[str]) -> int:
         """Return the pages that a request's adapters take from keys and values."""
         pages, own = sum(map(self._adapters.pages, keys)), self._adapters.budget.pool
-        named = " and ".join(map(self._named.name, keys))
+        named = " and ".join(map(self._registry.name, keys))
         if len(keys) > self._settings.slots:
             raise RequestError(f"adapters {named} do not fit at a time: raise slots")
         if own is self._pool:
@@ -192,7 +192,7 @@ class Preprocessing:
         """Return the key of a context's prefix, None if it has none."""
         if context is None or not context.has_prefix:
             return None
-        key = self._named.prefix_key(context)
+        key = self._registry.prefix_key(context)
         if key not in self._prefixes:
             raise RequestError(f"context {context.name} was deleted: make it again")
         return key
@@ -205,7 +205,7 @@ class Preprocessing:
             if adapter is None:
                 return "base"
             # Names of the same content have accounts of their own.
-            return model.name if model.kind == "adapter" else self._named.name(adapter)
+            return model.name if model.kind == "adapter" else self._registry.name(adapter)
         return None
 
 

@@ -57,7 +57,7 @@ def ensure_costs(engine: Engine) -> None:
 
 
 def lacks_costs(engine: Engine) -> bool:
-    """Return whether the costs of this machine should be measured."""
+    """Whether the costs of this machine should be measured."""
     return engine.settings.profile and not engine.cost.measured
 
 
@@ -107,7 +107,6 @@ class Profiler:
         """Measure one thing more; the idle engine keeps pages for it until `pause`."""
         engine, start = self._engine, time.monotonic()
         assert not engine.busy
-        switches = engine.merge_state.switches
         self._work = self._work or self._measure()
         try:
             self.found = next(self._work)
@@ -117,7 +116,6 @@ class Profiler:
             log.exception("costs are not measured: estimates stay in use")
             self.failed = True
             self.pause()
-        engine.merge_state.switches = switches  # no request needed those of the measurement
         self._spent += time.monotonic() - start
         if self.found is not None:
             log.info("measured %d steps in %.0f s", len(self._points), self._spent)
@@ -126,11 +124,9 @@ class Profiler:
     def pause(self) -> None:
         """Leave the engine to others; weights are pristine and no page is held afterwards."""
         if self._work is not None:
-            switches = self._engine.merge_state.switches
             self._work.close()  # type: ignore[attr-defined]
             self._work = None
             _merge(self._engine, None)
-            self._engine.merge_state.switches = switches
 
     def _measure(self) -> Iterator[CostModel | None]:
         """Measure what is not measured yet; yields None, and in the end the result."""
@@ -182,7 +178,7 @@ def _load(engine: Engine) -> list[tuple[int, float]]:
     """Load adapters; return rank and seconds of each that was not on the device."""
     times = []
     adapters = engine.adapters
-    for key in engine.named.known()[:ADAPTERS]:
+    for key in engine.registry.known()[:ADAPTERS]:
         if adapters.state(key) is Location.RESIDENT:
             continue
         start = time.perf_counter()
@@ -295,8 +291,10 @@ def _time(engine: Engine, works: list[Work]) -> float:
 
 
 def _merge(engine: Engine, key: str | None) -> None:
-    """Merge an adapter into the weights; None for pristine weights."""
-    engine.merge_state.switch(Mode.UNMERGED if key is None else Mode.MIXTURE, key)
+    """Merge an adapter into the weights, or none; no request needed it, so it is not counted."""
+    state, switches = engine.merge_state, engine.merge_state.switches
+    state.switch(Mode.UNMERGED if key is None else Mode.MIXTURE, key)
+    state.switches = switches
 
 
 def _switch_time(engine: Engine, key: str | None) -> float:

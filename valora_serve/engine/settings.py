@@ -147,34 +147,34 @@ class EngineSettings:
                 raise ValueError(f"{name}: expected at least {low}, got {value}")
         if self.max_rank > MOST_RANK:
             raise ValueError(f"max_rank: expected at most {MOST_RANK}, got {self.max_rank}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype}")
+        choices = {
+            "dtype": DTYPES, "quantize": ROUNDINGS, "capture": CAPTURES, "operator": OPERATORS,
+            "lora_parallel": tuple(LoraParallel), "share_by": SHARED, "switch": SWITCHES,
+        }  # fmt: skip
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)}"
+                )
         if not 0 < self.memory <= 1:
             raise ValueError(f"memory: expected a share in (0, 1], got {self.memory}")
-        if self.quantize not in ROUNDINGS:
-            raise ValueError(
-                f"quantize: expected one of {', '.join(ROUNDINGS)}, got {self.quantize}"
-            )
+        if not 0 <= self.adapter_share < 1:
+            raise ValueError(f"adapter_share: expected a share in [0, 1), got {self.adapter_share}")
         if self.quantize in UNMERGEABLE and self.tensor_parallel > 1:
             raise ValueError(
                 f"quantize: {self.quantize} is for a model on one GPU: use tensor_parallel=1, or "
                 f"quantize={NF4 if self.quantize == NF4_PACKED else 'none'}"
             )
-        if self.capture not in CAPTURES:
-            raise ValueError(f"capture: expected one of {', '.join(CAPTURES)}, got {self.capture}")
-        if self.lora_parallel not in list(LoraParallel):
+        if self.tensor_parallel > 1 and (self.operator, self.switch) != (ATMM, SWIFT):
             raise ValueError(
-                f"lora_parallel: expected one of {', '.join(LoraParallel)}, got "
-                f"{self.lora_parallel}"
+                "tensor_parallel: other operators and switches are compared on one GPU: use "
+                f"operator={ATMM} and switch={SWIFT}, or tensor_parallel=1"
             )
         self._check_shares()
-        self._check_comparisons()
         modes_of(self.policy)  # refuses an unknown policy
 
     def _check_shares(self) -> None:
         """Check what requests are charged for, and to whom."""
-        if self.share_by not in SHARED:
-            raise ValueError(f"share_by: expected one of {', '.join(SHARED)}, got {self.share_by}")
         if self.shares and self.share_by == "none":
             raise ValueError("shares goes with share_by: name key or adapter")
         if self.policy_settings.fair or self.policy_settings.shares:
@@ -185,22 +185,6 @@ class EngineSettings:
                 f"share_by: the policy {self.policy} keeps no shares: choose cost, valora, slora "
                 "or unmerge_only"
             )
-
-    def _check_comparisons(self) -> None:
-        """Check the settings that replace a part of the engine to compare it with others."""
-        if self.operator not in OPERATORS:
-            raise ValueError(
-                f"operator: expected one of {', '.join(OPERATORS)}, got {self.operator}"
-            )
-        if self.switch not in SWITCHES:
-            raise ValueError(f"switch: expected one of {', '.join(SWITCHES)}, got {self.switch}")
-        if self.tensor_parallel > 1 and (self.operator, self.switch) != (ATMM, SWIFT):
-            raise ValueError(
-                "tensor_parallel: other operators and switches are compared on one GPU: use "
-                f"operator={ATMM} and switch={SWIFT}, or tensor_parallel=1"
-            )
-        if not 0 <= self.adapter_share < 1:
-            raise ValueError(f"adapter_share: expected a share in [0, 1), got {self.adapter_share}")
 
     @property
     def deciding(self) -> PolicySettings:

@@ -34,9 +34,7 @@ PROGRESS_SECONDS = 5.0
 class WarmUp:
     """Graphs and kernels of an engine, and the time that its start takes.
 
-    Args:
-        terms: Numbers of LoRA terms per row that steps can have.
-        lazy: Whether `start` leaves all but the likeliest graphs to `settle` and `beside`.
+    With `lazy`, its `start` leaves all but the likeliest graphs to the other methods.
 
     Attributes:
         seconds: Seconds that each phase of the start took, by its name.
@@ -51,7 +49,7 @@ class WarmUp:
         self.left: list[Preparation] = []
         self._terms, self._lazy = terms, lazy
         self.interrupted = False
-        self._next = 0.0  # when the next preparation beside requests may begin
+        self._next = 0.0  # when the next preparation that overlaps with requests may begin
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -89,7 +87,7 @@ class WarmUp:
         """Return how much is prepared, for messages."""
         return f"{self.done} of {self.done + len(self.left)} graphs and kernels prepared"
 
-    def settle(self, runner: ModelRunner) -> bool:
+    def prepare_next(self, runner: ModelRunner) -> bool:
         """Prepare one thing more while there are no requests; False if nothing is left."""
         self._follow(runner)
         if not self.left:
@@ -99,7 +97,7 @@ class WarmUp:
             log.info("start-up: %s", self)
         return True
 
-    def beside(self, runner: ModelRunner) -> None:
+    def prepare_missed(self, runner: ModelRunner) -> None:
         """Capture the graph that a step has missed, unless that would slow down the requests."""
         self._follow(runner)
         start = time.monotonic()

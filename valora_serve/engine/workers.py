@@ -155,7 +155,7 @@ class Workers:
         self._tables = engine.adapters.ranks, engine.adapters.scalings
         ways: dict[str, Callable[..., Any]] = dict.fromkeys(EVERYWHERE, self._both)
         ways |= dict.fromkeys(("adapters.copy", "prefixes.copy"), self._copy)
-        ways |= dict.fromkeys(("memory.pack", "named.pack_prefix"), self._pack)
+        ways |= dict.fromkeys(("memory.pack", "registry.pack_prefix"), self._pack)
         ways["lmm.linears.activate"] = self._activate
         for path, way in ways.items():
             owner, _, name = path.rpartition(".")

@@ -471,7 +471,7 @@ def startup(bench):
         waited = ", ".join(f"{name} {spent:.1f}" for name, spent in start_up.seconds.items())
         print(f"{capture}: ready after {ready:.1f} s ({waited})", flush=True)
         began = time.monotonic()
-        while bench.engine.settle() or bench.engine.runner.provisional:
+        while bench.engine.prepare_next() or bench.engine.runner.provisional:
             if not start_up.left:  # attention is still being compiled
                 time.sleep(0.1)
         bench.synchronize()

@@ -150,7 +150,7 @@ class Soak:
     def __init__(self, world: World, engine: Engine, seed: int) -> None:
         self.world, self.engine = world, engine
         self.draw = random.Random(seed)
-        self.named: dict[str, str] = {}
+        self.registry: dict[str, str] = {}
         self.bundled = False
         self.found: dict[str, Got] = {}
         self.expected: dict[str, tuple[int, str | None, str]] = {}
@@ -164,7 +164,7 @@ class Soak:
         number = draw.randrange(len(world.prompts))
         prompt = world.prompts[number]
         name = draw.choice((None, *NAMES, *NAMES, "scene", "things", "words", "nobody"))
-        content = self.named.get(name or "", name if name in DOMAINS else None)
+        content = self.registry.get(name or "", name if name in DOMAINS else None)
         kind = "answer"
         sampling = replace(prompt.sampling, logprobs=draw.choice((None, 0, 2)))
         deadline = None
@@ -195,7 +195,7 @@ class Soak:
             self.engine.add(self.engine.prepare(request))
         except ServeError as error:
             self.refused[type(error).__name__] += 1
-            known = name is None or name in self.named or (self.bundled and name in DOMAINS)
+            known = name is None or name in self.registry or (self.bundled and name in DOMAINS)
             if known:
                 assert isinstance(error, RequestError), error
                 assert kind == "wrong" or (name == "things" and head), error
@@ -211,22 +211,22 @@ class Soak:
         draw, engine = self.draw, self.engine
         if draw.random() < 0.2:
             if self.bundled:
-                engine.named.unregister("pack", bundle=True)
+                engine.registry.unregister("pack", bundle=True)
             else:
                 engine.load(self.world.bundle)
             self.bundled = not self.bundled
             return
         name = draw.choice(NAMES)
-        if name in self.named and draw.random() < 0.4:
-            engine.named.unregister(name, bundle=False)
-            del self.named[name]
+        if name in self.registry and draw.random() < 0.4:
+            engine.registry.unregister(name, bundle=False)
+            del self.registry[name]
             return
         folder = draw.choice(self.world.contents)
         engine.load(folder, name)
-        self.named[name] = folder.name
+        self.registry[name] = folder.name
         if self.bundled:
             with pytest.raises(BusyError):
-                engine.named.unregister("pack/adapter-1", bundle=False)
+                engine.registry.unregister("pack/adapter-1", bundle=False)
         with pytest.raises(AdapterError):
             engine.load(folder / "none", name)
 
@@ -240,7 +240,7 @@ class Soak:
                     self.ask()
             if draw.random() < 0.3 and self.live:
                 engine.cancel(draw.choice(self.live))
-            if draw.random() < 0.08 or not self.named:
+            if draw.random() < 0.08 or not self.registry:
                 self.change()
             collect(engine.step(), self.found)
             self.check()
@@ -284,10 +284,10 @@ class Soak:
     def close(self) -> None:
         """Unload everything: not a page is taken any more."""
         engine = self.engine
-        for name in self.named:
-            engine.named.unregister(name, bundle=False)
+        for name in self.registry:
+            engine.registry.unregister(name, bundle=False)
         if self.bundled:
-            engine.named.unregister("pack", bundle=True)
+            engine.registry.unregister("pack", bundle=True)
         assert_empty(engine)
         stats = engine.stats()
         assert (stats.pages_free, stats.pages_adapters) == (stats.pages_total, 0)
@@ -324,7 +324,7 @@ def soak(world: World, policy: str, requests: int, seed: int, **settings: Any) -
 def pages_of(world: World) -> int:
     """So few that running requests must give theirs back: the largest adapter and some prompts."""
     engine = make_engine(world.base, {one.name: one for one in world.contents}, block_size=8)
-    return max(engine.adapters.pages(key) for key in engine.named.known()) + 60
+    return max(engine.adapters.pages(key) for key in engine.registry.known()) + 60
 
 
 def test_soak(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def sizes_of(engine, names):
     No reference to the engine is left, so that its memory is free before the next one starts.
     """
     adapters, memory = engine.adapters, engine.memory
-    keys = [engine.named.key(engine.store.resolve(name).adapter) for name in names[:4]]
+    keys = [engine.registry.key(engine.store.resolve(name).adapter) for name in names[:4]]
     item = memory.storage.element_size()
     share = min(0.9, memory.slots * max(map(adapters.pages, keys)) / memory.pages)
     return memory.page, item, memory.pages * memory.page.elements * item, share

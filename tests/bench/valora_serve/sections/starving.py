@@ -52,7 +52,7 @@ def starving(bench):
     names = bench.start("valora", 16, **FEW)
     bench.warm(names)
     engine, rows = bench.engine, []
-    first = engine.named.key(engine.store.resolve(names[0]).adapter)
+    first = engine.registry.key(engine.store.resolve(names[0]).adapter)
     spent = {}
     for _, share, way in product(range(2), SHARES, WAYS):  # the first time captures what is missing
         engine.policy = Forced(engine, way)

@@ -41,7 +41,7 @@ def add_overflowing(engine):
     light = replace(adapter, modules={})
     model = ServedModel("bad", "adapter", "bad", engine.lmm.base, "bad", rank=8)
     staged = Staged(None, (ResolvedModel(model, light),), {light.content: light}, Path("bad"))
-    engine.named.register(staged, {light.content: packed}, {light.content: "it overflows"})
+    engine.registry.register(staged, {light.content: packed}, {light.content: "it overflows"})
 
 
 def make(lmm, backend, *, poison=None, **settings):
@@ -65,7 +65,7 @@ def make(lmm, backend, *, poison=None, **settings):
     if poison is not None:
         # All pages, also page 0, to which rows that pad a graph write.
         engine.memory.storage[: engine.memory.pages * engine.memory.page.elements] = poison
-    for key in engine.named.known():
+    for key in engine.registry.known():
         assert engine.adapters.load(key)
         while not engine.adapters.ready(key):
             pass
@@ -149,7 +149,7 @@ def test_a_captured_step_says_which_rows_are_finite(lmm):
 
 def test_merged_weights_are_checked_once(lmm):
     engine, names = make(lmm, "flashinfer", policy="merge_only")
-    key = engine.named.key(engine.store.adapters()[names[0]])
+    key = engine.registry.key(engine.store.adapters()[names[0]])
     engine.adapters.load(key)
     while not engine.adapters.ready(key):
         pass

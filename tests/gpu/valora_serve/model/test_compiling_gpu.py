@@ -93,13 +93,13 @@ def test_flashinfer_takes_over_from_the_triton_kernels(monkeypatch: pytest.Monke
     assert engine.runner.provisional
     assert isinstance(engine.runner._resources.backend, TritonBackend)
     before = scores()
-    while engine.settle():
+    while engine.prepare_next():
         pass
     torch.testing.assert_close(scores(), before, rtol=0, atol=0.02)
     release.set()
     engine.runner._compiling.wait(300)
     during = scores()
-    while engine.settle():
+    while engine.prepare_next():
         pass
     after = scores()
     assert isinstance(engine.runner._resources.backend, FlashInferBackend)

@@ -137,7 +137,7 @@ def test_merged_adapters(
     base: str, bundle: Path, reference: ContextReference, mode: Mode, merged: str
 ) -> None:
     engine = engine_of(base, bundle, policy="merge_only" if mode is Mode.MERGED else "valora")
-    key = next(key for key in engine.named.known() if key.startswith(merged))
+    key = next(key for key in engine.registry.known() if key.startswith(merged))
     engine.adapters.load(key)
     engine.merge_state.switch(mode, key)
     requests = questions([n for n in NAMES if n is not None])
@@ -226,7 +226,7 @@ def test_a_context_may_be_forgotten_while_it_is_read(
     late = engine.prepare(third)
     found: dict[str, Got] = {}
     collect(engine.step(), found)
-    engine.named.unregister("documents", bundle=True)
+    engine.registry.unregister("documents", bundle=True)
     assert len(engine.prefixes) == 2  # those that are read
     check(finish(engine, found), [first, second], reference)
     assert len(engine.prefixes) == 0

@@ -261,8 +261,8 @@ def test_preemption(
     requests = mixed(names, tokens=40)
     engine = forced(base, adapters, mode, block_size=4, overlap=overlap, prefix_cache=False)
     pages = max(-(-(len(engine.prepare(one).prompt.ids) + 40) // 4) for one in requests)
-    needed = sum(engine.adapters.pages(key) for key in engine.named.known() if "mlp" in key)
-    tower = sum(engine.adapters.pages(key) for key in engine.named.known() if "tower" in key)
+    needed = sum(engine.adapters.pages(key) for key in engine.registry.known() if "mlp" in key)
+    tower = sum(engine.adapters.pages(key) for key in engine.registry.known() if "tower" in key)
     engine = forced(
         base, adapters, mode, block_size=4, overlap=overlap, prefix_cache=False,
         pages=pages * 2 + needed + tower,
@@ -369,7 +369,7 @@ def logits_of(
 ) -> list[NDArray[np.float32]]:
     """What the first token of each request is chosen from, all computed in one step."""
     engine = make_engine(base, adapters, policy="valora", prefix_cache=False, dtype=dtype)
-    keys = {key.split("#")[0]: key for key in engine.named.known()}
+    keys = {key.split("#")[0]: key for key in engine.registry.known()}
     for key in keys.values():
         assert engine.adapters.load(key)
     chosen = (Mode.UNMERGED, None) if mode == "unmerged" else (Mode.MIXTURE, keys["everything"])
@@ -472,13 +472,13 @@ def test_loading_and_unloading_while_requests_run(
     for one in late:
         engine.add(engine.prepare(one))
     engine.step()
-    engine.named.unregister("attention", bundle=False)
+    engine.registry.unregister("attention", bundle=False)
     found = finish(engine, {})
     for one in [*requests, *late]:
         assert found[one.id].finish in (Finish.LENGTH, Finish.STOP)
         wanted = reference(one).tokens
         assert found[one.id].tokens == wanted[len(wanted) - len(found[one.id].tokens) :]
-    assert [key.split("#")[0] for key in engine.named.known()] == ["everything"]
+    assert [key.split("#")[0] for key in engine.registry.known()] == ["everything"]
     assert len(engine.adapters) == 1
     assert_empty(engine)
 

@@ -286,7 +286,7 @@ def test_contexts_and_adapters_at_decoding_only(
     with pytest.raises(RequestError, match="several GPUs that share a model cannot make a prefix"):
         pair[1].prepare_compression(NewContext("new", "Some text."), "new")
     for engine in pair:
-        engine.named.unregister("documents", bundle=True)
+        engine.registry.unregister("documents", bundle=True)
     assert_empty(pair[1])
 
 

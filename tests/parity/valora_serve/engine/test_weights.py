@@ -230,7 +230,7 @@ def test_wrong_weights(
     with pytest.raises(RequestError, match="raise slots"):
         one.add(one.prepare(replace(question("q"), adapters=PAIR)))
     prepared = one.prepare(replace(question("q"), adapters=PAIR))
-    one.named.unregister("mlp", bundle=False)
+    one.registry.unregister("mlp", bundle=False)
     with pytest.raises(RequestError, match="mlp was unloaded"):
         one.add(prepared)
 
@@ -244,7 +244,7 @@ def test_both_adapters_of_a_pair_stay_until_it_ends(
     found: dict[str, Got] = {}
     collect(engine.step(), found)
     for name in ("attention", "mlp"):
-        engine.named.unregister(name, bundle=False)
+        engine.registry.unregister(name, bundle=False)
     assert len(engine.adapters) == 4
     check(finish(engine, found), [request], reference)
     assert len(engine.adapters) == 2

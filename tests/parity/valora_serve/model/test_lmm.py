@@ -143,7 +143,7 @@ def test_adapters_on_every_linear_are_merged_and_mixed_as_in_peft(
     """Adapters with different targets in one batch, in all modes; then the base model alone."""
     engine = make_engine(base, adapters, policy="valora")
     whole, part = (
-        next(key for key in engine.named.known() if key.startswith(name)) for name in adapters
+        next(key for key in engine.registry.known() if key.startswith(name)) for name in adapters
     )
     assert engine.lmm.linears.groups.keys() == {
         name
@@ -182,7 +182,7 @@ def test_preempted_in_the_middle_of_an_answer(
     asked = [replace(one, sampling=greedy) for one in requests_of(family, [None, "text"])]
     engine = make_engine(base, adapters, block_size=4, prefix_cache=False)
     pages = max(-(-(len(engine.prepare(one).prompt.ids) + 24) // 4) for one in asked)
-    pages += sum(engine.adapters.pages(key) for key in engine.named.known() if "text" in key)
+    pages += sum(engine.adapters.pages(key) for key in engine.registry.known() if "text" in key)
     settings: dict[str, Any] = {"block_size": 4, "prefix_cache": False, "pages": pages + 30}
     engine = make_engine(base, adapters, policy="valora", overlap=True, **settings)
     found = run(engine, asked)

@@ -279,7 +279,7 @@ def test_closing_tells_what_waits_to_be_prepared(
         go_on.wait()
 
     monkeypatch.setattr(made, "prepare", wait)
-    monkeypatch.setattr(made.named, "read", wait)
+    monkeypatch.setattr(made.registry, "read", wait)
 
     async def serve() -> None:
         engine = AsyncEngine(made)

@@ -61,7 +61,7 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets every adapter in, to see what stands behind the check at load."""
-    monkeypatch.setattr("valora_serve.engine.named.check_effect", lambda *_: None)
+    monkeypatch.setattr("valora_serve.engine.adapter_registry.check_effect", lambda *_: None)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def infinite(base: str, tmp_path: Path) -> Path:
 
 
 def key_of(engine: Engine, name: str) -> str:
-    return engine.named.key(engine.store.adapters()[name])
+    return engine.registry.key(engine.store.adapters()[name])
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -159,7 +159,7 @@ def test_loading_again_lifts_the_quarantine(
     engine.load(infinite, "bad")
     run(engine, [question("four", "bad")])
     assert set(engine.stats().quarantined) == {"bad"}
-    engine.named.unregister("bad", bundle=False)
+    engine.registry.unregister("bad", bundle=False)
     assert engine.stats().quarantined == {}
     assert engine.adapters.unmergeable == {}
 

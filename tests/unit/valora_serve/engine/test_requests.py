@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_few_pages(base: str, adapters: dict[str, Path], reference: Reference, policy: str) -> None:
     """All requests together need far more pages than there are."""
     whole = make_engine(base, {"a": adapters["a"], "b": adapters["b"]})
-    needed = [whole.adapters.pages(key) for key in whole.named.known()]
+    needed = [whole.adapters.pages(key) for key in whole.registry.known()]
     engine = make_engine(
         base, {"a": adapters["a"], "b": adapters["b"]}, policy=policy, overlap=True,
         pages=max(needed) + 7, block_size=16,
@@ -62,7 +62,7 @@ def test_pages_for_one_adapter_at_a_time(
     base: str, adapters: dict[str, Path], reference: Reference
 ) -> None:
     whole = make_engine(base, adapters)
-    most = max(whole.adapters.pages(key) for key in whole.named.known())
+    most = max(whole.adapters.pages(key) for key in whole.registry.known())
     engine = make_engine(base, adapters, pages=most + 4, policy="valora")
     requests = [question(f"{name}{n}", name, tokens=12) for name in "fe" for n in range(3)]
     for one in requests:

@@ -86,7 +86,7 @@ def test_steps_choose_from_what_was_measured(
     engine = tunable(base, {"a": adapters["a"]}, file)
     assert not engine.tune()  # before the start
     engine.warm_up()
-    while engine.settle():
+    while engine.prepare_next():
         pass
     expected = {name: got.tokens for name, got in run(engine, asked).items()}
     before, tuning = graphs(engine), engine.tuning
@@ -114,7 +114,7 @@ def test_steps_choose_from_what_was_measured(
     assert {n: got.tokens for n, got in run(engine, asked).items()} == expected
     again = tunable(base, {"a": adapters["a"]}, file)
     again.warm_up()
-    while again.settle():
+    while again.prepare_next():
         pass
     assert not again.tune()
     assert again.tuning is not None and again.tuning.progress == (measured, measured)
@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_read_or_written(
     assert not read_table(tmp_path / "none.json", gpu_of(CPU)).entries
     engine = tunable(base, {"a": adapters["a"]}, file / "below" / "cpu.json")
     engine.warm_up()
-    while engine.settle() or engine.tune():
+    while engine.prepare_next() or engine.tune():
         pass
     assert caplog.text.count("the tilings of this GPU are not kept") == 1
     assert engine.tuning is not None and engine.tuning.adopted == 1
@@ -179,7 +179,7 @@ def test_a_measurement_that_fails_ends_nothing_else(
     assert engine.tuning is not None
     engine.tuning._tuner._clock = fails
     engine.warm_up()
-    while engine.settle() or engine.tune():
+    while engine.prepare_next() or engine.tune():
         pass
     assert engine.tuning is None
     assert "tilings are not measured any more" in caplog.text
@@ -193,7 +193,7 @@ def test_what_is_left_when_the_compiler_dies(
     tuning = engine.tuning
     assert tuning is not None
     engine.warm_up()
-    while engine.settle():
+    while engine.prepare_next():
         pass
     while tuning.progress[0] < 3:
         assert engine.tune()
@@ -211,7 +211,7 @@ def test_no_memory_to_compile_kernels_with_new_tilings(
 ) -> None:
     engine = tunable(base, {"a": adapters["a"]}, tmp_path / "cpu.json")
     engine.warm_up()
-    while engine.settle():
+    while engine.prepare_next():
         pass
 
     def fail(wanted: Preparation) -> None:

@@ -14,7 +14,6 @@ from tests.support.engine_reference import add_requests, finish, make_engine, qu
 from valora_serve.engine import async_engine, profile
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
-from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.warm_up import PATIENCE, PAUSE, WarmUp
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.model.graphs import GraphRecorder
@@ -82,11 +81,11 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_the_rest_is_prepared_piece_by_piece(runner: Any) -> None:
     warm = WarmUp([0, 1], lazy=True)
-    assert not warm.settle(runner)  # nothing before the start
+    assert not warm.prepare_next(runner)  # nothing before the start
     warm.start(runner)
     assert (runner.prepared, warm.left, warm.done) == (FIRST, REST, 2)
     assert (runner.compiled, runner.patience) == (FIRST, PATIENCE)
-    assert [warm.settle(runner) for _ in range(4)] == [True, True, True, False]
+    assert [warm.prepare_next(runner) for _ in range(4)] == [True, True, True, False]
     assert (runner.prepared, warm.left) == ([*FIRST, *REST], [])
     assert warm.seconds == {"graphs": 4.0, "kernels": 1.0}
     assert str(warm) == "5 of 5 graphs and kernels prepared"
@@ -102,33 +101,33 @@ def test_eager_leaves_nothing(runner: Any) -> None:
 def test_all_is_prepared_again_for_the_backend_that_was_compiled(runner: Any) -> None:
     warm = WarmUp([0, 1], lazy=True)
     warm.start(runner)
-    assert warm.settle(runner)
+    assert warm.prepare_next(runner)
     assert str(warm) == "3 of 5 graphs and kernels prepared"
     runner.compiling = True
-    assert warm.settle(runner)
+    assert warm.prepare_next(runner)
     assert runner.prepared == [*FIRST, REST[0], FIRST[0]]
     assert (warm.left, str(warm)) == (
         [FIRST[1], *REST], "1 of 5 graphs and kernels prepared"
     )  # fmt: skip
     runner.compiling, runner.wanted = True, REST[1]
-    warm.beside(runner)
+    warm.prepare_missed(runner)
     assert warm.left == [*FIRST, REST[0], REST[2]]
 
 
 def test_what_a_step_misses_is_prepared_without_slowing_requests_down(runner: Any) -> None:
     warm = WarmUp([0, 1], lazy=True)
     warm.start(runner)
-    warm.beside(runner)
+    warm.prepare_missed(runner)
     assert runner.prepared == FIRST
     runner.wanted = REST[1]
-    warm.beside(runner)
+    warm.prepare_missed(runner)
     assert runner.prepared == [*FIRST, REST[1]]
     runner.wanted = REST[0]
     runner.now += PAUSE - 0.5
-    warm.beside(runner)
+    warm.prepare_missed(runner)
     assert len(runner.prepared) == 3
     runner.now += 1.0
-    warm.beside(runner)
+    warm.prepare_missed(runner)
     assert runner.prepared == [*FIRST, REST[1], REST[0]]
     assert warm.left == [REST[2]]
 
@@ -137,7 +136,7 @@ def test_graphs_without_memory_are_given_up(runner: Any, caplog: pytest.LogCaptu
     runner.refused = [REST[0]]
     warm = WarmUp([0, 1], lazy=True)
     warm.start(runner)
-    assert warm.settle(runner)
+    assert warm.prepare_next(runner)
     assert (runner.given_up, warm.left) == ([REST[0]], REST[1:])
     assert "no memory for a graph of decode steps with 2 rows" in caplog.text
 
@@ -190,7 +189,7 @@ def test_larger_graphs_serve_until_smaller_ones_are_captured(
     found = run(engine, asked)
     assert {name: got.tokens for name, got in found.items()} == expected
     assert graphs(engine) > first  # of what its steps have missed
-    while engine.settle():
+    while engine.prepare_next():
         pass
     assert graphs(engine) == first | missing
     stats = engine.stats()
@@ -243,7 +242,7 @@ def test_nothing_is_prepared_in_the_short_gaps_between_requests(
     monkeypatch.setattr(async_engine, "QUIET", 3600.0)
     made = make_engine(base)
     settled = threading.Event()
-    monkeypatch.setattr(made, "settle", settled.set)
+    monkeypatch.setattr(made, "prepare_next", settled.set)
 
     async def ask(engine: AsyncEngine, name: str) -> None:
         async for output in engine.generate(question(name, None, tokens=2)):
@@ -276,19 +275,12 @@ def test_a_measurement_that_is_interrupted_goes_on(base: str, adapters: dict[str
             profiler.pause()
             assert engine.stats().pages_kv == 0
             add_requests(engine, question(f"{piece}", "a", tokens=2))
-            with pytest.raises(RuntimeError, match="expected an engine without requests"):
-                profiler.go_on()
             finish(engine)
     assert profiler.found is not None and profiler.found.measured
     shapes = {shape for shape, _, _ in profile._steps(engine)}
     assert shapes == profiler._points.keys()
     stats = engine.stats()
     assert (stats.merged_adapter, stats.pages_kv) == (None, 0)
-
-
-def test_unknown_way_to_capture() -> None:
-    with pytest.raises(ValueError, match="capture: expected one of lazy, eager, got never"):
-        EngineSettings(capture="never")
 
 
 @pytest.mark.usefixtures("decode_graphs")
@@ -313,7 +305,7 @@ def test_graphs_that_are_there_serve_where_there_is_no_memory_for_mixtures(
         engine.runner, "prepare", lambda wanted: next_one.append(wanted) or prepare(wanted)
     )
     engine.warm_up()
-    while engine.settle():
+    while engine.prepare_next():
         pass
     assert {one.terms for one in graphs(engine)} == {0, 1}
     tried = [one for one in next_one if one.terms == MIXTURE]

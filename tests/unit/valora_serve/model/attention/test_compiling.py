@@ -124,7 +124,7 @@ def test_requests_are_answered_before_and_after_another_backend_takes_over(
     assert runner.provisional
     compiler.attended.clear()
     assert answers() == expected
-    while engine.settle():
+    while engine.prepare_next():
         pass
     assert compiler.attended and own not in compiler.attended
     stats = engine.stats()
@@ -137,7 +137,7 @@ def test_requests_are_answered_before_and_after_another_backend_takes_over(
     assert answers() == expected
     assert not runner.provisional
     assert own in compiler.attended and set(compiler.attended) != {own}
-    while engine.settle():
+    while engine.prepare_next():
         pass
     compiler.attended.clear()
     assert answers() == expected
@@ -175,7 +175,7 @@ def test_one_that_cannot_be_compiled_never_takes_over(
     compiler.release.set()
     ended(engine)
     own = engine.runner._compiling.backend  # type: ignore[union-attr]
-    while engine.settle():
+    while engine.prepare_next():
         pass
     compiler.attended.clear()
     run(engine, [question("one", "a", tokens=9)])
@@ -225,7 +225,7 @@ def test_graphs_that_find_no_memory_are_kept_as_they_were(
     base: str, adapter: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = started(base, adapter)
-    while engine.settle():
+    while engine.prepare_next():
         pass
     held = dict(engine.runner._prompt_graphs._graphs)
     compiler.release.set()
@@ -235,7 +235,7 @@ def test_graphs_that_find_no_memory_are_kept_as_they_were(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(PromptGraphs, "_capture", full)
-    while engine.settle():
+    while engine.prepare_next():
         pass
     assert engine.runner._prompt_graphs._graphs == held
     assert not engine.runner._prompt_graphs._stale

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from valora_serve.catalogue.store import Staged, Store
     from valora_serve.engine.merge import MergeState
     from valora_serve.engine.requests import Requests
+    from valora_serve.engine.sequence import SequenceState
+    from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
     from valora_serve.memory.unified import PackedAdapter, PackedPrefix, UnifiedMemory
     from valora_serve.model.lmm import Lmm
 
@@ -33,7 +35,7 @@ FIXED = "the base weights have 4 or 8 bits"
 """Why no adapter is merged into some base models."""
 
 
-class Named:
+class AdapterRegistry:
     """The names of the store, and the adapters and prefixes behind them in memory.
 
     An adapter's key is its folder's name and the start of its content hash. Adapters that no name
@@ -62,7 +64,7 @@ class Named:
         on_change: Callable[[bool], None],
     ) -> None:
         self._lmm, self._store, self._memory = lmm, store, memory
-        self._requests, self._merge_state = requests, merge_state
+        self._merge_state = merge_state
         self._adapters, self._prefixes = requests.adapters, requests.prefixes
         self._mergeable, self._on_change = mergeable, on_change
         self._row_norms = lmm.linears.row_norms() if mergeable else {}
@@ -70,7 +72,7 @@ class Named:
         self._names: dict[str, list[str]] = {}  # of the adapters that a name needs, by key
         self._listed: dict[frozenset[str], tuple[str, ...]] = {}
         self.contexts = 0  # that requests can name
-        self._wanted_prefixes: set[str] = set()  # keys of those that a name needs
+        self._named_prefixes: set[str] = set()  # keys of those that a name needs
 
     def known(self) -> list[str]:
         """Return the keys of all adapters that a name needs, sorted."""
@@ -189,16 +191,10 @@ class Named:
         unmergeable: Mapping[str, str] | None = None,
         prefixes: Mapping[str, PackedPrefix] | None = None,
     ) -> list[str]:
-        """Make what was read nameable; all of it, or nothing.
+        """Make what was read nameable, all of it or nothing, and return the names.
 
-        Args:
-            staged: The names, and the adapters by content hash.
-            packed: The same adapters laid out for the device, by content hash.
-            unmergeable: Why adapters must not be merged, by content hash.
-            prefixes: Prefixes of contexts laid out for the device, by content hash.
-
-        Returns:
-            The names.
+        Adapters and prefixes that are laid out for the device, and why some adapters must not be
+        merged, come by content hash.
 
         Raises:
             AdapterError: Something else has one of the names, or the GPU has too little memory.
@@ -250,30 +246,25 @@ class Named:
         self._store.unregister_context(name)
         self._refresh()
 
-    def released(self, key: str) -> None:
-        """Free an adapter whose last request has ended, if no name needs it any more."""
-        if key not in self._names:
-            self._retire((key,))
-
-    def released_prefix(self, key: str) -> None:
-        """Free a prefix whose last request has ended, if no name needs it any more."""
-        if key not in self._wanted_prefixes:
-            self._retire_prefixes((key,))
+    def released(self, sequence: SequenceState) -> None:
+        """Free what the last request has ended on that no name needs any more."""
+        self._retire(self._adapters, sequence.adapters)
+        if sequence.prefix is not None:
+            self._retire(self._prefixes, (sequence.prefix,))
 
     def _refresh(self) -> None:
-        """Find out which adapters are needed now, and free the others."""
-        before = set(self._names)
-        self._names = {}
+        """Find out which adapters and prefixes are needed now, and free the others."""
+        before, self._names = self._names, {}
         self._listed.clear()
         for name, adapter in self._store.adapters().items():
             # The first name is the adapter's own; domains that use it come later.
             self._names.setdefault(self.key(adapter), []).append(name)
-        self._retire(before - set(self._names))
         contexts = self._store.contexts().values()
         self.contexts = len(contexts)
         kept = {self.prefix_key(context) for context in contexts if context.has_prefix}
-        gone, self._wanted_prefixes = self._wanted_prefixes - kept, kept
-        self._retire_prefixes(gone)
+        gone, self._named_prefixes = self._named_prefixes - kept, kept
+        self._retire(self._adapters, before)
+        self._retire(self._prefixes, gone)
         # What is read again gets the key that its first folder gives it then.
         self._key_of = {
             content: key
@@ -281,19 +272,14 @@ class Named:
             if key in self._names or key in kept or key in self._adapters or key in self._prefixes
         }
 
-    def _retire_prefixes(self, keys: Iterable[str]) -> None:
-        """Free prefixes, except those that unfinished requests read."""
+    def _retire(self, residency: AdapterMemory | PrefixMemory, keys: Iterable[str]) -> None:
+        """Free what neither a name nor an unfinished request needs."""
         for key in keys:
-            if key not in self._requests.wanted_prefixes and key in self._prefixes:
-                self._prefixes.remove(key)
-
-    def _retire(self, keys: Iterable[str]) -> None:
-        """Free adapters, except those that unfinished requests use: `released` frees them."""
-        for key in keys:
-            if key not in self._requests.wanted and key in self._adapters:
+            needed = key in self._names or key in self._named_prefixes or key in residency.wanted
+            if not needed and key in residency:
                 if key == self._merge_state.adapter:
                     self._merge_state.switch(Mode.UNMERGED, None)
-                self._adapters.remove(key)
+                residency.remove(key)
 
     def _activate(self, names: set[str]) -> None:
         """Let groups of linears apply adapters, and be merged into, from now on."""

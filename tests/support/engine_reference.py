@@ -1,7 +1,9 @@
 """Engines to test, and the expected answers: `generate` on PEFT's model of each adapter."""
 
+import asyncio
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 from valora_data.contract.base_model import base_folder
+from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm
@@ -319,6 +322,25 @@ def assert_empty(engine: Engine) -> None:
     users = {key: entry.users for key, entry in engine.adapters._entries.items() if entry.users}
     merged = engine.merge_state.adapter
     assert users == ({} if merged is None else {merged: 1})
+
+
+def serve(made: Engine, request: Request, done: Callable[[], bool] = lambda: True) -> None:
+    """Run an engine behind an event loop: warm it up, answer a request, and idle until `done`."""
+
+    async def body() -> None:
+        engine = AsyncEngine(made)
+        try:
+            await engine.warm_up()
+            async for output in engine.generate(request):
+                assert output.error is None
+            end = time.monotonic() + 60
+            while not done() and time.monotonic() < end:
+                await asyncio.sleep(0.02)
+            assert engine.healthy
+        finally:
+            await engine.close()
+
+    asyncio.run(body())
 
 
 def relative(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:

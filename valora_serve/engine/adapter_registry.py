@@ -41,15 +41,8 @@ class AdapterRegistry:
     An adapter's key is its folder's name and the start of its content hash. Adapters that no name
     needs any more are freed, after the last request that runs on them.
 
-    Args:
-        lmm: The base model.
-        store: Names that requests can use.
-        memory: Packs adapters and prefixes.
-        requests: Unfinished requests, and the memory of adapters and prefixes.
-        merge_state: State of the base weights.
-        mergeable: Whether adapters can be merged into the base weights.
-        on_change: Called after weights of the base model were moved or began to take adapters; told
-            whether they are the language model's.
+    After weights of the base model were moved or began to take adapters, `on_change` is called with
+    whether they are the language model's.
     """
 
     def __init__(
@@ -116,16 +109,10 @@ class AdapterRegistry:
     def load(
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> list[str]:
-        """Read, check, pack and register a folder.
+        """Read, check, pack and register a bundle, or a PEFT adapter that gets a name.
 
-        Args:
-            folder: A bundle, or a PEFT adapter if it gets a name.
-            name: Name of the adapter, None for a bundle.
-            decode_only: Whether the adapter is applied only to the last token of a prompt and
-                those after it; a bundle says so itself.
-
-        Returns:
-            The names that requests can now use.
+        With `decode_only` an adapter is applied only to the last token of a prompt and those after
+        it; a bundle says so itself. Returns the names that requests can now use.
 
         Raises:
             AdapterError: The folder cannot be served; nothing has changed then.
@@ -135,11 +122,7 @@ class AdapterRegistry:
     def read(
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> tuple[Staged, dict[str, PackedAdapter], dict[str, str], dict[str, PackedPrefix]]:
-        """Do the slow part of `load`, which changes nothing, in any thread.
-
-        Returns:
-            Arguments for `register`.
-        """
+        """Do the slow part of `load` in any thread; return the arguments of `register`."""
         store = self._store
         if name is None:
             staged = store.stage_bundle(folder)
@@ -229,12 +212,7 @@ class AdapterRegistry:
         self._prefixes.add(self.prefix_key(context), packed, reload)
 
     def unregister(self, name: str, *, bundle: bool) -> None:
-        """Forget an adapter or a bundle; requests that run on it are finished.
-
-        Raises:
-            UnknownModelError: Nothing has this name.
-            BusyError: The adapter belongs to a bundle.
-        """
+        """Forget an adapter or a bundle; requests that run on it are finished."""
         if bundle:
             self._store.unregister_bundle(name)
         else:

@@ -415,10 +415,8 @@ class Engine:
     def add(self, prepared: Prepared, together: Sequence[SequenceState] = ()) -> SequenceState:
         """Put a request in the queue, beside others about the same images.
 
-        Raises:
-            RequestError: The request cannot be answered, or its id is in use.
-            QuarantinedError: Its adapter is quarantined.
-            TooLongError: Prompt and answer do not fit.
+        A `RequestError` says that it cannot be answered, or that its id is in use; it may be a
+        `TooLongError`. A `QuarantinedError` is its adapter's.
         """
         request_id = prepared.request.id
         if self.requests.find(request_id) is not None:
@@ -430,15 +428,7 @@ class Engine:
         return sequence
 
     def cancel(self, request_id: str, error: ServeError | None = None) -> bool:
-        """End a request and release what it holds.
-
-        Args:
-            request_id: Its id.
-            error: Why; None if the client cancelled it.
-
-        Returns:
-            False if there is no unfinished request of this id.
-        """
+        """End a request, with an error or as the client cancelled it; False if there is none."""
         sequence = self.requests.find(request_id)
         if sequence is None:
             return False
@@ -474,11 +464,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Decide and launch the next step, then read the results of the step before it.
 
-        Returns:
-            New outputs, in order.
-
-        Raises:
-            StoppedError: A process of the tensor-parallel group has ended.
+        Returns the new outputs, in order. A `StoppedError` says that a process of the
+        tensor-parallel group has ended.
         """
         with self._explained():
             return self._step()

@@ -58,11 +58,6 @@ class DeviceResidency(Residency[P]):
 class AdapterMemory(DeviceResidency[PackedAdapter]):
     """The adapters of an engine, by key.
 
-    Args:
-        memory: Pages and address tables of adapters on the device.
-        pool: Free and used pages of `memory`.
-        host_bytes: Most bytes of host memory, see `MemoryBudget`.
-
     Attributes:
         ranks: [slots] int32, rank of the adapter in each slot, 0 for an empty slot.
         scalings: [slots] float32, scaling of the adapter in each slot.
@@ -92,14 +87,7 @@ class AdapterMemory(DeviceResidency[PackedAdapter]):
         *,
         unmergeable: str | None = None,
     ) -> None:
-        """Add an adapter in host memory, out of quarantine; see `Residency.add`.
-
-        Args:
-            key: Key of the adapter.
-            packed: The adapter, from `UnifiedMemory.pack`.
-            reload: Reads and packs the adapter's file again.
-            unmergeable: Why it must not be merged into the base weights, None if it may be.
-        """
+        """Add an adapter, out of quarantine; `unmergeable` says why it must not be merged."""
         self._clear(key)
         if unmergeable is not None:
             self.unmergeable[key] = unmergeable

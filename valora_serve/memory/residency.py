@@ -40,13 +40,7 @@ class Copy(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Packed:
-    """Something in host memory, laid out as in its pages.
-
-    Attributes:
-        content: Content hash.
-        pages: Number of pages that it takes on the device.
-        bytes: Bytes that it takes in host memory.
-    """
+    """Something in host memory, laid out as in its pages: content hash, and what it takes."""
 
     content: str
     pages: int
@@ -200,11 +194,8 @@ class Residency(Generic[P]):
     def add(self, key: str, packed: P, reload: Callable[[], P] | None = None) -> None:
         """Add something in host memory; a known one stays where it is.
 
-        Args:
-            key: Its key.
-            packed: What is in host memory.
-            reload: Reads and packs its file again, after it was dropped from host memory; called in
-                another thread. None to never drop it.
+        In another thread, `reload` reads and packs its file again after it was dropped from host
+        memory; without one it never is.
         """
         entry = self._entries.get(key)
         if entry is not None:
@@ -217,11 +208,7 @@ class Residency(Generic[P]):
         self.budget.hold(entry)
 
     def remove(self, key: str) -> None:
-        """Forget something and free its memory; if it is loading, as soon as it has loaded.
-
-        Raises:
-            BusyError: It is pinned.
-        """
+        """Forget something that is not pinned; if it is loading, as soon as it has loaded."""
         entry = self._entries[key]
         if entry.users:
             raise BusyError(f"{self.kind} {key} is in use: wait for its requests to end")
@@ -259,18 +246,11 @@ class Residency(Generic[P]):
         return self._entries[key].slot
 
     def load(self, key: str, *, urgent: bool = True) -> bool:
-        """Start loading something to the device, without waiting for it.
+        """Start loading something to the device, without waiting for it; False without room.
 
-        Args:
-            key: Its key.
-            urgent: Whether wanted ones may be evicted for it; a prefetch must not.
-
-        Returns:
-            Whether it is resident or loading; False if there is no room for it now.
-
-        Raises:
-            AdapterError: Its file could not be read again. On a GPU, where the file is read in
-                another thread, `ready` and `poll` report that.
+        Wanted ones are evicted for it only if it is `urgent`, which a prefetch is not. An
+        `AdapterError` says that its file could not be read again; on a GPU, where another thread
+        reads it, `ready` and `poll` say so.
         """
         entry = self._entries[key]
         if key in self.resident or key in self.loading:
@@ -286,11 +266,7 @@ class Residency(Generic[P]):
         return True
 
     def ready(self, key: str) -> bool:
-        """Return whether something is on the device, without waiting for it.
-
-        Raises:
-            AdapterError: Its file could not be read again; `load` may be tried again.
-        """
+        """Return whether something is on the device, without waiting; raises as `load`."""
         if key in self.loading:
             self._advance(key)
         return key in self.resident

@@ -108,47 +108,28 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PackedAdapter(Packed):
-    """An adapter in host memory, laid out as in its pages.
+    """An adapter in host memory, laid out as in its pages."""
 
-    Attributes:
-        rank: Largest rank of its modules; modules of smaller rank are filled up with zero rows.
-        scaling: Factor of B·A, for all modules.
-        groups: Names of the groups of linears that it changes.
-        layout: Places of its rank rows.
-        buffer: [elements] in the memory's dtype; in pinned memory if the memory is on a GPU.
-    """
-
-    rank: int
-    scaling: float
-    groups: frozenset[str]
+    rank: int  # the largest of its modules; the others are filled up with zero rows
+    scaling: float  # of B·A, for all modules
+    groups: frozenset[str]  # names of the groups of linears that it changes
     layout: Layout
-    buffer: torch.Tensor
+    buffer: torch.Tensor  # [elements] in the memory's dtype; pinned for a GPU
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PackedPrefix(Packed):
-    """The prefix of a context in host memory, laid out as in its pages.
-
-    Attributes:
-        tokens: Number of tokens.
-        buffer: [pages, elements of a page] in the memory's dtype; pinned for a GPU.
-    """
+    """The prefix of a context in host memory, laid out as in its pages."""
 
     tokens: int
-    buffer: torch.Tensor
+    buffer: torch.Tensor  # [pages, elements of a page] in the memory's dtype; pinned for a GPU
 
 
 class UnifiedMemory:
     """One tensor of pages, with its views as KV cache and as adapters.
 
-    Args:
-        pages: Number of pages.
-        page: Shape of a page.
-        groups: Groups of linears that adapters can change.
-        slots: Most adapters on the device at a time.
-        max_rank: Largest rank of an adapter.
-        dtype: Dtype of keys, values and adapters.
-        device: Device of the memory.
+    It has so many equal pages for the adapters of some groups of linears, of which up to `slots`
+    are on the device at a time.
 
     Attributes:
         storage: [pages · elements per page + widest rank row], flat. Behind the pages lie zeros,
@@ -365,14 +346,9 @@ class UnifiedMemory:
         self.storage[target * size : (target + 1) * size].copy_(part)
 
     def read_tokens(self, table: Sequence[int], tokens: int) -> torch.Tensor:
-        """Copy keys and values of a sequence, on the current stream.
+        """Copy the keys and values of a sequence's first tokens, on the current stream.
 
-        Args:
-            table: Its pages, in order.
-            tokens: Number of its tokens, from the first one on.
-
-        Returns:
-            [2, layers, kv_heads, tokens, head_dim], keys and then values, on the device.
+        They are [2, layers, kv_heads, tokens, head_dim], on the device; `table` are its pages.
         """
         where = torch.tensor(table[: -(-tokens // self.page.block_size)], device=self.device)
         held = self.page.view(self.storage[: self._zeros])[where]

@@ -1,6 +1,5 @@
 """Costs are measured once, saved, and used by the policy."""
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engine_reference import add_requests, finish, make_engine, question
+from tests.support.engine_reference import add_requests, finish, make_engine, question, serve
 from valora_kernels.metadata import NONE
 from valora_serve.engine import profile
-from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.sizing import machine_name
 from valora_serve.model.preparation import PROMPT, Preparation
@@ -120,18 +118,7 @@ def test_an_engine_serves_without_costs(
         raise torch.OutOfMemoryError("too little")
 
     monkeypatch.setattr(profile, "_time", fail)
-
-    async def serve() -> None:
-        engine = AsyncEngine(made)
-        try:
-            await engine.warm_up()
-            async for output in engine.generate(question("one", "a", tokens=3)):
-                assert output.error is None
-            assert engine.healthy
-        finally:
-            await engine.close()
-
-    asyncio.run(serve())
+    serve(made, question("one", "a", tokens=3))
     assert times[-1] is not None and made.cost is before
     stats = made.stats()
     assert (stats.merged_adapter, stats.pages_kv, stats.switches) == (None, 0, 0)

@@ -1,7 +1,5 @@
 """Tilings measured while an engine is idle: on the CPU, with a made-up clock and compiler."""
 
-import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engine_reference import make_engine, question, run
+from tests.support.engine_reference import make_engine, question, run, serve
 from valora_kernels import lookup
 from valora_kernels.gpus import H200, gpu_of
 from valora_kernels.lookup import TilingTable, table_of
 from valora_kernels.tiling import Case, Shape, Tiling
 from valora_kernels.tune import Tuner
 from valora_serve.engine import profile
-from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.tuning import Tuning, make_tuning, read_table
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
@@ -134,20 +131,7 @@ def test_an_idle_engine_tunes_and_measures_its_costs_again(
         "valora_serve.engine.async_engine.adopt",
         lambda engine, costs: measured.append(tuning.adopted) or profile.adopt(engine, costs),
     )
-
-    async def serve() -> None:
-        engine = AsyncEngine(made)
-        try:
-            await engine.warm_up()
-            async for output in engine.generate(question("one", "a", tokens=3)):
-                assert output.error is None
-            end = time.monotonic() + 60
-            while len(measured) < 2 and time.monotonic() < end:
-                await asyncio.sleep(0.02)
-        finally:
-            await engine.close()
-
-    asyncio.run(serve())
+    serve(made, question("one", "a", tokens=3), lambda: len(measured) == 2)
     assert measured == [0, 1]
     assert made.cost.measured
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engine_reference import add_requests, finish, make_engine, question, run
+from tests.support.engine_reference import (
+    add_requests,
+    finish,
+    make_engine,
+    question,
+    run,
+    serve,
+)
 from valora_serve.engine import async_engine, profile
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
@@ -214,20 +220,7 @@ def test_an_idle_engine_settles_and_then_measures(
     monkeypatch.setattr(profile, "FEW_ROWS", (1,))
     monkeypatch.setattr(profile, "FEW_TOKENS", (64,))
     made = lazily(base, {"a": adapters["a"]}, profile=True, cost_folder=str(tmp_path))
-
-    async def serve() -> None:
-        engine = AsyncEngine(made)
-        try:
-            await engine.warm_up()
-            async for output in engine.generate(question("one", "a", tokens=3)):
-                assert output.error is None
-            end = time.monotonic() + 60
-            while not made.cost.measured and time.monotonic() < end:
-                await asyncio.sleep(0.02)
-        finally:
-            await engine.close()
-
-    asyncio.run(serve())
+    serve(made, question("one", "a", tokens=3), lambda: made.cost.measured)
     assert made.cost.measured
     stats = made.stats()
     assert stats.prepared == stats.preparations

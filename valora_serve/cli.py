@@ -187,7 +187,6 @@ async def _serve(
     from rich.console import Console
 
     from valora_serve.engine.start import start_engine
-    from valora_serve.replicas.front import start_replicas
     from valora_serve.server.app import create_app, make_server
     from valora_serve.server.loading import golden, startup
     from valora_serve.server.loading.served_set import ServedSet
@@ -202,6 +201,8 @@ async def _serve(
     if replica_settings.replicas is None:
         engine = own = await start_engine(engine_settings)
     else:
+        from valora_serve.replicas.cluster import start_replicas
+
         engine = await start_replicas(replica_settings, engine_settings, settings)
     try:
         replay = partial(golden.replay, engine) if settings.golden else None

@@ -34,7 +34,7 @@ class BoardHandle:
     """Handle to a board."""
 
     def __init__(self, board):
-        for name in ("pin", "state", "is_used", "report", "leave", "reports"):
+        for name in ("pin", "state", "is_used", "report", "leave"):
             setattr(self, name, Remote(getattr(board, name)))
 
 

@@ -1,13 +1,14 @@
 """The application for configuration files of Ray Serve: `serve deploy docs/deploy/serve.yaml`.
 
-`valora-serve --replicas` runs the HTTP server in its own process. Here it runs as a deployment
-beside the replicas, behind the proxies of Ray Serve, and Kubernetes' operator KubeRay can run it.
+`valora-serve --replicas` runs the HTTP server in its own process; here it is a deployment beside
+the replicas, behind the proxies of Ray Serve, which Kubernetes' operator KubeRay can run.
 """
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,19 +38,7 @@ FRONT = "Front"
 
 @serve.ingress()
 class Front:
-    """The HTTP server as a deployment; Ray Serve's proxies pass it the requests.
-
-    Args:
-        replicas: Handle to the replicas.
-        bundles: Bundles, as on the command line.
-        settings: Settings of the server; its address and limits on connections are the proxies'.
-        application: Name of the application.
-        share_by: By what the replicas keep shares.
-        shares: The shares.
-
-    Raises:
-        ServeError: A bundle cannot be served.
-    """
+    """The HTTP server as a deployment; Ray Serve's proxies pass it the requests."""
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
         self,
@@ -64,14 +53,12 @@ class Front:
         shared_pool().start()
         state = Path(settings.state_file)
         folders = startup.find_bundles(bundles, state.parent / "downloads")
-        engine = ReplicatedEngine(replicas, cluster.pin_board(application), _nothing)
+        # The replicas are stopped by Ray Serve.
+        engine = ReplicatedEngine(replicas, cluster.pin_board(application), lambda: None)
         await engine.start()
-
-        async def replay(folder: Path) -> int:
-            return await golden.replay(engine, folder)
-
+        replay = partial(golden.replay, engine) if settings.golden else None
         folder = Path(settings.adapter_folder) if settings.adapter_folder else None
-        served = ServedSet(engine, folder, state, replay if settings.golden else None)
+        served = ServedSet(engine, folder, state, replay)
         await startup.load_all(
             engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
         )
@@ -82,16 +69,10 @@ class Front:
         return self._app
 
 
-def _nothing() -> None:
-    """Stop nothing: the replicas are Ray Serve's."""
-
-
 def build(options: Mapping[str, Any]) -> Any:
-    """Return the application with these options; a configuration file names this function.
+    """Return the application with the options of `valora-serve`; configuration files name it.
 
-    Args:
-        options: Options of `valora-serve`, as in its own configuration files; ``replicas`` is 1 if
-            it is missing. Keys belong into `keys_file`: Ray Serve shows options to everyone.
+    Keys belong into `keys_file`: Ray Serve shows options to everyone.
 
     Raises:
         SettingsError: An option is unknown or invalid, or the cluster has no room.

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from valora_serve.replicas.served import ServedState
-    from valora_serve.replicas.wire import Report
+    from valora_serve.replicas.wire import Report, ServedState
 
 PERIOD = 0.5
 """Seconds between two reports of a replica, and between two looks of the server."""
@@ -22,9 +21,6 @@ class Board:
 
     A replica that starts reads here what it serves. If Ray starts the board anew, it is empty; the
     server and the replicas fill it again within `PERIOD`.
-
-    Args:
-        clock: Current time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,9 +30,11 @@ class Board:
         self._reports: dict[str, tuple[float, Report]] = {}
 
     def pin(self, state: ServedState) -> list[Report]:
-        """Pin what is served, and return the reports of the replicas that run."""
+        """Pin what is served, and return the latest reports of the replicas that run."""
         self._state, self._seen = state, self._clock()
-        return self.reports()
+        since = self._seen - STALE
+        self._reports = {name: one for name, one in self._reports.items() if one[0] >= since}
+        return [report for _, report in self._reports.values()]
 
     def state(self) -> ServedState | None:
         """Return what is served; None if no server has said it yet."""
@@ -53,9 +51,3 @@ class Board:
     def leave(self, replica: str) -> None:
         """Forget a replica that ends."""
         self._reports.pop(replica, None)
-
-    def reports(self) -> list[Report]:
-        """Return the latest report of every replica that runs."""
-        since = self._clock() - STALE
-        self._reports = {name: one for name, one in self._reports.items() if one[0] >= since}
-        return [report for _, report in self._reports.values()]

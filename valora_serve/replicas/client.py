@@ -26,17 +26,17 @@ from valora_serve.errors import (
     UnknownModelError,
 )
 from valora_serve.replicas.board import PERIOD, STALE
-from valora_serve.replicas.served import Revision, ServedState, find_part
-from valora_serve.replicas.wire import localised, packed
+from valora_serve.replicas.wire import Revision, ServedState, find_part, localised, packed
 from valora_serve.server.service import merged
 from valora_serve.types import EngineStats, Output, failure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
-    from valora_serve.replicas.served import Part
-    from valora_serve.replicas.wire import Batch, Done, Facts, Report
+    from valora_serve.replicas.wire import Batch, Part, Report
     from valora_serve.types import NewContext, Request, ServedModel
+
+    Parts = dict[tuple[str, str], Part]
 
 log = logging.getLogger(__name__)
 
@@ -65,49 +65,39 @@ class ReplicatedEngine:
         release: Stops the replicas; called once at the end, in a thread.
     """
 
+    base: str
+    context_length: int
+    tokenizer: Any
+
     def __init__(self, handle: Any, board: Any, release: Callable[[], None]) -> None:
         self._handle, self._board, self._release = handle, board, release
+        self._control = handle.options(method_name="control")
         self._streams = handle.options(method_name="generate", stream=True)
         self._state = ServedState(Revision(secrets.token_hex(8), 0))
         self._models: list[ServedModel] = []
         self._adapters: dict[str, str | None] = {}  # adapter of each name
-        self._reports: dict[str, Report] = {}
+        self._reports: list[Report] = []
         self._seen = time.monotonic()
         self._running: set[str] = set()  # ids of unfinished requests
         self._changing = asyncio.Lock()
-        self._facts: Facts | None = None
         self._watching: asyncio.Task[None] | None = None
         self._closed = False
 
-    @property
-    def front(self) -> str:
-        """Id of this server, which all revisions of what it serves have."""
-        return self._state.revision.front
-
     async def start(self) -> None:
-        """Ask for the facts of the base model, and have all replicas serve it alone.
-
-        Raises:
-            ServeError: No replica answers.
-        """
+        """Ask for the facts of the base model, and have all replicas serve it alone."""
         await self._board.pin.remote(self._state)
         async with asyncio.timeout(CHANGE_SECONDS):
-            done: Done = await self._handle.options(method_name="control").remote("facts")
-        if done.error is not None:
-            raise done.error
-        self._facts = done.value
+            facts = _value(await self._control.remote("facts"))
+        self.base, self.context_length, self.tokenizer = facts
         await self._publish(self._state)
         await self._look()
         self._watching = asyncio.create_task(self._watch())
-
-    # ------------------------------------------------------------------ requests
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         """Answer a request with a stream of outputs; see `types.EngineClient`.
 
         Requests that are asked together go to one replica for each adapter. If it dies before
-        anything of the answer was passed on, they are sent to another one, once. Answers that are
-        not streamed are passed on as a whole.
+        anything of the answer was passed on, they are sent to another one, once.
         """
         groups: dict[str | None, list[Request]] = {}
         for one in (request, *request.also):
@@ -145,7 +135,13 @@ class ReplicatedEngine:
                 except _LostError as error:
                     log.warning("the replica of %s is lost: %s", ", ".join(left), error)
                     if passed_on or attempt + 1 == ATTEMPTS:
-                        raise _unanswered(passed_on) from error
+                        raise StoppedError(
+                            "The replica that answered has died, after a part of the answer was "
+                            "sent: ask again"
+                            if passed_on
+                            else "Two replicas died one after the other with this request: ask "
+                            "again"
+                        ) from error
                 else:
                     return
         except ServeError as error:
@@ -155,12 +151,7 @@ class ReplicatedEngine:
             self._running -= mine
 
     async def _ask(self, asked: Sequence[Request], arrival: float) -> AsyncGenerator[Output, None]:
-        """Send requests to a replica, and pass their outputs on.
-
-        Raises:
-            _LostError: The replica is lost.
-            ServeError: No replica takes the requests, or the deadline of all has passed.
-        """
+        """Send requests to a replica, and pass their outputs on; _LostError if it is lost."""
         if not asked:
             return
         if self._closed:
@@ -169,7 +160,11 @@ class ReplicatedEngine:
         ends = None if None in limits else arrival + max(filter(None, limits), default=0.0)
         if ends is not None and ends <= now:
             raise _late(asked[0])
-        first, *also = [self._left(one, now - arrival) for one in asked]
+        first, *also = [
+            one if one.deadline is None
+            else dataclasses.replace(one, deadline=max(one.deadline + arrival - now, 0.0))
+            for one in asked
+        ]  # fmt: skip
         first = dataclasses.replace(first, also=tuple(also))
         response = self._streams.remote(packed(first, self._adapter(first), self._state.revision))
         left = len(asked)
@@ -200,31 +195,18 @@ class ReplicatedEngine:
             if left:
                 response.cancel()
 
-    @staticmethod
-    def _left(request: Request, gone: float) -> Request:
-        """The request with the time that is left of its deadline after `gone` seconds."""
-        if request.deadline is None:
-            return request
-        return dataclasses.replace(request, deadline=max(request.deadline - gone, 0.0))
-
     async def cancel(self, request_id: str) -> bool:
         """Cancel a request; see `types.EngineClient`."""
         if request_id not in self._running:
             return False
-        done = await self._everywhere("cancel", request_id)
-        return any(one.value for one in done)
-
-    # ------------------------------------------------------------------ models
+        return any(value is True for value in await self._everywhere("cancel", request_id))
 
     def models(self) -> list[ServedModel]:
         """Return what requests can name; see `types.EngineClient`."""
         return list(self._models)
 
     def stats(self) -> EngineStats:
-        """Return the sum of the replicas' states and counters; see `types.EngineClient`.
-
-        Mode and merged adapter are those of the replica with the most running requests.
-        """
+        """Return the sum of the replicas' states and counters (`total`)."""
         return total([report.stats for report in self._live()])
 
     def replicas(self) -> dict[str, EngineStats]:
@@ -236,8 +218,7 @@ class ReplicatedEngine:
     ) -> ServedModel:
         """Load a PEFT folder into all replicas; see `types.EngineClient`."""
         found = await asyncio.to_thread(find_part, folder.absolute(), "adapter")
-        part = dataclasses.replace(found, decode_only=decode_only)
-        await self._change(lambda: {"adapters": {**self._state.adapters, name: part}})
+        await self._serve("adapter", name, dataclasses.replace(found, decode_only=decode_only))
         return next(model for model in self._models if model.name == name)
 
     async def load_bundle(self, folder: Path) -> list[ServedModel]:
@@ -248,101 +229,74 @@ class ReplicatedEngine:
             raise AdapterError(str(error)) from error
         name = str(manifest["name"])
         part = await asyncio.to_thread(find_part, folder.absolute(), "bundle")
-        await self._change(lambda: {"bundles": {**self._state.bundles, name: part}})
+        await self._serve("bundle", name, part)
         label = f"{name}@{manifest['version']}"
         return [model for model in self._models if model.bundle == label]
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter from all replicas; see `types.EngineClient`."""
-
-        def without() -> dict[str, Any]:
-            if name not in self._state.adapters:
-                bundle = next((m.bundle for m in self._models if m.name == name and m.bundle), None)
-                if bundle is not None:
-                    raise BusyError(f"adapter {name} belongs to bundle {bundle}: unload the bundle")
-                known = list(self._state.adapters)
-                raise UnknownModelError(f"no adapter is named {name}: known are {known}")
-            return {"adapters": _without(name, self._state.adapters)}
-
-        await self._change(without)
-
-    async def unload_bundle(self, name: str) -> None:
-        """Unload a bundle from all replicas; see `types.EngineClient`."""
-
-        def without() -> dict[str, Any]:
-            short, _, version = name.partition("@")
-            labels = {model.bundle for model in self._models}
-            if short not in self._state.bundles or (version and name not in labels):
-                known = list(self._state.bundles)
-                raise UnknownModelError(f"no bundle is named {name}: known are {known}")
-            return {"bundles": _without(short, self._state.bundles)}
-
-        await self._change(without)
-
-    async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
-        """Have one replica compress a document, and all serve it; see `types.EngineClient`."""
-        sent = self._handle.options(method_name="control").remote(
-            "compress", wanted, folder.absolute(), self._state.revision
-        )
-        try:
-            async with asyncio.timeout(CHANGE_SECONDS):
-                done: Done = await sent
-        except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
-            raise StoppedError(
-                f"context {wanted.name}: the replica that read the document has gone: ask again"
-            ) from error
-        if done.error is not None:
-            raise done.error
-        return await self._serve_context(wanted.name, done.value)
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
         """Load a context into all replicas; see `types.EngineClient`."""
         part = await asyncio.to_thread(find_part, folder.absolute(), "context")
-        return await self._serve_context(name, part)
-
-    async def _serve_context(self, name: str, part: Part) -> ServedModel:
-        await self._change(lambda: {"contexts": {**self._state.contexts, name: part}})
+        await self._serve("context", name, part)
         return next(model for model in self._models if model.name == name)
+
+    async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
+        """Have one replica compress a document, and all serve it; see `types.EngineClient`."""
+        sent = self._control.remote("compress", wanted, folder.absolute(), self._state.revision)
+        try:
+            async with asyncio.timeout(CHANGE_SECONDS):
+                part = await sent
+        except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
+            raise StoppedError(
+                f"context {wanted.name}: the replica that read the document has gone: ask again"
+            ) from error
+        await self._serve("context", wanted.name, _value(part))
+        return next(model for model in self._models if model.name == wanted.name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter from all replicas; see `types.EngineClient`."""
+        await self._unload("adapter", name)
+
+    async def unload_bundle(self, name: str) -> None:
+        """Unload a bundle from all replicas; see `types.EngineClient`."""
+        await self._unload("bundle", name)
 
     async def unload_context(self, name: str) -> None:
         """Forget a context in all replicas; see `types.EngineClient`."""
+        await self._unload("context", name)
 
-        def without() -> dict[str, Any]:
-            if name not in self._state.contexts:
-                bundle = next((m.bundle for m in self._models if m.name == name and m.form), None)
-                if bundle is not None:
-                    raise BusyError(f"context {name} belongs to bundle {bundle}: unload the bundle")
-                known = ", ".join(model.name for model in self._models if model.form) or "none"
-                raise UnknownModelError(f"no context is named {name}: known are {known}")
-            return {"contexts": _without(name, self._state.contexts)}
+    async def _serve(self, kind: str, name: str, part: Part) -> None:
+        await self._change(lambda: {**self._state.parts, (kind, name): part})
+
+    async def _unload(self, kind: str, name: str) -> None:
+        def without() -> Parts:
+            parts, short, models = dict(self._state.parts), name, self._models
+            if kind == "bundle" and name in {model.bundle for model in models}:
+                short = name.partition("@")[0]
+            if parts.pop((kind, short), None) is None:
+                of = [m.bundle for m in models if m.name == name and (m.form or kind == "adapter")]
+                if kind != "bundle" and (bundle := next(filter(None, of), None)):
+                    raise BusyError(f"{kind} {name} belongs to bundle {bundle}: unload the bundle")
+                known = ", ".join(one for what, one in parts if what == kind) or "none"
+                raise UnknownModelError(f"no {kind} is named {name}: known are {known}")
+            return parts
 
         await self._change(without)
 
     async def warm_up(self) -> None:
         """Capture CUDA graphs and measure costs in all replicas."""
         for done in await self._everywhere("warm_up"):
-            if done.error is not None:
-                raise done.error
+            _value(done)
 
-    async def _change(self, parts: Callable[[], dict[str, Any]]) -> None:
-        """Have all replicas serve something else: all of them, or none.
-
-        Args:
-            parts: Returns the fields of `ServedState` that change; called while nothing else is
-                changed.
-
-        Raises:
-            AdapterError: A replica cannot load it.
-        """
+    async def _change(self, change: Callable[[], Parts]) -> None:
+        """Have all replicas serve other parts, which `change` returns in its turn: all or none."""
         async with self._changing:
-            before, changed = self._state, parts()
-            revision = Revision(self.front, before.revision.number + 1)
+            before, parts = self._state, change()
+            front, number = before.revision.front, before.revision.number
             try:
-                await self._publish(dataclasses.replace(before, revision=revision, **changed))
+                await self._publish(ServedState(Revision(front, number + 1), parts))
             except BaseException as error:
-                after = Revision(self.front, revision.number + 1)
                 try:
-                    await self._publish(dataclasses.replace(before, revision=after))
+                    await self._publish(ServedState(Revision(front, number + 2), before.parts))
                 except ServeError as failure:
                     raise AdapterError(
                         f"{error}; what was served before could not be loaded again: {failure}"
@@ -350,40 +304,28 @@ class ReplicatedEngine:
                 raise
 
     async def _publish(self, state: ServedState) -> None:
-        """Have all replicas serve a state, then those that start, then requests.
-
-        Raises:
-            ServeError: A replica cannot.
-        """
-        done = await self._everywhere("follow", state)
-        for one in done:
-            if one.error is not None:
-                raise one.error
-        self._state, self._models = state, done[0].value
+        """Have all replicas serve a state, then those that start, then requests."""
+        models = [_value(one) for one in await self._everywhere("follow", state)]
+        self._state, self._models = state, models[0]
         # Requests of a domain need its adapter; those of the base model need none.
         self._adapters = {model.name: model.adapter for model in self._models}
         with contextlib.suppress(ray.exceptions.RayError):  # `_watch` pins it again
             await self._board.pin.remote(state)
 
-    async def _everywhere(self, method: str, *arguments: Any) -> list[Done]:
-        """Call `EngineReplica.control` of all replicas; those that die are left out.
-
-        Raises:
-            StoppedError: No replica is left, or one does not answer.
-        """
+    async def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
+        """Call `EngineReplica.control` of all replicas; those that die are left out."""
         sent = self._handle.broadcast("control", method, *arguments)
         try:
             found = await sent.results_async(timeout_s=CHANGE_SECONDS, return_exceptions=True)
         except TimeoutError as error:
             raise StoppedError("A replica does not answer: see Ray's logs") from error
         except (ray.exceptions.RayError, RayServeException) as error:
-            raise _none_runs(error) from error
-        done = [one for one in found if not isinstance(one, BaseException)]
+            found = [error]
+        done = [one for one in found
+                if isinstance(one, ServeError) or not isinstance(one, BaseException)]  # fmt: skip
         if not done:
-            raise _none_runs(found[0])
+            raise StoppedError(f"No replica runs now ({_line(found[0])}): ask again in a moment")
         return done
-
-    # ------------------------------------------------------------------ how the replicas are
 
     async def _watch(self) -> None:
         """Look at the board again and again; pinning the state again fills a new board."""
@@ -395,38 +337,16 @@ class ReplicatedEngine:
             await asyncio.sleep(PERIOD)
 
     async def _look(self) -> None:
-        found = await self._board.pin.remote(self._state)
-        self._reports = {report.replica: report for report in found}
+        self._reports = await self._board.pin.remote(self._state)
         self._seen = time.monotonic()
 
     def _live(self) -> list[Report]:
         """Return the reports of the replicas that run; none if they are old."""
-        return list(self._reports.values()) if time.monotonic() - self._seen < STALE else []
-
-    # ------------------------------------------------------------------ facts
+        return self._reports if time.monotonic() - self._seen < STALE else []
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text."""
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    @property
-    def tokenizer(self) -> Any:
-        """The base model's tokenizer."""
-        return self._known().tokenizer
-
-    @property
-    def base(self) -> str:
-        """Id of the base model."""
-        return self._known().base
-
-    @property
-    def context_length(self) -> int:
-        """Longest prompt and answer together, in tokens."""
-        return self._known().context_length
-
-    def _known(self) -> Facts:
-        assert self._facts is not None, "start was not called"
-        return self._facts
 
     @property
     def healthy(self) -> bool:
@@ -481,13 +401,15 @@ def total(states: list[EngineStats]) -> EngineStats:
     return EngineStats(**made)
 
 
-async def _next(stream: AsyncIterator[Batch], seconds: float | None) -> Batch:
-    """Return the next batch of a response.
+def _value(done: Any) -> Any:
+    """Return what a replica returned, or raise its error."""
+    if isinstance(done, ServeError):
+        raise done
+    return done
 
-    Raises:
-        TimeoutError: It does not come in time.
-        _LostError: The replica is lost.
-    """
+
+async def _next(stream: AsyncIterator[Batch], seconds: float | None) -> Batch:
+    """Return the next batch of a response; TimeoutError if it is late, _LostError if it is lost."""
     try:
         async with asyncio.timeout(seconds):
             return await anext(stream)
@@ -504,22 +426,6 @@ async def _next(stream: AsyncIterator[Batch], seconds: float | None) -> Batch:
         raise ServeError(f"A replica failed: {_line(error)}") from error
     except (ray.exceptions.RayError, RayServeException) as error:
         raise _LostError(_line(error)) from error
-
-
-def _without(name: str, parts: Mapping[str, Part]) -> dict[str, Part]:
-    return {key: part for key, part in parts.items() if key != name}
-
-
-def _none_runs(error: object) -> StoppedError:
-    return StoppedError(f"No replica runs now ({_line(error)}): ask again in a moment")
-
-
-def _unanswered(passed_on: bool) -> StoppedError:
-    if passed_on:
-        return StoppedError(
-            "The replica that answered has died, after a part of the answer was sent: ask again"
-        )
-    return StoppedError("Two replicas died one after the other with this request: ask again")
 
 
 def _late(request: Request) -> DeadlineError:

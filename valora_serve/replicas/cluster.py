@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import os
 import re
 import socket
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 # Read when Ray is imported. Ray reports its use to its makers otherwise, and starts by itself when
@@ -26,6 +28,7 @@ from valora_data.contract.files import expanded
 from valora_data.wording import agreeing, plural
 from valora_serve.errors import SettingsError
 from valora_serve.replicas.board import Board
+from valora_serve.replicas.client import ReplicatedEngine
 from valora_serve.replicas.replica import EngineReplica
 from valora_serve.server.api.system import own_version
 
@@ -52,11 +55,41 @@ REACH_SECONDS = 5.0
 """Time limit for connecting to a Ray cluster."""
 
 
-def join(address: str | None) -> None:
-    """Join a Ray cluster, or start one on this machine.
+async def start_replicas(
+    settings: ReplicaSettings, engine: EngineSettings, server: ServerSettings
+) -> ReplicatedEngine:
+    """Start or join Ray, and start the replicas, without adapters.
 
-    Args:
-        address: HOST:PORT, ``auto`` for the cluster of this machine, None to start one.
+    Raises:
+        SettingsError: The cluster cannot be joined, has no room, or serves the same application for
+            another server; or the replicas do not start.
+    """
+    address = settings.ray_address or os.environ.get("RAY_ADDRESS") or None
+    # Not in another thread: the processes of a Ray that is started here end with that thread.
+    join(address)
+    name = settings.application
+    stop = ray.shutdown
+    try:
+        board = await asyncio.to_thread(pin_board, name)
+        if not await board.is_used.remote():
+            stop = partial(_release, name, started=address is None)
+            reserved = await asyncio.to_thread(resources, settings, engine)
+            made = replicas(settings, engine, server, reserved)
+            client = ReplicatedEngine(await asyncio.to_thread(_deploy, made, settings), board, stop)
+            await client.start()
+            return client
+    except BaseException:
+        await asyncio.to_thread(stop)
+        raise
+    await asyncio.to_thread(stop)
+    raise SettingsError(
+        f"another server serves application {name} on this Ray cluster: stop it, or name another "
+        "application"
+    )
+
+
+def join(address: str | None) -> None:
+    """Join the Ray cluster at an address (HOST:PORT or ``auto``), or start one on this machine.
 
     Raises:
         SettingsError: The cluster cannot be reached, or has other versions of Ray or Python.
@@ -71,25 +104,28 @@ def join(address: str | None) -> None:
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
         where = "on this machine"
     else:
-        _check_address(address)
-        options["address"] = address
         where = f"at {address}"
+        options["address"] = address
+        try:
+            _check_address(address)
+        except OSError as error:
+            raise SettingsError(_NONE.format(where=f"{where} ({error})")) from error
     try:
         ray.init(**options)
     except ConnectionError as error:
-        raise SettingsError(
-            f"no Ray cluster answers {where}: start one with `ray start --head`, or leave "
-            "ray_address and RAY_ADDRESS out to start Ray on this machine"
-        ) from error
+        raise SettingsError(_NONE.format(where=where)) from error
     except Exception as error:
         raise SettingsError(_not_joined(where, error)) from error
 
 
-def _check_address(address: str) -> None:
-    """Refuse an address that no Ray cluster can have, or where nothing listens.
+_NONE = (
+    "no Ray cluster answers {where}: start one with `ray start --head`, or leave ray_address and "
+    "RAY_ADDRESS out to start Ray on this machine"
+)
 
-    Ray itself tries for half a minute.
-    """
+
+def _check_address(address: str) -> None:
+    """Refuse an address that no cluster has; OSError if nothing listens, where Ray tries on."""
     if address == "auto":
         return
     host, colon, port = address.rpartition(":")
@@ -100,11 +136,8 @@ def _check_address(address: str) -> None:
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise SettingsError(
-            f"no Ray cluster answers at {address} ({error}): start one with `ray start --head`, or "
-            "leave ray_address and RAY_ADDRESS out to start Ray on this machine"
-        ) from error
+    except OverflowError as error:
+        raise OSError(error) from error
 
 
 def _not_joined(where: str, error: Exception) -> str:
@@ -128,11 +161,7 @@ def _not_joined(where: str, error: Exception) -> str:
 
 
 def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, float]:
-    """Return what Ray reserves for a replica, as `ray_actor_options`.
-
-    Raises:
-        SettingsError: The cluster has less than `settings.replicas` replicas need.
-    """
+    """Return what Ray reserves for a replica; SettingsError if the cluster has less."""
     count = settings.replicas or 1
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cores = sum(one.get("CPU", 0.0) for one in machines)
@@ -170,7 +199,7 @@ def _share(cores: float, count: int, most: float) -> float:
 def pin_board(application: str) -> Any:
     """Return a handle to the board of an application, which is made if there is none."""
     made = ray.remote(Board).options(
-        name=_board_name(application),
+        name=f"{application}-board",
         namespace=NAMESPACE,
         lifetime="detached",  # a server that starts again takes its replicas over
         get_if_exists=True,
@@ -181,24 +210,13 @@ def pin_board(application: str) -> Any:
     return made.remote()
 
 
-def _board_name(application: str) -> str:
-    return f"{application}-board"
-
-
 def replicas(
     settings: ReplicaSettings,
     engine: EngineSettings,
     server: ServerSettings,
     reserved: dict[str, float],
 ) -> Any:
-    """Return the deployment of the replicas with its arguments, as Ray Serve runs it.
-
-    Args:
-        settings: Settings of replicas.
-        engine: Settings of each engine.
-        server: Settings of the server, for logs and the time to drain.
-        reserved: What Ray reserves for each.
-    """
+    """Return the deployment of the replicas, for each of which Ray reserves `reserved`."""
     count: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.max_replicas is not None:
         count = {
@@ -231,39 +249,22 @@ def replicas(
             request_routing_stats_period_s=1.0,
         ),
     }
-    arguments = (
-        _everywhere(engine),
-        own_version(),
-        (_board_name(settings.application), NAMESPACE),
-        (server.log_level, server.log_format),
-    )
-    made = serve.deployment(name=DEPLOYMENT, **count, **options)
-    return made(EngineReplica).bind(*arguments)
-
-
-def _everywhere(engine: EngineSettings) -> EngineSettings:
-    """Return settings whose folders mean the same in every process of the machine."""
+    # Folders mean the same in every process of the machine.
     base = expanded(engine.base)
     changed: dict[str, Any] = {"base": str(base.resolve()) if base.is_dir() else engine.base}
     for name in ("cost_folder", "tiling_folder", "decision_trace"):
         if (path := getattr(engine, name)) is not None:
             changed[name] = str(expanded(path).absolute())
-    return dataclasses.replace(engine, **changed)
+    return serve.deployment(name=DEPLOYMENT, **count, **options)(EngineReplica).bind(
+        dataclasses.replace(engine, **changed),
+        own_version(),
+        (f"{settings.application}-board", NAMESPACE),
+        (server.log_level, server.log_format),
+    )
 
 
-def deploy(application: Any, settings: ReplicaSettings) -> Any:
-    """Run an application, and wait until all its replicas have started.
-
-    Args:
-        application: What `replicas` returned.
-        settings: Settings of replicas.
-
-    Returns:
-        Handle of Ray Serve to the replicas.
-
-    Raises:
-        SettingsError: The replicas do not start, with the reason that the first of them gave.
-    """
+def _deploy(application: Any, settings: ReplicaSettings) -> Any:
+    """Run what `replicas` returned; return Ray Serve's handle once all replicas have started."""
     name = settings.application
     # No proxies of Ray Serve: the HTTP server is ours.
     serve.start(proxy_location="Disabled", logging_config=LoggingConfig(log_level="WARNING"))
@@ -301,24 +302,14 @@ def _why(message: str) -> str:
     return f"the replicas did not start ({reason[:300]}): see /tmp/ray/session_latest/logs"
 
 
-def release(application: str, *, started: bool) -> None:
-    """Stop the replicas of an application, and Ray if it was started here.
-
-    Args:
-        application: Name of the application.
-        started: Whether this process started Ray.
-    """
+def _release(application: str, *, started: bool) -> None:
+    """Stop the replicas of an application, and Ray if this process has started it."""
     if not ray.is_initialized():
         return
     if not started:
         try:
             serve.delete(application)
-            ray.kill(ray.get_actor(_board_name(application), namespace=NAMESPACE))
+            ray.kill(ray.get_actor(f"{application}-board", namespace=NAMESPACE))
         except (ray.exceptions.RayError, RayServeException, ValueError) as error:
             log.warning("the replicas were not stopped: %s", error)
-    ray.shutdown()
-
-
-def leave() -> None:
-    """Leave the Ray cluster, on which others go on."""
     ray.shutdown()

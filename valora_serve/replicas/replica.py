@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import socket
 import time
 from pathlib import Path
@@ -27,8 +26,7 @@ from valora_serve.errors import (
 from valora_serve.pauses import short_pauses
 from valora_serve.replicas.board import PERIOD
 from valora_serve.replicas.request_router import RESIDENT
-from valora_serve.replicas.served import Revision, ServedState, check_part, find_part
-from valora_serve.replicas.wire import Batch, Done, Facts, Report, unpacked
+from valora_serve.replicas.wire import FILES, Batch, Report, ServedState, check_part, find_part
 from valora_serve.server.api.system import own_version
 from valora_serve.server.constrain import Grammars
 from valora_serve.server.telemetry import logs
@@ -38,8 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
     from valora_serve.engine.settings import EngineSettings
-    from valora_serve.replicas.served import Part
-    from valora_serve.replicas.wire import Call
+    from valora_serve.replicas.wire import Call, Part, Revision
     from valora_serve.types import NewContext, Request, ServedModel
 
 log = logging.getLogger(__name__)
@@ -59,10 +56,6 @@ class EngineReplica:
         version: VaLoRA's version on the server.
         board: Name and namespace of the board.
         logging_as: Level and format of the logs.
-
-    Raises:
-        SettingsError: This machine has another version of VaLoRA, or a setting cannot be kept here.
-        AdapterError: A bundle of the application is missing here, or is another one.
     """
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
@@ -98,13 +91,8 @@ class EngineReplica:
             raise
         self._reporting = asyncio.create_task(self._report())
 
-    # ------------------------------------------------------------------ requests
-
     async def generate(self, call: Call) -> AsyncIterator[Batch]:
-        """Answer a request with batches of outputs, the first of which is empty.
-
-        Closing the iterator cancels the request.
-        """
+        """Answer a request with batches of outputs; closing the iterator cancels it."""
         yield self._batch(())
         request = call.request
         try:
@@ -112,7 +100,11 @@ class EngineReplica:
             for name in (request.model, *(one for one, _ in request.adapters)):
                 if name in self._missing:
                     raise self._missing[name]
-            request = await unpacked(call, self._grammars)
+            if call.grammar is not None:
+                # The server has counted them by client already: here each request counts as one.
+                (made,) = await self._grammars.constraints(call.grammar, client=request.id)
+                sampling = dataclasses.replace(request.sampling, constraint=made)
+                request = dataclasses.replace(request, sampling=sampling)
         except ServeError as error:
             failed = [request.id, *(one.id for one in request.also)]
             yield self._batch([Output(one, finish=Finish.ERROR, error=error) for one in failed])
@@ -121,15 +113,14 @@ class EngineReplica:
         reading = asyncio.create_task(self._read(request, queue))
         left = 1 + len(request.also)
         try:
-            while True:
+            while left:
                 outputs = [await queue.get()]
                 while not queue.empty() or not (request.stream or outputs[-1].finish):
                     outputs.append(await queue.get())
-                yield self._batch(outputs)
                 left -= sum(output.finish is not None for output in outputs)
-                if not left:
-                    return
-                await asyncio.sleep(self._engine.stats().running / MESSAGES)
+                yield self._batch(outputs)
+                if left:
+                    await asyncio.sleep(self._engine.stats().running / MESSAGES)
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -152,27 +143,20 @@ class EngineReplica:
             queue.put_nowait(Output(one, finish=Finish.ERROR, error=wrong))
 
     def _batch(self, outputs: Sequence[Output]) -> Batch:
-        return Batch(self._name, time.monotonic(), tuple(outputs))
+        return Batch(time.monotonic(), tuple(outputs))
 
-    # ------------------------------------------------------------------ calls to all replicas
+    async def control(self, method: str, *arguments: Any) -> Any:
+        """Call ``follow``, ``warm_up``, ``cancel``, ``facts`` or ``compress`` with arguments.
 
-    async def control(self, method: str, *arguments: Any) -> Done:
-        """Do something that all replicas do.
-
-        Args:
-            method: ``follow``, ``warm_up``, ``cancel``, ``facts`` or ``compress``.
-            arguments: Its arguments.
-
-        Returns:
-            What it returned, or its error: errors of ours are values, because Ray wraps exceptions.
+        Errors of ours are returned, because Ray wraps exceptions.
         """
         try:
-            return Done(self._name, await getattr(self, f"_on_{method}")(*arguments))
+            return await getattr(self, f"_on_{method}")(*arguments)
         except ServeError as error:
-            return Done(self._name, error=error)
+            return error
         except Exception as error:
             log.exception("%s", method)
-            return Done(self._name, error=ServeError(f"replica {self._name} failed: {error}"))
+            return ServeError(f"replica {self._name} failed: {error}")
 
     async def _on_follow(self, state: ServedState) -> list[ServedModel]:
         async with self._changing:
@@ -187,9 +171,8 @@ class EngineReplica:
     async def _on_cancel(self, request_id: str) -> bool:
         return await self._engine.cancel(request_id)
 
-    async def _on_facts(self) -> Facts:
-        engine = self._engine
-        return Facts(engine.base, engine.context_length, engine.tokenizer)
+    async def _on_facts(self) -> tuple[str, int, Any]:
+        return self._engine.base, self._engine.context_length, self._engine.tokenizer
 
     async def _on_compress(self, wanted: NewContext, folder: Path, revision: Revision) -> Part:
         await self._catch_up(revision)  # the adapter that is to answer
@@ -199,14 +182,8 @@ class EngineReplica:
             raise StorageError(f"{folder} cannot be written ({error.strerror})") from error
         return await asyncio.to_thread(find_part, folder, "context")
 
-    # ------------------------------------------------------------------ what is served
-
     async def _catch_up(self, revision: Revision) -> None:
-        """Serve at least what the server served when it sent a request.
-
-        Raises:
-            StoppedError: The board does not say it in time.
-        """
+        """Serve at least what the server served when it sent a request."""
         if self._covers(revision):
             return
         end = time.monotonic() + CATCH_UP_SECONDS
@@ -228,69 +205,45 @@ class EngineReplica:
     async def _follow(self, state: ServedState, *, strict: bool) -> None:
         """Load and unload until exactly this state is served.
 
-        Args:
-            state: What to serve.
-            strict: Whether an adapter or a context that cannot be loaded is an error. Otherwise
-                requests for it get the error, and the others are answered.
-
-        Raises:
-            AdapterError: A part cannot be loaded. A state that differs from the one before in one
-                part has then changed nothing.
+        Unless `strict`, an adapter or a context that cannot be loaded is an error of its requests
+        alone.
         """
-        before = self._state
-        bundles = dict(before.bundles) if before is not None else {}
-        adapters = dict(before.adapters) if before is not None else {}
-        contexts = dict(before.contexts) if before is not None else {}
-        engine = self._engine
+        served = {} if self._state is None else dict(self._state.parts)
+        revision = state.revision if self._state is None else self._state.revision
         # Contexts name the adapters that answer: they go before them, and come after them.
-        for served, wanted, unload in (
-            (contexts, state.contexts, engine.unload_context),
-            (adapters, state.adapters, engine.unload_adapter),
-        ):
-            for name in [name for name in served if name not in wanted]:
-                if self._missing.pop(name, None) is None:
-                    await unload(name)
-                del served[name]
-        for name in [name for name in bundles if name not in state.bundles]:
-            await engine.unload_bundle(name)
-            del bundles[name]
+        kinds, unload = list(FILES), self._engine
+        gone = [key for key in served if key not in state.parts]
         try:
-            for name, part in state.bundles.items():
-                if bundles.get(name) != part:
-                    await asyncio.to_thread(check_part, part, "bundle")
-                    await engine.load_bundle(Path(part.folder))
-                    bundles[name] = part
-            for served, wanted_parts, what in (
-                (adapters, state.adapters, "adapter"),
-                (contexts, state.contexts, "context"),
-            ):
-                for name, part in wanted_parts.items():
-                    if served.get(name) != part or name in self._missing:
-                        await self._load(what, name, part, strict=strict)
-                        served[name] = part
+            for kind, name in sorted(gone, key=lambda key: -kinds.index(key[0])):
+                if self._missing.pop(name, None) is None:
+                    await getattr(unload, f"unload_{kind}")(name)
+                del served[kind, name]
+            for key in sorted(state.parts, key=lambda key: kinds.index(key[0])):
+                part = state.parts[key]
+                if served.get(key) != part or key[1] in self._missing:
+                    await self._load(*key, part, strict=strict)
+                    served[key] = part
+            revision = state.revision
         finally:
             # Also what was loaded before an error counts, as the next state is compared with it.
-            kept = state.revision if before is None else before.revision
-            self._state = ServedState(kept, bundles, adapters, contexts)
-        self._state = dataclasses.replace(self._state, revision=state.revision)
+            self._state = ServedState(revision, served)
 
-    async def _load(self, what: str, name: str, part: Part, *, strict: bool) -> None:
-        """Load an adapter or a context."""
+    async def _load(self, kind: str, name: str, part: Part, *, strict: bool) -> None:
         engine, folder = self._engine, Path(part.folder)
         try:
-            await asyncio.to_thread(check_part, part, what)
-            if what == "context":
+            await asyncio.to_thread(check_part, part, kind)
+            if kind == "bundle":
+                await engine.load_bundle(folder)
+            elif kind == "context":
                 await engine.load_context(name, folder)
             else:
                 await engine.load_adapter(name, folder, decode_only=part.decode_only)
             self._missing.pop(name, None)
         except (AdapterError, RequestError) as error:
-            if strict:
+            if strict or kind == "bundle":
                 raise
-            log.warning("%s %s is not served by replica %s: %s", what, name, self._name, error)
+            log.warning("%s %s is not served by replica %s: %s", kind, name, self._name, error)
             self._missing[name] = error
-
-    # ------------------------------------------------------------------ how it is
 
     async def check_health(self) -> None:
         """Fail if the engine has failed, so that Ray Serve starts another replica."""
@@ -303,12 +256,8 @@ class EngineReplica:
 
     async def _report(self) -> None:
         """Report to the board again and again."""
-        host, pid = socket.gethostname(), os.getpid()
         while True:
-            engine, state = self._engine, self._state
-            revision = None if state is None else state.revision
-            stats = engine.stats()
-            report = Report(self._name, host, pid, engine.healthy, revision, stats)
+            report = Report(self._name, self._engine.healthy, self._engine.stats())
             with contextlib.suppress(ray.exceptions.RayError):  # the board starts anew
                 await self._board.report.remote(report)
             await asyncio.sleep(PERIOD)

@@ -20,18 +20,12 @@ RESIDENT = "resident"
 class AdapterRequestRouter(RequestRouter):  # type: ignore[misc]
     """Sends each request to the best replica of a router that takes it.
 
-    Ray Serve gives each server that holds a handle one of these. It counts the requests that this
-    server has sent; the resident adapters come with Ray Serve's routing statistics.
+    Ray Serve gives each process that holds a handle one of these. It counts the requests that this
+    process has sent; the resident adapters come with Ray Serve's routing statistics.
     """
 
     def initialize_state(self, router: str, settings: dict[str, Any], slots: int) -> None:
-        """Take the settings; Ray Serve calls it once.
-
-        Args:
-            router: Name of the router.
-            settings: Fields of `RouterSettings`.
-            slots: Most adapters on a replica's device.
-        """
+        """Take the router's name, the fields of `RouterSettings` and a replica's most adapters."""
         self._router = make_router(router, RouterSettings(**settings))
         self._sent: Counter[ReplicaID] = Counter()
         self._recent: defaultdict[ReplicaID, RecentAdapters] = defaultdict(
@@ -44,7 +38,8 @@ class AdapterRequestRouter(RequestRouter):  # type: ignore[misc]
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Rank the replicas for a request, each rank one replica; see `RequestRouter`."""
-        adapter = _adapter(pending_request)
+        call = pending_request.args[0] if pending_request and pending_request.args else None
+        adapter = getattr(call, "adapter", None)  # none of what is no `Call`
         by_name = {str(replica.replica_id.unique_id): replica for replica in candidate_replicas}
         states = [
             ReplicaState(
@@ -76,9 +71,3 @@ class AdapterRequestRouter(RequestRouter):  # type: ignore[misc]
         for counts in (self._sent, self._recent):
             for gone in counts.keys() - self.curr_replicas.keys():
                 del counts[gone]
-
-
-def _adapter(pending: PendingRequest | None) -> str | None:
-    """Return the adapter that a request needs; None for the base model."""
-    call = pending.args[0] if pending is not None and pending.args else None
-    return getattr(call, "adapter", None)

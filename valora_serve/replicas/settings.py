@@ -47,12 +47,6 @@ class ReplicaSettings:
     start_seconds: float = 900.0
 
     def __post_init__(self) -> None:
-        """Check values that types do not check.
-
-        Raises:
-            ValueError: A value is out of range, or two values contradict each other.
-            SettingsError: No router has this name.
-        """
         if self.replicas is not None and self.replicas < 1:
             raise ValueError(
                 f"replicas is {self.replicas}: name at least 1, or leave it out for one engine "

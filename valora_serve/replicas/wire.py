@@ -1,115 +1,116 @@
-"""What the server and the replicas send each other; all of it can be pickled."""
+"""What the server, the board and the replicas send each other; all of it can be pickled."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import hashlib
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from valora_serve.errors import RequestError
+from valora_data.contract.base_model import file_hash
+from valora_data.contract.bundle import MANIFEST
+from valora_serve.catalogue.contexts import FACTS_FILE, MEMORY_FILE
+from valora_serve.errors import AdapterError, RequestError
 from valora_serve.server.constrain import GrammarConstraint
 
 if TYPE_CHECKING:
-    from valora_serve.errors import ServeError
-    from valora_serve.replicas.served import Revision
-    from valora_serve.server.constrain import Grammar, Grammars
-    from valora_serve.types import EngineStats, Output, Request, Times
+    from collections.abc import Mapping
+
+    from valora_serve.server.constrain import Grammar
+    from valora_serve.types import EngineStats, Output, Request
+
+FILES = {
+    "bundle": (MANIFEST,),
+    "adapter": ("adapter_config.json", "adapter_model.safetensors"),
+    "context": (FACTS_FILE, MEMORY_FILE),
+}
+"""Kinds of parts in the order in which they are loaded, with the files that have their content (a
+bundle's manifest has the hashes of all its files)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A bundle, or an adapter or a context of none: its folder and the hash of its content."""
+
+    folder: str  # the same on every machine
+    sha256: str
+    decode_only: bool = False  # whether the adapter is applied at decoding only
+
+
+def find_part(folder: Path, what: str) -> Part:
+    """Return a folder of a kind, a key of `FILES`, with the hash of its content."""
+    try:
+        hashes = [file_hash(folder / name) for name in FILES[what]]
+        if what == "adapter" and (labels := folder / "config.json").exists():
+            hashes.append(file_hash(labels))
+    except OSError as error:
+        raise AdapterError(
+            f"{what} {folder} cannot be read on {socket.gethostname()} ({error.strerror}): put it "
+            "at the same path on every machine of the Ray cluster"
+        ) from error
+    return Part(str(folder), hashlib.sha256("".join(hashes).encode()).hexdigest())
+
+
+def check_part(part: Part, what: str) -> None:
+    """Check that a folder has the same content on this machine as on the server."""
+    if find_part(Path(part.folder), what).sha256 != part.sha256:
+        raise AdapterError(
+            f"{what} {part.folder} on {socket.gethostname()} is not the one that the server has, "
+            "as its sha256 differs: copy the same one to every machine of the Ray cluster"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """Names a state of what is served: the server that decides it, and a count of its changes."""
+
+    front: str
+    number: int
+
+    def covers(self, other: Revision) -> bool:
+        """Whether a replica of this revision has all that the other one names."""
+        return self.front == other.front and self.number >= other.number
+
+
+@dataclass(frozen=True, slots=True)
+class ServedState:
+    """All that every replica serves: parts by kind and name."""
+
+    revision: Revision
+    parts: Mapping[tuple[str, str], Part] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """State of a replica, and counters of its engine."""
+
+    replica: str
+    healthy: bool
+    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request on its way to a replica.
-
-    Attributes:
-        request: The request, without its constraint.
-        adapter: Name of the adapter that it needs, by which it is routed; None for the base model.
-        revision: What the server served when it sent the request.
-        grammar: What the answer follows; None if it is free.
-    """
+    """A request on its way to a replica: without its constraint, which is made there."""
 
     request: Request
-    adapter: str | None
-    revision: Revision
+    adapter: str | None  # by which it is routed; None for the base model
+    revision: Revision  # what the server served when it sent the request
     grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Outputs of a request, as far as they were there when it was sent.
+    """Outputs of a request; none in the first batch, which says that the replica has it."""
 
-    Attributes:
-        replica: Name of the replica.
-        sent: When it was sent, in seconds of the replica's `time.monotonic`.
-        outputs: The outputs; empty in the first batch, which says that the replica has the request.
-    """
-
-    replica: str
-    sent: float
+    sent: float  # seconds of the replica's `time.monotonic`
     outputs: tuple[Output, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Result of a call to all replicas.
-
-    Attributes:
-        replica: Name of the replica.
-        value: What the call returned.
-        error: Why it failed, None if it did not.
-    """
-
-    replica: str
-    value: Any = None
-    error: ServeError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the server needs to know of the base model.
-
-    Attributes:
-        base: Id of the base model.
-        context_length: Longest prompt and answer together, in tokens.
-        tokenizer: Its tokenizer, from transformers.
-    """
-
-    base: str
-    context_length: int
-    tokenizer: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """State of a replica.
-
-    Attributes:
-        replica: Name of the replica.
-        host: Its machine.
-        pid: Its process.
-        healthy: Whether its engine runs.
-        revision: What it serves; None before its first bundle.
-        stats: State and counters of its engine.
-    """
-
-    replica: str
-    host: str
-    pid: int
-    healthy: bool
-    revision: Revision | None
-    stats: EngineStats
-
-
 def packed(request: Request, adapter: str | None, revision: Revision) -> Call:
-    """Return what is sent to a replica for a request.
-
-    Args:
-        request: The request.
-        adapter: Name of the adapter that it needs, None for the base model.
-        revision: What is served now.
-
-    Raises:
-        RequestError: Its constraint is none that another process can make.
-    """
+    """Return what is sent to a replica for a request."""
     constraint = request.sampling.constraint
     if constraint is None:
         return Call(request, adapter, revision)
@@ -118,33 +119,15 @@ def packed(request: Request, adapter: str | None, revision: Revision) -> Call:
             f"request {request.id} is constrained by {type(constraint).__name__}, which replicas "
             "cannot make: use a JSON schema"
         )
-    sampling = dataclasses.replace(request.sampling, constraint=None)
-    bare = dataclasses.replace(request, sampling=sampling)
-    return Call(bare, adapter, revision, constraint.grammar)
-
-
-async def unpacked(call: Call, grammars: Grammars) -> Request:
-    """Return the request of a call, with its constraint.
-
-    Raises:
-        RequestError: The constraint cannot be made.
-        OverloadedError: Too many grammars wait to be compiled.
-    """
-    if call.grammar is None:
-        return call.request
-    # The server has counted them by client already: here each request counts as one.
-    (constraint,) = await grammars.constraints(call.grammar, client=call.request.id)
-    sampling = dataclasses.replace(call.request.sampling, constraint=constraint)
-    return dataclasses.replace(call.request, sampling=sampling)
+    bare = dataclasses.replace(request.sampling, constraint=None)
+    bare_request = dataclasses.replace(request, sampling=bare)
+    return Call(bare_request, adapter, revision, constraint.grammar)
 
 
 def localised(output: Output, arrival: float, later: float) -> Output:
-    """Return an output with its times on this machine's clock.
+    """Return an output with the times of this machine, whose clock is `later` by so many seconds.
 
-    Args:
-        output: Output of a replica.
-        arrival: When the request arrived here, in seconds of `time.monotonic`.
-        later: By how much this machine's clock is ahead of the replica's, in seconds.
+    The request arrived here at `arrival`, in seconds of `time.monotonic`.
     """
     times = output.times
     if times is None:
@@ -153,7 +136,7 @@ def localised(output: Output, arrival: float, later: float) -> Output:
     def here(moment: float | None) -> float | None:
         return None if moment is None else max(arrival, moment + later)
 
-    made: Times = dataclasses.replace(
+    made = dataclasses.replace(
         times,
         arrival=arrival,
         started=here(times.started),

@@ -68,22 +68,18 @@ class RouterSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.bound) and self.bound > 1):
-            raise SettingsError(
-                f"The load bound of the router is {self.bound:g}: choose a number above 1."
-            )
-        if not self.excess > 0:
-            raise SettingsError(
-                f"The excess load of the router is {self.excess:g}: choose a number above 0."
-            )
-        if not (math.isfinite(self.slack) and self.slack >= 0):
-            raise SettingsError(
-                f"The slack of the router is {self.slack:g}: choose a number of at least 0."
-            )
-        if self.choices < 1:
-            raise SettingsError(
-                f"The router draws {self.choices} replicas: choose a number of at least 1."
-            )
+        for wrong, what in (
+            (not 1 < self.bound < math.inf, f"load bound of the router is {self.bound:g}: choose a "
+             "number above 1"),
+            (not self.excess > 0, f"excess load of the router is {self.excess:g}: choose a number "
+             "above 0"),
+            (not 0 <= self.slack < math.inf, f"slack of the router is {self.slack:g}: choose a "
+             "number of at least 0"),
+            (self.choices < 1, f"router draws {self.choices} replicas: choose a number of at least "
+             "1"),
+        ):  # fmt: skip
+            if wrong:
+                raise SettingsError(f"The {what}.")
 
 
 class Router(ABC):
@@ -101,14 +97,11 @@ class Router(ABC):
         self.random = Random(self.settings.seed)
 
     def rank(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[str]:
-        """Rank the replicas that may answer a request.
+        """Return the ids of the replicas that are available for a request, the best first.
 
         Args:
             adapter: Adapter that the request needs, None for the base model.
             replicas: All replicas, with different ids, in any order.
-
-        Returns:
-            Ids of the available replicas, the best first; empty if none is available.
         """
         available = sorted((r for r in replicas if r.available), key=lambda r: r.id)
         return [replica.id for replica in self.order(adapter, available)]
@@ -117,34 +110,16 @@ class Router(ABC):
     def order(
         self, adapter: str | None, replicas: Sequence[ReplicaState]
     ) -> Iterable[ReplicaState]:
-        """Order the available replicas, the best first.
+        """Order the available replicas.
 
         Args:
             adapter: Adapter that the request needs, None for the base model.
             replicas: Available replicas, sorted by id; may be empty.
         """
 
-    def least_loaded(self, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
-        """Order replicas by the power of two choices.
-
-        `RouterSettings.choices` replicas are drawn at random and come first, the least load before
-        the others; the replicas that were not drawn follow in the same order. The load that a
-        router sees is a little old, and the one replica with the least load would get the requests
-        of all routers at once (Mitzenmacher, "The Power of Two Choices in Randomized Load
-        Balancing", 2001).
-        """
-        shuffled = self.random.sample(replicas, len(replicas))
-        drawn = self.settings.choices
-        return [
-            *sorted(shuffled[:drawn], key=lambda r: r.load),
-            *sorted(shuffled[drawn:], key=lambda r: r.load),
-        ]
-
 
 class RecentAdapters:
-    """The adapters of the last requests that were sent to a replica.
-
-    A replica tells its resident adapters now and then; between two reports this is what is known.
+    """The adapters of the last requests to a replica, which reports its own only now and then.
 
     Args:
         most: Most adapters to remember, e.g. those that fit on the device.
@@ -156,12 +131,11 @@ class RecentAdapters:
 
     def add(self, adapter: str | None) -> None:
         """Note that a request was sent; None stands for the base model."""
-        if adapter is None:
-            return
-        self._adapters[adapter] = None
-        self._adapters.move_to_end(adapter)
-        if len(self._adapters) > self._most:
-            self._adapters.popitem(last=False)
+        if adapter is not None:
+            self._adapters[adapter] = None
+            self._adapters.move_to_end(adapter)
+            if len(self._adapters) > self._most:
+                self._adapters.popitem(last=False)
 
     @property
     def names(self) -> Collection[str]:

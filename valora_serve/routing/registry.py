@@ -10,27 +10,18 @@ from valora_serve.errors import SettingsError
 if TYPE_CHECKING:
     from valora_serve.routing.base import Router, RouterSettings
 
-_HERE = "valora_serve.routing"
 ROUTERS: Registry[type[Router]] = Registry(
     "valora.routers",
     "router",
     {
-        "affinity": f"{_HERE}.affinity:AffinityRouter",
-        "random": f"{_HERE}.uniform:RandomRouter",
-        "least": f"{_HERE}.least:LeastRouter",
+        "affinity": "valora_serve.routing.routers:AffinityRouter",
+        "random": "valora_serve.routing.routers:RandomRouter",
+        "least": "valora_serve.routing.routers:LeastRouter",
     },
     SettingsError,
 )
 
 
 def make_router(name: str, settings: RouterSettings | None = None) -> Router:
-    """Create a router by name.
-
-    Args:
-        name: One of `ROUTERS`.
-        settings: Settings of the router; the defaults if None.
-
-    Raises:
-        SettingsError: No router has this name.
-    """
+    """Create a router by name; raises SettingsError if there is none."""
     return ROUTERS[name](settings)

@@ -219,7 +219,6 @@ class Machine:
         self.now: float = self.arrivals[0]  # of the next decision: the end of the last step
         self.last = self.now  # when a request last ended
         self.until = self.now  # the next event that is not this machine's own
-        self.inbox: list[SimulatedRequest] = []  # submitted since the last decision
         self.running: list[SimulatedRequest] = []
         self.queue: list[SimulatedRequest] = []
         self.arrived: list[float] = []  # arrival times that the policy has not seen
@@ -265,7 +264,7 @@ class Machine:
         self.views[view.id] = view
         if view.adapter is not None:
             self.asked[view.adapter] += 1
-        self.inbox.append(view)
+        insort(self.queue, view, key=attrgetter("arrival"))
 
     def _leave(self, key: str) -> SimulatedRequest:
         view = self.views.pop(key)
@@ -275,6 +274,7 @@ class Machine:
                 del self.asked[view.adapter]
         if view.running:
             self._release(view)
+        self.policy.finished(key)
         return view
 
     def submit(self, index: int) -> None:
@@ -306,12 +306,8 @@ class Machine:
     def remove(self, key: str) -> SimulatedRequest:
         """Take a request out, to be continued by another machine (`insert`)."""
         view = self._leave(key)
-        if view.running:
-            self.running = [r for r in self.running if r is not view]
-        else:
-            self.queue = [r for r in self.queue if r is not view]
-            self.inbox = [r for r in self.inbox if r is not view]
-        self.policy.finished(key)
+        self.running = [r for r in self.running if r is not view]
+        self.queue = [r for r in self.queue if r is not view]
         return view
 
     def insert(self, view: SimulatedRequest) -> None:
@@ -336,18 +332,12 @@ class Machine:
         self.until = until
         while self.now < until and (self.views or until < math.inf):
             self.ended = 0
-            for view in self.inbox:
-                self._enqueue(view)
-            self.inbox.clear()
             self.adapters.poll()
             seen = self._view()
             decision = self.policy.decide(seen)
             if self.trace is not None:
                 self.trace.write(seen, decision)
             self._carry_out(decision)
-
-    def _enqueue(self, view: SimulatedRequest) -> None:
-        insort(self.queue, view, key=attrgetter("arrival"))
 
     def _pages(self, tokens: int) -> int:
         """Count the pages of a prompt and its first token."""
@@ -376,9 +366,9 @@ class Machine:
 
     def _carry_out(self, decision: Decision) -> None:
         for key, _ in decision.abort:
-            self._drop(key)
-        if decision.abort:
-            self.queue = [r for r in self.queue if r.id in self.views]
+            self.remove(key)
+            self.aborted += 1
+            self.last = self.now
         if decision.preempt:
             for key in decision.preempt:
                 self._preempt(self.views[key])
@@ -407,14 +397,6 @@ class Machine:
         else:
             self._wait(decision)
 
-    def _drop(self, key: str) -> None:
-        view = self._leave(key)
-        self.aborted += 1
-        self.last = self.now
-        if view.running:
-            self.running = [r for r in self.running if r is not view]
-        self.policy.finished(key)
-
     def _release(self, view: SimulatedRequest) -> None:
         """Release the pages of a running request."""
         for page in view.blocks:
@@ -430,7 +412,7 @@ class Machine:
         view.kv_tokens = view.held = 0
         view.running = False
         view.pages = self._pages(view.prompt_left)
-        self._enqueue(view)
+        insort(self.queue, view, key=attrgetter("arrival"))
 
     def _wait(self, decision: Decision) -> None:
         """Advance the clock to the next event, as the batch is empty."""
@@ -540,7 +522,6 @@ class Machine:
                 self.end[int(view.id)] = self.last = self.now
                 self.ended += 1
                 self._leave(view.id)
-                self.policy.finished(view.id)
                 continue
             held = (view.kv_tokens + page - 1) // page
             if held > view.held:

@@ -6,15 +6,6 @@ import pytest
 
 from tests.support.policy_views import LIMITS, policy, running, taken, view, waiting
 from valora_serve.orchestrator.registry import POLICIES
-from valora_serve.types import Mode
-
-
-def test_the_base_model_is_never_merged():
-    run = [running(i, None) for i in range(6)]
-    for name in POLICIES:
-        decision = policy(name).decide(view(run))
-        assert (decision.mode, decision.merged) == (Mode.UNMERGED, None), name
-        assert len(decision.batch) == 6
 
 
 @pytest.mark.parametrize("name", POLICIES)

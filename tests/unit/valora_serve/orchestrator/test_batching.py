@@ -8,18 +8,6 @@ from tests.support.policy_views import LIMITS, policy, running, taken, view, wai
 from valora_serve.orchestrator.registry import POLICIES
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_prompts_are_cut_to_chunk_and_token_limit(name):
-    limits = replace(LIMITS, max_tokens=100, chunk=60)
-    decision = policy(name).decide(
-        view([running(0, "a")], [waiting(1, "a", prompt=500), waiting(2, "a", prompt=500)],
-             now=0.0, limits=limits)
-    )  # fmt: skip
-    tokens = dict(decision.batch)
-    assert tokens["r0"] == 1
-    assert sum(tokens.values()) <= 100 and max(tokens.values()) <= 60
-
-
 def test_more_adapters_running_than_a_step_takes_rotate():
     limits = replace(LIMITS, max_adapters=2)
     run = [running(i, "abcde"[i], arrival=0.0) for i in range(5)]

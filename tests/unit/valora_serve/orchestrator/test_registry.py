@@ -42,12 +42,6 @@ def test_unknown_policy_lists_the_known():
     assert issubclass(SettingsError, ValoraError)
 
 
-def test_policies_declare_their_modes():
-    assert modes_of("valora") == modes_of("cost") == frozenset(Mode)
-    assert modes_of("slora") == modes_of("unmerge_only") == {Mode.UNMERGED}
-    assert modes_of("merge_only") == modes_of("dlora") == {Mode.UNMERGED, Mode.MERGED}
-
-
 def test_a_policy_of_another_package(installed, capsys, tmp_path):
     installed("valora.policies", "newest", NEWEST_FIRST)
     assert "newest" in POLICIES and modes_of("newest") == {Mode.UNMERGED}

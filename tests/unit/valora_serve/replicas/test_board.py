@@ -1,13 +1,12 @@
 """The board of an application."""
 
 from valora_serve.replicas.board import STALE, Board
-from valora_serve.replicas.served import Revision, ServedState
-from valora_serve.replicas.wire import Report
+from valora_serve.replicas.wire import Report, Revision, ServedState
 from valora_serve.types import EngineStats
 
 
 def report(name, running=0):
-    return Report(name, "host", 1, True, None, EngineStats(running=running))
+    return Report(name, True, EngineStats(running=running))
 
 
 def test_reports_and_servers_grow_old():
@@ -26,11 +25,11 @@ def test_reports_and_servers_grow_old():
     board.report(report("b"))
     board.leave("nobody")
     now += STALE / 2 + 0.1
-    assert [one.replica for one in board.reports()] == ["b"]
     assert not board.is_used()
     assert board.state() == state  # which the next server takes over
+    assert [one.replica for one in board.pin(state)] == ["b"]
     board.leave("b")
-    assert board.reports() == []
+    assert board.pin(state) == []
 
 
 def test_revisions_of_another_server_cover_nothing():

@@ -11,8 +11,7 @@ from valora_serve.errors import StoppedError
 from valora_serve.replicas import replica as module
 from valora_serve.replicas.board import Board
 from valora_serve.replicas.request_router import RESIDENT
-from valora_serve.replicas.served import Revision, ServedState
-from valora_serve.replicas.wire import Call
+from valora_serve.replicas.wire import Call, Revision, ServedState
 from valora_serve.types import EngineStats, Finish, Request, SamplingParams
 
 NOW = Revision("f", 1)
@@ -47,7 +46,6 @@ def test_outputs_are_sent_together_when_many_requests_run(running):
         outputs = [output for batch in batches for output in batch.outputs]
         assert [output.token_ids for output in outputs[:-1]] == [(n,) for n in range(40)]
         assert outputs[-1].finish is Finish.LENGTH
-        assert all(batch.replica == "r" for batch in batches)
         assert len(batches) < 8 if running else len(batches) > 20
 
     run(case())
@@ -121,7 +119,6 @@ def test_health_and_what_routers_are_told():
         made.engine.healthy = False
         with pytest.raises(StoppedError, match="has failed"):
             await made.check_health()
-        done = await made.control("nothing")
-        assert "replica r failed" in str(done.error)
+        assert "replica r failed" in str(await made.control("nothing"))
 
     run(case())

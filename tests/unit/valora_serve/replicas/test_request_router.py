@@ -7,7 +7,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.config import RequestRouterConfig
 
 from valora_serve.replicas.request_router import RESIDENT
-from valora_serve.replicas.wire import Call, Done
+from valora_serve.replicas.wire import Call
 
 DEPLOYMENT = DeploymentID("EngineReplica", "valora")
 
@@ -81,7 +81,7 @@ def test_resident_adapters_come_first():
         assert await first(made, replicas, "dogs") is replicas[1]
         assert await first(made, replicas, "cats") is replicas[2]
         # What is asked of all replicas has no adapter.
-        for arguments in ([Done("r1")], ["facts"], []):
+        for arguments in (["facts"], []):
             ranks = await made.choose_replicas(replicas, SimpleNamespace(args=arguments))
             assert len(ranks) == 3
         assert not made._recent[replicas[0].replica_id].names

@@ -56,7 +56,7 @@ def test_without_ray_replicas_say_which_extra(tmp_path, monkeypatch, capsys):
     (tmp_path / "b" / "bundle.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     for name in [name for name in sys.modules if name.startswith("valora_serve.replicas.")]:
-        if not name.endswith((".settings", ".front")):
+        if not name.endswith(".settings"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     assert cli.main([str(tmp_path / "b"), "--replicas", "2", "--port", "0"]) == 1

@@ -131,26 +131,11 @@ def test_steps_taken_in_one_go_are_the_same_steps(name):
     assert fast.switches == slow.switches
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_too_little_memory_preempts_and_goes_on(name):
-    work = traces.at_once(30, adapters=5, skew=0.5, lengths=(20, 60), seed=1)
-    report = run(name, work, H200_7B, SimSettings(pages=60, max_requests=16))
-    assert report.finished == 30
-    assert report.end_to_end[3] > report.end_to_end[1] > 0
-
-
 def test_recomputation_counts():
     """Two of 8 + 8 tokens in 7 pages of 4: the younger loses its pages and computes again."""
     work = workload([(0.0, None, 8, 8), (0.001, None, 8, 8)], adapters=())
     report = run("slora", work, settings=SimSettings(pages=7, page_tokens=4))
     assert report.preempted == 1 and report.finished == 2
-
-
-def test_thousands_of_adapters_through_a_small_memory():
-    work = traces.slora(40, 10, adapters=1000, alpha=1.0, lengths=(8, 32), ranks=(16,), seed=5)
-    report = run("cost", work, H200_7B, SimSettings(pages=400))
-    assert report.finished == len(work)
-    assert report.loads > 200
 
 
 def test_a_request_that_never_fits_is_named():

@@ -1,0 +1,86 @@
+"""The routers: by adapter, by load, at random.
+
+`affinity` sends the requests of an adapter to few replicas, as long as these have no more load than
+others. Rendezvous hashing gives each adapter an order of the replicas (Thaler and Ravishankar,
+"Using Name-Based Mappings to Increase Hit Rates", 1998); when a replica joins or leaves, only the
+adapters that it gains or had move. The load of a replica is bounded by a multiple of the mean
+(Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018), so that an
+adapter that gets more requests than one replica can take is served by several.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from valora_serve.routing.base import Router
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from valora_serve.routing.base import ReplicaState
+
+
+class RandomRouter(Router):
+    """All orders are equally likely: the baseline."""
+
+    def order(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
+        """Order the available replicas, the best first."""
+        return self.random.sample(replicas, len(replicas))
+
+
+class LeastRouter(Router):
+    """The power of two choices, whatever the adapter.
+
+    `RouterSettings.choices` replicas are drawn at random and come first, the least load before the
+    others; those that were not drawn follow in the same order. The load that a router sees is a
+    little old, and the one replica with the least load would get the requests of all routers at
+    once (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
+    """
+
+    def order(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
+        """Order the available replicas, the best first."""
+        shuffled = self.random.sample(replicas, len(replicas))
+        drawn = self.settings.choices
+        return [
+            *sorted(shuffled[:drawn], key=lambda r: r.load),
+            *sorted(shuffled[drawn:], key=lambda r: r.load),
+        ]
+
+
+class AffinityRouter(LeastRouter):
+    """Bounded load, then resident adapters, then rendezvous hashing.
+
+    Replicas below the bound come before those that reach it, which are ordered by load. Below the
+    bound, those come first that hold the adapter, then those to which it was sent lately. An
+    adapter that is nowhere goes to the less loaded of the first `RouterSettings.choices` replicas
+    of its own order, which spreads adapters more evenly than the first alone; otherwise that order
+    decides among equals. Requests of the base model are spread by load.
+    """
+
+    def order(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
+        """Order the available replicas, the best first."""
+        if adapter is None:
+            return super().order(adapter, replicas)
+        s, mean = self.settings, (sum(r.load for r in replicas) + 1) / max(1, len(replicas))
+        cap = max(s.slack, min(s.bound * mean, mean + s.excess))  # the least loaded is below it
+        ranked = sorted(replicas, key=lambda r: _weight(adapter, r.id), reverse=True)
+        homes = ranked[: s.choices]
+
+        def place(replica: ReplicaState) -> tuple[float, int, float]:
+            over = replica.load if replica.load >= cap else -1.0
+            if adapter in replica.resident:
+                return over, 0, 0.0
+            if adapter in replica.recent:
+                return over, 1, 0.0
+            return (over, 2, replica.load) if replica in homes else (over, 3, 0.0)
+
+        return sorted(ranked, key=place)  # stable: the adapter's own order decides among equals
+
+
+@lru_cache(maxsize=1 << 16)
+def _weight(adapter: str, replica: str) -> int:
+    """Weight of a replica for an adapter, on which processes agree; the largest comes first."""
+    text = f"{len(adapter)}:{adapter}{replica}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest())

@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 10_910,
     "teachers/valora_teachers": 1_689,
     "kernels/valora_kernels": 4_570,
-    "valora_serve": 32_954,
+    "valora_serve": 32_950,
     "tests/*/valora_train": 8_513,
     "tests/*/valora_data": 4_986,
     "tests/*/valora_teachers": 1_366,

@@ -185,8 +185,20 @@ class Engine:
         mergeable = self._modes != {Mode.UNMERGED} and lmm.mergeable
 
         # Pages, and what lies in them
+        page = PageShape(settings.block_size, lmm.layers, lmm.kv_heads, lmm.head_dim)
         with self.start_up.phase("memory"):
-            self.memory = self._make_memory(group, mergeable=mergeable)
+            pages = settings.pages or sizing.pages_that_fit(
+                settings, lmm, page, mergeable=mergeable
+            )
+            self.memory = UnifiedMemory(
+                pages if group is None else group.least(pages),
+                page,
+                [group.spec for group in lmm.linears.groups.values()],
+                slots=settings.slots,
+                max_rank=settings.max_rank,
+                dtype=lmm.dtype,
+                device=self.device,
+            )
         kept = math.ceil(settings.adapter_share * self.memory.pages)  # for adapters alone
         if self.memory.pages - kept < 2:  # one of them is for rows that fill a step up
             raise SettingsError(
@@ -259,23 +271,6 @@ class Engine:
 
         lora = LoraParallel(settings.lora_parallel)
         return Lmm.load_part(settings.base, dtype, group, lora, quantize)
-
-    def _make_memory(self, group: Group | None, *, mergeable: bool) -> UnifiedMemory:
-        """Make the memory of pages, of the same number on every GPU."""
-        settings, lmm = self.settings, self.lmm
-        page = PageShape(settings.block_size, lmm.layers, lmm.kv_heads, lmm.head_dim)
-        pages = settings.pages or sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable)
-        if group is not None:
-            pages = group.least(pages)
-        return UnifiedMemory(
-            pages,
-            page,
-            [group.spec for group in lmm.linears.groups.values()],
-            slots=settings.slots,
-            max_rank=settings.max_rank,
-            dtype=lmm.dtype,
-            device=self.device,
-        )
 
     def _make_runner(self, group: Group | None) -> ModelRunner:
         """Make the runner: one of a tensor-parallel group also talks with the others."""

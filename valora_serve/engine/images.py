@@ -66,12 +66,10 @@ class ImageEncoder:
 
     def _found(self, sequence: SequenceState, number: int) -> bool:
         """Take an image of a request from the cache; return whether it was there."""
-        key = _key(sequence, number)
         self.queries += 1
-        features = self._kept.get(key)
+        features = self._cached(_key(sequence, number))
         if features is None:
             return False
-        self._kept.move_to_end(key)
         self.hits += 1
         sequence.features[number] = features
         return True
@@ -79,13 +77,16 @@ class ImageEncoder:
     def _memory(self, memory: MemoryTokens) -> VisualFeatures:
         """Return the memory tokens of a context on the device."""
         key = b"memory|" + memory.key
-        features = self._kept.get(key)
+        features = self._cached(key)
         if features is None:
             features = self._runner.place(memory.embeddings)
             self._keep(key, features)
-        else:
-            self._kept.move_to_end(key)
         return features
+
+    def _cached(self, key: bytes) -> VisualFeatures | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
 
     def _encode_group(
         self,

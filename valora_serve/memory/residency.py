@@ -274,7 +274,7 @@ class Residency(Generic[P]):
     def poll(self) -> dict[str, ServeError]:
         """Update what has finished loading; return the errors of what could not be, by key."""
         failed: dict[str, ServeError] = {}
-        for key in tuple(self.loading):
+        for key in sorted(self.loading):  # not in the order of a set, which differs by process
             try:
                 self._advance(key)
             except ServeError as error:

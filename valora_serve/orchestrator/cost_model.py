@@ -55,7 +55,6 @@ class StepShape:
             and 2 for any other adapter. In merged mode it has none.
         work: Ranks of the LoRA terms, summed over tokens.
         ranks: Ranks summed over the distinct adapters that have a term.
-        adapters: Number of distinct adapters that have a term.
     """
 
     mode: Mode = Mode.UNMERGED
@@ -67,7 +66,6 @@ class StepShape:
     terms: int = 0
     work: int = 0
     ranks: int = 0
-    adapters: int = 0
 
 
 def step_shape(
@@ -119,7 +117,6 @@ def step_shape(
         terms,
         work,
         total + merged_rank if foreign else total,
-        len(distinct) + foreign,
     )
 
 

@@ -63,11 +63,9 @@ class ReplicaSettings:
                     f"max_replicas is {self.max_replicas}, less than "
                     f"{plural(self.replicas, 'replica')}: name at least as many"
                 )
-        if self.replica_cpus is not None and not self.replica_cpus > 0:
-            raise ValueError(f"replica_cpus is {self.replica_cpus}: it must be more than 0")
-        for name in ("target_requests", "start_seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be more than 0")
+        for name in ("replica_cpus", "target_requests", "start_seconds"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"{name} is {value}: it must be more than 0")
         for name in ("scale_out_seconds", "scale_in_seconds"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must not be negative")

@@ -38,7 +38,7 @@ class DLoraPolicy(BasePolicy):
         super().__init__(cost_model, settings)
         batch = StepShape(decode=32, kv_tokens=32 * 400)
         self._merged_time = cost_model.step(batch)
-        unmerged = replace(batch, terms=32, work=32 * 64, ranks=512, adapters=8)
+        unmerged = replace(batch, terms=32, work=32 * 64, ranks=512)
         self._unmerged_time = cost_model.step(unmerged)
         self._speed = self._merged_time / self._unmerged_time
         self._enter, self._leave = 1.0, self._speed

@@ -116,7 +116,7 @@ class ValoraPolicy(BasePolicy):
                 rank = request.rank
                 steps = max(steps, request.output_left, 1)
         plain = StepShape(decode=count)
-        own = StepShape(decode=count, terms=count, work=count * rank, ranks=rank, adapters=1)
+        own = StepShape(decode=count, terms=count, work=count * rank, ranks=rank)
         saved = steps * (self.cost.step(own) - self.cost.step(plain))
         return saved > self.cost.switch(view.merged, adapter, rank)
 

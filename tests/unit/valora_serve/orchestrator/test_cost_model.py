@@ -36,29 +36,26 @@ BATCH = [
 RANKS = {"a": 8, "b": 64, "c": 16}
 
 
-def test_counts_of_an_unmerged_batch():
+@pytest.mark.parametrize(
+    ("mode", "merged", "batch", "terms", "work", "ranks"),
+    [
+        (Mode.UNMERGED, None, BATCH, 1 + 1 + 7 + 5, 8 + 64 + 7 * 64 + 5 * 8, 72),
+        # Foreign rows have two terms, those of the base model one, and the merged adapter's none.
+        (Mode.MIXTURE, "a", BATCH, 2 + 1 + 2 * 7, (64 + 8) + 8 + 7 * (64 + 8), 72),
+        (Mode.MIXTURE, "c", BATCH[:2], 4, 8 + 64 + 2 * 16, 8 + 64 + 16),
+        (Mode.MERGED, "a", [BATCH[0], BATCH[4]], 0, 0, 0),
+    ],
+)
+def test_terms_of_a_batch(mode, merged, batch, terms, work, ranks):
+    shape = step_shape(mode, merged, batch, RANKS)
+    assert (shape.terms, shape.work, shape.ranks) == (terms, work, ranks)
+
+
+def test_counts_of_a_batch():
     shape = step_shape(Mode.UNMERGED, None, BATCH, RANKS)
     assert (shape.decode, shape.prefill, shape.images) == (3, 12, 2)
     assert shape.kv_tokens == 11 + 21 + 31
     assert shape.pairs == 7 * (4 + 4) + 5 * (0 + 3)
-    assert shape.terms == 1 + 1 + 7 + 5
-    assert shape.work == 8 + 64 + 7 * 64 + 5 * 8
-    assert (shape.ranks, shape.adapters) == (72, 2)
-
-
-def test_counts_of_a_mixture():
-    """Foreign rows carry two terms, base rows one, the merged adapter's none."""
-    shape = step_shape(Mode.MIXTURE, "a", BATCH, RANKS)
-    assert shape.terms == 2 + 1 + 2 * 7
-    assert shape.work == (64 + 8) + 8 + 7 * (64 + 8)
-    assert (shape.ranks, shape.adapters) == (72, 2)
-    away = step_shape(Mode.MIXTURE, "c", BATCH[:2], RANKS)
-    assert (away.terms, away.ranks, away.adapters) == (4, 8 + 64 + 16, 3)
-
-
-def test_a_merged_batch_has_no_terms():
-    shape = step_shape(Mode.MERGED, "a", [BATCH[0], BATCH[4]], RANKS)
-    assert (shape.terms, shape.work, shape.ranks, shape.adapters) == (0, 0, 0, 0)
 
 
 def points(model, rng, n=150):
@@ -69,7 +66,7 @@ def points(model, rng, n=150):
         prefill = int(np.exp(rng.uniform(0, 8.3))) if i % 2 else 0
         lora = bool(rng.integers(0, 2))
         terms = int(rng.integers(1, decode + prefill + 1)) if lora else 0
-        adapters = int(rng.integers(1, 16)) if lora else 0
+        ranks = 32 * int(rng.integers(1, 16)) if lora else 0
         shapes.append(
             StepShape(
                 Mode.MIXTURE if rng.integers(0, 2) else Mode.UNMERGED,
@@ -80,8 +77,7 @@ def points(model, rng, n=150):
                 pairs=prefill * int(rng.integers(1, 900)),
                 terms=terms,
                 work=terms * int(rng.choice([8, 64])) if lora else 0,
-                ranks=adapters * 32,
-                adapters=adapters,
+                ranks=ranks,
             )
         )
     return [(s, model.step(s)) for s in shapes]

@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from valora_serve import cli
-from valora_serve.errors import SettingsError
 from valora_serve.replicas.settings import ReplicaSettings
 
 
@@ -63,10 +62,3 @@ def test_without_ray_replicas_say_which_extra(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.splitlines()[-1] == "error: ray is missing: pip install 'valora[scale]'"
     assert "Traceback" not in said
-
-
-def test_settings_made_by_programs_are_checked():
-    with pytest.raises(ValueError, match="less than"):
-        ReplicaSettings(replicas=2, max_replicas=1)
-    with pytest.raises(SettingsError):
-        ReplicaSettings(replicas=2, router="nearest")

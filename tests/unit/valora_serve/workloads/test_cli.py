@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from valora_serve.orchestrator.registry import POLICIES
@@ -55,14 +54,6 @@ def test_command_generates_every_workload(name, tmp_path):
     assert row["finished"] == row["requests"] > 0
     assert row["rate"] == (None if name == "at_once" else 3)
     assert row["skew"] == (1.0 if name == "slora" else 0.6)
-
-
-def test_a_latency_limit_counts_as_slo(tmp_path):
-    out = tmp_path / "out.json"
-    arguments = ["--policies", "slora", "--rates", "3", "--duration", "2", "--json", str(out)]
-    assert main([*arguments, "--latency-limit", "1e-6"]) == 0
-    (row,) = json.loads(out.read_text())
-    assert np.isclose(row["attainment"], 0)
 
 
 def test_replicas_are_compared(tmp_path, capsys):

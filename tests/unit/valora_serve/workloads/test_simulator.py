@@ -2,6 +2,9 @@
 
 import io
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -85,11 +88,6 @@ def test_adapters_are_loaded_one_after_the_other_beside_the_steps():
     )
 
 
-def test_nothing_to_do_but_wait_for_an_adapter():
-    report = run("unmerge_only", workload([(0.0, "a", 5, 1)]))
-    assert report.end_to_end[0] == pytest.approx(0.007 + 0.021)
-
-
 def test_a_switch_costs_what_it_costs():
     """Merge-only: load to 7, merge to 10, prefill to 30, nine steps of 10 ms."""
     report = run("merge_only", workload([(0.0, "a", 5, 10)]))
@@ -129,6 +127,22 @@ def test_steps_taken_in_one_go_are_the_same_steps(name):
     assert fast.steps == slow.steps
     assert fast.token_latency == pytest.approx(slow.token_latency, rel=1e-9)
     assert fast.switches == slow.switches
+
+
+def test_results_do_not_depend_on_the_order_of_sets():
+    """Adapters that arrive at one moment became resident in an order that differed by process."""
+    code = (
+        "from valora_serve.workloads.cli import main; main('--workload at_once --requests 30 "
+        "--adapters 5 --pages 100 --policies valora merge_only algorithm1'.split())"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in "123"
+    }  # fmt: skip
+    assert len(said) == 1
 
 
 def test_recomputation_counts():

@@ -26,8 +26,7 @@ FLAT = 4.0
 """Standard deviation of the grey levels below which an image is too uniform to be recognised."""
 SAME_PLACE = 0.8  # intersection over union from which two boxes are at the same place
 SAME_BOXES = 0.8  # share of the boxes that must be at the same places
-Key = tuple[str, str]
-"""Name of the split and id of a sample."""
+Key = tuple[str, str]  # Name of the split and id of a sample
 
 
 class Likeness(StrEnum):

@@ -28,12 +28,10 @@ def hash_files(paths: Iterable[Path], root: Path, cache: Path | None = None) -> 
     known, now = _load(cache), time.time_ns()
     files = {os.path.abspath(path): path for path in paths}  # noqa: PTH100
     facts = {name: _facts(files[name]) for name in sorted(files)}
-    unread = [
-        (name, files[name]) for name, fact in facts.items()
-        if fact is not None and known.get(name, (None,))[0] != fact
-    ]  # fmt: skip
+    unread = [n for n, fact in facts.items() if fact and known.get(n, (None,))[0] != fact]
     with ThreadPoolExecutor() as pool:
-        read = dict(pool.map(_hashed, unread))
+        hashed = pool.map(file_hash, [files[name] for name in unread])
+        read = dict(zip(unread, hashed, strict=True))
     hashes = {
         name: MISSING if fact is None else read.get(name) or known[name][1]
         for name, fact in facts.items()
@@ -69,9 +67,10 @@ def _facts(path: Path) -> list[int] | None:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def _hashed(file: tuple[str, Path]) -> tuple[str, str]:
-    with file[1].open("rb") as stream:
-        return file[0], hashlib.file_digest(stream, "sha256").hexdigest()
+def file_hash(path: Path) -> str:
+    """The sha256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _load(cache: Path | None) -> dict[str, tuple[list[int], str]]:

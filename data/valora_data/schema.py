@@ -222,7 +222,12 @@ class Domain:
         return self.task.spec.metric
 
     def question(self, sample: Sample) -> str:
-        """The prompt for a sample: its own prompt, inserted at the domain's ``{}``."""
-        if sample.prompt is None:
-            return self.prompt
-        return self.prompt.replace("{}", sample.prompt) if "{}" in self.prompt else sample.prompt
+        """The prompt for a sample, see `question_of`."""
+        return question_of(self.prompt, sample)
+
+
+def question_of(prompt: str, sample: Sample) -> str:
+    """The prompt for a sample of a domain: its own prompt, inserted at the domain's ``{}``."""
+    if sample.prompt is None:
+        return prompt
+    return prompt.replace("{}", sample.prompt) if "{}" in prompt else sample.prompt

@@ -143,12 +143,6 @@ class Teacher(ABC):
                         f"{', '.join(self.labels)}: correct the label or add it"
                     )
 
-    def question(self, sample: Sample) -> str:
-        """The prompt for a sample: its own prompt, inserted at the domain's ``{}``."""
-        if sample.prompt is None:
-            return self.prompt
-        return self.prompt.replace("{}", sample.prompt) if "{}" in self.prompt else sample.prompt
-
     def match_classes(self, who: str, classes: Mapping[int, str]) -> None:
         """Match the domain's labels to the classes of a model, ignoring case and underscores."""
         by_name = {_plain(label): label for label in self.labels}

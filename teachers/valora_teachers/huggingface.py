@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.contract.files import expanded
-from valora_data.schema import Answer
+from valora_data.schema import Answer, question_of
 from valora_data.sources.formats.videos import frame_places
 from valora_data.wording import first_line
 from valora_teachers import base
@@ -211,7 +211,7 @@ class HuggingFace(Teacher):
 
     def _text(self, sample: Sample) -> str:
         """The prompt for a sample, in the model's chat template if it has one."""
-        question = self.question(sample)
+        question = question_of(self.prompt, sample)
         if not self._talks:
             return question
         content: list[dict[str, str]] = [{"type": "image"} for _ in sample.images]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.errors import BundleError, DataError
-from valora_data.schema import Answer
+from valora_data.schema import Answer, question_of
 from valora_teachers.base import Count, Dtype, Teacher, TeacherError, TeacherOptions
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class InContext(Teacher):
         keys, values, position = read_head(model, document.text, document.images)
         by_length: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
         for place, sample in enumerate(samples):
-            text = [{"type": "text", "text": self.question(sample)}]
+            text = [{"type": "text", "text": question_of(self.prompt, sample)}]
             ids = tail_tokens(model, [{"role": "user", "content": text}])
             by_length[len(ids)].append((place, ids))
         step = max(1, min(self.options.batch, TOKENS_AT_ONCE // keys.shape[2]))

@@ -37,8 +37,8 @@ from tests.support.serve_helpers import (
     make_adapter,
     make_bundle,
 )
-from valora_data.contract.base_model import file_hash
 from valora_data.contract.bundle import GOLDEN, MANIFEST, write_manifest
+from valora_data.hashing import file_hash
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.server.loading import golden
 from valora_serve.server.loading.served_set import ServedSet

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_642,
-    "data/valora_data": 10_910,
-    "teachers/valora_teachers": 1_689,
+    "data/valora_data": 10_879,
+    "teachers/valora_teachers": 1_683,
     "kernels/valora_kernels": 4_570,
     "valora_serve": 32_945,
     "tests/*/valora_train": 8_513,

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.base_model import file_hash
 from valora_data.contract.contexts import (
     ADAPTER,
     MEMORY_TOKENS,
@@ -15,6 +14,7 @@ from valora_data.contract.contexts import (
 )
 from valora_data.contract.files import first_fault, read_json, shown
 from valora_data.errors import BundleError
+from valora_data.hashing import file_hash
 from valora_serve.errors import AdapterError
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from valora_data.contract.base_model import file_hash
 from valora_data.contract.contexts import FILE_BYTES
 from valora_data.contract.files import read_safetensors
 from valora_data.errors import ValoraError
+from valora_data.hashing import file_hash
 from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.workers import FAILED, HELD, READY, STARTED, device_of

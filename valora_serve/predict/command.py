@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from valora_data.contract.base_model import file_hash
 from valora_data.contract.bundle import MANIFEST, read_manifest
 from valora_data.errors import ValoraError
+from valora_data.hashing import file_hash
 from valora_data.wording import plural
 from valora_serve.errors import SettingsError
 from valora_serve.pauses import short_pauses

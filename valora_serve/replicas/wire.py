@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valora_data.contract.base_model import file_hash
 from valora_data.contract.bundle import MANIFEST
+from valora_data.hashing import file_hash
 from valora_serve.catalogue.contexts import FACTS_FILE, MEMORY_FILE
 from valora_serve.errors import AdapterError, RequestError
 from valora_serve.server.constrain import GrammarConstraint

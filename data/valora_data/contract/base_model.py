@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data.contract import quantized
 from valora_data.contract.files import expanded
 from valora_data.errors import BundleError, ValoraError
-from valora_data.hashing import hash_files
+from valora_data.hashing import file_hash, hash_files
 from valora_data.models.base import IMAGE, PIXELS, VIDEO, Architecture
 from valora_data.models.registry import architecture_of, family_of
 from valora_data.wording import first_line
@@ -83,12 +83,6 @@ def processor_hash(base: str) -> str:
     files = (file for file in folder.rglob("[!.]*") if file.suffix in PROCESSOR_FILES)
     read = [file for file in files if file.is_file() and not any(map(file.match, weights))]
     return hash_files(read, folder)
-
-
-def file_hash(path: Path) -> str:
-    """Return the sha256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _local_folder(base: str) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from valora_data.contract.base_model import base_hash, file_hash
+from valora_data.contract.base_model import base_hash
 from valora_data.contract.files import (
     UnreadableError,
     first_fault,
@@ -17,6 +17,7 @@ from valora_data.contract.files import (
     shown,
 )
 from valora_data.errors import BundleError
+from valora_data.hashing import file_hash
 
 MANIFEST = "bundle.json"
 GOLDEN = "golden/golden.json"  # golden examples, relative to the bundle's folder

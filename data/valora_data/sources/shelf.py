@@ -24,8 +24,7 @@ TASKS: Mapping[str, Task] = {
     "classify": Task.CLASSIFICATION,
 }  # fmt: skip
 """Ultralytics' tasks, and ours; of masks and poses the boxes are taken."""
-UNNAMED = re.compile(r"(train|exp|run|multitrain)?[-_]?\d*")
-"""Names of runs that nobody has named."""
+UNNAMED = re.compile(r"(train|exp|run|multitrain)?[-_]?\d*")  # Names of runs that nobody has named
 SCORES = ("metrics/mAP50-95(B)", "metrics/mAP50-95(M)", "metrics/accuracy_top1")
 """Columns of `results.csv` that tell the better of two runs."""
 

@@ -58,9 +58,9 @@ def test_unchanged_files_are_not_read(folder, monkeypatch):
     first = hashed(folder)
 
     def refuse(file):
-        raise AssertionError(f"{file[0]} was read again")
+        raise AssertionError(f"{file} was read again")
 
-    monkeypatch.setattr("valora_data.hashing._hashed", refuse)
+    monkeypatch.setattr("valora_data.hashing.file_hash", refuse)
     assert hashed(folder) == first
     (folder / "2" / "2.txt").write_text("other")
     with pytest.raises(AssertionError, match=r"2\.txt was read again"):

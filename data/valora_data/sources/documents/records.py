@@ -40,10 +40,8 @@ LINKED_WORDINGS = {
     if given != asked
 }
 """The same of a linked question, by the attributes that are given and asked about."""
-KEYS = range(100, 1000)
-"""Numbers of letters."""
-RECORD_TOKENS = 17
-"""Tokens of all facts about a letter with valora-tiny's tokenizer."""
+KEYS = range(100, 1000)  # Numbers of letters
+RECORD_TOKENS = 17  # Tokens of all facts about a letter with valora-tiny's tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,22 +23,15 @@ from valora_data.sources.formats.labelled import ImageReader, Media, ahead, load
 from valora_data.sources.formats.videos import read_frames
 
 log = logging.getLogger(__name__)
-TOLERANCE = 1.0
-"""Pixels by which a box may reach over the edge: annotation tools round."""
-GRIDS = (100, 1000)
-"""Sides of grids on which tools note boxes, instead of in pixels."""
-GRID_BOXES = 20
-"""Fewest boxes by which a grid is recognised."""
-Edges = tuple[float, float, float, float]
-"""(x0, y0, x1, y1) in pixels."""
-Scaled = Callable[[float, float], Edges]
-"""What gives the edges for an image's width and height."""
+TOLERANCE = 1.0  # Pixels by which a box may reach over the edge: annotation tools round
+GRIDS = (100, 1000)  # Sides of grids on which tools note boxes, instead of in pixels
+GRID_BOXES = 20  # Fewest boxes by which a grid is recognised
+Edges = tuple[float, float, float, float]  # (x0, y0, x1, y1) in pixels
+Scaled = Callable[[float, float], Edges]  # What gives the edges for an image's width and height
 Shape = tuple[Any, Edges | Scaled]
 """The label of an object, or the phrase that it answers, and where it is."""
-Shapes = list[tuple[str, Shape]]
-"""Objects with their places, for messages."""
-Entries = Iterable[tuple[str, Any]]
-"""Entries of an annotation with their places, for messages."""
+Shapes = list[tuple[str, Shape]]  # Objects with their places, for messages
+Entries = Iterable[tuple[str, Any]]  # Entries of an annotation with their places, for messages
 
 
 @dataclass(slots=True)

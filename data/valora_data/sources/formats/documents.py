@@ -22,16 +22,11 @@ from valora_data.wording import plural
 
 TEXTS = frozenset({".txt", ".md", ".markdown", ".rst", ".pdf"})
 QUESTIONS = "questions.jsonl"
-MAX_BYTES = 64 << 20
-"""Most bytes of a document's text."""
-SELF_STUDY = 400
-"""Most questions of self-study where `source.counts` does not say how many."""
-MIN_FACTS = 4
-"""Fewest facts of a drawn document: two to decide with, two to measure with."""
-MIN_WORDS = 5
-"""Words of the shortest sentence that is asked about."""
-MAX_WORDS = 12
-"""Words of the longest answer, and of the longest part that a question repeats."""
+MAX_BYTES = 64 << 20  # Most bytes of a document's text
+SELF_STUDY = 400  # Most questions of self-study where `source.counts` does not say how many
+MIN_FACTS = 4  # Fewest facts of a drawn document: two to decide with, two to measure with
+MIN_WORDS = 5  # Words of the shortest sentence that is asked about
+MAX_WORDS = 12  # Words of the longest answer, and of the longest part that a question repeats
 GAP = "___"
 SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n+")
 WORD = re.compile(r"\w+")

@@ -51,13 +51,11 @@ TASKS: Mapping[str, Task] = {
 TEXTS = {"answers": ("answer",), "captions": ("raw", "caption", "text"),
          "phrase": ("sent", "raw", "phrase")}  # fmt: skip
 """Keys of texts in objects, where a field has objects instead of texts."""
-CATEGORIES = ("category", "categories", "label")
-"""Keys of the classes of objects."""
+CATEGORIES = ("category", "categories", "label")  # Keys of the classes of objects
 PATIENCE = 100
 """Least number of rows that the share of broken images refers to: a stream has no length."""
 METADATA = "metadata.jsonl"
-Part = tuple[Path, str]
-"""A folder, and what ids of its samples begin with."""
+Part = tuple[Path, str]  # A folder, and what ids of its samples begin with
 
 
 def task_of_columns(columns: Collection[str], labelled: Task) -> Task:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 SUFFIXES = frozenset({".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"})
-FRAMES = 8
-"""Default number of frames that are taken of a video."""
+FRAMES = 8  # Default number of frames that are taken of a video
 
 
 def frame_places(total: int, count: int) -> list[int]:
@@ -25,12 +24,8 @@ def frame_places(total: int, count: int) -> list[int]:
 
 def read_frames(video: Path | bytes, count: int = FRAMES, name: str = "") -> list[Image.Image]:
     """`count` RGB frames of a file or its content (see `frame_places`); or a `FaultError`."""
-    try:
-        import av
-    except ImportError as error:
-        raise DataError(
-            "PyAV, which decodes videos, is not installed: run pip install 'valora[train]'"
-        ) from error
+    import av
+
     if count < 1:
         raise DataError(f"a video needs at least one frame, got {count}: raise source.frames")
     name = name or getattr(video, "name", "video")

@@ -48,8 +48,7 @@ class Pen:
     pixels.
     """
 
-    behind: Pen | None = None
-    """The pen of what the thing is mounted on."""
+    behind: Pen | None = None  # The pen of what the thing is mounted on
 
     def __init__(
         self, width: float, height: float, *, turn: float = 0.0, slant: float = 0.0,

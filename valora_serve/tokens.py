@@ -22,6 +22,8 @@ def text_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
     if text and not tokenizer.decode([token], skip_special_tokens=True):
         return text, None
     piece = tokenizer.convert_ids_to_tokens(token)
+    if piece is None:  # weights may have more rows than the vocabulary
+        return text, None
     if len(piece) == 6 and piece.startswith("<0x"):
         raw = bytes.fromhex(piece[3:5])
         return raw.decode(errors="replace"), raw

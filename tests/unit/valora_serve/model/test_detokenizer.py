@@ -266,3 +266,9 @@ def test_no_stop_text_is_looked_for_before_min_tokens() -> None:
     assert "".join(pushed(tokenizer, tokens, ["ab"])[0]) == ""
     assert "".join(pushed(tokenizer, tokens, ["ab"], 2)[0]) == "ab "
     assert "".join(pushed(tokenizer, tokens, ["ab"], 7)[0]) == "ab ab ab"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_token_that_no_word_has(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert text_and_bytes(tokenizer, len(tokenizer) + 7) == ("", None)

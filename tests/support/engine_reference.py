@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm
+from valora_serve.model.preparation import CROWDED, DECODE, KERNELS, PROMPT
+from valora_serve.model.runner import ModelRunner
 from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.types import (
     Finish,
@@ -239,6 +242,15 @@ def make_engine(
     for name, folder in (adapters or {}).items():
         engine.load(folder, name)
     return engine
+
+
+def capture(runner: ModelRunner, terms: Sequence[int] = (0, 1, 2)) -> int:
+    """Capture all graphs; returns how many graphs of steps there are."""
+    for wanted in chain(*runner.preparations(terms)):
+        if wanted.kind != KERNELS:
+            runner.prepare(wanted)
+    steps = (DECODE, PROMPT, CROWDED)
+    return sum(len(runner._graphs[kind].captured()) for kind in steps)
 
 
 def collect(outputs: Iterable[Output], into: dict[str, Got]) -> None:

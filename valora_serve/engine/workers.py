@@ -53,7 +53,7 @@ LOST_SECONDS = 5.0  # at most between an error of a collective and the news that
 FAILED, STARTED, READY = -1, 0, 1  # what workers report, besides the numbers of calls
 
 EVERYWHERE = (
-    "runner.step", "runner.capture", "runner.prepare", "runner.give_up", "runner.compile_kernels",
+    "runner.step", "runner.prepare", "runner.give_up",
     "runner.forget_graphs", "memory.copy_page",
     "lmm.linears.merge", "lmm.linears.unmerge", "lmm.linears.is_finite",
 )  # fmt: skip

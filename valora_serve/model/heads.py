@@ -206,11 +206,6 @@ def launch_heads(inputs: Sequence[HeadRequest]) -> HeadLogits:
     return HeadLogits(inputs, errors, flat, [(len(p), p.shape[1]) for p in parts], copied)
 
 
-def run_heads(inputs: Sequence[HeadRequest]) -> list[HeadResult | ServeError]:
-    """Answer a batch: a result, or an error that concerns only its own input."""
-    return launch_heads(inputs).read()
-
-
 def _rows(item: HeadRequest) -> torch.Tensor:
     """[rows, inputs] float32 that the head's linear layer acts on."""
     hidden = item.hidden

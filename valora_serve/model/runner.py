@@ -349,14 +349,6 @@ class ModelRunner:
                 return Preparation(kind, size, terms)
         return None
 
-    def capture(self, terms: Sequence[int] = (0, 1, 2)) -> int:
-        """Capture what has no graph yet, and return the number of graphs of steps."""
-        for count in self._terms(terms):
-            for graphs in self._graphs.values():
-                for size in graphs.missing(count):
-                    graphs.capture_one(size, count)
-        return sum(len(self._graphs[kind].captured()) for kind in (DECODE, PROMPT, CROWDED))
-
     def forget_graphs(self) -> None:
         """Drop all graphs, because weights or adapters have moved in memory."""
         if self._device.type == "cuda":
@@ -487,17 +479,12 @@ class ModelRunner:
             shape = (rows, group.spec.in_features)
             group.compute(torch.zeros(shape, dtype=self._lmm.dtype, device=self._device))
 
-    def compile_kernels(self, terms: Sequence[int] = (0, 1, 2)) -> None:
-        """Run the kernels that steps without a graph may need, as each is compiled at first use.
+    def _kernel_runs(self, terms: Sequence[int]) -> Iterator[Preparation]:
+        """Yield a run of a whole step (size 0), and runs of all linears by rows with an adapter.
 
         The tiles of the LoRA kernels depend on a step's rows and adapters; compiling one in the
         middle of serving would halt all running requests for up to a second.
         """
-        for one in self._kernel_runs(terms):
-            self._compile(one)
-
-    def _kernel_runs(self, terms: Sequence[int]) -> Iterator[Preparation]:
-        """Yield a run of a whole step (size 0), and runs of all linears by rows with an adapter."""
         for count in self._terms(terms):
             yield Preparation(KERNELS, 0, count)
             if count:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, llava_7b
-from tests.support.engine_reference import run
+from tests.support.engine_reference import capture, run
 from valora_kernels import atmm_kernels, project_kernels
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
@@ -49,7 +49,7 @@ def test_captures_compile_nothing_more(caplog: pytest.LogCaptureFixture) -> None
     print(f"{together - before} kernels in {time.perf_counter() - began:.1f} s")
     assert "one after the other" not in caplog.text
     assert together > before
-    engine.runner.capture()
+    capture(engine.runner)
     assert compiled() == together
     lmm.linears.release()
     engine.close()

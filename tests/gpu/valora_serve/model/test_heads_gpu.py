@@ -6,7 +6,7 @@ import torch
 from valora_data.contract.boxes import BoxHead
 from valora_data.contract.label_head import LabelHead, Pooling
 from valora_data.contract.results import LabelResult
-from valora_serve.model.heads import HeadRequest, launch_heads, run_heads
+from valora_serve.model.heads import HeadRequest, launch_heads
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def test_heads_launch_without_waiting():
         HeadRequest(on_gpu[id(item.head)], item.hidden.cuda(), item.visual, item.sizes)
         for item in inputs
     ]
-    run_heads(there)  # the first call of a library may wait
+    launch_heads(there).read()  # the first call of a library may wait
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)
     torch.cuda.set_sync_debug_mode("error")
@@ -58,7 +58,7 @@ def test_heads_launch_without_waiting():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not pending.ready
-    for mine, expected in zip(pending.read(), run_heads(inputs), strict=True):
+    for mine, expected in zip(pending.read(), launch_heads(inputs).read(), strict=True):
         torch.testing.assert_close(
             torch.from_numpy(mine.logits), torch.from_numpy(expected.logits), rtol=1e-4, atol=1e-4
         )

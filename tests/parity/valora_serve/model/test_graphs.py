@@ -3,6 +3,7 @@
 import pytest
 from PIL import Image
 
+from tests.support.engine_reference import capture
 from tests.support.serve_helpers import EVERYTHING, make_adapter
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import measure
@@ -47,7 +48,8 @@ def answers(folders, policy, compile_kernels=False, **options):
     said = {}
     while engine.busy:
         if compile_kernels and len(said) in (3, 9):
-            engine.runner.compile_kernels()
+            for one in engine.runner._kernel_runs((0, 1, 2)):
+                engine.runner.prepare(one)
         for output in engine.step():
             assert output.error is None
             said.setdefault(output.id, []).extend(output.token_ids)
@@ -78,9 +80,9 @@ def test_compiling_kernels_between_steps_changes_nothing(folders):
 def test_adapters_that_come_after_the_start_are_captured(folders):
     engine = Engine(EngineSettings(policy="slora", pages=300, profile=False, prompt_graphs=True))
     engine.warm_up()
-    before = engine.runner.capture((0, 1))
+    before = capture(engine.runner, (0, 1))
     engine.load(folders["a0"], "a0")
-    assert engine.runner.capture((0, 1)) == 2 * before
+    assert capture(engine.runner, (0, 1)) == 2 * before
     engine.close()
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine_reference import make_engine, run
+from tests.support.engine_reference import capture, make_engine, run
 from valora_serve.model import graphs
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.types import Request, SamplingParams
@@ -118,7 +118,7 @@ def test_graphs_share_what_one_step_needs_at_a_time(
     engine = make_engine(str(random_llava), policy="slora", max_requests=8, prompt_graphs=True)
     runner = engine.runner
     runner.has_lora = True
-    runner.capture((0, 1))
+    capture(runner, (0, 1))
     for held in (runner._decode_graphs, runner._prompt_graphs):
         plans = {size: set[int]() for size in held.sizes}
         for (size, _), graph in held._graphs.items():

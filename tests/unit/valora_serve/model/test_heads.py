@@ -13,13 +13,17 @@ from valora_data.contract.heads import read_head
 from valora_data.contract.label_head import Pooling
 from valora_data.contract.results import BoxesResult, HeadResult
 from valora_serve.errors import NonFiniteError, RequestError
-from valora_serve.model.heads import HeadRequest, check_visual, run_heads
+from valora_serve.model.heads import HeadRequest, check_visual, launch_heads
 from valora_train.settings import HeadSettings
 from valora_train.tasks.detection import BoxHeadModule
 
 WIDTH = 20
 GRID = (3, 4)
 CELLS = 12
+
+
+def run_heads(inputs):
+    return launch_heads(inputs).read()
 
 
 def hidden(tokens, seed, dtype=torch.float32):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from valora_data.contract.heads import read_head, write_head
-from valora_serve.model.heads import HeadRequest, run_heads
+from valora_serve.model.heads import HeadRequest, launch_heads
 from valora_train.model.prompts import HeadInputs
 from valora_train.settings import HeadSettings
 from valora_train.tasks.classification import POOLINGS, ChoiceTargets, LabelHeadModule
@@ -77,7 +77,8 @@ def test_the_server_says_the_same(tmp_path, pooling):
     for row in range(5):
         # A token before the image, the image, and the prompt's last token.
         hidden = torch.cat([torch.zeros(1, WIDTH), read.visual[row], read.last[row : row + 1]])
-        (result,) = run_heads([HeadRequest(served, hidden, visual, places=read.places[row])])
+        request = HeadRequest(served, hidden, visual, places=read.places[row])
+        (result,) = launch_heads([request]).read()
         told = [result.confidences[label] for label in LABELS]
         assert told == pytest.approx(ours[row].tolist(), abs=1e-5)
     again = LabelHeadModule.of(served)

@@ -277,8 +277,7 @@ class ModelRunner:
             top_logprobs(self._lmm.logits(rows), tokens, work.prompt_logprobs)
             for rows, tokens in zip(hidden.split(SCORED_ROWS), targets, strict=True)
         ]
-        columns = zip(*((part.chosen, part.tokens, part.values) for part in parts), strict=True)
-        return StepLogprobs(*map(torch.cat, columns))
+        return StepLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
     def _send(self, values: NDArray[np.int64]) -> Tensor:
         return to_device(values, self._device)

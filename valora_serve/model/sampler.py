@@ -6,7 +6,7 @@ transformers' logits processors have one setting for a batch; here each row has 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -178,8 +178,7 @@ def _draw(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
     return order.gather(-1, best)[:, 0]
 
 
-@dataclass(frozen=True, slots=True)
-class StepLogprobs:
+class StepLogprobs(NamedTuple):
     """Log probabilities of a step's rows, on the device; the n most likely tokens of each."""
 
     chosen: Tensor  # [rows] float32, of the chosen token

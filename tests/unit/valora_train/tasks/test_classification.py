@@ -75,18 +75,17 @@ def test_the_server_says_the_same(tmp_path, pooling):
     ours = (head(read)[:, int(head.chosen)] / 1.7).softmax(-1)
     visual = torch.tensor([False, *[True] * 4, False])
     for row in range(5):
-        # A token before the image, the image, and the prompt's last token.
-        hidden = torch.cat([torch.zeros(1, WIDTH), read.visual[row], read.last[row : row + 1]])
-        request = HeadRequest(served, hidden, visual, places=read.places[row])
-        (result,) = launch_heads([request]).read()
+        before = torch.zeros(1, WIDTH)  # a token, then the image, and the prompt's last token
+        hidden = torch.cat([before, read.visual[row], read.last[row : row + 1]])
+        asked = [HeadRequest(served, hidden, visual, places=read.places[row])]
+        (result,) = launch_heads(asked).read()
         told = [result.confidences[label] for label in LABELS]
         assert told == pytest.approx(ours[row].tolist(), abs=1e-5)
     again = LabelHeadModule.of(served)
     assert again.pooling == pooling
     assert again.labels == LABELS
-    assert torch.allclose(
-        again(read)[:, 0] / again.temperature, head(read)[:, int(head.chosen)] / 1.7
-    )
+    expected = head(read)[:, int(head.chosen)] / 1.7
+    assert torch.allclose(again(read)[:, 0] / again.temperature, expected)
 
 
 def test_padding_is_not_pooled():

@@ -216,9 +216,9 @@ async def _pictures(example: Example) -> list[Image.Image]:
     """Decode an example's images."""
     pixels = 0
 
-    def take(width: int, height: int) -> None:
+    def take(count: int) -> None:
         nonlocal pixels
-        pixels += width * height
+        pixels += count
         if pixels > MOST_PIXELS:
             raise ImageError(f"an example has more than {MOST_PIXELS} pixels")
 

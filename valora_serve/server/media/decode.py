@@ -1,15 +1,21 @@
-"""Decodes images and videos whose content cannot be trusted.
+"""Decodes images and videos whose content cannot be trusted, in processes of `pool`.
 
-Runs in a worker process, see `valora_serve.server.media.worker`; imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import bisect
-import io
+import contextlib
+import ctypes
+import os
+import resource
+import signal
 import time
+import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
@@ -18,7 +24,7 @@ from valora_data.images import to_rgb
 from valora_serve.errors import ImageError, ServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 IMAGE_BYTES = 4
@@ -35,6 +41,10 @@ LEAST_VIDEO_BYTES = 16
 OVERHEAD = 8 << 20
 """Bytes that decoding anything takes besides: tables, buffers of rows, profiles."""
 FRAMES_PER_SECOND = 240
+STRIP_BYTES = 1 << 20
+"""Pixels are converted and copied in strips of about so many bytes."""
+_GRACE = 2  # seconds after its time limit at which a process that nobody has killed ends itself
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 
 @dataclass(frozen=True)
@@ -63,16 +73,7 @@ class Limits:
     frames: int
 
     def check(self, what: str, width: int, height: int) -> None:
-        """Refuse a size from a header, before anything is decoded.
-
-        Args:
-            what: ``image`` or ``video``, for error messages.
-            width: Width in pixels.
-            height: Height in pixels.
-
-        Raises:
-            ImageError: The size exceeds a limit.
-        """
+        """Refuse a size from a header, before anything is decoded."""
         pixels = width * height
         if width < 1 or height < 1:
             raise ImageError(f"The {what} has {width} x {height} pixels: send another")
@@ -97,17 +98,7 @@ class Limits:
             )
 
     def check_memory(self, what: str, width: int, height: int, size: int) -> None:
-        """Refuse what takes too much memory, before anything is decoded.
-
-        Args:
-            what: ``image`` or ``video``, for error messages.
-            width: Width in pixels.
-            height: Height in pixels.
-            size: Memory of decoding, in bytes.
-
-        Raises:
-            ImageError: It exceeds the limit.
-        """
+        """Refuse what takes too many bytes, before anything is decoded."""
         if size > self.memory:
             raise ImageError(
                 f"The {what} of {width} x {height} pixels takes more than {self.memory} bytes to "
@@ -115,100 +106,192 @@ class Limits:
             )
 
 
-def decode_image(
-    content: bytes,
-    limits: Limits,
-    take: Callable[[int, int], None] = lambda *_: None,
-    reserve: Callable[[int], None] = lambda _: None,
-) -> Image.Image:
-    """Decode an image file; of an animation, its first frame.
+def begin() -> None:
+    """Prepare a process: what is loaded later counts for the memory of an image."""
+    import av  # noqa: F401
 
-    Args:
-        content: The file's content.
-        limits: Its limits, checked in the header before anything is decoded.
-        take: Called with width and height before the pixels are decoded; may refuse them.
-        reserve: Called with the memory of decoding, in bytes, before the pixels are decoded; may
-            wait until as much is free.
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)  # ends the process, also inside a codec
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    warnings.simplefilter("ignore")
+    system = ctypes.CDLL(None)
+    if hasattr(system, "mallopt"):  # memory is given back when it is freed
+        system.mallopt(_M_MMAP_THRESHOLD, 1 << 18)
+        system.mallopt(_M_ARENA_MAX, 1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # codecs print
+        os.dup2(nowhere, descriptor)
+
+
+def nothing() -> None:
+    """Do nothing: the process is ready."""
+
+
+def measure(what: str, file: str, limits: Limits) -> tuple[int, int]:
+    """Check a file's header; nothing is decoded.
 
     Returns:
-        An image of any mode, rotated as its EXIF orientation says.
+        Pixels of the image or of a video's frames together, and bytes of memory that decoding
+        takes at most.
 
     Raises:
-        ImageError: The image is damaged, too large, or in none of the `FORMATS`.
+        ImageError: It is damaged, too large, or of no known format.
     """
+    with _limited(limits.seconds, limits.memory), Path(file).open("rb") as opened:
+        return (measure_image if what == "image" else measure_video)(opened, limits)
+
+
+def decode(
+    what: str, file: str, target: str, limits: Limits, memory: int
+) -> list[tuple[int, int, int]]:
+    """Decode a file that was measured within so many bytes, and write its RGB pixels.
+
+    Returns:
+        Width and height of each image, and how often it is taken.
+
+    Raises:
+        ImageError: It is damaged, or takes more memory than its header tells.
+    """
+    sizes = []
+    with (
+        _limited(limits.seconds, memory), Path(file).open("rb") as opened,
+        Path(target).open("wb") as written, _readable(what, limits, "damaged"),
+    ):  # fmt: skip
+        found: Iterator[tuple[Image.Image, int]] = (
+            iter([(decode_image(opened, limits), 1)])
+            if what == "image"
+            else decode_video(opened, limits)
+        )
+        for image, times in found:
+            rows = max(1, STRIP_BYTES // (3 * image.width))
+            for top in range(0, image.height, rows):
+                strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+                written.write(to_rgb(strip, image.format).tobytes())
+            sizes.append((image.width, image.height, times))
+    return sizes
+
+
+@contextlib.contextmanager
+def _limited(seconds: float, memory: int) -> Iterator[None]:
+    """Limit the memory that this process takes beyond what it has, and end it when it hangs."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE)
+    _limit_memory(pages * resource.getpagesize() + memory)
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            limits.check("image", image.width, image.height)
-            memory = _memory(image, len(content))
-            limits.check_memory("image", image.width, image.height, memory)
-            take(image.width, image.height)
-            reserve(memory)
-            ImageOps.exif_transpose(image, in_place=True)
-            # Colours with a profile are converted whole: its table is as large as an image.
-            return to_rgb(image, image.format) if image.mode == "CMYK" else image
+        yield
+    finally:
+        _limit_memory(resource.RLIM_INFINITY)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _limit_memory(size: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        size = hard if size == resource.RLIM_INFINITY else min(size, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+
+
+@contextlib.contextmanager
+def _readable(what: str, limits: Limits, damaged: str) -> Iterator[None]:
+    """Context in which whatever a decoder raises is an `ImageError`."""
+    try:
+        yield
     except ServeError:
         raise
     except Image.DecompressionBombError as error:
-        raise ImageError("The image has too many pixels: send a smaller one") from error
+        raise ImageError(f"The {what} has too many pixels: send a smaller one") from error
     except MemoryError as error:
-        raise _too_much_memory("image", limits) from error
-    except Exception as error:
         raise ImageError(
-            f"The image is damaged or none of {', '.join(FORMATS)}: {type(error).__name__}"
+            f"The {what} takes more than {limits.memory} bytes to decode: send a smaller one"
         ) from error
+    except Exception as error:
+        raise ImageError(f"The {what} is {damaged}: {type(error).__name__}") from error
 
 
-def decode_video(
-    content: bytes,
-    limits: Limits,
-    take: Callable[[int, int], None] = lambda *_: None,
-    reserve: Callable[[int], None] = lambda _: None,
-) -> Iterator[tuple[Image.Image, int]]:
-    """Decode evenly spaced frames of a video file (MP4/MOV, Matroska/WebM or AVI).
+def measure_image(file: BinaryIO, limits: Limits) -> tuple[int, int]:
+    """Return pixels and memory of an image; see `measure`."""
+    size, _ = file.seek(0, os.SEEK_END), file.seek(0)
+    with _opened(file, limits) as image:
+        limits.check("image", image.width, image.height)
+        memory = _memory(image, size)
+        limits.check_memory("image", image.width, image.height, memory)
+        return image.width * image.height, memory
 
-    Frame i of n is the one shown at (i + ½)/n of the duration. The container format is taken from
-    the file's first bytes and no other is tried, so that formats that refer to other files
-    (playlists) are never opened.
 
-    Args:
-        content: The file's content.
-        limits: Its limits.
-        take: Called with width and height of a frame before it is converted; may refuse it.
-        reserve: Called with the memory of decoding, in bytes, before anything is decoded; may
-            wait until as much is free.
+def decode_image(file: BinaryIO, limits: Limits) -> Image.Image:
+    """Decode an image file that was measured; of an animation, its first frame.
+
+    Returns:
+        An image of any mode, rotated as its EXIF orientation says.
+    """
+    with _opened(file, limits) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        # Colours with a profile are converted whole: its table is as large as an image.
+        return to_rgb(image, image.format) if image.mode == "CMYK" else image
+
+
+@contextlib.contextmanager
+def _opened(file: BinaryIO, limits: Limits) -> Iterator[Image.Image]:
+    with (
+        _readable("image", limits, f"damaged or none of {', '.join(FORMATS)}"),
+        Image.open(file, formats=FORMATS) as image,
+    ):
+        yield image
+
+
+def measure_video(file: BinaryIO, limits: Limits) -> tuple[int, int]:
+    """Return pixels and memory of a video's frames; see `measure`."""
+    size, _ = file.seek(0, os.SEEK_END), file.seek(0)
+    with _container(file, limits) as (_, context):
+        limits.check("video", context.width, context.height)
+        pixels = context.width * context.height
+        frames = limits.frames * IMAGE_BYTES * pixels  # the server holds them
+        least = size + LEAST_VIDEO_BYTES * pixels + OVERHEAD
+        limits.check_memory("video", context.width, context.height, frames + least)
+        memory = size + VIDEO_BYTES * pixels + 4 * OVERHEAD
+        return limits.frames * pixels, min(memory, limits.memory - frames)
+
+
+def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, int]]:
+    """Decode evenly spaced frames of a video file that was measured.
+
+    Frame i of n is the one shown at (i + ½)/n of the duration.
 
     Yields:
         RGB images in order, and how often each is taken: more than once if the video has fewer
         frames than are wanted.
+    """
+    with _container(file, limits) as (container, context):
+        context.options = {"max_pixels": str(limits.pixels)}  # holds if a later frame is larger
+        container.streams.video[0].thread_type, context.thread_count = "NONE", 1
+        most = limits.frames * context.width * context.height
+        yield from _sampled(container, limits, most, time.monotonic() + limits.seconds)
 
-    Raises:
-        ImageError: The video is damaged, too large, too long, of another format, or without frames.
+
+@contextlib.contextmanager
+def _container(file: BinaryIO, limits: Limits) -> Iterator[tuple[Any, Any]]:
+    """Open a video file (MP4/MOV, Matroska/WebM or AVI); the container, and the video's codec.
+
+    The format is taken from the first bytes and no other is tried, so that formats that refer to
+    other files (playlists) are never opened.
     """
     import av
 
-    container_format = _video_format(content)
+    container_format = _video_format(file.read(12))
+    file.seek(0)
     if container_format is None:
         raise ImageError("The video is none of MP4, MOV, WebM, Matroska and AVI")
-    try:
-        with av.open(io.BytesIO(content), format=container_format) as container:
-            stream = _video_stream(container)
-            context = stream.codec_context
-            limits.check("video", context.width, context.height)
-            memory = _video_memory(context.width, context.height, len(content), limits)
-            reserve(memory)
-            context.options = {"max_pixels": str(limits.pixels)}  # holds if a later frame is larger
-            stream.thread_type, context.thread_count = "NONE", 1
-            yield from _sampled(container, limits, take, time.monotonic() + limits.seconds)
-    except ServeError:
-        raise
-    except MemoryError as error:
-        raise _too_much_memory("video", limits) from error
-    except Exception as error:
-        raise ImageError(f"The video is damaged: {type(error).__name__}") from error
+    with (
+        _readable("video", limits, "damaged"),
+        av.open(file, format=container_format) as container,
+    ):
+        if not container.streams.video:
+            raise ImageError("The video holds no pictures")
+        yield container, container.streams.video[0].codec_context
 
 
 def _sampled(
-    container: Any, limits: Limits, take: Callable[[int, int], None], until: float
+    container: Any, limits: Limits, most: int, until: float
 ) -> Iterator[tuple[Image.Image, int]]:
     """Decode the frames once, in order, and keep those that are shown at the wanted times."""
     times = _frame_times(container, limits, until)
@@ -222,7 +305,9 @@ def _sampled(
         _check_time(until)
         limits.check("video", frame.width, frame.height)
         if number in shown:
-            take(frame.width, frame.height)
+            most -= shown.count(number) * frame.width * frame.height
+            if most < 0:
+                raise ImageError("The video's frames have more pixels than its header tells")
             # One thread: by default there is one for each core, and each takes address space.
             yield frame.to_image(threads=1), shown.count(number)
             missing = False
@@ -258,19 +343,8 @@ def _check_time(until: float) -> None:
         raise ImageError("The video takes too long to decode: send a shorter or smaller one")
 
 
-def _too_much_memory(what: str, limits: Limits) -> ImageError:
-    return ImageError(
-        f"The {what} takes more than {limits.memory} bytes to decode: send a smaller one"
-    )
-
-
 def _memory(image: Image.Image, file_bytes: int) -> int:
-    """Return the most memory that decoding an image takes, in bytes, from its header.
-
-    Args:
-        image: An opened image, of which nothing has been decoded.
-        file_bytes: Size of the file.
-    """
+    """Return the most memory that decoding an opened image takes, in bytes, by its header."""
     pixels = image.width * image.height
     if image.format == "WEBP":
         return WEBP_COPIES * file_bytes + WEBP_BYTES * pixels + OVERHEAD
@@ -292,31 +366,6 @@ def _coefficients(image: JpegImageFile) -> int:
     down = max([1, *(v for _, v in sampling)])
     columns, rows = -(-image.width // (8 * across)), -(-image.height // (8 * down))
     return sum(2 * 64 * h * v * columns * rows for h, v in sampling)
-
-
-def _video_memory(width: int, height: int, file_bytes: int, limits: Limits) -> int:
-    """Return the memory that decoding a video may take, in bytes, without its finished frames.
-
-    Args:
-        width: Width of a frame, in pixels.
-        height: Height of a frame, in pixels.
-        file_bytes: Size of the file.
-        limits: Its limits.
-
-    Raises:
-        ImageError: It takes too much.
-    """
-    pixels = width * height
-    frames = limits.frames * IMAGE_BYTES * pixels  # the server holds them
-    least = file_bytes + LEAST_VIDEO_BYTES * pixels + OVERHEAD
-    limits.check_memory("video", width, height, frames + least)
-    return min(file_bytes + VIDEO_BYTES * pixels + 4 * OVERHEAD, limits.memory - frames)
-
-
-def _video_stream(container: Any) -> Any:
-    if not container.streams.video:
-        raise ImageError("The video holds no pictures")
-    return container.streams.video[0]
 
 
 def _video_format(content: bytes) -> str | None:

@@ -201,7 +201,7 @@ class MediaReader:
         if len(content) > most:
             raise too_large(what, most)
 
-        def take(width: int, height: int) -> None:
+        def take(count: int) -> None:
             left = SHARE * self._limits.seconds - pixels.seconds
             if left <= 0:
                 raise ImageError(
@@ -209,7 +209,7 @@ class MediaReader:
                     f"{SHARE * self._limits.seconds:g} s to decode together: send fewer or "
                     "smaller ones"
                 )
-            pixels.take(width * height)
+            pixels.take(count)
 
         job = Job(what, content, self._limits, take)
         del content  # the job drops it as soon as its decoder has it

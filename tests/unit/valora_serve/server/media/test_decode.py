@@ -22,7 +22,13 @@ from tests.support.icc_profiles import cmyk_profile
 from tests.support.videos import video_file
 from valora_data.images import decode_image as trained_on
 from valora_serve.errors import ImageError
-from valora_serve.server.media.decode import Limits, decode_image, decode_video
+from valora_serve.server.media.decode import (
+    Limits,
+    decode_image,
+    decode_video,
+    measure_image,
+    measure_video,
+)
 
 LIMITS = Limits(
     pixels=10**7,
@@ -39,7 +45,7 @@ LIMITS = Limits(
 def sampled(content, **limits):
     """Frames of a video, each as often as it is taken."""
     found = []
-    for image, times in decode_video(content, replace(LIMITS, **limits)):
+    for image, times in decode_video(io.BytesIO(content), replace(LIMITS, **limits)):
         found += [image] * times
     return found
 
@@ -170,19 +176,21 @@ def test_ordinary_sizes_at_the_limits_are_read():
 MEASURE = """
 import gc, json, re, sys
 from pathlib import Path
-from valora_serve.server.media.decode import Limits, decode_image
+from valora_serve.server.media.decode import Limits, decode_image, measure_image
 limits = Limits(10**8, 10**8, 10**5, 50.0, 2**40, 60.0, 60.0, 4)
 def memory(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
 found = []
 for file in sys.argv[1:]:
-    content, told = Path(file).read_bytes(), []
-    decode_image(Path(sys.argv[1]).read_bytes(), limits)  # libraries are loaded
+    with open(sys.argv[1], "rb") as opened:
+        decode_image(opened, limits)  # libraries are loaded
+    size, told = Path(file).stat().st_size, measure_image(open(file, "rb"), limits)[1]
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
     before = memory("VmRSS")
-    decode_image(content, limits, reserve=told.append)
-    found.append((told[0], memory("VmHWM") - before + len(content)))
+    with open(file, "rb") as opened:
+        decode_image(opened, limits)
+    found.append((told, memory("VmHWM") - before + size))
 print(json.dumps(found))
 """
 
@@ -220,39 +228,32 @@ def test_memory_is_known_before_anything_is_decoded(tmp_path):
 
 
 def test_memory_beyond_the_limit_is_refused_before_anything_is_decoded():
-    content = encoded(Image.new("RGB", (1000, 1000)), "JPEG", progressive=True)
-    told, asked = [], []
-    assert decode_image(content, LIMITS, reserve=told.append).size == (1000, 1000)
-    limits = replace(LIMITS, memory=told[0])
-    assert decode_image(content, limits, lambda *size: asked.append(size)).size
-    assert asked == [(1000, 1000)]
+    file = io.BytesIO(encoded(Image.new("RGB", (1000, 1000)), "JPEG", progressive=True))
+    pixels, told = measure_image(file, LIMITS)
+    assert pixels == 10**6
+    assert measure_image(file, replace(LIMITS, memory=told)) == (pixels, told)
     with pytest.raises(ImageError, match="bytes to decode"):
-        decode_image(content, replace(LIMITS, memory=told[0] - 1), asked.append)
-    assert len(asked) == 1
+        measure_image(file, replace(LIMITS, memory=told - 1))
 
 
 def test_coefficients_of_jpegs_are_counted():
     """Two bytes a sample for files of several scans, by the sampling of each component."""
     size = 1600, 800
     for options, samples in (({"subsampling": 0}, 3.0), ({"subsampling": 2}, 1.5)):
-        told = []
         content = encoded(Image.new("RGB", size), "JPEG", progressive=True, **options)
-        decode_image(content, LIMITS, reserve=told.append)
-        pixels = size[0] * size[1]
-        assert told[0] == len(content) + max(4 + 2 * samples, 8) * pixels + 2**23
+        pixels, told = measure_image(io.BytesIO(content), LIMITS)
+        assert told == len(content) + max(4 + 2 * samples, 8) * pixels + 2**23
 
 
 def test_a_video_and_its_frames_share_the_memory(tmp_path):
-    content = video_file(tmp_path / "a.mp4", size=(640, 480)).read_bytes()
-    told = []
-    next(iter(decode_video(content, LIMITS, reserve=told.append)))
-    assert told == [len(content) + 64 * 640 * 480 + 2**25]
+    file = io.BytesIO(video_file(tmp_path / "a.mp4", size=(640, 480)).read_bytes())
+    size = len(file.getvalue())
+    assert measure_video(file, LIMITS) == (4 * 640 * 480, size + 64 * 640 * 480 + 2**25)
     frames = 4 * 4 * 640 * 480
     tight = replace(LIMITS, memory=frames + 10 * 2**20 + 16 * 640 * 480)
-    next(iter(decode_video(content, tight, reserve=told.append)))
-    assert told[1] == tight.memory - frames
+    assert measure_video(file, tight)[1] == tight.memory - frames
     with pytest.raises(ImageError, match="bytes to decode"):
-        next(iter(decode_video(content, replace(LIMITS, memory=frames))))
+        measure_video(file, replace(LIMITS, memory=frames))
 
 
 @pytest.mark.parametrize("kind", [b"iCCP", b"zTXt", b"iTXt"])
@@ -274,12 +275,6 @@ def test_text_bombs_that_pillow_writes():
         info.add_text("Comment", "a" * 2**24, zip=True)
     with pytest.raises(ImageError):
         read(data_url(encoded(picture(), "PNG", pnginfo=info)))
-
-
-def test_a_jpeg_of_two_thousand_scans_is_given_up():
-    content = scans(encoded(Image.new("RGB", (3000, 3000)), "JPEG", progressive=True), 2000)
-    with pytest.raises(ImageError, match=r"longer than 0\.5 s to decode"):
-        read(data_url(content), decode_seconds=0.5)
 
 
 def archive(kind):
@@ -337,10 +332,10 @@ def test_fewer_frames_than_wanted_are_repeated(tmp_path):
 def test_video_limits(tmp_path):
     content = video_file(tmp_path / "a.mp4", count=20, rate=10).read_bytes()
     with pytest.raises(ImageError, match="pixels"):
-        sampled(content, pixels=64 * 48 - 1)
-    assert len(sampled(content, video_pixels=64 * 48 * 4)) == 4
+        measure_video(io.BytesIO(content), replace(LIMITS, pixels=64 * 48 - 1))
+    assert measure_video(io.BytesIO(content), replace(LIMITS, video_pixels=64 * 48 * 4))
     with pytest.raises(ImageError, match="4 frames of 64 x 48"):
-        sampled(content, video_pixels=64 * 48 * 4 - 1)
+        measure_video(io.BytesIO(content), replace(LIMITS, video_pixels=64 * 48 * 4 - 1))
     with pytest.raises(ImageError, match="longer than"):
         sampled(content, video_seconds=1.0)
     with pytest.raises(ImageError, match="larger than"):
@@ -379,7 +374,7 @@ def test_a_video_is_decoded_in_one_thread(tmp_path):
     content = video_file(tmp_path / "a.mp4", count=6).read_bytes()
     threads = Path("/proc/self/task")
     before = len(list(threads.iterdir()))
-    for _ in decode_video(content, LIMITS):
+    for _ in decode_video(io.BytesIO(content), LIMITS):
         assert len(list(threads.iterdir())) == before
 
 
@@ -399,7 +394,7 @@ def test_a_video_whose_frames_change_their_size(tmp_path):
         [(640, 640), (64, 64), (640, 640)], [(640, 640)] * 3, [(640, 640)] * 2,
     )  # fmt: skip
     with pytest.raises(ImageError, match="pixels"):
-        sampled(bytes(content), frames=3, pixels=64 * 64)
+        measure_video(io.BytesIO(content), replace(LIMITS, pixels=64 * 64))
 
 
 def places(content):
@@ -428,4 +423,4 @@ def test_random_damage_never_raises_anything_else(tmp_path):
         with contextlib.suppress(ImageError):
             sampled(bytes(broken_video), pixels=10**6, frames=3)
         with contextlib.suppress(ImageError):
-            decode_image(bytes(broken_image), replace(LIMITS, pixels=10**6))
+            decode_image(io.BytesIO(broken_image), replace(LIMITS, pixels=10**6))

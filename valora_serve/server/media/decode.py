@@ -113,6 +113,8 @@ def begin() -> None:
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)  # ends the process, also inside a codec
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, largest = resource.getrlimit(resource.RLIMIT_FSIZE)  # of files in memory, too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     warnings.simplefilter("ignore")
     system = ctypes.CDLL(None)
     if hasattr(system, "mallopt"):  # memory is given back when it is freed

@@ -210,7 +210,9 @@ def _memory_file(content: bytes | bytearray = b"") -> Iterator[FileIO]:
     """A file in memory, which a process of this user opens below /proc: nothing is pickled."""
     try:
         with open(os.memfd_create("media"), "w+b", buffering=0) as file:  # noqa: PTH123
-            file.write(content)
+            at = 0
+            while at < len(content):  # at a limit, a part is written before the error
+                at += file.write(memoryview(content)[at:])
             del content
             yield file
     except OSError as error:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -267,3 +268,16 @@ def test_time_of_a_requests_images_is_limited_together(slow):
     errors = asyncio.run(run())
     assert "longer than 0.3 s to decode" in errors[0]
     assert "longer than 0.9 s to decode together" in errors[3]
+
+
+def test_a_file_that_is_held_in_part_is_not_called_damaged(pool):
+    content = encoded(picture(), "PNG")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
+    try:
+        (found,) = decoded(pool, job(content))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert isinstance(found, OverloadedError)
+    (image,) = decoded(pool, job(content))[0]
+    assert image.size == picture().size

@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 10_879,
     "teachers/valora_teachers": 1_683,
     "kernels/valora_kernels": 4_570,
-    "valora_serve": 32_570,
+    "valora_serve": 32_583,
     "tests/*/valora_train": 8_515,
     "tests/*/valora_data": 4_986,
     "tests/*/valora_teachers": 1_366,

@@ -41,12 +41,12 @@ class Preprocessing:
         settings: EngineSettings,
         lmm: Lmm,
         context_length: int,
-        named: AdapterRegistry,
+        registry: AdapterRegistry,
         requests: Requests,
     ) -> None:
         self.tokenizer: Any = copy.deepcopy(lmm.tokenizer)
         self._settings, self._lmm, self._context_length = settings, lmm, context_length
-        self._registry, self._pool = named, requests.blocks.pool
+        self._registry, self._pool = registry, requests.blocks.pool
         self._adapters, self._prefixes = requests.adapters, requests.prefixes
         self._longest_token = max(map(len, lmm.tokenizer.get_vocab()))  # in characters
 

@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as BaseRoute
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from valora_serve.server.access.admission import Admission, RateLimiter
 from valora_serve.server.access.guard import Guard
@@ -59,6 +60,7 @@ DESCRIPTION = (
 WORKERS = 4
 """Threads for file access and for building large answers."""
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20  # of malloc.h; bytes
+_READ_BYTES = 16 * 1024
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the server asks for one"}
 
 
@@ -189,6 +191,18 @@ class _Proxies(ProxyHeadersMiddleware):
         await super().__call__({**scope, "client": client}, receive, send)  # type: ignore[arg-type]
 
 
+class SmallReads(H11Protocol):
+    """HTTP by h11, which bounds a request's head and keeps the body beside an offer to upgrade.
+
+    Parsing chunks of a byte takes h11 seconds for what asyncio reads at once by default.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        """Let other connections have their turn after each small part."""
+        transport.max_size = _READ_BYTES
+        super().connection_made(transport)
+
+
 def make_server(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
     """Make a uvicorn server for the application; it serves sockets made by `listen.bind`.
 
@@ -206,8 +220,7 @@ def make_server(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
     drain: Any = settings.drain_seconds
     config = uvicorn.Config(
         app,
-        # h11, unlike httptools, bounds a request's head, and an offer to upgrade keeps its body.
-        http="h11",
+        http=SmallReads,
         ws="none",
         lifespan="on",
         loop="asyncio",

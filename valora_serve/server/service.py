@@ -121,7 +121,7 @@ class Service:
             ticket.give_back()
 
     def _client(self, model: ServedModel) -> str:
-        """Who has a share of the machine for a request, as in `Intake`; "" where nobody has."""
+        """Who has a share of the machine for a request, as in `Preprocessing`; "" if nobody has."""
         if self._share_by == "adapter":
             return model.adapter or "base"
         return (caller.get() or "") if self._share_by == "key" else ""

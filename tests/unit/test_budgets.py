@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 4_986,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_214,
-    "tests/*/valora_serve": 29_288,
+    "tests/*/valora_serve": 29_286,
     "tests/unit/bench": 1_844,
     BENCH: 11_468,
 }

@@ -1,7 +1,4 @@
-"""The arrangements of kernels that tiling tables choose from: their sizes, and their search.
-
-`launching.LAUNCHES` has what runs them. Nothing here needs torch.
-"""
+"""The arrangements of kernels that tiling tables choose from, with their search; needs no torch."""
 
 from __future__ import annotations
 
@@ -32,18 +29,11 @@ Timer = Callable[[str, Sequence[Tiling], int], Times]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What the choice of tilings must know of a way to compute the operator.
+    """What the choice of tilings must know of a way to compute the operator."""
 
-    Attributes:
-        memory: Bytes of shared memory that a program needs at most, for 16-bit tiles and a rank.
-        programs: Programs that it launches, counting the kernel that decides the time.
-        search: Tries tilings of a group for so many rows of so many adapters on a GPU, and returns
-            the candidates for the final.
-    """
-
-    memory: Callable[[Tiling, int], int]
-    programs: Callable[[Tiling, Shape], float]
-    search: Callable[[Timer, ProjectionGroup, int, int, Gpu], Times]
+    memory: Callable[[Tiling, int], int]  # bytes of shared memory a program needs, for a rank
+    programs: Callable[[Tiling, Shape], float]  # that the deciding kernel launches
+    search: Callable[[Timer, ProjectionGroup, int, int, Gpu], Times]  # for rows, adapters
 
 
 def fits(tiling: Tiling, shape: Shape, gpu: Gpu) -> bool:
@@ -85,10 +75,7 @@ def whole_shrink(tiling: Tiling, in_features: int) -> Tiling:
 
 
 def beside_product(tiling: Tiling, in_features: int) -> Tiling:
-    """The two steps beside a base product, whichever tiling was chosen for the operator alone.
-
-    There is time to sum h up, and few programs leave the base product its place.
-    """
+    """The two steps beside a base product: time to sum h up, but place for few programs."""
     split = -(-in_features // (4 * 128)) * 128
     return Tiling(SHRINK_EXPAND, max(tiling.rows, 16), 256, 128, split, 64, gather=True, stages=4)
 

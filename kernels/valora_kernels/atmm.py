@@ -32,21 +32,18 @@ def atmm(
 ) -> None:
     """y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ, for each projection that shares x.
 
-    Sums are in fp32 and y is rounded once. Nothing waits for the device, and after one call to warm
-    up, everything can be captured in a CUDA graph (see `LoraBatch`). Where there is no GPU or no
-    Triton the reference computes the same.
+    Sums are in fp32 and y is rounded once; without a GPU or Triton the reference computes the same.
+    Nothing waits for the device; after a first call it can be captured in a graph (`LoraBatch`).
 
     Args:
         ys: [P] tensors [rows, out_features[p]], changed in place.
         x: [rows, in_features].
         weights: A and B of every adapter, of the same dtype.
         batch: Which rows have which adapters.
-        tiling: How to compute it, with the kernels wherever x is (on a CPU they need Triton's
-            interpreter); by default what the table of the GPU says.
+        tiling: Forces the kernels wherever x is; by default what the table of the GPU says.
 
     Raises:
-        ValueError: Shapes, dtypes, devices, strides, ranks or adapters that do not fit, or an
-            unknown arrangement, before anything is launched.
+        ValueError: Arguments that do not fit each other, before anything is launched.
     """
     check(ys, x, weights, batch)
     if tiling is None and not use_triton(x):
@@ -92,10 +89,7 @@ def _out_of_resources() -> type[Exception]:
 def launch(
     tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
-    """Run one arrangement of the kernels, without checks; arguments as of `atmm`.
-
-    Without `add` y is overwritten, with zeros where a row has no adapter.
-    """
+    """Run one arrangement without checks, see `atmm`; without `add` all of y is overwritten."""
     LAUNCHES[tiling.arrangement](tiling, ys, x, weights, batch, add=add)
 
 
@@ -119,10 +113,7 @@ def launch_fitting(
 
 
 def _one_adapter(weights: LoraWeights, batch: LoraBatch) -> bool:
-    """Whether all rows have the same single adapter, which lies in memory as a matrix.
-
-    The batch of a CUDA graph may have any mix at its next replay.
-    """
+    """Whether all rows have one adapter that lies as a matrix; a graph may replay any mix."""
     return batch.one_adapter and not batch.fixed and not weights.paged
 
 
@@ -192,15 +183,11 @@ def check(ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch) -> Non
 
 
 class LoraOperator(ABC):
-    """One way to compute y += Σ coefficient · scaling · (x Aᵀ) Bᵀ.
+    """One way to compute y += Σ coefficient · scaling · (x Aᵀ) Bᵀ, without state.
 
-    Instances have no state; there is one of each class, see `operators.operator`. Where
-    `batch.fixed` is set, a call is captured in a CUDA graph: its shapes may depend on the sizes of
-    the batch only, and what it reads of the batch must lie on the device.
-
-    Attributes:
-        adaptive: Whether the operator computes base product and LoRA together
-            (`project.add_projection`); others add to the library's product.
+    Where `batch.fixed` is set a call is captured in a CUDA graph: its shapes may depend on the
+    sizes of the batch only, and what it reads of the batch must lie on the device. An `adaptive`
+    one computes base product and LoRA together (`project.add_projection`).
     """
 
     adaptive: ClassVar[bool] = False

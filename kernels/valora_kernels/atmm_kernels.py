@@ -1,15 +1,8 @@
 """The Triton kernels of the LoRA operator (VaLoRA §4.3): shrink h = scale · x Aᵀ, expand y += h Bᵀ.
 
-There are two arrangements of the two steps, and the tiling table chooses between them:
-
-- `shrink_kernel`, then `expand_kernel`: two launches. When the first one ends, the second one has
-  already started and loaded its weights (programmatic dependent launch).
-- `fused_kernel`: one launch. Each program shrinks its rows over the whole input width, keeps h in
-  registers and expands it over the outputs.
-
-Weights are read before `gdc_wait` and activations after it, because a preceding kernel may write
-activations but never weights. Every program waits, so that the end of a grid implies the end of all
-grids before it.
+Weights are read before `gdc_wait` and activations after it (programmatic dependent launch), because
+a preceding kernel may write activations but never weights. Every program waits, so that the end of
+a grid implies the end of all grids before it.
 """
 
 # Triton decides branches on constants (`if P > 1:`) at compile time, so they are not merged with
@@ -74,10 +67,7 @@ def _shrink_tile(
     PAGED: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
     PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute scale · x Aᵀ of one tile of rows, one block of ranks and one part of the input width.
-
-    With GATHER the program that finishes last sums the parts, always in the same order.
-    """
+    """Shrink a tile by a block of ranks and a part of the width; GATHER: the last sums in order."""
     rank = tl.load(records + tile * 4 + 2 * term + 1)
     if rank > rank_block * BR:
         adapter = tl.load(records + tile * 4 + 2 * term)
@@ -203,8 +193,7 @@ def shrink_kernel(
     With BY_ROW h is in the order of the rows, and the next kernel, which reads x too, may start
     only when everything before this kernel is done. With BESIDE the kernel before is `base_kernel`,
     which lets this one start once x is ready. Then only the last program waits for it, so that the
-    end of this grid still implies the end of that one. With TURNS the grid has fewer tiles than
-    there may be, and each program takes those that are there in turns.
+    end of this grid still implies the end of that one. With TURNS programs take tiles in turns.
     """
     if PDL:
         if BY_ROW:
@@ -323,8 +312,7 @@ def expand_kernel(
 ):  # fmt: skip
     """Compute y += Σ_t h_t B_tᵀ, rounded once. Grid: tiles × groups of LOOP output blocks.
 
-    Without ADD y is overwritten, with zeros in rows that have no adapter. With TURNS the grid has
-    fewer tiles than there may be, and each program takes those that are there in turns.
+    Without ADD y is overwritten, also with zeros. With TURNS programs take tiles in turns.
     """
     if PDL:
         gdc_launch_dependents()
@@ -360,10 +348,7 @@ def fused_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr,
     PDL: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute y += Σ_t scale_t · (x A_tᵀ) B_tᵀ. Grid: tiles × P × PARTS of the output width.
-
-    Without ADD y is overwritten, with zeros in rows that have no adapter.
-    """
+    """Compute y += Σ_t scale_t · (x A_tᵀ) B_tᵀ, or y = without ADD. Grid: tiles × P × PARTS."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,8 +1,7 @@
 """Triton kernels of causal attention over paged keys and values, split along long sequences.
 
-One kernel serves prompts and decode steps: a tile holds some rows of one sequence with all query
-heads that share a head of keys and values. Everything that changes from step to step is read from
-device memory, so that a CUDA graph can replay the launches.
+A tile holds some rows of one sequence with all query heads that share a head of keys and values.
+What changes from step to step is read from device memory, so that CUDA graphs can replay.
 """
 
 # Triton's functions have no types that a checker could use.
@@ -22,10 +21,9 @@ def append_kernel(
 ):  # fmt: skip
     """Write the keys and values of a step to the cache; each program writes one row.
 
-    `keys` and `values` of a layer are [pages, tokens, H, D], the last two dimensions dense; `key`
-    and `value` are [rows, H, D]; `_row` and `_head` are strides. `pages` [rows] int32 is below 0
-    for rows that are not written, `offsets` [rows] int32 the token within the page. HP and DP are
-    H and D, rounded up to powers of two.
+    `keys`, `values` of a layer are [pages, tokens, H, D], `key`, `value` [rows, H, D]; `_row` and
+    `_head` are strides. `pages` [rows] int32 is below 0 for rows that are not written, `offsets`
+    [rows] int32 the token within the page. HP and DP are H and D, rounded up to powers of two.
     """
     row = tl.program_id(0).to(tl.int64)
     page = tl.load(pages + row).to(tl.int64)
@@ -50,20 +48,12 @@ def attention_kernel(
     """Attend causally from one tile of rows, for one head of keys and values and one split.
 
     `query` is [rows, heads, D], `key` and `value` [rows, heads / G, D], `keys` and `values` as of
-    `append_kernel`, with PAGE tokens a page.
-
-    - `out`: [rows, heads, D], dense; written if SPLITS is 1.
-    - `partial`: [SPLITS, rows, heads, D] float32, output of each split, if there are several.
-    - `sums`: [SPLITS, rows, heads] float32, binary logarithm of each split's sum of weights.
-    - `tiles`: [programs, 4] int32: first page of the sequence in `indices`, first row of the tile,
-      number of its rows (0 for an empty tile), and position of the first one.
-    - `indices`: Pages of all sequences, int32.
-    - `scale`: Factor of the scores, times log2(e).
-    - `G`: Query heads that share a head of keys and values.
-    - `BM`: Rows times G that a tile has room for.
-    - `BN`: Tokens of the cache per iteration.
-    - `SPLITS`: Programs that share the tokens of a sequence.
-    - `FUSED`: Whether tiles have one row, whose key and value this kernel also writes.
+    `append_kernel`, with PAGE tokens a page. `out` [rows, heads, D] is written if SPLITS is 1,
+    else `partial` [SPLITS, rows, heads, D] and `sums` [SPLITS, rows, heads], both float32: outputs
+    of splits and binary logarithms of their sums of weights. `tiles` [programs, 4] int32: first
+    page of the sequence in `indices` (int32), first row of the tile, its rows (0 if it is empty),
+    position of the first one. `scale` has the factor log2(e). A tile has room for BM rows times G;
+    BN tokens are read at a time. FUSED: tiles have one row, whose key and value are written here.
     """
     head, split = tl.program_id(1), tl.program_id(2)
     tile = tiles + 4 * tl.program_id(0)
@@ -149,10 +139,7 @@ def combine_kernel(
     out, partial, sums, tiles, rows, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     SPLITS: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of one row and one query head; arguments as of `attention_kernel`.
-
-    Tiles have one row here.
-    """
+    """Combine the splits of one row and one query head; arguments as of `attention_kernel`."""
     tile = tiles + 4 * tl.program_id(0)
     row, count = tl.load(tile + 1).to(tl.int64), tl.load(tile + 2)
     if count == 0:

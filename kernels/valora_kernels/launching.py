@@ -80,11 +80,7 @@ def start(kernel: Any, programs: int, *arguments: object, **options: object) -> 
 
 @contextmanager
 def compiling_together(threads: int) -> Iterator[None]:
-    """Compile the kernels that are started within a block, in several threads, and launch none.
-
-    Raises:
-        ImportError: This version of Triton compiles one after the other only.
-    """
+    """Compile kernels started within a block in threads, and launch none; needs a recent Triton."""
     from triton import AsyncCompileMode
 
     with ThreadPoolExecutor(threads, "compile") as pool, AsyncCompileMode(pool):
@@ -141,10 +137,7 @@ def places_of(table: DeviceTiles, tensor: torch.Tensor) -> int:
 
 
 def outputs_of(ys: Tensors) -> tuple[Any, ...]:
-    """Three tensors, their row strides and their widths, both in steps of `ALIGNMENT`.
-
-    The kernels take three; with fewer projections the first one fills up.
-    """
+    """Three tensors (the first fills up), row strides and widths, both in steps of `ALIGNMENT`."""
     three = [*ys, ys[0], ys[0]][:3]
     strides = [y.stride(0) // ALIGNMENT for y in three]
     return (*three, *strides, *(y.shape[1] // ALIGNMENT for y in three))
@@ -153,11 +146,7 @@ def outputs_of(ys: Tensors) -> tuple[Any, ...]:
 def tiles_to_launch(
     table: DeviceTiles, batch: LoraBatch, tensor: torch.Tensor, *, add: bool = True
 ) -> int:
-    """Tiles in use; in a batch for CUDA graphs, as many as any mix can need.
-
-    Raises:
-        ValueError: A CUDA graph is being captured with a batch that is not for graphs.
-    """
+    """Tiles in use; in a batch for CUDA graphs, as many as any mix can need."""
     if batch.fixed:
         return table.capacity
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -170,10 +159,8 @@ def _tiles_at_once(
 ) -> int:
     """Tiles that a grid has; with fewer than all, its programs take turns.
 
-    A batch for CUDA graphs has room for the tiles of any mix of adapters, and most of them are
-    empty in most steps: beside 1,024 rows, tiles for 128 more adapters made an expansion to 22,016
-    columns 28 us longer on an H100, by a tenth of the base product. So only as many are launched as
-    rows of few adapters fill, or as occupy the processors.
+    Most tiles of a batch for graphs are empty: beside 1,024 rows, those for 128 more adapters
+    made an expansion to 22,016 columns 28 us longer on an H100, by a tenth of the base product.
     """
     if not batch.fixed:
         return tiles
@@ -239,11 +226,7 @@ def expand(
     batch: LoraBatch,
     add: bool = True,
 ) -> None:
-    """Compute y += h Bᵀ, the second step, for h and its number of parts from `shrink`.
-
-    `tiling` has the `rows` of the first step. Without `add` y is overwritten, with zeros where a
-    row has no adapter.
-    """
+    """Compute y += h Bᵀ for what `shrink` returned (y = without `add`); `tiling.rows` as there."""
     table = batch.tiles(tiling.rows)
     tiles = tiles_to_launch(table, batch, ys[0], add=add)
     if not tiles:
@@ -265,11 +248,7 @@ def expand(
 def _shrink_expand(
     tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
-    """Two launches; the second is in flight, its weights loaded, when the first ends.
-
-    The input width can be split over programs, whose parts of h are summed by the last shrinking
-    program of a tile (`Tiling.gather`) or by every expanding one.
-    """
+    """Two launches; the second is in flight, its weights loaded, when the first ends."""
     h, parts = shrink(tiling, x, weights, batch)
     expand(tiling, ys, h, parts, weights, batch, add=add)
 
@@ -277,10 +256,7 @@ def _shrink_expand(
 def _fused(
     tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
-    """One launch: a program shrinks its rows over the whole input width and expands them.
-
-    h stays in registers. Only many rows occupy the GPU this way, and large ranks do not fit.
-    """
+    """One launch, h stays in registers; few rows do not occupy the GPU, large ranks do not fit."""
     table = batch.tiles(tiling.rows)
     tiles = tiles_to_launch(table, batch, x, add=add)
     if not tiles:
@@ -312,8 +288,7 @@ LAUNCHES: dict[str, Callable[..., None]] = {
     FUSED: _fused,
     "dense": _dense,
 }
-"""What runs each arrangement: `launch(tiling, ys, x, weights, batch, *, add)`, without checks.
+"""`launch(tiling, ys, x, weights, batch, *, add)` of each arrangement, without checks.
 
-Tables choose from `ARRANGEMENTS`; they cannot choose `dense`, because shapes do not tell whether
-all rows have one adapter.
+Tables cannot choose `dense`: shapes do not tell whether all rows have one adapter.
 """

@@ -1,9 +1,4 @@
-"""Which tiling for which shape, from the table of a GPU (VaLoRA §4.3.2).
-
-`search` measures the candidates on a GPU and writes the fastest of each shape into a JSON table.
-Look-up takes the tiling of that shape or of the nearest measured one; where nothing was measured,
-rules decide.
-"""
+"""Which tiling for which shape: that of the nearest measured one, else by rules (VaLoRA §4.3.2)."""
 
 from __future__ import annotations
 
@@ -30,8 +25,8 @@ if TYPE_CHECKING:
 VERSION = 2
 
 FEATURE_WEIGHTS = np.array([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
-"""How far apart shapes are that differ by a factor of two in inputs, outputs, projections, rank,
-rows, adapters or rows per adapter, or in whether LoRA comes first."""
+"""Distance for a factor of two in inputs, outputs, projections, rank, rows, adapters, rows per
+adapter; and for `first`."""
 
 STARTUP_ELEMENTS = 6e6
 """16-bit elements that could move while a kernel starts, in 3 µs."""
@@ -79,13 +74,7 @@ def _features(shape: Shape) -> np.ndarray:
 
 
 class TilingTable:
-    """The fastest tilings that were measured on one GPU.
-
-    Args:
-        gpu: The GPU's record.
-        entries: Shape and tiling of each measurement.
-        microseconds: What some of them took.
-    """
+    """The fastest tilings that were measured on one GPU, with microseconds of some of them."""
 
     def __init__(
         self,
@@ -137,12 +126,7 @@ class TilingTable:
 
     @classmethod
     def load(cls, path: Path, gpu: Gpu) -> TilingTable:
-        """Read a table that `save` wrote.
-
-        Raises:
-            ValueError: Another version of the format, a table of another GPU, an arrangement that
-                no table may choose, or no table at all.
-        """
+        """Read a table that `save` wrote; a `ValueError` says that it is none for this GPU."""
         text = path.read_text()
         try:
             data = json.loads(text)
@@ -216,11 +200,7 @@ def _completed(table: TilingTable) -> TilingTable:
 
 
 def use_table(table: TilingTable) -> None:
-    """Choose the tilings of a table's GPU from that table from now on.
-
-    Shapes that it does not have come from the table of a GPU like it, if there is one. CUDA graphs
-    keep the tilings that they were captured with.
-    """
+    """Choose tilings of a table's GPU from it, then from a GPU like it; CUDA graphs keep theirs."""
     _tables[table.gpu] = _completed(table)
     choose.cache_clear()
 

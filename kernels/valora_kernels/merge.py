@@ -1,8 +1,7 @@
-"""Merge one adapter into the weights of all layers in one launch, and unmerge it exactly.
+"""Merge one adapter into the weights of all layers in one launch, and unmerge it exactly (§4.4).
 
-VaLoRA §4.4 switches modes by merging. Adding B·A to a 16-bit weight and subtracting it later
-leaves an error that grows with every switch, so the base weights are kept: merging writes
-pristine + scaling · B · A, rounded once, and unmerging copies the pristine bits back.
+Adding B·A to a 16-bit weight and subtracting it later leaves an error that grows with every switch,
+so merging writes pristine + scaling · B · A, rounded once, and unmerging copies the pristine bits.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ MATRIX_ALIGNMENT = 128
 
 @dataclass(frozen=True, slots=True)
 class MergeTiling:
-    """Tile sizes of the merge kernel.
-
-    Each program computes a strip of `outputs` rows and `span` columns in steps of `inputs` columns,
-    `ranks` rank rows at a time, with the loads of `stages` steps in flight.
-    """
+    """A program computes a strip of `outputs` rows and `span` columns, `inputs` columns a step."""
 
     outputs: int = 64
     inputs: int = 128
@@ -44,16 +39,12 @@ class MergeTiling:
 class MergeableWeights:
     """The weights that adapters can be merged into, in one allocation beside a pristine copy.
 
-    The weights of the model's linears are views of `live`, so every reader sees a merge.
+    The weights of the model's linears are views of the flat `live`, so every reader sees a merge.
 
     Args:
         shapes: (outputs, inputs) of every matrix by its name, in the order of the memory.
         dtype: Type of the weights and of the adapters.
         device: Device of the weights.
-
-    Attributes:
-        shapes: (outputs, inputs) of every matrix by its name.
-        live: Flat memory of the weights that the model reads.
     """
 
     def __init__(
@@ -77,10 +68,7 @@ class MergeableWeights:
 
     @cached_property
     def pristine(self) -> torch.Tensor:
-        """Flat memory of the base weights, laid out like `live` and copied from it at first use.
-
-        Before that, the weights that were copied into `live` can be freed to make room for it.
-        """
+        """The base weights, laid out like `live` and copied from it at first use."""
         return self.live.clone()
 
     def keep(self) -> None:
@@ -97,12 +85,7 @@ class MergeableWeights:
         return memory[start : start + outputs * inputs].view(outputs, inputs)
 
     def set(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Copy a weight [outputs, inputs] into `live`, and return the view for the model to read.
-
-        Raises:
-            ValueError: The name or shape is not among `shapes`.
-            RuntimeError: `pristine` was taken before.
-        """
+        """Copy a weight [outputs, inputs] into `live`, before `pristine` is used; return it."""
         want = self.shapes.get(name)
         if want != tuple(weight.shape):
             raise ValueError(f"{name}: expected shape {want}, got {tuple(weight.shape)}")
@@ -114,13 +97,7 @@ class MergeableWeights:
         return view
 
     def bind(self, sources: Mapping[str, tuple[LoraWeights, int]]) -> None:
-        """Name the adapters of each matrix: LoRA weights, and which of their projections it is.
-
-        Merges leave matrices without a source as they are.
-
-        Raises:
-            ValueError: A name, shape, dtype or device differs from the matrix.
-        """
+        """Name the adapters of each matrix: LoRA weights, and which of their projections it is."""
         for name, (weights, projection) in sources.items():
             shape, memory = (weights.out_features[projection], weights.in_features), weights.a
             got = (memory.dtype, memory.device, shape)
@@ -138,12 +115,8 @@ class MergeableWeights:
     ) -> None:
         """Set live = pristine + scaling · B · A in all bound matrices, in fp32 and rounded once.
 
-        To switch to another adapter, call it again: what was merged before does not matter. Nothing
-        waits for the device. A `tiling` runs the kernel wherever the weights are; by default it has
-        its defaults on a GPU, and plain torch merges elsewhere.
-
-        Raises:
-            ValueError: No sources are bound, or they do not have the slot or rank.
+        What was merged before does not matter, nothing waits for the device. A `tiling` runs the
+        kernel wherever the weights are. A `ValueError` says that no source has the slot and rank.
         """
         if not self._sources:
             raise ValueError("merge: expected bound adapters, got none: call bind first")
@@ -178,10 +151,7 @@ class MergeableWeights:
             self.weight(name).copy_(merged)
 
     def merge_by_matrix(self, slot: int, rank: int, scaling: float) -> None:
-        """Merge as systems without a swift switch do; the weights are those of `merge`.
-
-        The adapter before is unmerged first, and the host waits for every step.
-        """
+        """Merge as systems without a swift switch do: unmerge first, and wait for every step."""
         self.unmerge_by_matrix()
         self._merge_each(slot, rank, scaling)
         self._wait()
@@ -205,11 +175,7 @@ class MergeableWeights:
         self.live.copy_(self.pristine)
 
     def _table(self, tiling: MergeTiling) -> tuple[torch.Tensor, torch.Tensor]:
-        """The kernel's `tiles` [programs, 2] int32 and `matrices` [matrices, 7] int64.
-
-        Addresses of adapters are counted in elements from the first source's memories, because all
-        sources share one address space.
-        """
+        """`tiles` [programs, 2] int32 and `matrices` [matrices, 7] int64, as of `merge_kernel`."""
         if tiling not in self._tables:
             device, size = self.live.device, self.live.element_size()
             first = next(iter(self._sources.values()))[0]

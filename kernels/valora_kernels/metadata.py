@@ -1,8 +1,7 @@
 """Which rows of a batch use which adapters: built once per batch, shared by all layers.
 
-`group_rows` sorts the rows, `tile_rows` and `block_rows` lay out what kernels read; all are plain
-numpy. `LoraBatch` keeps it in device buffers of fixed size and address, so that one captured CUDA
-graph serves any mix of adapters.
+`group_rows`, `tile_rows` and `block_rows` are plain numpy; `LoraBatch` keeps what they make in
+device buffers of fixed size and address, so that a captured CUDA graph serves any mix of adapters.
 """
 
 from __future__ import annotations
@@ -35,27 +34,16 @@ MAX_TERMS = 2
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Rows of a batch sorted into segments that share their adapters (VaLoRA §4.3).
+    """Rows of a batch sorted into segments that share their adapters (VaLoRA §4.3)."""
 
-    Attributes:
-        rows: Number of rows of the batch, including those without an adapter.
-        terms: Terms per row: 1 if no row has a second adapter, else 2.
-        order: [active] int32, numbers of the rows with an adapter, segment after segment.
-        starts: [segments + 1] int32, position in `order` at which each segment starts.
-        adapters: [segments, 2] int32, adapter of each term, `NONE` without one.
-        ranks: [segments, 2] int32, rank of each term's adapter, 0 without one.
-        scale: [active, 2] float32, coefficient · scaling of each term, in the order of `order`.
-        base: [rows − active] int32, rows without an adapter.
-    """
-
-    rows: int
-    terms: int
-    order: NDArray[np.int32]
-    starts: NDArray[np.int32]
-    adapters: NDArray[np.int32]
-    ranks: NDArray[np.int32]
-    scale: NDArray[np.float32]
-    base: NDArray[np.int32]
+    rows: int  # including those without an adapter
+    terms: int  # 1 if no row has a second adapter, else 2
+    order: NDArray[np.int32]  # [active] rows with an adapter, segment after segment
+    starts: NDArray[np.int32]  # [segments + 1] position in `order` of each segment
+    adapters: NDArray[np.int32]  # [segments, 2] adapter of each term, or `NONE`
+    ranks: NDArray[np.int32]  # [segments, 2] its rank, or 0
+    scale: NDArray[np.float32]  # [active, 2] coefficient · scaling of each term, as `order`
+    base: NDArray[np.int32]  # [rows − active] rows without an adapter
 
     @property
     def segments(self) -> int:
@@ -69,11 +57,7 @@ class Grouping:
 
     @property
     def effective_adapters(self) -> float:
-        """Effective number of adapters, 1 / Σ p² over each segment's share p of the rows.
-
-        It equals the number of segments if all are equally long, and is smaller if a few segments
-        have most rows. Tilings depend on the segment length that most rows see.
-        """
+        """1 / Σ p² over each segment's share p of the rows: what most rows see."""
         if self.segments <= 1:
             return 1.0
         share = np.diff(self.starts) / self.active
@@ -91,13 +75,11 @@ def group_rows(
     """Sort rows into segments that share their adapters; rows of one stay in the batch's order.
 
     Args:
-        adapters: [runs] or [runs, terms ≤ 2] adapter of each term of a run of neighbouring rows,
-            `NONE` for none.
+        adapters: [runs] or [runs, terms ≤ 2] adapters of a run of neighbouring rows, or `NONE`.
         ranks: [slots] rank of each adapter; 0 for an empty slot.
         scalings: [slots] scaling of each adapter (alpha / r, or alpha / √r with rsLoRA).
-        coefficients: Like `adapters`: the factor of each term, such as −1 to subtract an adapter;
-            1 everywhere by default.
-        counts: [runs] number of rows of each run, at least 1; each run is one row by default.
+        coefficients: Factors like `adapters`, such as −1 to subtract one; 1 by default.
+        counts: [runs] number of rows of each run, at least 1 and by default 1.
         rows: Number of rows; those behind the runs have no adapter. There are none by default.
 
     Raises:
@@ -161,11 +143,7 @@ def _one_run(
     counts: ArrayLike,
     rows: int | None,
 ) -> Grouping | None:
-    """What `group_rows` returns where a single run has an adapter; None for other batches.
-
-    A lone prompt waits for it: numpy's operations take a host some 5 us each after a wait for the
-    GPU, and these are a third of the general ones.
-    """
+    """`group_rows` for one run with an adapter, for which a lone prompt waits; None for others."""
     given, lengths = np.asarray(adapters), np.asarray(counts)
     if len(lengths) > FEW_RUNS or given.ndim != 2 or given.shape != (len(lengths), 1):
         return None
@@ -259,23 +237,13 @@ def tile_capacity(rows: int, segments: int, block: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A grouping cut into tiles of `block` rows; no tile spans two segments.
+    """A grouping cut into tiles of `block` rows of one segment; those without adapter come last."""
 
-    Tiles of rows without an adapter come last, because only calls that overwrite y launch them.
-
-    Attributes:
-        records: [capacity, 4] int32: adapter and rank of term 0, adapter and rank of term 1.
-            Tiles without an adapter and unused ones have rank 0.
-        rows: [capacity · block] int32, row numbers; `NONE` where a tile has fewer rows.
-        scale: [2, capacity · block] float32, coefficient · scaling of each term, 0 on padding.
-        count: Number of tiles whose rows have an adapter; in `total` are those of all rows.
-    """
-
-    records: NDArray[np.int32]
-    rows: NDArray[np.int32]
-    scale: NDArray[np.float32]
-    count: int
-    total: int
+    records: NDArray[np.int32]  # [capacity, 4] adapter and rank of term 0, of term 1; rank 0: none
+    rows: NDArray[np.int32]  # [capacity · block] row numbers, or `NONE`
+    scale: NDArray[np.float32]  # [2, capacity · block] coefficient · scaling of each term, or 0
+    count: int  # tiles whose rows have an adapter
+    total: int  # tiles of all rows
 
 
 def _tile_parts(memory: Any, block: int, capacity: int, float32: object) -> tuple[Any, ...]:
@@ -327,17 +295,11 @@ def tile_rows(
 
 
 class RowBlocks(NamedTuple):
-    """The adapters of each block of neighbouring rows, for projections with folded expansion.
+    """The adapters of each block of neighbouring rows, for projections with folded expansion."""
 
-    Attributes:
-        slot_of_row: [rows] int32, adapter of each row, `NONE` without one.
-        counts: [blocks] int32, number of adapters in each block.
-        lists: [blocks, capacity, 2] int32, adapter and rank of each adapter in each block.
-    """
-
-    slot_of_row: NDArray[np.int32]
-    counts: NDArray[np.int32]
-    lists: NDArray[np.int32]
+    slot_of_row: NDArray[np.int32]  # [rows] adapter of each row, or `NONE`
+    counts: NDArray[np.int32]  # [blocks] adapters in each block
+    lists: NDArray[np.int32]  # [blocks, capacity, 2] adapter and rank of each one
 
 
 def _block_parts(memory: Any, block: int, rows: int, capacity: int) -> tuple[Any, ...]:
@@ -453,10 +415,7 @@ class Scratch:
         self._kept: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, use: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """At least so many elements, which calls of the same use and dtype share.
-
-        They are zero at first; a kernel that relies on this must leave them zero.
-        """
+        """At least so many elements for a use: zero at first, left zero where that counts."""
         kept = self._kept.setdefault((use, dtype), [])
         if not kept or kept[-1].numel() < elements:
             # Smaller buffers stay allocated: a captured graph may hold their addresses.
@@ -467,27 +426,15 @@ class Scratch:
 class LoraBatch:
     """The adapters of one batch, in fixed device buffers that all layers read.
 
-    Call `update` before every batch, then `atmm` for every projection. In a CUDA graph the buffers
-    keep their addresses, and the launch grids cover the worst case of `max_rows` rows in
-    `max_segments` segments, so a replay after `update` computes the new mix.
+    Call `update` before every batch, then `atmm` for every projection. Captured in a CUDA graph,
+    buffers keep their addresses and grids cover `max_rows` rows in `max_segments` segments.
 
     Args:
         max_rows: Most rows of a batch; a captured graph has exactly as many.
         max_segments: Most different (adapter, second adapter) pairs of a batch.
         device: Device on which `atmm` runs.
-        fixed: Whether CUDA graphs are captured with it: the numbers of rows and terms stay, and
-            launches cover the worst case.
-        scratch: Working memory of the calls, which other batches of the same stream may share;
-            its own by default.
-
-    Attributes:
-        gpu: Record of the device's GPU.
-        grouping: The batch of the last `update`.
-        max_rank: Largest rank of the batch's adapters.
-        last_adapter: Highest adapter index of the batch.
-        effective_adapters: `Grouping.effective_adapters` of the batch.
-        one_adapter: Whether all rows of the batch have the same single adapter.
-        terms: Terms per row that kernels are launched for.
+        fixed: Whether CUDA graphs are captured with it, so that rows and terms stay.
+        scratch: Working memory that batches of the same stream may share; its own by default.
     """
 
     def __init__(
@@ -518,14 +465,9 @@ class LoraBatch:
         counts: ArrayLike | None = None,
         rows: int | None = None,
     ) -> None:
-        """Describe the next batch; see `group_rows` for the arguments.
+        """Describe the next batch, see `group_rows`; a `ValueError` says that it has no room.
 
-        The copies to the device are enqueued on the current stream, and nothing waits for them:
-        now if graphs may read them again, otherwise by the first call that reads them.
-
-        Raises:
-            ValueError: What `group_rows` raises, or more rows, segments or terms than there is
-                room for.
+        Copies to the device are enqueued: now if graphs read them, else by the first reader.
         """
         grouping = group_rows(adapters, ranks, scalings, coefficients, counts, rows)
         if grouping.rows > self.max_rows:

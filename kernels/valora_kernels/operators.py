@@ -21,11 +21,7 @@ OPERATORS[ATMM] = "valora_kernels.atmm:Atmm"
 
 @cache
 def operator(name: str) -> LoraOperator:
-    """The operator of a name; the same instance every time.
-
-    Raises:
-        ValueError: The name is not registered.
-    """
+    """The one instance of a registered operator; others are a `ValueError`."""
     if name not in OPERATORS:
         known = ", ".join(sorted(OPERATORS))
         raise ValueError(f"unknown LoRA operator {name!r}: choose one of {known}")

@@ -1,10 +1,7 @@
 """Base projection and LoRA together: y = x·Wᵀ + bias + Σ coefficient · scaling · (x Aᵀ) Bᵀ.
 
-There are three ways, and the record of the GPU says which one is the fastest for which sizes:
-
-- `_beside`: the shrink runs beside our own base product, the expansion follows;
-- `_fold`: the expansion is folded into the sum of our own base product;
-- `_apart`: the library computes the base product, and LoRA runs before or after it.
+The record of the GPU says which way is the fastest: `_beside` runs the shrink beside our own base
+product, `_fold` expands within its sum, `_apart` has the library's, and LoRA before or after.
 """
 
 from __future__ import annotations
@@ -82,8 +79,7 @@ def add_projection(
         weights: A and B of every adapter.
         batch: Which rows have which adapters.
         biases: [P] biases [out_features[p]] or None; none by default.
-        tiling: How to compute it, with the kernels wherever x is; by default what the record of
-            the GPU says.
+        tiling: Forces the kernels wherever x is; by default what the record of the GPU says.
 
     Raises:
         ValueError: What `atmm` raises, or base weights or biases that do not fit.
@@ -178,16 +174,7 @@ def _aligned(x: Tensor, ys: Tensors, bases: Tensors) -> bool:
 
 
 def linear(x: Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute x·Wᵀ + bias without LoRA: few rows by our own product, others by the library's.
-
-    Args:
-        x: [rows, inputs].
-        w: [outputs, inputs].
-        bias: [outputs] or None.
-
-    Returns:
-        [rows, outputs].
-    """
+    """Compute x [rows, inputs] · W [outputs, inputs]ᵀ + bias without LoRA."""
     if not x.is_cuda:
         return F.linear(x, w, bias)
     tiling = product_tiling(gpu_of(x.device), len(x), len(w))

@@ -1,9 +1,4 @@
-"""Triton kernels of a whole projection, y = x·Wᵀ + LoRA.
-
-- `base_kernel` computes x·Wᵀ; the shrink runs beside it, the expansion after it.
-- `many_rows_kernel` folds the expansion in: y = x·Wᵀ + h·Bᵀ is a few more steps of the product's
-  sum, so y is neither read again nor rounded twice. h comes from a shrink with `BY_ROW`.
-"""
+"""Triton kernels of a whole projection, y = x·Wᵀ + LoRA."""
 
 # Triton decides branches on constants (`if P > 1:`) at compile time, so they are not merged with
 # branches on values; its functions have no types that a checker could use.
@@ -68,13 +63,11 @@ def base_kernel(
     P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute x·Wᵀ + bias of up to three projections.
+    """Compute x·Wᵀ + bias of up to three projections. Grid: output × row blocks, rows fastest.
 
-    Grid: output blocks × row blocks, the row blocks fastest. The next kernel starts as soon as x is
-    ready: a shrink of the same x uses the bandwidth and the processors that this one leaves. AHEAD
-    steps of W are prefetched before x is ready. The second and third W begin `at1` and `at2` behind
-    the first, and rows of every W are `w_stride` apart; all strides, widths and offsets are in
-    steps of 8 elements.
+    The next kernel starts as soon as x is ready: a shrink of the same x uses what this one leaves.
+    AHEAD steps of W are prefetched before x is ready. The second and third W begin `at1` and `at2`
+    behind the first, with rows `w_stride` apart; strides, widths and offsets are in steps of 8.
     """
     K = k8 * 8
     item = tl.program_id(0)
@@ -128,7 +121,7 @@ def many_rows_kernel(
     PROGRAMS: tl.constexpr, CAPACITY: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr,
     HALVES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one projection of many rows (a prefill), with the expansion folded in.
+    """Compute a projection of many rows (a prefill): h·Bᵀ is a few more steps of the sum.
 
     Programs are persistent, and tiles are loaded by the bulk copy engine (TMA). The kernel starts
     while the shrink still runs: x is ready, because the shrink lets it start only after waiting for

@@ -1,7 +1,4 @@
-"""The LoRA operator and the merge in plain torch: the definition that kernels are tested against.
-
-Where there is no GPU or no Triton, adapters run through these functions.
-"""
+"""The definition of LoRA operator and merge in plain torch, which runs without a GPU or Triton."""
 
 from __future__ import annotations
 
@@ -19,13 +16,8 @@ if TYPE_CHECKING:
 def atmm_reference(ys: Tensors, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
     """y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ for each projection (VaLoRA §4.3).
 
-    All arithmetic is in fp32, and y is rounded once, also with two terms.
-
-    Args:
-        ys: [P] tensors [rows, out_features[p]], changed in place.
-        x: [rows, in_features].
-        weights: A and B of every adapter.
-        batch: Which rows have which adapters.
+    All is in fp32 and y [rows, out_features[p]], changed in place, is rounded once. Arguments as in
+    `atmm.atmm`.
     """
     for rows, terms in _segments(batch, x.device):
         inputs = x[rows].float()
@@ -62,11 +54,7 @@ def _segments(
 
 
 def shrink_reference(x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> torch.Tensor:
-    """H = coefficient · scaling · x Aᵀ of each projection and term, the first half of the operator.
-
-    Returns:
-        [projections, terms, rows, max_rank] float32; zero behind an adapter's rank.
-    """
+    """Half of it: coefficient · scaling · x Aᵀ, [projections, terms, rows, max_rank] fp32."""
     shape = (len(weights.out_features), batch.grouping.terms, x.shape[0], weights.max_rank)
     found = torch.zeros(shape, dtype=torch.float32, device=x.device)
     for rows, terms in _segments(batch, x.device):
@@ -93,8 +81,5 @@ def expand_reference(ys: Tensors, h: torch.Tensor, weights: LoraWeights, batch: 
 def merge_reference(
     pristine: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """W + scaling · B · A, computed in fp32 and rounded once, so that switching never drifts.
-
-    W is [out, in], A [rank, in] and B [out, rank]; the result has the dtype of W.
-    """
+    """W [out, in] + scaling · B [out, rank] · A [rank, in], in fp32 and rounded once."""
     return torch.addmm(pristine.float(), b.float(), a.float(), alpha=scaling).to(pristine.dtype)

@@ -1,14 +1,7 @@
 """Measure the tiling table of a GPU: VaLoRA §4.3.2 and Algorithm 2, with pruned candidates.
 
-The paper's search takes 30 minutes per model; this one takes less than ten, because
-
-- sizes grow geometrically, and look-up takes the nearest one (the paper measures every 32 rows);
-- tile sizes are powers of two that fit into shared memory, and candidates that would leave most
-  processors idle or start far too many programs are dropped;
-- shrink and expand are timed apart, and only the best of each together: a sum instead of a product;
-- sizes in between, and a model's further projections, try only the tilings that are the fastest for
-  their neighbours;
-- kernels are compiled beforehand, on all cores.
+Sizes grow geometrically, candidates fit into shared memory and occupy the processors, shrink and
+expand are timed apart, and sizes in between try the fastest tilings of their neighbours only.
 """
 
 from __future__ import annotations
@@ -75,11 +68,7 @@ PRESETS = {
 
 
 def groups_of_model(config: dict[str, Any]) -> list[Widths]:
-    """Input and output widths of a transformer's projections, alone and as they share inputs.
-
-    Raises:
-        ValueError: A size is missing in the model's `config.json`, or no number.
-    """
+    """Widths of the inputs and outputs of projections; a `ValueError` names a missing size."""
     config = {**config, **(config.get("text_config") or {})}
 
     def size(name: str, default: int | None = None) -> int:
@@ -105,10 +94,7 @@ def groups_of_model(config: dict[str, Any]) -> list[Widths]:
 
 
 def call_of(step: str, tiling: Tiling, work: KernelWorkload, one: Inputs) -> Callable[[], object]:
-    """The call that is timed: the whole operator, or a step of `shrink_expand`.
-
-    Where LoRA comes first, the base product that follows is timed, too.
-    """
+    """The operator or a step of `shrink_expand`, with the base product where LoRA comes first."""
     given = (one.x, one.weights, work.batch)
     call: Callable[[], object]
     if step == SHRINK:
@@ -163,11 +149,7 @@ def run_once(job: Job, device: str = "cuda") -> str | None:
 
 
 class Search:
-    """Finds the fastest tilings of shapes, and keeps each one in a file when it is found.
-
-    Shapes of `table` are not searched again. `compilers` processes compile kernels; `total` is the
-    number of shapes that will be searched, to show the progress.
-    """
+    """Finds the fastest tilings of `total` shapes that `table` lacks, and keeps each in `file`."""
 
     def __init__(self, table: TilingTable, file: Path, compilers: int, total: int = 0) -> None:
         self.table, self.file, self.total = table, file, total

@@ -6,69 +6,39 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ROWS_TOGETHER = 128
-"""Rows of an adapter from which on it makes no difference to tiles whether others have more rows of
-the same one (where LoRA comes first)."""
+"""Rows of an adapter from which on it does not matter to tiles whether others have more of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """One way to compute the LoRA operator; an arrangement ignores what it has no use for.
+    """One way to compute the LoRA operator; an arrangement ignores what it has no use for."""
 
-    Attributes:
-        arrangement: Name of the arrangement of kernels, see `launching.LAUNCHES`.
-        rows: Batch rows per tile.
-        outputs: Output columns per tile.
-        inputs: Input columns that a shrinking program loads at a time.
-        split: Input columns per shrinking program (`shrink_expand`).
-        ranks: Largest number of rank rows per shrinking program (`shrink_expand`).
-        gather: Whether the last shrinking program of a tile sums the parts of the input width;
-            otherwise every expanding program sums them (`shrink_expand`).
-        loop: Output tiles per expanding program, computed one after the other (`shrink_expand`).
-        parts: Programs that share the outputs of a tile (`fused`).
-        warps: Warps per program; with two kernels, of the first.
-        expand_warps: Warps per program of the second kernel (`shrink_expand`).
-        stages: Loads in flight in a program's loop; with two kernels, in the first.
-        expand_stages: Loads in flight in the second kernel (`shrink_expand`).
-    """
-
-    arrangement: str
-    rows: int = 16
-    outputs: int = 64
-    inputs: int = 128
-    split: int = 256
-    ranks: int = 64
-    gather: bool = False
-    loop: int = 1
-    parts: int = 1
-    warps: int = 4
+    arrangement: str  # see `launching.LAUNCHES`
+    rows: int = 16  # batch rows per tile
+    outputs: int = 64  # output columns per tile
+    inputs: int = 128  # input columns that a shrinking program loads at a time
+    split: int = 256  # input columns per shrinking program (`shrink_expand`)
+    ranks: int = 64  # most rank rows per shrinking program (`shrink_expand`)
+    gather: bool = False  # the last shrinking program sums the parts, not every expanding one
+    loop: int = 1  # output tiles per expanding program, in turn (`shrink_expand`)
+    parts: int = 1  # programs that share the outputs of a tile (`fused`)
+    warps: int = 4  # of the first kernel
     expand_warps: int = 4
-    stages: int = 3
+    stages: int = 3  # loads in flight in the first kernel
     expand_stages: int = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a call that its tiling depends on.
-
-    Attributes:
-        in_features: Width of x.
-        out_features: Width of all projections together.
-        projections: Number of projections that share x.
-        rank: Largest rank that the weights have room for, rounded up as the kernels do.
-        rows: Batch rows that have an adapter.
-        adapters: Adapters that the rows share; `Grouping.effective_adapters` where the rows are
-            shared unevenly.
-        first: Whether LoRA writes y, to which the base product then adds. Such shapes have an
-            adapter for every `ROWS_TOGETHER` rows or more.
-    """
+    """The sizes of a call that its tiling depends on."""
 
     in_features: int
-    out_features: int
+    out_features: int  # of all projections together
     projections: int
-    rank: int
-    rows: int
-    adapters: float
-    first: bool = False
+    rank: int  # largest that the weights have room for, rounded up as the kernels do
+    rows: int  # with an adapter
+    adapters: float  # `Grouping.effective_adapters`
+    first: bool = False  # LoRA writes y, to which the base product then adds
 
 
 class Case(NamedTuple):
@@ -99,25 +69,13 @@ class ProjectionGroup:
 
 @dataclass(frozen=True, slots=True)
 class ProjectTiling:
-    """One way to compute a base projection, with or without LoRA.
+    """One way to compute a base projection, with or without LoRA."""
 
-    Attributes:
-        rows: Batch rows per tile.
-        outputs: Output columns per tile.
-        inputs: Input columns per step.
-        warps: Warps per program.
-        stages: Steps whose loads are in flight.
-        fold: Expand within the base product's sum; otherwise shrink beside the base product and
-            expand after it.
-        ahead: Steps of W that are fetched before x is ready.
-        halves: Store the two halves of a tile apart (with `fold` only).
-    """
-
-    rows: int
-    outputs: int
-    inputs: int
+    rows: int  # batch rows per tile
+    outputs: int  # columns per tile
+    inputs: int  # columns per step
     warps: int
-    stages: int
-    fold: bool = False
-    ahead: int = 2
-    halves: bool = False
+    stages: int  # steps whose loads are in flight
+    fold: bool = False  # expand within the product's sum, not after a shrink beside it
+    ahead: int = 2  # steps of W that are fetched before x is ready
+    halves: bool = False  # store the two halves of a tile apart (with `fold` only)

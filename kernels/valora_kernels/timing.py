@@ -39,10 +39,9 @@ class Inputs:
 def spread(
     rows: int, adapters: int, popularity: str = "uniform", seed: int = 0
 ) -> NDArray[np.int64]:
-    """Assign rows to adapters, at least one row to each: the adapter of each row.
+    """The adapter of each row, at least one row to each; neighbours as in a prefill.
 
-    `popularity` is `uniform`; `zipf` (weights 1 / place); or `skewed` (the first adapter has all
-    rows but one for each other). Rows of one adapter are neighbours, as in a prefill.
+    `popularity` is `uniform`, `zipf` (weights 1 / place) or `skewed` (the first has all the rest).
     """
     if popularity == "uniform":
         return np.arange(rows) * adapters // rows
@@ -68,12 +67,6 @@ class KernelWorkload:
         cold: Bytes of other inputs between two uses of the same ones.
         most: Most copies.
         first: Whether the inputs have a base weight, and the batch room for many adapters.
-
-    Attributes:
-        bytes: Bytes that one call reads and writes.
-        flops: Floating-point operations of one call.
-        sets: The copies of the inputs.
-        batch: The batch that describes the rows, for CUDA graphs.
     """
 
     def __init__(
@@ -143,10 +136,7 @@ def replay_times(
 def times_in_turn(
     named: Mapping[str, Sequence[Callable[[], object]]], *, repeats: int = 7, at_least: int = 24
 ) -> dict[str, NDArray[np.float64]]:
-    """Time lists of calls through replays of a CUDA graph for each, which take turns.
-
-    A large product heats the GPU, which lowers its clock, so calls that are compared must share
-    the heat.
+    """Time lists of calls through graphs that take turns, so that they share the GPU's heat.
 
     Args:
         named: One call for each set of inputs, by the name of each list.

@@ -1,8 +1,6 @@
-"""Measures the tilings of a GPU piece by piece, between other work on it.
+"""Measures the tilings of a GPU beside other work on it, one piece at a time.
 
-`search` tries hundreds of candidates of a shape and needs a GPU and all cores for itself. Here the
-candidates are the fastest tilings of similar shapes on a GPU with a table: about ten, which every
-piece times one of.
+Candidates are the fastest tilings of similar shapes on a GPU with a table; `search` tries hundreds.
 """
 
 from __future__ import annotations
@@ -53,18 +51,14 @@ LEAST = 32
 """Fewest input and output columns of a tile that is made smaller."""
 
 COLD_BYTES, MOST_SETS = 96 << 20, 96
-"""Bytes and number of the inputs, between which calls alternate: less than in `search`, as memory
-is short beside a server's, and still twice the cache of most GPUs."""
+"""Bytes and number of inputs, between which calls alternate: twice the cache of most GPUs."""
 
 STOP_SECONDS = 5.0
 """Most seconds for the compiling process to end when it is told to."""
 
 
 class Compiler:
-    """A process of the lowest priority that compiles tilings beside work that must not wait for it.
-
-    It runs every kernel once, on small inputs. Triton keeps what it compiles on disk, from where
-    this process loads it within milliseconds.
+    """A process of the lowest priority that runs kernels once, so that Triton has them on disk.
 
     Attributes:
         on_news: Called in another thread whenever a job is done, or the process has ended.
@@ -145,7 +139,7 @@ class Piece(Enum):
 
 
 class Tuner:
-    """Measures shapes one after another, and enters them into `table`; `skipped` ones cannot be.
+    """Measures shapes one after another into `table`; `skipped` ones cannot be.
 
     Args:
         table: What was measured before.
@@ -249,12 +243,7 @@ class Tuner:
 
 
 def candidates(gpu: Gpu, like: TilingTable, shape: Shape) -> list[Tiling]:
-    """Tilings to try for a shape, without repetitions.
-
-    They are the fastest ones of similar shapes on another GPU, with as many rows and with as many
-    rows for each processor, and the one that the rules choose; smaller where the GPU has less
-    shared memory.
-    """
+    """The fastest tilings of similar shapes on another GPU, and the rules' own, that fit here."""
     ratio = like.gpu.processors / gpu.processors
     scaled = replace(shape, rows=max(round(shape.rows * ratio), round(shape.adapters)))
     found = [

@@ -1,8 +1,4 @@
-"""The LoRA operator in two steps, between which GPUs can exchange h = scale · x Aᵀ (S-LoRA §6).
-
-The layout of h is that of the kernels, so it is the same on all GPUs that call with the same batch
-and widths. Where there is no GPU or no Triton, plain torch computes the same in fp32.
-"""
+"""The LoRA operator in two steps, between which GPUs can exchange h = scale · x Aᵀ (S-LoRA §6)."""
 
 from __future__ import annotations
 
@@ -23,12 +19,10 @@ if TYPE_CHECKING:
 
 
 class Shrunk(NamedTuple):
-    """The result of the first step.
+    """h [projections, terms, places, ranks], contiguous, until the next `shrink`.
 
-    Attributes:
-        h: [projections, terms, places, ranks]: in the dtype of x, in places of tiles; or without
-            kernels in fp32, in places of rows. Contiguous. The next `shrink` overwrites it.
-        tiling: How the kernels computed it; None without kernels.
+    In x's dtype and places of tiles, by `tiling`; without kernels in fp32 and places of rows. Its
+    layout is the same on all GPUs that call with the same batch and widths.
     """
 
     h: torch.Tensor
@@ -38,10 +32,7 @@ class Shrunk(NamedTuple):
 def shrink(
     x: torch.Tensor, weights: LoraWeights, batch: LoraBatch, *, tiling: Tiling | None = None
 ) -> Shrunk:
-    """Compute h = coefficient · scaling · x Aᵀ for each projection; B is not read.
-
-    x is [rows, in_features], and `tiling` as in `atmm`.
-    """
+    """Compute h = coefficient · scaling · x Aᵀ of each projection for x [rows, in_features]."""
     if tiling is None and not (use_triton(x) and aligned(weights) and readable([x])):
         return Shrunk(shrink_reference(x, weights, batch), None)
     chosen = whole_shrink(tiling or table_choice(weights, batch), weights.in_features)

@@ -21,27 +21,16 @@ class LoraWeights:
     Row j of an adapter's A has `in_features` elements, row j of its Bᵀ has `out_features[p]`. In a
     contiguous pool the place of a row follows from slot and rank. In paged memory (S-LoRA §5.1: one
     vector per page) `a_table` and `b_table` say where each row is.
-
-    Attributes:
-        in_features: Width of x.
-        out_features: [P ≤ 3] widths of the projections that share x.
-        slots: Number of adapters that there is room for.
-        max_rank: Rank rows per slot.
-        a: Memory of A. Contiguous: [P, slots, max_rank, in_features]. Paged: any contiguous shape.
-        b: Memory of Bᵀ. Contiguous: flat, for each p [slots, max_rank, out_features[p]]. Paged: any
-            contiguous shape.
-        a_table: [P, slots, max_rank] int64, first element of each row in `a`; None if contiguous.
-        b_table: [P, slots, max_rank] int64, first element of each row in `b`; None if contiguous.
     """
 
-    in_features: int
-    out_features: tuple[int, ...]
-    slots: int
-    max_rank: int
-    a: torch.Tensor
-    b: torch.Tensor
-    a_table: torch.Tensor | None = None
-    b_table: torch.Tensor | None = None
+    in_features: int  # width of x
+    out_features: tuple[int, ...]  # [P ≤ 3] widths of the projections
+    slots: int  # adapters that there is room for
+    max_rank: int  # rank rows per slot
+    a: torch.Tensor  # [P, slots, max_rank, in_features]; any contiguous shape if paged
+    b: torch.Tensor  # flat, for each p [slots, max_rank, out_features[p]]; any if paged
+    a_table: torch.Tensor | None = None  # [P, slots, max_rank] int64, first element of each row
+    b_table: torch.Tensor | None = None  # the same for `b`
 
     def __post_init__(self) -> None:
         projections = len(self.out_features)
@@ -87,11 +76,7 @@ class LoraWeights:
         return self.slots * self.max_rank * sum(self.out_features[:projection])
 
     def rows_of(self, projection: int, slot: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [rank, in_features] and Bᵀ [rank, out_features[p]] of one adapter.
-
-        They are views of a contiguous pool, and of paged memory on the host where the rows lie at
-        equal distances; else copies gathered from paged memory.
-        """
+        """A [rank, in_features], Bᵀ [rank, out_features[p]]; views of rows at equal distances."""
         width = self.out_features[projection]
         if self.a_table is None or self.b_table is None:
             a = self.a.view(len(self.out_features), self.slots, self.max_rank, self.in_features)
@@ -116,9 +101,7 @@ class LoraWeights:
     def write(self, slot: int, a: Tensors, b: Tensors) -> None:
         """Write A [rank, in_features] and B [out_features[p], rank] of each projection into a slot.
 
-        Raises:
-            ValueError: The slot does not exist, or a number of projections, shape or rank differs
-                from what there is room for.
+        A `ValueError` says that there is no room for their number, shapes or rank.
         """
         if not 0 <= slot < self.slots or not len(a) == len(b) == len(self.out_features):
             raise ValueError(

@@ -38,11 +38,9 @@ FIXED = "the base weights have 4 or 8 bits"
 class AdapterRegistry:
     """The names of the store, and the adapters and prefixes behind them in memory.
 
-    An adapter's key is its folder's name and the start of its content hash. Adapters that no name
-    needs any more are freed, after the last request that runs on them.
-
-    After weights of the base model were moved or began to take adapters, `on_change` is called with
-    whether they are the language model's.
+    An adapter's key is its folder's name and the start of its content hash; it is freed after its
+    last name and request. `on_change(language)` is called after weights, the language model's or
+    others, were moved or began to take adapters.
     """
 
     def __init__(
@@ -109,13 +107,10 @@ class AdapterRegistry:
     def load(
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> list[str]:
-        """Read, check, pack and register a bundle, or a PEFT adapter that gets a name.
+        """Read, check, pack and register a bundle, or a PEFT adapter under a name; return names.
 
-        With `decode_only` an adapter is applied only to the last token of a prompt and those after
-        it; a bundle says so itself. Returns the names that requests can now use.
-
-        Raises:
-            AdapterError: The folder cannot be served; nothing has changed then.
+        With `decode_only` an adapter applies from a prompt's last token on. An `AdapterError` says
+        that the folder cannot be served; nothing has changed then.
         """
         return self.register(*self.read(folder, name, decode_only=decode_only))
 
@@ -174,13 +169,9 @@ class AdapterRegistry:
         unmergeable: Mapping[str, str] | None = None,
         prefixes: Mapping[str, PackedPrefix] | None = None,
     ) -> list[str]:
-        """Make what was read nameable, all of it or nothing, and return the names.
+        """Make what was read nameable, all of it or nothing (`AdapterError`), and return the names.
 
-        Adapters and prefixes that are laid out for the device, and why some adapters must not be
-        merged, come by content hash.
-
-        Raises:
-            AdapterError: Something else has one of the names, or the GPU has too little memory.
+        What was packed, and why some must not be merged, come by content hash.
         """
         self._store.check(staged)
         self._activate({name for one in packed.values() for name in one.groups})

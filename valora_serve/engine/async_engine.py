@@ -46,19 +46,14 @@ STUCK_SECONDS = 10.0
 """Seconds that the engine's thread has to end after a process of its group has ended."""
 
 QUIET = 0.5
-"""Seconds without requests after which the engine prepares, measures and tunes: each piece takes up
-to a second, some seconds with cold caches, and a request that comes meanwhile waits for its end."""
+"""Seconds without requests after which the engine prepares, measures and tunes piece by piece."""
 
 PAUSE = 0.001
 """Seconds between checks of loading adapters while there is nothing to compute."""
 
 
 class AsyncEngine:
-    """Runs an `Engine` in a thread of its own; implements `types.EngineClient`.
-
-    Nothing else may use the engine. Prompts are tokenized and images preprocessed in another
-    thread, so that the engine's thread only computes steps.
-    """
+    """Runs an `Engine`, which nothing else may use, in a thread: a `types.EngineClient`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

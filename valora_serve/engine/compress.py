@@ -1,8 +1,7 @@
 """Makes a context of a document while others are served: one pass through the model, no training.
 
 A `prefix` is made of the document's own keys and values, all of them or the most distinct ones;
-`memory_tokens` are what an encoder of a bundle makes of it. The document is a request like others:
-it is queued, and its prompt computed in chunks between the steps of those that generate.
+`memory_tokens` are what an encoder of a bundle makes of it.
 """
 
 from __future__ import annotations
@@ -83,15 +82,7 @@ class Compression:
 def prepare_compression(
     lmm: Lmm, store: Store, wanted: NewContext, name: str, most: int
 ) -> Compression:
-    """Tokenize a document for the request `name`; may be called from any thread.
-
-    Raises:
-        TooLongError: The document does not fit into `most` tokens.
-        RequestError: The document is empty or shorter than its memory, or the settings contradict
-            each other.
-        UnknownModelError: There is no such encoder.
-        AdapterError: There is no such adapter, or the base model's files are damaged.
-    """
+    """Tokenize a document for the request `name`, in any thread; a `ServeError` says why not."""
     _check(lmm, wanted)
     try:
         ids = lmm.tokenize(head_text(lmm, wanted.document))

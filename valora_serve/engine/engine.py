@@ -1,11 +1,8 @@
 """The engine: takes requests in, computes them in batches, hands outputs out (VaLoRA §4.3, §4.4).
 
-It does continuous batching, one step at a time. Before every step a policy of `orchestrator`
-decides which tokens are computed and in which inference mode. On a GPU a step is decided and
-launched while the step before it still runs, so that the device never waits for the host; tokens
-that the device has chosen and the host has not read yet are `pending`.
-
-`Engine` belongs to one thread; `async_engine` runs it behind an event loop.
+Before every step a policy of `orchestrator` decides which tokens are computed and in which mode. On
+a GPU a step is decided and launched while the one before still runs; tokens that the device has
+chosen and the host has not read yet are `pending`. `Engine` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -110,10 +107,8 @@ class Engine:
     Args:
         settings: Settings of the engine.
         lmm: The base model; loaded as the settings say if None.
-        cost_model: Predicts what steps cost; if None, the measured costs of this machine, or an
-            estimate if there are none.
-        group: The tensor-parallel group of this process, if it is a worker of one; rank 0
-            starts the group itself.
+        cost_model: Predicts what steps cost; what was measured here, or an estimate, if None.
+        group: The tensor-parallel group of a worker; rank 0 starts the group itself.
 
     Raises:
         SettingsError: Settings contradict each other, or ask for what the machine has not.
@@ -310,10 +305,7 @@ class Engine:
             self.start_up.start(self.runner)
 
     def prepare_next(self) -> bool:
-        """Prepare one thing more while there are no requests; False if nothing is left.
-
-        It takes up to a second, some seconds where kernels are compiled for the first time.
-        """
+        """Prepare one thing more, which takes up to some seconds; False if nothing is left."""
         with self._explained():
             return self.start_up.prepare_next(self.runner)
 
@@ -340,10 +332,7 @@ class Engine:
         self.policy = make_policy(self.settings.policy, cost_model, self.settings.deciding)
 
     def _weights_changed(self, language: bool) -> None:
-        """Capture anew, as weights have moved, or take adapters from now on.
-
-        Nothing that is captured holds weights other than the language model's.
-        """
+        """Capture anew, as weights moved, or take adapters; graphs hold the language model."""
         if self.runner.has_lora and not language:
             return
         self.runner.has_lora = True
@@ -356,22 +345,14 @@ class Engine:
     # ------------------------------------------------------------------ requests come in
 
     def prepare(self, request: Request) -> Prepared:
-        """Tokenize the prompt and preprocess its images; may be called from any thread.
-
-        Raises:
-            ServeError: The request cannot be answered.
-        """
+        """Tokenize the prompt and process its images, in any thread; or raise a `ServeError`."""
         target = self.store.mix(request.model, request.adapters)
         self._preprocessing.check_characters(request)
         prompt = prepare_prompt(self.lmm, request, target.model.prompt, target.context)
         return Prepared(request, target, prompt)
 
     def prepare_all(self, requests: Sequence[Request]) -> dict[str, Prepared | ServeError]:
-        """Prepare requests about the same images; may be called from any thread.
-
-        Returns:
-            By id, each one prepared or why it cannot be answered. Equal prompts are made once.
-        """
+        """Prepare requests about the same images, or say why not, by id; in any thread."""
         prompts: dict[str, Prepared] = {}
         found: dict[str, Prepared | ServeError] = {}
         with self.lmm.images_once() if len(requests) > 1 else contextlib.nullcontext():
@@ -388,11 +369,7 @@ class Engine:
         return found
 
     def prepare_compression(self, wanted: NewContext, name: str) -> Compression:
-        """Prepare the request `name` that makes a context of a document; in any thread.
-
-        Raises:
-            ServeError: It cannot be made.
-        """
+        """Prepare the request `name` that makes a context of a document; in any thread."""
         self._preprocessing.check_characters(Request(name, text=wanted.document), "document")
         return prepare_compression(self.lmm, self.store, wanted, name, self.context_length)
 
@@ -408,11 +385,7 @@ class Engine:
         return failed
 
     def add(self, prepared: Prepared, together: Sequence[SequenceState] = ()) -> SequenceState:
-        """Put a request in the queue, beside others about the same images.
-
-        A `RequestError` says that it cannot be answered, or that its id is in use; it may be a
-        `TooLongError`. A `QuarantinedError` is its adapter's.
-        """
+        """Put a request in the queue, beside others about its images, or raise a `ServeError`."""
         request_id = prepared.request.id
         if self.requests.find(request_id) is not None:
             raise RequestError(f"request id {request_id} is in use: choose another one")
@@ -450,17 +423,13 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """Whether the last step had nothing to compute.
-
-        Only a new request, or an adapter that has finished loading, changes that.
-        """
+        """Whether only a new request, or an adapter that has loaded, gives something to compute."""
         return self._flight is None and not self._outputs and self._idle
 
     def step(self) -> list[Output]:
-        """Decide and launch the next step, then read the results of the step before it.
+        """Launch the next step and read the one before; return the outputs, in order.
 
-        Returns the new outputs, in order. A `StoppedError` says that a process of the
-        tensor-parallel group has ended.
+        A `StoppedError` says that a process of the tensor-parallel group has ended.
         """
         with self._explained():
             return self._step()
@@ -500,11 +469,7 @@ class Engine:
     # ------------------------------------------------------------------ it is decided
 
     def _decide(self, now: float) -> Decision | None:
-        """Ask the policy, and carry out its decision up to the weights' mode.
-
-        Returns:
-            The decision, whose batch is still to be launched; None if there is nothing to decide.
-        """
+        """Carry out what the policy decides but for its batch; None if nothing is to decide."""
         running = self.requests.running.values()
         self._idle = False
         if len(running) >= self.settings.max_requests and not any(map(self._schedulable, running)):
@@ -615,11 +580,7 @@ class Engine:
     # ------------------------------------------------------------------ it is launched
 
     def _launch(self, decision: Decision) -> Flight | None:
-        """Enqueue the batch of a decision, for which the weights are in the decided mode.
-
-        Returns:
-            The step; None if no request could take part.
-        """
+        """Enqueue the batch of a decision in the mode of the weights; None if it has no request."""
         shares, works = self._works(self._shares(decision))
         if not shares:
             return None
@@ -724,8 +685,7 @@ class Engine:
     def _works(self, shares: Shares) -> tuple[Shares, list[Work]]:
         """Return the shares with their works; requests whose constraint fails are ended.
 
-        Constraints have `MASK_SECONDS` in all. Those that took longest so far come last, and wait
-        for the next step if no time is left, so that slow ones delay nobody but themselves.
+        Constraints have `MASK_SECONDS` in all; the slowest come last, and may have to wait.
         """
         kept, works = [], []
         until: float | None = None

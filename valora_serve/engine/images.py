@@ -21,11 +21,9 @@ log = logging.getLogger(__name__)
 
 
 class ImageEncoder:
-    """Encodes images, with a cache keyed by image, the adapter's vision weights and the tenant.
+    """Encodes images, with an LRU cache by image, the adapter's vision weights and the tenant.
 
-    Of encoded images, up to `most_bytes` are cached, the least recently used evicted first. Images
-    looked up (`queries`), found (`hits`) and `encoded` are counted since the start; a tenant's
-    equal ones in one step are encoded once.
+    Images looked up (`queries`), found (`hits`) and `encoded` are counted.
     """
 
     def __init__(self, runner: ModelRunner, adapters: AdapterMemory, most_bytes: int) -> None:
@@ -39,11 +37,9 @@ class ImageEncoder:
     def encode(
         self, shares: Sequence[tuple[SequenceState, int]]
     ) -> list[tuple[SequenceState, ImageError]]:
-        """Set `SequenceState.features` for the images among the tokens of a step.
+        """Set `SequenceState.features` for the images and memory tokens among the tokens of a step.
 
-        Those that are not cached are encoded together, across requests. Memory tokens, which need
-        no encoding, lie in the same cache. Returns the requests with an image that cannot be
-        encoded, each once, and the error.
+        Images are encoded together, across requests. Returns the requests with one that cannot be.
         """
         groups: dict[tuple[object, ...], list[tuple[SequenceState, int]]] = {}
         for sequence, count in shares:

@@ -26,34 +26,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Flight:
-    """A step that was launched and whose results the host has not read yet.
+    """A step that was launched and whose results the host has not read yet."""
 
-    Attributes:
-        choosing: Requests that get a token, in the order of the tokens of `result`.
-        result: Tokens, log probabilities and hidden states, on their way to the host.
-        answering: Requests whose head answers, in the order of `heads`, those included that rode on
-            the pass of another one.
-        heads: Outputs of the heads, None if no head answers.
-        mode: Inference mode of the step.
-        merged: Key of the adapter that was merged into the weights, None for none.
-    """
-
-    choosing: list[SequenceState]
+    choosing: list[SequenceState]  # get the tokens of `result`
     result: StepResult
-    answering: list[SequenceState]
+    answering: list[SequenceState]  # get those of `heads`, riders included
     heads: HeadLogits | None
     mode: Mode
-    merged: str | None
+    merged: str | None  # key of the adapter in the weights
 
 
 def make_work(
     sequence: SequenceState, count: int, table: list[int], adapters: AdapterMemory, lmm: Lmm
 ) -> Work:
-    """Return what the model computes for the next `count` tokens of a request.
-
-    Raises:
-        RequestError: Its constraint allows no token.
-    """
+    """Return what the model computes for the next tokens; `RequestError` if none is allowed."""
     start, prompt = sequence.computed, sequence.prompt
     end = start + count
     terms = [(adapters.slot(key), weight) for key, weight in sequence.adapters.items()]

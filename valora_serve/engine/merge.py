@@ -16,16 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class MergeState:
-    """Owner of the inference mode and of the merged adapter; only `switch` changes them.
-
-    The merged adapter is pinned, so that it is never evicted.
-
-    Attributes:
-        mode: Mode in which the next step runs.
-        adapter: Key of the merged adapter, None while the weights are pristine.
-        switches: How often the weights were changed since the start; going from one adapter to
-            another counts once.
-    """
+    """Owner of the mode and of the merged adapter, which is pinned; only `switch` changes them."""
 
     def __init__(self, linears: Linears, adapters: AdapterMemory) -> None:
         self.mode = Mode.UNMERGED
@@ -39,13 +30,9 @@ class MergeState:
         return NONE if self.adapter is None else self._adapters.slot(self.adapter)
 
     def switch(self, mode: Mode, adapter: str | None) -> bool:
-        """Merge a resident adapter into the weights, or restore the pristine ones (None).
+        """Merge a resident adapter, or restore the pristine weights; return whether they hold it.
 
-        An adapter that must not be merged, or that cannot be, leaves the weights pristine, and so
-        the mode unmerged. One that makes weights infinite or NaN is quarantined.
-
-        Returns:
-            Whether the weights hold what was asked for.
+        One that makes weights infinite or NaN is quarantined; the mode is unmerged then.
         """
         wanted, before, adapters = adapter, self.adapter, self._adapters
         if adapter in adapters.unmergeable:

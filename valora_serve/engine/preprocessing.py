@@ -29,12 +29,7 @@ if TYPE_CHECKING:
 
 
 class Preprocessing:
-    """Makes sequences of requests to an engine.
-
-    Attributes:
-        tokenizer: The base model's, for the engine's thread: it is not thread-safe, and prompts are
-            prepared in another one.
-    """
+    """Makes sequences of requests; its `tokenizer` is for the engine's thread alone."""
 
     def __init__(
         self,
@@ -65,13 +60,7 @@ class Preprocessing:
             )
 
     def sequence(self, prepared: Prepared) -> SequenceState:
-        """Make the sequence of a request that arrives now.
-
-        Raises:
-            RequestError: The request cannot be answered.
-            QuarantinedError: Its adapter is quarantined.
-            TooLongError: Prompt and answer do not fit.
-        """
+        """Make the sequence of a request that arrives now; a `RequestError` says why not."""
         request, target, prompt = prepared.request, prepared.target, prepared.prompt
         sampling, context = request.sampling, target.context
         head = target.head if request.head else None

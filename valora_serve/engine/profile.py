@@ -1,7 +1,4 @@
-"""Measures what steps, switches and loads cost on this machine (VaLoRA §4.4).
-
-Who starts an engine calls `ensure_costs` once; the result is kept for later starts.
-"""
+"""Measures what steps, switches and loads cost on this machine (VaLoRA §4.4)."""
 
 from __future__ import annotations
 
@@ -76,11 +73,9 @@ def adopt(engine: Engine, costs: CostModel) -> None:
 
 
 def measure(engine: Engine, seconds: float = SECONDS) -> CostModel | None:
-    """Measure steps, switches and loads of an engine without requests, and fit a cost model.
+    """Measure an engine without requests, and fit a cost model; None (see the log) if that fails.
 
-    Steps are measured without adapters and, in all modes, with up to 16 of the adapters that the
-    engine knows, for so many seconds. What cannot be measured (e.g. images) keeps its estimate.
-    None says that something could not be measured, which is in the log.
+    Steps run without adapters and, in all modes, with up to 16 of those that the engine knows.
     """
     profiler = Profiler(engine, seconds)
     while profiler.found is None and not profiler.failed:
@@ -89,10 +84,7 @@ def measure(engine: Engine, seconds: float = SECONDS) -> CostModel | None:
 
 
 class Profiler:
-    """Measures an engine piece by piece, so that requests need not wait for all of it.
-
-    `found` is the cost model once everything is measured; None where that has `failed`.
-    """
+    """Measures an engine piece by piece; `found` is the cost model, unless it has `failed`."""
 
     def __init__(self, engine: Engine, seconds: float = SECONDS) -> None:
         self.found: CostModel | None = None
@@ -240,11 +232,7 @@ def _shape(
     distinct: int,
     rows: list[tuple[int, int]],
 ) -> Iterator[tuple[StepShape, list[Work], str | None]]:
-    """Yield one step, unless there are too few pages for it.
-
-    The rows are each request's tokens in the KV cache and those to compute; the requests take turns
-    to use `distinct` resident adapters.
-    """
+    """Yield one step of rows (tokens in the KV cache, tokens to compute), if pages suffice."""
     adapters = engine.adapters
     resident = sorted(adapters.resident)[:distinct]
     size = engine.settings.block_size

@@ -29,19 +29,6 @@ class Requests:
 
     A running request holds a slot in the batch, KV pages, and pins on its adapter and on the
     prefix of its context. It gets them together (`admit`) and gives them back together (`release`).
-
-    Attributes:
-        waiting: Requests in the queue by id: preempted ones, then the others as they arrived.
-        running: Requests that hold memory, by id; also those whose head computes its result.
-        riding: Requests by id that another one carries (`SequenceState.carrier`), until they end.
-        wanted: Number of unfinished requests by key of their adapter; keys without any are absent.
-        wanted_prefixes: The same by key of their prefix.
-        mixes: Unfinished requests by what policies know their adapters by, and by id, where that
-            is not the key of a single one.
-        places: Free slots in the batch.
-        preemptions: How often a request was preempted since the start.
-        prefix_queries: Prompt tokens looked up in the prefix cache since the start.
-        prefix_hits: Prompt tokens found in it.
     """
 
     def __init__(
@@ -52,14 +39,16 @@ class Requests:
         max_requests: int,
     ) -> None:
         self.blocks, self.adapters, self.prefixes = blocks, adapters, prefixes
+        # By id: the queue (preempted ones first), those with memory, and riders on others' passes.
         self.waiting: OrderedDict[str, SequenceState] = OrderedDict()
         self.running: dict[str, SequenceState] = {}
         self.riding: dict[str, SequenceState] = {}
-        self.wanted: Counter[str] = Counter()
+        self.wanted: Counter[str] = Counter()  # unfinished requests by key of their adapter
         self.wanted_prefixes: Counter[str] = Counter()
+        # Requests by what policies know their adapters by, where that is no key, and by id.
         self.mixes: dict[str, dict[str, SequenceState]] = {}
         adapters.wanted, prefixes.wanted = self.wanted, self.wanted_prefixes
-        self.places = deque(range(max_requests))
+        self.places = deque(range(max_requests))  # free slots in the batch
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._deadlines: list[tuple[float, str]] = []
         self._starved = False  # a request waits too long for room for its prefix
@@ -67,9 +56,7 @@ class Requests:
     def queue(self) -> list[RequestView]:
         """Return what policies see of the waiting requests, oldest first.
 
-        Requests whose prefix is not on the device, or is computed by another one, are left out:
-        they only wait for that. If one waits too long for room, all are left out until those that
-        run have made it.
+        Those that wait for a prefix or carrier are left out; all are if one lacks room for long.
         """
         if self._starved:
             return []
@@ -99,10 +86,9 @@ class Requests:
         return -(-tokens // size) - sequence.prompt.given // size
 
     def load_prefixes(self, starved: float) -> dict[str, ServeError]:
-        """Start loading the prefixes that waiting requests need, in the order of the queue.
+        """Start loading prefixes in the order of the queue; return the errors by key.
 
-        No request that arrived before the time `starved` may be overtaken. Returns the errors of
-        those that could not be loaded, by key.
+        No request that arrived before the time `starved` is overtaken.
         """
         prefixes = self.prefixes
         failed = prefixes.poll()
@@ -160,11 +146,7 @@ class Requests:
                 yield late
 
     def admit(self, sequence: SequenceState) -> bool:
-        """Let a waiting request run: give it a slot, pages for its prompt, adapter and prefix.
-
-        Returns:
-            Whether it runs now; False if one of them is missing.
-        """
+        """Give a waiting request its slot, pages, adapter and prefix; False if one is missing."""
         if sequence.place is not None:
             return True
         prefix, given, blocks = sequence.prefix, sequence.prompt.given, self.blocks

@@ -27,19 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request whose slow preparation is done.
-
-    Attributes:
-        request: The request.
-        target: What its name stood for when it was prepared.
-        prompt: Its token ids and images, ready for the model.
-        head: Head that answers instead of the target's, None for that one.
-    """
+    """A request whose slow preparation is done."""
 
     request: Request
     target: ResolvedModel
     prompt: Prompt
-    head: Head | None = None
+    head: Head | None = None  # answers instead of the target's
 
 
 @dataclass(slots=True, eq=False)
@@ -112,10 +105,7 @@ class SequenceState:
     def visuals(
         self, start: int, end: int
     ) -> list[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]]:
-        """Return what images and memory tokens there are among tokens `start` to `end`.
-
-        Each has its rows counted from `start`, its features, and the features' rows.
-        """
+        """Images and memory tokens from `start` to `end`: own rows, features, and their rows."""
         parts = [(self.features.get(n), one.at) for n, one in enumerate(self.prompt.visuals)]
         if self.prompt.memory is not None:
             parts.append((self.memory, self.prompt.memory.at))

@@ -27,10 +27,7 @@ SHARED = ("none", "key", "adapter")
 
 
 def cache_folder() -> Path:
-    """Return the user's folder of what is measured on this machine.
-
-    A user without a home, as in some containers, has it in the working folder.
-    """
+    """The user's folder of what is measured here; the working folder's without a home."""
     try:
         home = Path.home()
     except RuntimeError:

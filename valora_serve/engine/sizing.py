@@ -33,12 +33,10 @@ CPU_BYTES = 512 << 20
 """Size of the unified memory on a CPU, in bytes."""
 
 ACTIVATIONS = 64
-"""Bytes that a step takes for each row and each element of the model's width, at most: some 15
-tensors in 16 bits at a time, and graphs as many again."""
+"""Bytes of a step for each row and element of its width: 15 tensors, and graphs as many again."""
 
 LOGITS = 32
-"""Bytes that sampling takes for each row and each token of the vocabulary, at most: the logits in
-32 bits and what sorting makes of them."""
+"""Bytes of sampling for each row and token of the vocabulary: logits in 32 bits, sorted."""
 
 GRAPHS = 1 << 30
 """Bytes for what CUDA graphs and the attention library take whatever the model."""
@@ -72,12 +70,10 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def limit_host_threads(device: torch.device) -> None:
-    """Let torch's operators on the host use cores that this process has, and few beside a GPU.
+    """Let torch's operators use few cores of the host, unless OMP_NUM_THREADS says how many.
 
-    torch takes a thread for each core of the host, also in a container that may use some of them,
-    and every operator waits for all of its threads. Where cores are busy one always comes late:
-    four engines that started on one host of 64 cores had not laid out their first adapters after
-    330 s. Where OMP_NUM_THREADS is set it decides.
+    An operator waits for all of its threads, of which one comes late where cores are busy: four
+    engines that started on 64 cores had not laid out their first adapters after 330 s.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
         most = min(torch.get_num_threads(), usable_cores())
@@ -135,31 +131,19 @@ def _captures_prompts(settings: EngineSettings, device: torch.device) -> bool:
 
 
 def lora_terms(modes: Collection[Mode]) -> list[int]:
-    """Return how many LoRA terms a row can have in these modes, each a case to capture.
-
-    In mixture mode a row has one for its own adapter and one against the merged adapter.
-    """
+    """Numbers of LoRA terms of a row in these modes; a second one is against the merged adapter."""
     most = {Mode.MERGED: 0, Mode.UNMERGED: 1, Mode.MIXTURE: 2}
     return list(range(max(most[mode] for mode in modes) + 1))
 
 
 def beside_weights(settings: EngineSettings, width: int, vocabulary: int) -> int:
-    """Return the bytes of a GPU that steps and graphs take beside weights and pages, at most.
-
-    They grow with the width of the language model and the tokens of its vocabulary.
-    """
+    """Bytes that steps and graphs take at most, beside weights and pages."""
     step = settings.max_tokens * width * ACTIVATIONS
     return step + settings.max_requests * vocabulary * LOGITS + GRAPHS
 
 
 def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, *, mergeable: bool) -> int:
-    """Return the number of pages that the device has memory for, beside the loaded model.
-
-    Where it is `mergeable`, room is left for a pristine copy of the weights.
-
-    Raises:
-        ServeError: The memory has too little room.
-    """
+    """Pages that fit beside the model and, if `mergeable`, its pristine weights."""
     item = torch.tensor([], dtype=lmm.dtype).element_size()
     if lmm.device.type != "cuda":
         return max(2, CPU_BYTES // (page.elements * item))

@@ -11,14 +11,7 @@ if TYPE_CHECKING:
 
 
 async def start_engine(settings: EngineSettings) -> AsyncEngine:
-    """Load the base model and start an engine, without adapters.
-
-    Args:
-        settings: Settings of the engine.
-
-    Raises:
-        ServeError: A setting cannot be kept on this machine.
-    """
+    """Load the base model and start an engine without adapters; `ServeError` if it cannot be."""
     from transformers.utils import logging
 
     from valora_serve.engine.async_engine import AsyncEngine

@@ -1,9 +1,7 @@
 """Measures the tilings of a GPU for which no table is shipped, while the engine has no requests.
 
-What is measured is kept in a folder for later starts. The engine goes on with what it has until
-all is measured; then kernels are compiled and graphs captured with the new tilings, one by one, and
-from then on every step chooses from them. `valora-tile` tries more candidates, on a GPU that
-nothing else uses.
+Steps choose from them once all are measured and graphs are captured again. `valora-tile` tries more
+candidates, on a GPU that nothing else uses.
 """
 
 from __future__ import annotations
@@ -63,11 +61,7 @@ class Tuning:
         self._writable = True
 
     def go_on(self) -> bool:
-        """Do one piece, which takes up to about a second, while the engine has no requests.
-
-        Returns:
-            Whether there was any; if not, all is measured or kernels are being compiled.
-        """
+        """Do a piece of about a second without requests; False if there is none now."""
         tuner = self._tuner
         known, wanted = tuner.table, self._wanted()
         with torch.inference_mode():
@@ -160,10 +154,7 @@ def make_tuning(
     runner: ModelRunner,
     terms: Sequence[int],
 ) -> Tuning | None:
-    """Use the tilings that were measured on the GPU, and prepare to measure those that are missing.
-
-    None says that nothing is measured: tilings are shipped, or the settings say so.
-    """
+    """Use the measured tilings of the GPU, and measure others unless they are shipped (None)."""
     if device.type != "cuda" or kernels() is None or is_measured(gpu := gpu_of(device)):
         return None
     file = tiling_file(settings, gpu.name)

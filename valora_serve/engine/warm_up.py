@@ -24,17 +24,14 @@ PAUSE = 10.0
 """Beside requests, what a step has missed is prepared after so many times the time it takes."""
 
 PATIENCE = 10.0
-"""Seconds that a start waits for attention's kernels once the others are compiled: longer than
-loading them takes, and far less than compiling them."""
+"""Seconds for attention's kernels once others are compiled: to load, but not to compile them."""
 
 PROGRESS_SECONDS = 5.0
 """Seconds between two messages about the progress."""
 
 
 class WarmUp:
-    """Graphs and kernels of an engine, and the time that its start takes.
-
-    With `lazy`, its `start` leaves all but the likeliest graphs to the other methods.
+    """Graphs and kernels of an engine; a `lazy` start leaves all but the likeliest for later.
 
     Attributes:
         seconds: Seconds that each phase of the start took, by its name.

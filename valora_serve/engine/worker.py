@@ -1,7 +1,4 @@
-"""A worker of a tensor-parallel group: the process of a rank above 0, which `workers` starts.
-
-It calls of its engine what rank 0 calls, and ends when it is told to, or with rank 0.
-"""
+"""A worker: the process of a rank above 0, whose engine does what rank 0 calls, until that ends."""
 
 from __future__ import annotations
 

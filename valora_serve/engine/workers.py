@@ -1,8 +1,7 @@
 """The other processes of a tensor-parallel group, and what rank 0 has them do.
 
-Every rank has an engine. Rank 0 has the queue, the policy and the HTTP side; what it calls of its
-runner, weights and memory is sent to the workers, which call the same in the same order, so that
-their collectives meet. A process that ends, or fails, ends the group.
+Every rank has an engine. What rank 0 calls of its runner, weights and memory is sent to the
+workers, which call it in the same order, so that their collectives meet. One that ends, ends all.
 """
 
 from __future__ import annotations
@@ -82,15 +81,8 @@ def device_of(settings: EngineSettings, rank: int) -> torch.device:
 class Workers:
     """The processes of all ranks but 0, which this one is.
 
-    A `SettingsError` says that there are fewer GPUs than asked for, or that the model cannot be
-    split; a `StoppedError`, here and later, that a process has ended.
-
-    Attributes:
-        module: Program of the workers.
-        group: All processes; None until they have met.
-        processes: Those of the workers.
-        lost: Why the group cannot go on, once a worker has ended; None before.
-        on_lost: Called then, in another thread.
+    A `SettingsError` says that they cannot share the model; a `StoppedError`, here and later, that
+    one has ended: then `lost` says why, and `on_lost` is called with it in another thread.
     """
 
     module: ClassVar[str] = "valora_serve.engine.worker"
@@ -128,10 +120,7 @@ class Workers:
             raise
 
     def _start(self, orders: tuple[object, ...]) -> None:
-        """Start a fresh interpreter: a forked one could not use its GPU.
-
-        Its session is its own, so that Ctrl-C reaches rank 0 alone, which ends its requests first.
-        """
+        """Start a fresh interpreter (a forked one has no GPU) in a session without Ctrl-C."""
         ours, theirs = multiprocessing.Pipe()
         end = theirs.fileno()
         process = subprocess.Popen(

@@ -1,8 +1,7 @@
 """Adapters and prefixes on a device: their copies run on a CUDA stream of their own, beside steps.
 
-A prefix of a context stands before a request's own pages; all requests about it read its pages. If
-it does not fill its last page, each request gets a copy of that page, in which its own tokens
-follow.
+All requests about a context read its prefix's pages, before their own; of a last page that is not
+full each gets a copy, in which its own tokens follow.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class AdapterMemory(DeviceResidency[PackedAdapter]):
         ranks: [slots] int32, rank of the adapter in each slot, 0 for an empty slot.
         scalings: [slots] float32, scaling of the adapter in each slot.
         unmergeable: Adapters that must not be merged into the base weights, each with the reason.
-        quarantined: Those of them that requests must not use either; loading them again lifts that.
+        quarantined: Those of them that no request may use until they are loaded again.
         proven: Keys of the adapters that were merged once, with finite weights.
     """
 

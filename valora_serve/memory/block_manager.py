@@ -1,8 +1,7 @@
 """Which page of the unified memory is used for what: KV cache, prefix cache, adapters, or free.
 
-Plain bookkeeping without torch, for one thread. A page holds the keys and values of `block_size`
-tokens in all layers, or rank rows of an adapter (S-LoRA §5.1). All pages are equal, so any free
-pages serve any request for pages, and the memory does not fragment.
+Torch-free, for one thread. A page holds keys and values of `block_size` tokens in all layers, or
+rank rows of an adapter (S-LoRA §5.1); all are equal, so that memory does not fragment.
 """
 
 from __future__ import annotations
@@ -30,10 +29,6 @@ class Owner(IntEnum):
 
 class PagePool:
     """Free and used pages, with the use and the number of users of each.
-
-    Args:
-        pages: Number of pages.
-        first: Number of the first page; those before it belong to another pool.
 
     Attributes:
         on_evict: Called with a cached page before it is taken for something else.
@@ -63,11 +58,7 @@ class PagePool:
         return self._counts[owner]
 
     def take(self, count: int, owner: Owner) -> list[int] | None:
-        """Take pages, all or none; cached pages are evicted, least recently used first.
-
-        Returns:
-            The pages, each with one user, or None if fewer can be taken.
-        """
+        """Take pages with one user each, or None if there are too few; cached ones are evicted."""
         if count > self.free:
             self.on_short(count - self.free)
             if count > self.free:
@@ -132,10 +123,7 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """Prompt tokens `start` to `stop` that stand for an image or a video.
-
-    The key is the content hash of the image, and of the adapter's weights that change its encoding.
-    """
+    """Prompt tokens that stand for an image; `key` hashes it and what changes its encoding."""
 
     start: int
     stop: int
@@ -159,18 +147,10 @@ class _SequencePages:
 class BlockManager:
     """Block tables of sequences, and the prefix cache.
 
-    The key of a full block in the prefix cache hashes its tokens, the images behind them and the
-    key of the block before it; for the first block the adapter's content hash (`salt`) takes that
-    place. Where an adapter is applied from a later token on, its hash joins in at that token's
-    block, and the blocks before are those of the base model. A sequence that begins with a context
-    has that one's pages first; the context's hash stands for them. The chain begins with `root`:
-    this hash, behind that of the tenant, so that tenants share no blocks. Only full blocks are
-    shared between sequences, so a shared block is never written to.
-
-    Args:
-        pool: Pages to take and give back.
-        block_size: Tokens per block.
-        caching: Whether computed blocks are kept for other sequences (prefix cache).
+    The key of a full block hashes its tokens, the images behind them and the key of the block
+    before; the chain begins with `root` (hashes of tenant and context) and the adapter's hash
+    (`salt`), which joins in later if the adapter is applied from a later token on. Only full blocks
+    are shared, so a shared block is never written to.
     """
 
     def __init__(self, pool: PagePool, block_size: int, *, caching: bool = True) -> None:
@@ -202,12 +182,9 @@ class BlockManager:
         shared: int = 0,
         root: bytes = b"",
     ) -> tuple[int, list[int]]:
-        """Look up the longest cached prefix of a prompt, without taking it; arguments as of `open`.
+        """Count the cached tokens of a prompt, `shared` ones included, and the blocks behind those.
 
-        Returns:
-            Number of cached tokens, those of the context's `shared` blocks included, and the blocks
-            behind these. Only whole blocks are cached, and never the whole prompt, as its last
-            token must be computed.
+        Arguments as of `open`. Never the whole prompt, as its last token must be computed.
         """
         blocks: list[int] = []
         if self.caching:
@@ -237,16 +214,12 @@ class BlockManager:
 
         Args:
             sequence: Id of the sequence.
-            tokens: Token ids of the prompt; the list is kept, and the caller appends generated
-                tokens to it.
+            tokens: Token ids of the prompt; the list is kept, and the caller appends to it.
             salt: Content hash of the adapter, empty for the base model.
             spans: Images among the tokens, by ascending start.
-            limit: Most tokens to take from the cache; a head that reads visual tokens needs them
-                computed.
-            since: Index of the first token that the adapter is applied to, at least that of the
-                first token behind `shared`.
-            shared: Pages of a context, all full, with which the table begins; they stay the
-                context's.
+            limit: Most tokens to take from the cache (heads need visual tokens computed).
+            since: First token that the adapter is applied to, not among `shared`.
+            shared: Full pages of a context with which the table begins; they stay the context's.
             root: What the chain of keys begins with: hashes of the tenant and of the context.
 
         Returns:
@@ -326,11 +299,7 @@ class BlockManager:
                 self.pool.uncache(block)
 
     def _before(self, key: bytes, salt: bytes, since: int, index: int) -> bytes:
-        """Return what block `index` follows: the key of the block before it, and the salt.
-
-        The salt joins in at the block of token `since`, with that token's place in the block: the
-        tokens before it there have the base model's keys and values.
-        """
+        """Key of the block before `index`, and the salt, which joins in at token `since`."""
         if index != since // self.block_size:
             return key
         place = since % self.block_size

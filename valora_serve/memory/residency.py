@@ -1,7 +1,6 @@
 """What lies in host memory and, while it is used, in pages: loading, pinning, eviction (S-LoRA §5).
 
-Adapters and prefixes of contexts are packed in host memory and copied into pages of the unified
-memory. When pages are short, the least recently used of either kind are evicted; pinned ones never.
+When pages are short, the least recently used adapters and prefixes are evicted; pinned ones never.
 Torch-free and for one thread: engine and simulator drive it, and a subclass makes the copies.
 """
 
@@ -70,16 +69,10 @@ class Entry(Generic[P]):
 
 
 class MemoryBudget:
-    """Pages and host memory, which adapters and prefixes share.
+    """Pages and at most `host_bytes` of host memory, which adapters and prefixes share.
 
-    Args:
-        pool: Free and used pages.
-        host_bytes: Most bytes of host memory, None for no limit. Beyond it those that have a file
-            and were not loaded for longest are dropped, and read again when needed.
-
-    Attributes:
-        idle_pages: Pages of what is resident and not pinned, which eviction would free.
-        held_bytes: Bytes of host memory that are taken now.
+    Beyond it the least recently loaded ones with a file are dropped, and read again when needed.
+    `idle_pages` are what eviction would free, `held_bytes` what host memory takes.
     """
 
     def __init__(self, pool: PagePool, host_bytes: int | None = None) -> None:
@@ -192,11 +185,7 @@ class Residency(Generic[P]):
         raise NotImplementedError
 
     def add(self, key: str, packed: P, reload: Callable[[], P] | None = None) -> None:
-        """Add something in host memory; a known one stays where it is.
-
-        In another thread, `reload` reads and packs its file again after it was dropped from host
-        memory; without one it never is.
-        """
+        """Add something in host memory, from which it may be dropped if `reload` reads it again."""
         entry = self._entries.get(key)
         if entry is not None:
             # The former folder may be gone when the file must be read again.
@@ -246,11 +235,9 @@ class Residency(Generic[P]):
         return self._entries[key].slot
 
     def load(self, key: str, *, urgent: bool = True) -> bool:
-        """Start loading something to the device, without waiting for it; False without room.
+        """Start loading something to the device; False without room, of wanted ones if `urgent`.
 
-        Wanted ones are evicted for it only if it is `urgent`, which a prefetch is not. An
-        `AdapterError` says that its file could not be read again; on a GPU, where another thread
-        reads it, `ready` and `poll` say so.
+        An `AdapterError` says that its file is unreadable; on a GPU `ready` and `poll` do later.
         """
         entry = self._entries[key]
         if key in self.resident or key in self.loading:

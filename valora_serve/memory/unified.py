@@ -1,8 +1,7 @@
 """Unified memory: KV cache and adapters in one tensor of equal pages (S-LoRA §5.1).
 
-A page has room for the keys and values of `block_size` tokens in all layers. For the attention it
-is one block of every layer. For LoRA it holds rank rows, one after another, which address tables
-locate; so an adapter of any rank fits as long as enough pages are free, wherever they are.
+A page holds keys and values of `block_size` tokens in all layers, or rank rows, one after another,
+that address tables locate; so adapters of any rank fit wherever pages are free.
 """
 
 from __future__ import annotations
@@ -34,23 +33,13 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Names and sizes of linear layers that share their input.
+    """Names and sizes of linear layers that share their input, or of a rank's `share` of them."""
 
-    Attributes:
-        name: Name of the group, which is that of its first module.
-        modules: Full module names of the layers, in the order of their outputs.
-        in_features: Width of the input.
-        out_features: Width of each layer's output.
-        part: ``text`` for the language model, ``vision`` for the vision tower and the projector.
-        share: The part of the layers that this process of a tensor-parallel group holds; sizes are
-            those of the part. None where the layers are whole.
-    """
-
-    name: str
-    modules: tuple[str, ...]
+    name: str  # that of its first module
+    modules: tuple[str, ...]  # full names, in the order of their outputs
     in_features: int
     out_features: tuple[int, ...]
-    part: str
+    part: str  # ``text``, or ``vision`` for vision tower and projector
     share: Share | None = None
 
     @property
@@ -126,10 +115,7 @@ class PackedPrefix(Packed):
 
 
 class UnifiedMemory:
-    """One tensor of pages, with its views as KV cache and as adapters.
-
-    It has so many equal pages for the adapters of some groups of linears, of which up to `slots`
-    are on the device at a time.
+    """One tensor of pages, with its views as KV cache and as adapters, of which `slots` fit.
 
     Attributes:
         storage: [pages · elements per page + widest rank row], flat. Behind the pages lie zeros,
@@ -224,14 +210,9 @@ class UnifiedMemory:
         return Layout(-(-end // size), end, tuple(runs), starts)
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
-        """Lay out an adapter in host memory as in its pages; may be called from any thread.
+        """Lay out an adapter in host memory as in its pages, in any thread; or `AdapterError`.
 
-        If the scaling of a module differs from the adapter's, the quotient is multiplied into B in
-        float32, before it is rounded to the memory's dtype.
-
-        Raises:
-            AdapterError: The adapter's rank is too large, it needs more pages than there are,
-                changes modules that cannot be adapted, or has values beyond the dtype's range.
+        The scaling of a module, where it differs, is multiplied into B in float32.
         """
         called = f"adapter {adapter.folder}"
         if adapter.rank > self.max_rank:
@@ -275,17 +256,9 @@ class UnifiedMemory:
     def pack_prefix(
         self, name: str, content: str, keys: torch.Tensor, values: torch.Tensor
     ) -> PackedPrefix:
-        """Lay out a prefix in host memory as in its pages; may be called from any thread.
+        """Lay out a prefix in host memory as in its pages, in any thread; or `AdapterError`.
 
-        Args:
-            name: Name of the context, for messages.
-            content: Content hash.
-            keys: [layers, kv_heads, tokens, head_dim], after their rotary positions.
-            values: The same shape.
-
-        Raises:
-            AdapterError: It has another shape than the memory, more pages, or values beyond the
-                range of the memory's dtype.
+        `keys` (after their rotary positions) and `values` are [layers, kv_heads, tokens, head_dim].
         """
         page, called = self.page, f"context {name}"
         layers, heads, tokens, width = keys.shape
@@ -346,10 +319,7 @@ class UnifiedMemory:
         self.storage[target * size : (target + 1) * size].copy_(part)
 
     def read_tokens(self, table: Sequence[int], tokens: int) -> torch.Tensor:
-        """Copy the keys and values of a sequence's first tokens, on the current stream.
-
-        They are [2, layers, kv_heads, tokens, head_dim], on the device; `table` are its pages.
-        """
+        """Copy a sequence's first keys and values: [2, layers, kv_heads, tokens, head_dim]."""
         where = torch.tensor(table[: -(-tokens // self.page.block_size)], device=self.device)
         held = self.page.view(self.storage[: self._zeros])[where]
         tokenwise = held.permute(2, 1, 4, 0, 3, 5).flatten(3, 4)
@@ -362,11 +332,7 @@ class UnifiedMemory:
             )
 
     def _lock(self, packed: Packed, buffer: torch.Tensor) -> None:
-        """Lock host memory for asynchronous copies to a GPU, for as long as `packed` lives.
-
-        torch's allocator of pinned memory rounds up to powers of two, which wastes too much memory
-        for thousands of adapters.
-        """
+        """Lock memory for copies to a GPU while `packed` lives; torch's has powers of two."""
         if self.device.type != "cuda":
             return
         status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))

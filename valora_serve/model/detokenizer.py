@@ -1,7 +1,7 @@
 """Streaming detokenisation: text of each new token, and the end of an answer at a stop text.
 
-tokenizers' `DecodeStream` decodes. What it lacks is here: stop texts, the text of an unfinished
-character at the end, going on after bytes that are no UTF-8, and tokenizers of other libraries.
+tokenizers' `DecodeStream` decodes; stop texts, unfinished characters at the end and bytes that are
+no UTF-8 are here.
 """
 
 from __future__ import annotations
@@ -27,12 +27,8 @@ class Detokenizer:
 
     Args:
         tokenizer: transformers' tokenizer.
-        stop: Texts that end the answer; they are not part of it.
+        stop: Texts that end the answer (`stopped`); they are not part of it.
         min_tokens: Number of first tokens in whose text no stop text is looked for.
-
-    Attributes:
-        stopped: Whether a stop text has come.
-        chars: Number of characters of all tokens so far, unfinished ones not counted.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], min_tokens: int = 0) -> None:
@@ -83,10 +79,7 @@ class Detokenizer:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _cut(self) -> str:
-        """The text of pending tokens, but for the last ones, which may begin a character.
-
-        Without it a stream decodes all of them again for every token.
-        """
+        """The text of pending tokens but for the last, so that they are not decoded every time."""
         pending = self._pending
         for at in range(len(pending) - 3, len(pending) + 1):
             text, self._pending = self._decode(pending[:at]), pending[at:]

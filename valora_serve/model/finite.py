@@ -1,8 +1,7 @@
 """Rows whose values are no longer finite: found on the device, without waiting for it.
 
-Weights that are too large overflow in one of two ways. Infinity and NaN reach the end of the model
-and show there. A hidden state whose squares overflow in a norm is divided by infinity: it becomes
-zero, every logit is equal, and the argmax is a token like any other. Both are found.
+Infinity and NaN reach the end of the model. But a hidden state whose squares overflow in a norm
+becomes zero, every logit is equal, and the argmax is a token like any other. Both are found.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Linear layers of a base model whose weights and activations have 8 bits (FP8, E4M3).
 
 Weights are rounded once, with a scale for each output; activations in every step, with a scale for
-each row. LoRA terms are computed from the unrounded activations in the model's own type. Adapters
-are never merged: a sum with a merged adapter would have to be rounded again.
+each row. LoRA terms see unrounded activations. Adapters are never merged, as sums would be rounded.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ def _fused(cuda: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 
 def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """x·Wᵀ of 8-bit numbers: [rows, inputs], rounded here → [rows, outputs] in the type of x.
-
-    `weight` is [outputs, inputs] FP8, and `scales` of its rows [outputs, 1] float32.
-    """
+    """Compute x·Wᵀ: x [rows, inputs] is rounded here, W [outputs, inputs] by `scales`."""
     rounded, scale = _fused(x.is_cuda)(x)
     if not x.is_cuda:
         return ((rounded.float() * scale) @ (weight.float() * scales).T).to(x.dtype)

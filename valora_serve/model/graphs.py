@@ -1,8 +1,7 @@
 """Captured steps: CUDA graphs of decode steps, and of the layers of steps with prompts.
 
-A graph replays kernels with the arguments of its capture, so its inputs lie in buffers of fixed
-size and address, and smaller steps are padded. Graphs are captured for some numbers of rows, and
-for zero, one and two LoRA terms per row. `image_graphs` captures the encoding of images.
+A graph's inputs lie in buffers of fixed size and address, and smaller steps are padded. Graphs are
+captured for some numbers of rows, each with zero, one and two LoRA terms per row.
 """
 
 from __future__ import annotations
@@ -34,21 +33,14 @@ G = TypeVar("G")
 
 
 class GraphRecorder:
-    """Captures functions as CUDA graphs, which all share one memory pool.
-
-    Without a GPU the functions run again at each replay, so that tests cover the bookkeeping.
-    """
+    """Captures functions as CUDA graphs in one memory pool; without a GPU they run again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
 
     def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Replay, list[Tensor]]:
-        """Warm a function of buffers of fixed address up and capture it.
-
-        Returns:
-            What replays it, and its results, which every replay overwrites.
-        """
+        """Warm a function of buffers up and capture it; return its replay and its results."""
         found: list[Tensor] = []
 
         def run_again() -> None:
@@ -259,10 +251,8 @@ class DecodeGraphs(Graphs[DecodeGraph]):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Enqueue a decode step on the graph that `find` returned for it.
 
-        Returns:
-            Of every work: its logits [works, vocabulary] float32, their argmax [works] int64,
-            whether they are finite [works] bool, and its place in `StepResources.last_tokens`
-            [works] int64.
+        Returns for every work logits [works, vocabulary] float32, argmax [works] int64, whether
+        they are finite [works] bool, its place in `StepResources.last_tokens` [works] int64.
         """
         size, count = graph.inputs.shape[1], len(works)
         graph.turn ^= 1
@@ -371,12 +361,9 @@ class PromptGraphs(Graphs[PromptGraph]):
         rows: Rows,
         terms: LoraTerms | None,
     ) -> Tensor:
-        """Enqueue the layers of a step on the graph that `find` returned for it.
+        """Enqueue the layers of a step on the graph that `find` returned; until the next replay.
 
-        `embedded` is [rows, width] and `positions` [rows] or [3, rows] int64.
-
-        Returns:
-            [rows, width] hidden states after the final norm; the next replay overwrites them.
+        `embedded` and what is returned are [rows, width], `positions` [rows] or [3, rows] int64.
         """
         used, size = len(embedded), len(graph.embedded)
         graph.embedded[:used] = embedded

@@ -1,8 +1,4 @@
-"""Runs vision task heads on last hidden states (VaLoRA §4.2.2).
-
-Heads of any kinds and sizes are computed in one batch, in float32. What a kind of head reads and
-what its outputs mean is defined in `valora_data.contract.heads`.
-"""
+"""Runs vision task heads of any kinds on hidden states, in one float32 batch (VaLoRA §4.2.2)."""
 
 from __future__ import annotations
 
@@ -135,10 +131,7 @@ class HeadLogits:
         return self.copied is None or bool(self.copied.query())
 
     def read(self) -> list[HeadResult | ServeError]:
-        """Wait for the logits and interpret them on the host: a result or an error each.
-
-        An input whose hidden states, logits or result are not finite gets a `NonFiniteError`.
-        """
+        """Wait for the logits: a result each, or an error (`NonFiniteError` if not finite)."""
         if self.copied is not None:
             self.copied.synchronize()
         parts = self.logits.split([rows * width for rows, width in self.shapes])
@@ -169,11 +162,7 @@ def _interpret(item: HeadRequest, raw: torch.Tensor) -> HeadResult | ServeError:
 
 
 def launch_heads(inputs: Sequence[HeadRequest]) -> HeadLogits:
-    """Compute the logits of heads of any kinds and sizes without waiting for the device.
-
-    There is one matrix product for each distinct head, and one copy to the host. An input that
-    cannot be answered gets an error of its own.
-    """
+    """Enqueue one matrix product for each distinct head; inputs that fail get errors."""
     errors: list[ServeError | None] = [None] * len(inputs)
     rows: dict[int, torch.Tensor] = {}
     members: dict[int, list[int]] = {}

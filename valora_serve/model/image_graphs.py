@@ -78,11 +78,7 @@ class ImageGraphs(Graphs[ImageGraph]):
         return ImageGraph(replay, inputs, results)
 
     def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures] | None:
-        """Encode images or videos of one kind and shape, of several requests, without adapters.
-
-        Returns:
-            None if no graph holds them; the caller encodes them without one.
-        """
+        """Encode visuals of one kind and shape without adapters; None if no graph holds them."""
         shape = self._shape
         if shape is None or not self.sizes:
             return None
@@ -105,10 +101,7 @@ class ImageGraphs(Graphs[ImageGraph]):
 
 
 class WindowGraphs(ImageGraphs):
-    """Captured encoders of images of any size, by their number of windows (Qwen2.5-VL).
-
-    One image, or frame of a video, fills a GPU, so that they are encoded one after the other.
-    """
+    """Captured encoders of one image of any size, by numbers of windows (Qwen2.5-VL)."""
 
     def __init__(self, encoder: Any, *resources: Any) -> None:
         super().__init__(*resources)

@@ -8,17 +8,10 @@ FIRST = 4  # tokens always kept, as every later token attends to them (Streaming
 
 
 def keep_keys(kv: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the keys and values of the most distinct tokens, in each layer and head of its own.
+    """Keep the tokens whose keys differ most from the mean of their layer and head.
 
-    The tokens whose keys differ most from the mean key of their head are kept, with the positions
-    that they had (KeyDiff, Park et al. 2025): keys that are alike get alike attention.
-
-    Args:
-        kv: [2, layers, kv_heads, tokens, head_dim], keys after their rotary positions, and values.
-        count: Tokens to keep, at most all.
-
-    Returns:
-        [2, layers, kv_heads, count, head_dim], in the order of the document.
+    They have the positions that they had (KeyDiff, Park et al. 2025) and their order: `kv`
+    [2, layers, kv_heads, tokens, head_dim], keys after their rotary positions, to `count` tokens.
     """
     if count >= kv.shape[3]:
         return kv

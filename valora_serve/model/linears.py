@@ -2,12 +2,9 @@
 
 transformers' modules still call ``self.q_proj(x)``, ``self.k_proj(x)`` and ``self.v_proj(x)``. The
 first call computes all three in one product over stacked weights, with one LoRA shrink for all
-(VaLoRA §4.3); the other calls return their part of the result.
-
-Where torch compiles the model's layers, a group is one operation of theirs, `valora::linears`. What
-compiled kernels then read has constant widths and distances between rows: kernels that do not know
-them divide by them and load 2 bytes at a time. On an H100 rotating q and k of 8,192 rows took
-0.48 ms a layer so, where reading and writing them takes 0.09.
+(VaLoRA §4.3); the other calls return their part of the result. Compiled layers call one operation,
+`valora::linears`, whose outputs have constant widths and row distances: kernels that do not know
+them load 2 bytes at a time (rotating 8,192 rows: 0.48 ms a layer on an H100 instead of 0.09).
 """
 
 from __future__ import annotations
@@ -39,13 +36,9 @@ if TYPE_CHECKING:
 
 
 class LoraScope:
-    """The adapters of the current forward pass: transformers' modules pass none to their layers.
+    """The adapters of the current pass: none for the language model outside ``scope.text(batch)``.
 
-    Outside ``with scope.text(batch):`` no adapter applies to the language model.
-
-    Attributes:
-        operator: Computes the LoRA terms.
-        last: The group that computed last, its input and its outputs, which no other group keeps.
+    `last` is the group that computed last, its input and its outputs, which no other group keeps.
     """
 
     def __init__(self) -> None:
@@ -83,12 +76,10 @@ class LinearGroup:
     """Linear layers that share their input, with stacked weights.
 
     Attributes:
-        spec: Names and sizes of the layers.
         weights: One [sum of outputs, inputs], or one per layer where they cannot be stacked.
         bias: [sum of outputs] or None.
         lora: LoRA weights of these layers; None while no adapter has any.
-        rounded: Whether weights are stored as other numbers than those that x is multiplied by,
-            so that nothing can be merged into them, nor can our own products read them.
+        rounded: Whether weights are stored rounded, so that nothing can merge or read them.
     """
 
     rounded: ClassVar[bool] = False
@@ -144,11 +135,7 @@ class LinearGroup:
         return whole if len(self._columns) == 1 else whole[..., self._columns[index]]
 
     def _traced(self, index: int, x: Tensor) -> Tensor:
-        """Outputs of all layers while torch compiles what calls them.
-
-        Tensors cannot be compared here, and the input of layers that follow is always the same.
-        They are kept up to the last layer, so that nothing outlives what is compiled.
-        """
+        """Outputs under compilation, where tensors are not comparable, up to the last layer."""
         whole = self._whole if index else None
         if whole is None:
             whole = torch.ops.valora.linears(x, self._number, self._columns[-1].stop)
@@ -187,10 +174,7 @@ _groups: WeakValueDictionary[int, LinearGroup] = WeakValueDictionary()
 
 @torch.library.custom_op("valora::linears", mutates_args=())
 def _linears(x: Tensor, group: Tensor, width: int) -> Tensor:
-    """A group's layers, [..., inputs] → [..., width], that torch does not look into.
-
-    `group` is the number of the group, [] int64 on the CPU.
-    """
+    """A group's layers, [..., inputs] → [..., width], by its number [] int64 on the CPU."""
     del width
     return _groups[int(group)]._compute(x)
 
@@ -236,10 +220,8 @@ class Linears:
         groups: Groups by name.
         group_of: Group of each module by the module's name, and the module's index in it.
         scope: Adapters of the current forward pass.
-        merged: Memory of the weights that adapters are merged into; more than one if later
-            adapters have other targets.
-        by_matrix: Whether merges take one matrix after the other, to compare the swift switch
-            with.
+        merged: Memories of the weights that adapters are merged into, by when their targets came.
+        by_matrix: Whether merges take one matrix after the other, to compare the swift switch.
     """
 
     groups: dict[str, LinearGroup]
@@ -256,11 +238,7 @@ class Linears:
         make: MakeGroup | None = None,
         names: LinearNames = LLAMA,
     ) -> Self:
-        """Replace a model's linear layers in place.
-
-        `parts` are names of modules whose linear layers are replaced, each with its part: ``text``
-        or ``vision``. `names` are those of the linear layers in the model's family.
-        """
+        """Replace linear layers in the modules that `parts` names, each ``text`` or ``vision``."""
         found = cls({}, {}, LoraScope())
         linears = {
             name: (module, part)
@@ -298,10 +276,7 @@ class Linears:
             memory.bind({})
 
     def row_norms(self) -> dict[str, float]:
-        """Return the size of the language model's weights, into which nothing may be merged.
-
-        It is the root mean square of the norms of a weight's rows, by name of the linear.
-        """
+        """Root mean square of the norms of a weight's rows, by linear; nothing may be merged."""
         text = {name: one for name, one in self.group_of.items() if one[0].spec.part == "text"}
         if not text:
             return {}
@@ -318,11 +293,7 @@ class Linears:
     def activate(
         self, names: Collection[str], lora: Mapping[str, LoraWeights], *, mergeable: bool
     ) -> None:
-        """Let groups apply adapters from now on; nothing may be merged into the weights.
-
-        `lora` has LoRA weights of all groups, by name. Adapters can be merged into groups of the
-        language model if `mergeable`.
-        """
+        """Let groups apply adapters, and merge them if `mergeable`; nothing may be merged now."""
         if mergeable:  # first, as there may be no memory for it
             self._make_mergeable(
                 [name for name, group in self.groups.items()

@@ -59,9 +59,6 @@ class Lmm(BaseModel):
         lora: How LoRA matrices are split; only with `split`.
         fp8: Whether a whole language model computes with weights and activations of 8 bits.
         packed: Whether the weights of a whole language model stay in 4 bits, or are rounded to it.
-
-    Raises:
-        BundleError: If the model cannot be served.
     """
 
     linears: Linears
@@ -140,11 +137,7 @@ class Lmm(BaseModel):
         lora: LoraParallel,
         quantize: str | None = None,
     ) -> Lmm:
-        """Load a rank's part of a base model onto its device; see `load`.
-
-        Raises:
-            SettingsError: It cannot be split over the processes.
-        """
+        """Load a rank's part of a base model onto its device; see `load`."""
         reader = SplitReader(base, group, quantize)
         model, processor = load_model(base, dtype, read=reader, plain=True)
         return cls(base, model, processor, group.device, quantize, reader, lora)
@@ -160,15 +153,10 @@ class Lmm(BaseModel):
         fp8: bool = False,
         packed: bool = False,
     ) -> Lmm:
-        """Load a base model: ``tiny``, a folder or a name on the hub.
+        """Load ``tiny``, a folder or a name on the hub; `BundleError`, `SettingsError` if not.
 
-        Weights that are rounded to 4 bits (``quantize`` is ``nf4``) are unpacked again, unless they
-        are to stay packed: they are the numbers that adapters were trained on, and take as much
-        memory as unrounded ones.
-
-        Raises:
-            BundleError: If there is no such model, or it cannot be served or rounded.
-            SettingsError: The device does not compute with 8 bits.
+        Weights that are rounded to 4 bits (``quantize`` is ``nf4``) are unpacked again, to the
+        numbers that adapters were trained on, unless they are to stay packed.
         """
         model, processor = load_model(base, dtype, quantize=quantize, device=device, plain=True)
         if quantize is not None and not packed:
@@ -193,10 +181,7 @@ class Lmm(BaseModel):
             )  # fmt: skip
 
     def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures]:
-        """Encode images or videos of several requests together; `linears.scope` has their adapters.
-
-        They have one shape unless the encoder takes concatenated patches.
-        """
+        """Encode visuals, of one shape unless patches are concatenated."""
         parts, deep = self.visual_features([visual.tensors for visual in visuals])
         layers = [layer.split([len(part) for part in parts]) for layer in deep]
         return [
@@ -226,8 +211,7 @@ class Lmm(BaseModel):
     ) -> Tensor:
         """Run all layers and the final norm: `embedded`, [rows, width], to hidden states alike.
 
-        `positions` are [rows] int64, or [3, rows] if rotary positions have three parts. What images
-        add to the first layers' outputs is in `visual`.
+        `positions` are [rows] int64, or [3, rows] if rotary positions have three parts.
         """
         extra: dict[str, Any] = {}
         if visual is not None and visual.deep:
@@ -246,9 +230,8 @@ class Lmm(BaseModel):
         return hidden
 
     def compile_layers(self) -> None:
-        """Compile the layers, which fuses norms, rotations, activations and sums.
+        """Let torch compile each layer, but for products and attention, at its first use.
 
-        Matrix products and attention stay as they are; torch compiles each layer at its first use.
         From compute capability 9.0 on, a kernel starts while the one before it still ends.
         """
         early = has_dependent_launch(self.device)

@@ -1,8 +1,7 @@
 """Linear layers of a base model whose weights stay packed in 4 bits (NF4, through bitsandbytes).
 
 The numbers are those that adapters are trained on with ``model.quantize=nf4``, in 4.5 bits a
-weight. LoRA terms are computed in the model's own type. Adapters are never merged: a sum with a
-merged adapter would have to be rounded again.
+weight. Adapters are never merged: a sum with one would have to be rounded again.
 """
 
 from __future__ import annotations

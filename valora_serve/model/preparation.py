@@ -26,8 +26,5 @@ class Preparation(NamedTuple):
         return self.size in LIKELY.get(self.kind, ())
 
     def order(self, largest: int) -> tuple[bool, bool, bool, int]:
-        """Order in which graphs are captured, where the largest of the kind has this size.
-
-        It comes first: it holds every step until smaller ones do, and they fit into its memory.
-        """
+        """Order of captures: the largest of a kind first, in whose memory smaller ones fit."""
         return self.size != largest, not self.likely, self.terms == MIXTURE, self.size

@@ -54,10 +54,7 @@ class Visual:
         return self.at if self.cells is None else self.at[self.cells]
 
     def spans(self, key: bytes) -> list[ImageSpan]:
-        """Return the runs of its tokens, for the keys of the prefix cache.
-
-        `key` is what else changes its features: hash of the adapter's vision weights.
-        """
+        """Runs of its tokens for the prefix cache; `key` hashes the adapter's vision weights."""
         cuts = np.flatnonzero(np.diff(self.at) != 1) + 1
         runs = np.split(self.at, cuts)
         return [
@@ -138,18 +135,10 @@ def prepare_prompt(
     domain_prompt: str | None = None,
     context: Context | None = None,
 ) -> Prompt:
-    """Tokenize a request and process its images and videos.
+    """Tokenize a request and process its images and videos; a `RequestError` says why not.
 
-    Args:
-        model: The base model.
-        request: The request.
-        domain_prompt: The prompt of the requested domain; it precedes images that come without
-            any text.
-        context: The context that the request is about, None for none.
-
-    Raises:
-        RequestError: The request has no prompt or several, or its placeholders do not match its
-            images and videos.
+    The `domain_prompt` precedes images that come without any text; `context` is what the request
+    is about.
     """
     if request.images or request.videos:
         model.check_takes_images(RequestError)
@@ -281,10 +270,7 @@ def _check_placeholders(model: BaseModel, kind: str, text: str, given: int) -> N
 def _check_resized(
     model: BaseModel, images: Sequence[Image], videos: Sequence[Sequence[Image]]
 ) -> None:
-    """Refuse images that the model's processor would enlarge beyond what a prompt can hold.
-
-    An image of 1 x 40,000,000 pixels whose shorter side is resized to 336 would take terabytes.
-    """
+    """Refuse images that resizing enlarges too much: 1 x 40,000,000 pixels would take terabytes."""
     family, processor = model.architecture, model.processor.image_processor
     most = model.context_length * family.pixels_per_token
     every = [*images, *(frame for video in videos for frame in video)]

@@ -56,10 +56,6 @@ SCORED_ROWS = 256  # of a prompt whose logits are in memory at a time: 150 MB fo
 class ModelRunner:
     """Computes steps, eagerly or by replaying a CUDA graph, and encodes images.
 
-    Decode steps, and layers of steps with prompts, are captured for the numbers of rows in `graphs`
-    and `prompt_graphs`; the vision encoder for the numbers of images in `vision_graphs`, or, where
-    it encodes images of any size, for numbers of windows.
-
     Attributes:
         has_lora: Whether any adapter was registered; until then no graph with LoRA is captured.
         on_compiled: Called in another thread once `adopt` may have something to do.
@@ -116,10 +112,7 @@ class ModelRunner:
     # ------------------------------------------------------------------ steps
 
     def step(self, works: Sequence[Work], merged: int) -> StepResult:
-        """Enqueue a step, of requests that are all different; nothing waits for the device.
-
-        `merged` is the slot of the adapter that is merged into the weights, `NONE` for none.
-        """
+        """Enqueue a step of different requests; `merged` is the merged slot, or `NONE`."""
         terms = LoraTerms.of(works, merged)
         graph = self._decode_graphs.find(works, terms)
         with torch.inference_mode():
@@ -304,7 +297,7 @@ class ModelRunner:
     def preparations(
         self, terms: Sequence[int] = (0, 1, 2)
     ) -> tuple[list[Preparation], list[Preparation]]:
-        """Return what is not prepared yet: what serving should wait for, and the rest.
+        """What is not prepared yet: what serving should wait for, and the rest.
 
         `terms` are numbers of LoRA terms per row: 0 without LoRA, 1 in unmerged mode, 2 in mixture
         mode, which needs a merged adapter and requests of others: no server has these at once.
@@ -380,8 +373,7 @@ class ModelRunner:
     ) -> None:
         """Compile kernels on all cores: attention's, and those of `wanted` graphs.
 
-        Attention's may take `patience` seconds longer than the others if another backend can stand
-        in for it until `adopt`; None to wait for them.
+        Attention's may take `patience` seconds longer if another backend stands in for it.
         """
         if self._compiling is None:
             backend = self._resources.backend
@@ -443,10 +435,7 @@ class ModelRunner:
         return self._resources.backend is not compiling.backend
 
     def adopt(self) -> bool:
-        """Let the backend take over that another one has stood in for, between two steps.
-
-        If it has, `preparations` has all graphs again.
-        """
+        """Let a backend take over that another stood in for; all graphs are left again."""
         compiling = self._compiling
         if compiling is None or compiling.running or not self.provisional:
             return False
@@ -479,10 +468,9 @@ class ModelRunner:
             group.compute(torch.zeros(shape, dtype=self._lmm.dtype, device=self._device))
 
     def _kernel_runs(self, terms: Sequence[int]) -> Iterator[Preparation]:
-        """Yield a run of a whole step (size 0), and runs of all linears by rows with an adapter.
+        """Yield runs of a whole step (size 0), and of linears by rows with an adapter.
 
-        The tiles of the LoRA kernels depend on a step's rows and adapters; compiling one in the
-        middle of serving would halt all running requests for up to a second.
+        Compiling LoRA kernels in the middle of serving would halt requests for up to a second.
         """
         for count in self._terms(terms):
             yield Preparation(KERNELS, 0, count)
@@ -528,10 +516,7 @@ class ModelRunner:
         return VisualFeatures(embeddings.to(self._device, self._lmm.dtype))
 
     def encode(self, visuals: Sequence[Visual], adapters: Sequence[int]) -> list[VisualFeatures]:
-        """Encode images or videos of one kind and shape together.
-
-        `adapters` are the slots of the adapters whose vision weights apply, `NONE` for none.
-        """
+        """Encode visuals of one kind and shape; `adapters` are slots for vision, or `NONE`."""
         own = np.array(adapters, np.int64)
         counts = [next(iter(visual.tensors.values())).shape[0] for visual in visuals]
         batches: dict[int, LoraBatch] = {}

@@ -1,7 +1,4 @@
-"""Sampling: chooses the next token of each row from its logits.
-
-transformers' logits processors have one setting for a batch; here each row has its own.
-"""
+"""Sampling: chooses the next token of each row from its logits, by settings of its own."""
 
 from __future__ import annotations
 
@@ -45,24 +42,13 @@ class TokenCounts:
 
 @dataclass(slots=True)
 class TokenChoice:
-    """How one row's token is chosen.
-
-    Attributes:
-        params: The request's sampling parameters.
-        generator: The request's own random generator, so that a seed gives the same tokens in any
-            batch; None for greedy decoding.
-        forbidden: Ids of tokens that must not be chosen, e.g. the stop ids before `min_tokens`.
-        allowed: [vocabulary] bool, the tokens that the request's constraint allows; None without a
-            constraint.
-        counts: Tokens so far; None without penalties.
-        bias: The request's `logit_bias` as `bias_arrays`.
-    """
+    """How one row's token is chosen."""
 
     params: SamplingParams
-    generator: torch.Generator | None = None
-    forbidden: Sequence[int] = ()
-    allowed: NDArray[np.bool_] | None = None
-    counts: TokenCounts | None = None
+    generator: torch.Generator | None = None  # of the request; None for greedy decoding
+    forbidden: Sequence[int] = ()  # ids, e.g. the stop ids before `min_tokens`
+    allowed: NDArray[np.bool_] | None = None  # [vocabulary] by the constraint
+    counts: TokenCounts | None = None  # so far; None without penalties
     bias: Bias | None = None
 
     @property
@@ -187,10 +173,7 @@ class StepLogprobs(NamedTuple):
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, most: int) -> StepLogprobs:
-    """Log probabilities, before temperature, penalties, bias and restrictions.
-
-    `logits` are [rows, vocabulary] float32, and `tokens` the chosen ones, [rows] int64.
-    """
+    """Log probabilities of `logits` [rows, vocabulary] float32, of chosen and best tokens."""
     scores = logits.log_softmax(-1)
     values, ids = scores.topk(max(most, 1), -1)
     return StepLogprobs(scores.gather(-1, tokens[:, None])[:, 0], ids, values)

@@ -1,9 +1,8 @@
 """Linear layers of which each rank of a tensor-parallel group holds a part (S-LoRA §6).
 
 Column layers (q, k, v, gate, up) are split by their outputs, row layers (o, down) by their inputs,
-and one all-reduce sums the outputs of a row layer. The LoRA terms are added to the partial sums
-before it, so that it serves both. `LoraParallel` says what else the terms need; that collective
-runs beside the base product.
+and one all-reduce sums the outputs of a row layer with its LoRA terms. What else `LoraParallel`
+needs is exchanged beside the base product.
 """
 
 from __future__ import annotations
@@ -72,11 +71,7 @@ class SplitGroup(LinearGroup):
 
 @dataclass
 class SplitLinears(Linears):
-    """All linear layers that adapters can change, in one rank.
-
-    Merging needs the whole A of a column layer and the whole B of a row layer. Where ranks hold
-    parts of them, those are gathered for one adapter when it is merged.
-    """
+    """A rank's linear layers; the parts of an adapter's A or B are gathered to merge it."""
 
     group: Group = field(kw_only=True)
     _whole: list[tuple[SplitGroup, Tensor]] = field(default_factory=list)
@@ -91,10 +86,7 @@ class SplitLinears(Linears):
         lora: LoraParallel,
         names: LinearNames = LLAMA,
     ) -> SplitLinears:
-        """Replace a model's linear layers in place, see `of`.
-
-        The weights at the paths of `slices` are these parts of the layers, others are whole.
-        """
+        """Replace a model's linear layers, see `of`; weights at the paths of `slices` are parts."""
 
         def make(spec: GroupSpec, linears: Sequence[nn.Linear], *shared: Any) -> LinearGroup:
             if spec.name not in slices:

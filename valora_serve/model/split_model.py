@@ -1,9 +1,8 @@
 """Reads a process's part of a base model: no process ever holds the whole.
 
 transformers builds the model without memory. Before it reads the weights, the decoder's linear
-layers are cut to this process's parts, and the same parts are cut from the safetensors files, one
-matrix at a time. Embeddings, norms, vision tower and projector are replicated. The output layer is
-split by the vocabulary, unless it shares its weights with the embeddings.
+layers and the safetensors' matrices are cut to this process's parts. The output layer is split by
+the vocabulary unless it shares its weights with the embeddings; all else is replicated.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ HEAD = "lm_head"
 @dataclass(slots=True)
 class SplitReader:
     """Reads this rank's part of a base model; called like transformers' ``from_pretrained``.
-
-    A `SettingsError` says that the model cannot be split over the processes.
 
     Attributes:
         slices: Part of every linear layer of the decoder, by path.
@@ -77,10 +74,7 @@ class SplitReader:
         )
 
     def cut(self, model: Any) -> None:
-        """Cut the linear layers of a model without memory to this rank's parts.
-
-        `out_features` and `in_features` stay those of the whole layers.
-        """
+        """Cut the linear layers of a model without memory; their features stay the whole ones."""
         architecture = architecture_of(model, self.base)
         self.targets = ModelTargets.of(model, architecture)
         parts = architecture.adaptable(model).items()
@@ -124,10 +118,7 @@ class SplitReader:
     def open(
         self, model: Any, files: Sequence[str] | None, dtype: torch.dtype, load_config: Any
     ) -> dict[str, Any]:
-        """Return the weights in safetensors files by their names there, to be read one by one.
-
-        `load_config` are transformers' settings of the load, which hold its renamings.
-        """
+        """Return the weights in safetensors files by their names there, to be read one by one."""
         from safetensors import safe_open
         from transformers.core_model_loading import (
             WeightConverter,
@@ -210,11 +201,7 @@ class _Part:
 
 
 class SplitHead(nn.Module):
-    """An output layer, of which each rank holds a part of the vocabulary; the last may hold less.
-
-    Attributes:
-        vocabulary: Number of tokens of all ranks.
-    """
+    """An output layer, of whose `vocabulary` each rank holds a part; the last may hold less."""
 
     def __init__(self, head: nn.Linear, group: Group) -> None:
         super().__init__()

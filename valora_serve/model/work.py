@@ -70,8 +70,7 @@ class LoraTerms:
     """LoRA terms of runs of rows: which adapters apply, and with which coefficients.
 
     A merged adapter needs no term. Beside it, in mixture mode, other rows have two terms: their
-    own adapter with +1, and the merged one with −1, which takes it back out of the weights. In
-    unmerged mode a request may have two adapters; an adapter's weight is in its coefficient.
+    own adapter with +1, and the merged one with −1. In unmerged mode a row may have two adapters.
     """
 
     adapters: NDArray[np.int64]  # [runs, terms] slots, `NONE` for no adapter
@@ -80,10 +79,7 @@ class LoraTerms:
 
     @classmethod
     def of(cls, works: Sequence[Work], merged: int) -> LoraTerms | None:
-        """Terms of a step in which the adapter in slot `merged` is; None if no row needs any.
-
-        A work is one run of rows, or two if it begins with rows without its adapter.
-        """
+        """Terms of a step with the adapter of slot `merged`; None if no row needs any."""
         if any(work.weighted or work.plain for work in works):
             return cls._of_each(works, merged)
         own = np.array([work.adapter for work in works], np.int64)
@@ -164,10 +160,9 @@ class StepResources:
     def fill_typical(
         self, lora: LoraBatch, rows: int, terms: int, active: int, distinct: int
     ) -> None:
-        """Describe a typical mix of adapters, by which the LoRA kernels choose their tiles.
+        """Describe a typical mix, by which the tiles of a captured graph are chosen.
 
-        A graph that is captured with the batch serves every other mix too. The `active` first rows
-        have an adapter, of `distinct` ones, reduced to what a step can have.
+        The `active` first rows have an adapter, of `distinct` ones as far as a step can have them.
         """
         slots = len(self.adapters.ranks)
         rank = max(int(self.adapters.ranks.max(initial=0)), 8)

@@ -25,10 +25,7 @@ COMPILER_MEMORY = 11 << 10
 
 @dataclass(frozen=True, slots=True)
 class ProjectRule:
-    """A tiling of the base product and the sizes for which it is the fastest; bounds are inclusive.
-
-    `outputs` are the columns of all projections together, `elements` those of y.
-    """
+    """The sizes for which a tiling of the base product is the fastest; bounds are inclusive."""
 
     tiling: ProjectTiling
     min_rows: int = 0
@@ -51,36 +48,20 @@ class ProjectRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gpu:
-    """What the choice of kernels must know of a GPU; compared by identity, a cheap key of caches.
+    """What the choice of kernels must know of a GPU; compared by identity, a cheap cache key."""
 
-    Attributes:
-        name: Name in tables and messages, as torch reports it.
-        patterns: Device names that the record describes, with `*` and `?`; case does not matter.
-        processors: Streaming multiprocessors.
-        shared_memory: Bytes of shared memory that a program may use, less what the compiler adds.
-        capability: Compute capability, e.g. (9, 0).
-        table: JSON file of the tilings that were measured on it, if it exists.
-        like: A GPU with the same chip, whose tilings are used where none were measured.
-        dense: Rank and rows from which on, and elements of y up to which, the library's dense
-            products are the fastest for a batch of one adapter; None if they never are.
-        lora_first_rows: Batch rows from which on LoRA writes y and the library's base product
-            adds to it; below, LoRA adds to the base product.
-        projections: Rules for base products with LoRA; the first that applies decides, and where
-            none does the library computes the base product.
-        products: Rules for base products without LoRA; the first that applies decides.
-    """
-
-    name: str
-    patterns: tuple[str, ...]
+    name: str  # as torch reports it
+    patterns: tuple[str, ...]  # device names, with * and ?
     processors: int
-    shared_memory: int
+    shared_memory: int  # bytes that a program may use, less what the compiler adds
     capability: tuple[int, int]
-    table: Path | None = None
-    like: Gpu | None = None
+    table: Path | None = None  # JSON file of the tilings that were measured on it
+    like: Gpu | None = None  # of the same chip: its tilings are used where none were measured
+    # Rank and rows from which, elements of y up to which, dense products are best for one adapter.
     dense: tuple[int, int, int] | None = None
-    lora_first_rows: int = 256
-    projections: tuple[ProjectRule, ...] = ()
-    products: tuple[ProjectRule, ...] = ()
+    lora_first_rows: int = 256  # from which on LoRA writes y and the base product adds to it
+    projections: tuple[ProjectRule, ...] = ()  # base products with LoRA, else the library's
+    products: tuple[ProjectRule, ...] = ()  # base products without LoRA
 
     def describes(self, device_name: str) -> bool:
         """Whether the record is of the device that torch calls `device_name`."""
@@ -96,11 +77,7 @@ def _table(name: str) -> Path:
 
 
 def _beside(rows: int, outputs: float, tiling: ProjectTiling) -> ProjectRule:
-    """A product that the shrink runs beside, up to so many rows and outputs.
-
-    Below 3,072 columns there are too few to occupy the processors, and the library splits the
-    inputs too.
-    """
+    """A shrink beside it; below 3,072 columns the library, which splits the inputs, is faster."""
     return ProjectRule(tiling, 0, rows, 3072, outputs, max_elements=6 << 18)
 
 
@@ -161,11 +138,7 @@ def recorded(device_name: str) -> Gpu | None:
 
 
 def generic(name: str, *, processors: int, shared_memory: int, capability: tuple[int, int]) -> Gpu:
-    """The record of a GPU that nobody measured: its own hardware, with the H200's thresholds.
-
-    Our own base products need tiles that only the shared memory of data-centre GPUs of compute
-    capability 9 and 10 holds; other GPUs leave base products to the library.
-    """
+    """An unmeasured GPU: the H200's thresholds, base products on data-centre GPUs (9.x, 10.x)."""
     large = capability[0] in (9, 10)
     return replace(
         H200,
@@ -182,11 +155,7 @@ def generic(name: str, *, processors: int, shared_memory: int, capability: tuple
 
 @cache
 def gpu_of(device: torch.device) -> Gpu:
-    """The record of a device, resolved once.
-
-    A GPU without a record gets one read from the driver, which is logged. The record of a CPU is
-    for Triton's interpreter.
-    """
+    """The record of a device, or one read from the driver; that of a CPU is for the interpreter."""
     if device.type != "cuda":
         return recorded(device.type) or generic(
             device.type, processors=3, shared_memory=H200.shared_memory, capability=(0, 0)

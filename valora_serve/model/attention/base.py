@@ -1,9 +1,7 @@
 """The interface between transformers' attention modules and the libraries that compute attention.
 
-The model is transformers' own. Its attention modules call `attend` through transformers' attention
-interface. An `AttentionPlan`, made once per step and shared by all layers, says which pages the
-keys and values of each token are written to and which tokens it sees. The kernels come from
-libraries: each one is an `AttentionBackend` in a file of its own.
+transformers' modules call `attend`. An `AttentionPlan`, made once per step and shared by all
+layers, says which pages the keys and values of each token are written to and which it sees.
 """
 
 from __future__ import annotations
@@ -112,12 +110,8 @@ class AttentionPlan(Protocol):
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write the rows' keys and values to the cache, then attend causally to each sequence.
 
-        Args:
-            layer: Index of the layer in `KVCache.layers`.
-            query: [rows, heads, head_dim], as is the output.
-            key: [rows, kv_heads, head_dim].
-            value: [rows, kv_heads, head_dim].
-            scale: Factor of the attention scores.
+        `query` and what is returned are [rows, heads, head_dim], `key` and `value` [rows, kv_heads,
+        head_dim]; `layer` indexes `KVCache.layers`.
         """
 
 
@@ -172,10 +166,9 @@ class AttentionBackend(ABC):
         """Compile all kernels now; those of a backend without this are compiled at first use."""
 
     def _table_buffer(self, sequences: int, rows: int) -> Tensor:
-        """Return the buffer of page tables that plans in fixed buffers share, [pages] int32.
+        """The buffer of page tables ([pages] int32), which every `update` writes before the replay.
 
-        Every `update` writes the tables of its step, of at most so many sequences and rows, before
-        the step is replayed, in the order of the stream. Each sequence may need a page more.
+        Each of at most so many sequences may need a page more.
         """
         needed = TABLES * int(self._cache.layers[0][0].shape[0]) + sequences + rows + 1
         if self._tables is None or len(self._tables) < needed:
@@ -221,8 +214,7 @@ def attend(
     """Compute attention for transformers' attention modules, whose `layer_idx` selects the layer.
 
     `query` is [1, heads, rows, head_dim], `key` and `value` [1, kv_heads, rows, head_dim]. The mask
-    is ignored: the plan knows which tokens each row sees. `scaling` is that of the scores,
-    1/√head_dim if None. Returns [1, rows, heads, head_dim], and None instead of weights.
+    is ignored. `scaling` is 1/√head_dim if None. Returns [1, rows, heads, head_dim], and None.
     """
     if scaling is None:
         scaling = float(query.shape[-1]) ** -0.5
@@ -266,11 +258,7 @@ def to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 def send_together(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Copy arrays of one type to the device in one copy: each takes the host some 60 us.
-
-    Each one begins at a multiple of 64 bytes, as kernels that were compiled for aligned inputs are
-    compiled again for others.
-    """
+    """Copy arrays of one type in one copy (60 us of the host), aligned to 64 bytes each."""
     sizes = [-(-part.size // ALIGNED) * ALIGNED for part in parts]
     together = np.zeros(sum(sizes), parts[0].dtype)
     ends = list(accumulate(sizes))

@@ -19,17 +19,10 @@ NICENESS = 10  # how far a compiler that nothing waits for is below its process,
 
 
 class Compiling:
-    """The compilation of a backend's kernels, in a thread that does not outlive the process.
+    """The compilation of a `backend`'s kernels, in a thread that does not outlive the process.
 
-    Args:
-        backend: The backend; nothing else uses it until the end.
-        on_end: Called in that thread at the end.
-        awaited: Whether something will wait for the end however long it takes. Compilers of other
-            engines that start on the machine would leave a lower priority next to no time.
-
-    Attributes:
-        running: Whether it has not ended.
-        error: The error that it has ended with, which is in the log; None if there is none.
+    `on_end` is called in it. Only if nothing is `awaited` its priority is low: other engines'
+    compilers would leave it next to no time. `error` is what it ended with, and is in the log.
     """
 
     def __init__(
@@ -65,10 +58,7 @@ class Compiling:
 
 
 def side_by_side(jobs: Sequence[Callable[[], None]]) -> None:
-    """Run jobs in a thread each, and raise the first error once all have ended.
-
-    A pool of threads would keep the process from ending before its compilers do.
-    """
+    """Run jobs in daemon threads, and raise the first error once all have ended."""
     errors: list[BaseException] = []
 
     def run(job: Callable[[], None]) -> None:

@@ -1,13 +1,10 @@
 """Attention with FlashInfer's paged kernels, which support CUDA graphs.
 
-A prefill kernel computes each sequence's rows in tiles of 128, also where a sequence has one row.
-Measured on an H200 with 150 decoding sequences of 750 tokens and two prompts of 660, attention of a
-layer took 0.46 ms where the decoding rows had a decode kernel, 0.60 ms with FlashAttention 3 for
-all rows, and 0.85 ms with FlashAttention 2 in a CUDA graph. So the rows of a mixed step are split.
-
-In a CUDA graph the decode kernel computes as many sequences as any step may have, also those that
-do not decode: 512 of them take 0.09 ms a layer on an H100. Steps in which few rows decode leave it
-out.
+A prefill kernel computes tiles of 128 rows, also where a sequence has one. On an H200 with 150
+decoding sequences of 750 tokens and two prompts of 660, attention of a layer took 0.46 ms where the
+decoding rows had a decode kernel, 0.60 ms with FlashAttention 3 for all rows, and 0.85 ms with 2 in
+a graph. So the rows of a mixed step are split. In a graph the decode kernel computes as many
+sequences as any step may have (512: 0.09 ms on an H100); steps with few decoding rows leave it out.
 """
 
 from __future__ import annotations
@@ -122,10 +119,7 @@ class FlashInferBackend(AttentionBackend):
         return FixedDecode(wrapper, tables, indptr, last)
 
     def compile(self) -> None:
-        """Compile the libraries of decoding, prompts and writing side by side.
-
-        FlashInfer compiles each where it is used first: FlashAttention 3 for more than a minute.
-        """
+        """Compile the libraries side by side; FlashAttention 3 takes more than a minute."""
         cache = self._cache
         starts, last = np.array([0, 1], np.int32), np.ones(1, np.int32)
         tokens = Tokens.empty(1, 1, torch.zeros(1, dtype=torch.int32, device=cache.device))
@@ -217,11 +211,7 @@ class FlashInferBackend(AttentionBackend):
 
 
 def find_largest_at_once() -> None:
-    """Let FlashInfer's `plan` ask torch for the largest element of a tensor.
-
-    Releases before 0.7 call Python's `max`, which makes a tensor of each element: 2 ms for 512
-    sequences on the machine of an H100, twice in each plan of prompts, while the GPU may wait.
-    """
+    """Let FlashInfer's `plan` ask torch for a tensor's maximum, as Python's `max` took 2 ms."""
     for name in ("flashinfer.prefill", "flashinfer.decode"):
         vars(import_module(name)).setdefault("max", largest)
 
@@ -242,9 +232,8 @@ def last_lengths(lengths: NDArray[np.int32], block_size: int) -> NDArray[np.int3
 class Wrapper:
     """A wrapper of FlashInfer whose steps are planned while the device still runs earlier ones.
 
-    FlashInfer copies each plan to the device from one page-locked buffer, and does not wait. The
-    next plan overwrites that buffer: made before the copy, it would also be the plan of the step
-    before it. So `plan` waits for the copy, which leaves the host one step ahead of the device.
+    FlashInfer copies each plan from one page-locked buffer, without waiting. So `plan` waits for
+    the copy before, which leaves the host one step ahead of the device.
     """
 
     def __init__(self, wrapper: Any, cache: KVCache, **options: Any) -> None:
@@ -254,10 +243,9 @@ class Wrapper:
         self._copied = torch.cuda.Event()
 
     def plan(self, *parts: NDArray[np.int32] | Tensor) -> None:
-        """Plan the next step.
+        """Plan the next step of FlashInfer's `parts`.
 
-        `parts` are FlashInfer's: first rows, of a prefill wrapper alone; starts in the pages;
-        pages, on the device; tokens in last pages.
+        First rows (of a prefill wrapper alone), starts in the pages, pages, tokens in last pages.
         """
         given = [part if isinstance(part, Tensor) else torch.from_numpy(part) for part in parts]
         self._copied.synchronize()
@@ -301,10 +289,7 @@ class Tokens(NamedTuple):
 
 
 class FlashInferPlan:
-    """The attention of a step: its first `decoding` rows decode, and the others are prompts'.
-
-    Without `decode`, `prompts` attends for all rows.
-    """
+    """The attention of a step: its first `decoding` rows have `decode`, others `prompts`."""
 
     def __init__(
         self,
@@ -362,8 +347,7 @@ class FlashInferDecodePlan(FlashInferPlan):
 class FlashInferMixedPlan(FlashInferPlan):
     """A plan in fixed buffers for any mix of rows; one extra sequence takes the padding rows.
 
-    `decode` attends for the sequences of one row before the first with more; without it `prompts`
-    attends for all.
+    `decode` attends for the sequences of one row before the first with more, `prompts` for others.
     """
 
     def __init__(

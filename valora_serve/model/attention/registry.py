@@ -29,11 +29,7 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
 
 
 def make_backend(name: str, cache: KVCache) -> AttentionBackend:
-    """Create an attention backend of a name in `BACKENDS`, or `AUTO`.
-
-    Raises:
-        SettingsError: The name is unknown, it needs a GPU, or its library is not installed.
-    """
+    """Create an attention backend of a name in `BACKENDS`, or `AUTO`; or `SettingsError`."""
     if name == AUTO:
         return _best_backend(cache)
     if BACKENDS[name].gpu_only and cache.device.type != "cuda":

@@ -100,15 +100,7 @@ class Tiling:
 
 
 class TritonPlan:
-    """A plan in fixed buffers; what changes from step to step is copied in two pieces.
-
-    Args:
-        cache: The KV cache.
-        tiling: Sizes of tiles.
-        sequences: Most sequences of a step.
-        rows: Rows of a step, including those that only pad it.
-        tables: [pages] int32, buffer of all page tables together.
-    """
+    """A plan in fixed buffers (`tables`: [pages] int32); steps copy what changes in two pieces."""
 
     def __init__(
         self, cache: KVCache, tiling: Tiling, sequences: int, rows: int, tables: Tensor

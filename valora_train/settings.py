@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal, Self
 
@@ -503,6 +504,14 @@ def as_dict(settings: Any) -> dict[str, Any]:
     return values
 
 
+def _paths(values: dict[str, Any]) -> Iterator[str]:
+    """The names of settings and sections, with those of the sections around them."""
+    for name, value in values.items():
+        yield name
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in _paths(value))
+
+
 def from_config(config: DictConfig) -> Settings:
     """Turn Hydra's configuration into settings; a `ValoraError` names what cannot be."""
     values: Any = OmegaConf.to_container(config, resolve=True)
@@ -515,7 +524,9 @@ def from_config(config: DictConfig) -> Settings:
         first = error.errors()[0]
         refuse_removed(f"{'.'.join(map(str, first['loc']))}={first['input']}")
         known = {name for part in Section.__subclasses__() for name in part.__annotations__}
-        raise SettingsError(explain(error, {*known, "experiment"})) from error
+        if len(first["loc"]) == 1:  # such as seed instead of train.seed
+            known = {*_paths(asdict(Settings())), "experiment"}
+        raise SettingsError(explain(error, known)) from error
     refuse_removed(f"fusion.strategy={settings.fusion.strategy}")
     settings.chosen()  # raises if there is none
     return settings

@@ -99,6 +99,7 @@ def left_behind(folder: Path):
          "experiment=paper asks for the paper's figures alone, but domain person must also keep"),
         (["proceses=1"], "bad setting proceses=1: there is no such setting, did you mean proc"),
         (["experimant=paper"], "did you mean experiment?"),
+        (["seed=1"], "did you mean train.seed?"),
         (["domains.person.source.leaks=keep_test", "domains.person.source.seed=-1"],
          "domains.person.source.seed must be greater than or equal to 0, got -1"),
         (["+domain@domains.no=coco", "task=own", "domains.no.name=no", "domains.no.labels=[no,yes]",

@@ -1,11 +1,10 @@
-"""`valora-data check` and `valora-data preview`: look at a data set before it is used."""
+"""`valora-data check`: look at a data set before it is used."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,13 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from valora_data.check import check, say
 
-    console = Console()
+    console, out = Console(), Path(options.out)
     try:
-        if options.command == "preview":
-            return _preview(_source(options), options, console)
         if options.kind is None and is_shelf(Path(options.path)):
-            return _check_shelf(Path(options.path), Path(options.out), console)
-        return 0 if check(_source(options), Path(options.out), console) else 1
+            return _check_shelf(Path(options.path), out, console)
+        return 0 if check(_source(options), out, console) else 1
     except DataError as error:
         say(Console(stderr=True), "[red]error:[/]", str(error))
         return 1
@@ -45,26 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="valora-data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    about = "counts, labels, all faults, copies, leaks between splits"
-    check = commands.add_parser("check", help=about)
-    check.add_argument("--out", default=".valora/check", help="folder for pictures")
-    preview = commands.add_parser("preview", help="write a contact sheet")
-    preview.add_argument("--out", default="preview.png", help="PNG to write")
-    preview.add_argument("--count", type=int, default=24, help="samples on the sheet")
-    preview.add_argument("--limit", type=int, default=5000, help="samples to choose from")
-    preview.add_argument("--split", help="only this split")
-    preview.add_argument("--seed", type=int, default=0, help="another seed chooses others")
-    for command in (check, preview):
-        command.add_argument("path", metavar="PATH", help="file, folder, or name on the hub")
-        command.add_argument("--kind", help="format, such as coco; guessed from the path")
-        command.add_argument("--task", choices=task_names(), help="task; guessed from the data")
-        command.add_argument("--labels", help="labels, separated by commas; all by default")
-        command.add_argument("--images", help="folder of the images")
-        command.add_argument("--frames", type=int, default=4, help="frames taken of each video")
-        command.add_argument(
-            "--column", action="append", default=[], metavar="FIELD=NAME",
-            help="name of a column, such as label=species; may be repeated",
-        )  # fmt: skip
+    about = "counts, labels, all faults, copies, leaks between splits, contact sheets"
+    command = commands.add_parser("check", help=about)
+    command.add_argument("path", metavar="PATH", help="file, folder, or name on the hub")
+    command.add_argument("--out", default=".valora/check", help="folder for pictures")
+    command.add_argument("--kind", help="format, such as coco; guessed from the path")
+    command.add_argument("--task", choices=task_names(), help="task; guessed from the data")
+    command.add_argument("--labels", help="labels, separated by commas; all by default")
+    command.add_argument("--images", help="folder of the images")
+    command.add_argument("--frames", type=int, default=4, help="frames taken of each video")
+    command.add_argument(
+        "--column", action="append", default=[], metavar="FIELD=NAME",
+        help="name of a column, such as label=species; may be repeated",
+    )  # fmt: skip
     return parser
 
 
@@ -87,20 +77,18 @@ def _source(options: argparse.Namespace) -> Source:
 
 def _check_shelf(folder: Path, out: Path, console: Console) -> int:
     """Show which domains a folder of small models would become, and check their data."""
-    from rich.table import Table
-
-    from valora_data.check import check, say
+    from valora_data.check import check, say, show_table
     from valora_data.sources.base import Source
 
     shelf = read_shelf(folder)
-    table = Table(title=f"{plural(len(shelf.models), 'domain')} in {folder}", title_justify="left")
-    for name in ("domain", "task", "labels", "teacher", "its score", "data"):
-        table.add_column(name, overflow="fold", justify="right" if name == "its score" else "left")
-    for name, model in shelf.models.items():
-        shown = ", ".join(model.labels[:SHOWN_LABELS])
-        score = "" if model.score is None else f"{model.score:.3f}"
-        table.add_row(name, model.task, shown, str(model.weights), score, str(model.data))
-    console.print(table)
+    rows = [
+        [name, model.task, ", ".join(model.labels[:SHOWN_LABELS]), model.weights,
+         "" if model.score is None else f"{model.score:.3f}", model.data]
+        for name, model in shelf.models.items()
+    ]  # fmt: skip
+    names = ("domain", "task", "labels", "teacher", "its score", "data")
+    columns = {name: name == "its score" for name in names}
+    show_table(console, f"{plural(len(rows), 'domain')} in {folder}", columns, rows)
     for note in shelf.notes:
         say(console, "[yellow]![/]", note)
     sound = True
@@ -110,29 +98,6 @@ def _check_shelf(folder: Path, out: Path, console: Console) -> int:
         sound &= check(source, out / name, console)
     say(console, "\nfuse them:", f"make fuse TASK=own ARGS=shelf={folder}")
     return 0 if sound else 1
-
-
-def _preview(source: Source, options: argparse.Namespace, console: Console) -> int:
-    from valora_data.check import Reservoir
-    from valora_data.drawing import contact_sheet
-    from valora_data.sources.registry import open_source
-
-    if options.count < 1:
-        raise DataError(f"--count must be at least 1, got {options.count}")
-    kept = Reservoir(options.count, options.seed)
-    splits = {str(split or "all"): stream for split, stream in open_source(source).items()}
-    if options.split and options.split not in splits:
-        raise DataError(f"there is no split {options.split!r}, only {', '.join(splits)}: name one")
-    streams = [stream for name, stream in splits.items() if options.split in (None, name)]
-    for sample in islice((sample for stream in streams for sample in stream()), options.limit):
-        kept.offer(sample)
-    if not kept.samples:
-        raise DataError(f"{options.path} holds no samples: there is nothing to show")
-    out = Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    contact_sheet(kept.samples).save(out, compress_level=1)
-    console.print(f"{len(kept.samples)} of {plural(kept.seen, 'sample')} in {out}", highlight=False)
-    return 0
 
 
 if __name__ == "__main__":

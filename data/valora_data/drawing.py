@@ -7,16 +7,14 @@ import math
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from valora_data.duplicates import Key, Pair
 from valora_data.schema import Box, Sample
 
 TILE = 192
-PAIR_TILE = 480  # large enough to judge whether two pictures are the same
 CAPTION_ROWS, GAP = 3, 8
 COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#800000")
 MAX_FRAMES = 4
@@ -129,51 +127,21 @@ def arrange(tiles: Sequence[Image.Image], columns: int, gap: int, background: st
 
 def contact_sheet(samples: Sequence[Sample]) -> Image.Image:
     """A sheet of samples: image or frames with the true boxes, question and answer below."""
-    colours = _colours(samples)
-    tiles = [_tile(sample, colours, [sample.id]) for sample in samples]
-    return _with_legend(arrange(tiles, min(6, len(tiles)), GAP, "#dddddd"), colours)
-
-
-def pair_sheet(pairs: Sequence[Pair], samples: Mapping[Key, Sample]) -> Image.Image | None:
-    """A sheet of pairs of pictures that look the same, one per row; None without samples."""
-    colours = _colours(samples.values())
-    tiles = [
-        _tile(samples[key], colours, [f"pair {number}, {pair.likeness}", ": ".join(key)], PAIR_TILE)
-        for number, pair in enumerate(pairs, start=1)
-        if pair.first in samples and pair.second in samples
-        for key in (pair.first, pair.second)
-    ]
-    if not tiles:
-        return None
-    # Tiles of a pair may differ in width, and two narrow ones must not share a row with others.
-    width = max(tile.width for tile in tiles)
-    tiles = [widen(tile, width, "#dddddd") for tile in tiles]
-    return _with_legend(arrange(tiles, 2, GAP, "#dddddd"), colours)
-
-
-def _colours(samples: Iterable[Sample]) -> dict[str, str]:
-    """A colour for each label of the boxes, in the order of the labels."""
     labels = sorted({box.label for sample in samples for box in sample.answer.boxes})
-    return dict(zip(labels, itertools.cycle(COLOURS), strict=False))
-
-
-def _with_legend(sheet: Image.Image, colours: Mapping[str, str]) -> Image.Image:
+    colours = dict(zip(labels, itertools.cycle(COLOURS), strict=False))
+    tiles = []
+    for sample in samples:
+        tile, scale = show_photograph(sample.images or (sample.image,), TILE)
+        boxes, lines = sample.answer.boxes, [sample.id, *filter(None, [sample.prompt])]
+        if {box.label for box in boxes} != {sample.prompt}:
+            lines.append(_answer_text(sample))
+        tile = draw_boxes(tile, boxes, scale, [colours[box.label] for box in boxes])
+        captions = [(line, "black") for line in lines]
+        tiles.append(add_caption(widen(tile, TILE, "white"), captions, CAPTION_ROWS, "white"))
+    sheet = arrange(tiles, min(6, len(tiles)), GAP, "#dddddd")
     if len(colours) > len(COLOURS):  # phrases instead of classes
         return sheet
     return add_caption(sheet, list(colours.items()), len(colours), "white")
-
-
-def _tile(
-    sample: Sample, colours: Mapping[str, str], lines: list[str], side: int = TILE
-) -> Image.Image:
-    tile, scale = show_photograph(sample.images or (sample.image,), side)
-    boxes = sample.answer.boxes
-    lines += [sample.prompt] if sample.prompt else []
-    if {box.label for box in boxes} != {sample.prompt}:
-        lines.append(_answer_text(sample))
-    drawn = draw_boxes(tile, boxes, scale, [colours[box.label] for box in boxes])
-    captions = [(line, "black") for line in lines]
-    return add_caption(widen(drawn, side, "white"), captions, CAPTION_ROWS, "white")
 
 
 def _answer_text(sample: Sample) -> str:

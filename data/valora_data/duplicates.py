@@ -1,14 +1,12 @@
-"""Finds images that occur again: equal, resized or recompressed, or mirrored."""
+"""Finds images that occur again: equal; or resized, recompressed or mirrored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from enum import StrEnum
 from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from valora_data.schema import Sample
@@ -17,24 +15,12 @@ NEAR_BITS = 16  # largest Hamming distance, of 64 bits, between the hashes of co
 SIDE = 24  # side of the thumbnails that copies are compared by, in pixels
 SAME_LEVELS = 18.0
 """Largest difference between thumbnails of copies in any pixel, but for the brightness, of 255
-levels: in grey, halving with recompression to quality 20 stays below 16, and a patch of a thirtieth
-of the width that moved before a fixed camera exceeds 40."""
+levels in grey: halving with recompression to quality 20 stays below 16. What differs in one place
+only has moved before a fixed camera."""
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
-NEAR_LEVELS = 6.0
-"""Largest mean difference between thumbnails of copies with the same boxes: a text may lie over."""
 FLAT = 4.0
 """Standard deviation of the grey levels below which an image is too uniform to be recognised."""
-SAME_PLACE = 0.8  # intersection over union from which two boxes are at the same place
-SAME_BOXES = 0.8  # share of the boxes that must be at the same places
 Key = tuple[str, str]  # Name of the split and id of a sample
-
-
-class Likeness(StrEnum):
-    """How an image is like another one."""
-
-    EQUAL = "equal"
-    ALIKE = "resized or recompressed"
-    MIRRORED = "mirrored"
 
 
 class Pair(NamedTuple):
@@ -42,7 +28,7 @@ class Pair(NamedTuple):
 
     first: Key
     second: Key
-    likeness: Likeness
+    equal: bool  # or only alike: resized, recompressed or mirrored
 
     @property
     def leaks(self) -> bool:
@@ -54,24 +40,9 @@ class Pair(NamedTuple):
         (split, one), (other_split, other) = self.first, self.second
         if one == other and self.leaks:
             return f"id {one} is in {split} and {other_split}"
-        if self.likeness is Likeness.EQUAL:
+        if self.equal:
             return f"the image of {one} in {split} is that of {other} in {other_split}"
-        return f"{one} in {split} is, {self.likeness}, {other} in {other_split}"
-
-
-class _Print(NamedTuple):
-    """What a picture is recognised by; `boxes` has shape (n, 4), in shares of the image."""
-
-    key: Key
-    bits: np.uint64
-    mirrored: np.uint64
-    thumb: npt.NDArray[np.uint8]
-    boxes: npt.NDArray[np.float64]
-
-    def mirror(self) -> _Print:
-        x0, y0, x1, y1 = self.boxes.T
-        boxes = np.stack([1 - x1, y0, 1 - x0, y1], axis=1)
-        return _Print(self.key, self.mirrored, self.bits, self.thumb[:, ::-1], boxes)
+        return f"{one} in {split} looks like {other} in {other_split}"
 
 
 class Duplicates:
@@ -83,7 +54,7 @@ class Duplicates:
         self._ids: dict[str, str] = {}
         self._seen: set[Key] = set()
         self._pairs: list[Pair] = []
-        self._prints: list[_Print] = []
+        self._prints: list[tuple[Key, Image.Image, np.uint64]] = []  # thumbnails, and hashes
 
     def add(self, split: str, sample: Sample) -> None:
         """Add a sample; another question about the same image of a split is no copy."""
@@ -93,39 +64,31 @@ class Duplicates:
         self._seen.add(image)
         other = self._ids.setdefault(sample.id, split)
         if other != split:
-            self._pairs.append(Pair((other, sample.id), key, Likeness.EQUAL))
-            return
-        if not sample.images:  # questions about a document, which its splits share
-            return
-        first = self._exact.setdefault(content_hash(sample), key)
-        if first != key:
-            self._pairs.append(Pair(first, key, Likeness.EQUAL))
-        elif self._near:
-            picture = sample.images[len(sample.images) // 2]
-            thumb = picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR)
-            bits, mirrored = perceptual_hash(thumb), perceptual_hash(ImageOps.mirror(thumb))
-            # Where samples have prompts, the boxes are those of one question.
-            known = sample.answer.boxes if sample.prompt is None else ()
-            boxes = np.array([box.xyxy for box in known], np.float64).reshape(-1, 4)
-            boxes /= [*picture.size, *picture.size]
-            if bits is not None and mirrored is not None:
-                self._prints.append(_Print(key, bits, mirrored, np.asarray(thumb), boxes))
+            self._pairs.append(Pair((other, sample.id), key, equal=True))
+        elif sample.images:  # there are none of a document, which its splits share
+            first = self._exact.setdefault(content_hash(sample), key)
+            if first != key:
+                self._pairs.append(Pair(first, key, equal=True))
+            elif self._near:
+                picture = sample.images[len(sample.images) // 2]
+                thumb = picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+                if (bits := perceptual_hash(thumb)) is not None:
+                    self._prints.append((key, thumb, bits))
 
     def pairs(self) -> list[Pair]:
         """All pairs so far: each copy with the first sample of its picture."""
         return [*self._pairs, *self._near_pairs()]
 
     def _near_pairs(self) -> Iterator[Pair]:
-        prints = self._prints
-        bits = np.array([one.bits for one in prints], np.uint64)
-        for likeness in (Likeness.ALIKE, Likeness.MIRRORED):
-            for place, one in enumerate(prints):
-                shown = one.mirror() if likeness is Likeness.MIRRORED else one
-                apart = np.bitwise_count(bits[:place] ^ shown.bits)
-                for first in np.flatnonzero(apart <= NEAR_BITS):
-                    if _is_copy(prints[first], shown):
-                        yield Pair(prints[first].key, one.key, likeness)
-                        break
+        known = np.array([bits for *_, bits in self._prints], np.uint64)
+        for place, (key, thumb, _) in enumerate(self._prints):
+            for shown in (thumb, ImageOps.mirror(thumb)):
+                bits = perceptual_hash(shown)
+                near = np.flatnonzero(np.bitwise_count(known[:place] ^ bits) <= NEAR_BITS)
+                copies = [first for first in near if _alike(self._prints[first][1], shown)]
+                if copies:
+                    yield Pair(self._prints[copies[0]][0], key, equal=False)
+                    break
 
 
 def content_hash(sample: Sample) -> str:
@@ -146,6 +109,13 @@ def perceptual_hash(image: Image.Image) -> np.uint64 | None:
     return np.uint64(int(str(imagehash.dhash(image)), 16))
 
 
+def _alike(one: Image.Image, other: Image.Image) -> bool:
+    gaps = np.asarray(one, np.float32) - np.asarray(other)
+    gaps -= gaps.mean()
+    most, usual = np.abs(gaps).max(), np.sqrt(np.square(gaps).mean())
+    return bool(np.abs(gaps @ GREY).max() <= SAME_LEVELS and most <= max(8, 10 * usual))
+
+
 def groups_of(pairs: Iterable[Pair]) -> Mapping[Key, Key]:
     """The first image of the group of each image of a pair; pairs chain to groups."""
     first: dict[Key, Key] = {}
@@ -159,26 +129,3 @@ def groups_of(pairs: Iterable[Pair]) -> Mapping[Key, Key]:
         one, other = ((split, name.split("#", 1)[0]) for split, name in (pair.first, pair.second))
         first[root(other)] = root(one)
     return {key: root(key) for key in list(first)}
-
-
-def _is_copy(one: _Print, other: _Print) -> bool:
-    """Whether pictures differ nowhere (recompression changes colours), or have the same boxes."""
-    gaps = one.thumb.astype(np.float32) - other.thumb
-    if np.abs(gaps).mean() > NEAR_LEVELS:
-        return False
-    if np.abs(gaps - gaps.mean()).max() <= SAME_LEVELS:
-        return True
-    if len(one.boxes) and len(other.boxes):
-        return _same_boxes(one.boxes, other.boxes)
-    grey = gaps @ GREY
-    return bool(np.abs(grey - grey.mean()).max() <= SAME_LEVELS)
-
-
-def _same_boxes(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> bool:
-    """Whether most of the boxes of two pictures are at the same places."""
-    from torch import from_numpy
-    from torchvision.ops import box_iou
-
-    near = box_iou(from_numpy(one), from_numpy(other)) >= SAME_PLACE
-    matched = min(int(near.any(0).sum()), int(near.any(1).sum()))
-    return bool(matched >= SAME_BOXES * max(near.shape))

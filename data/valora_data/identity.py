@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,6 @@ from valora_data.hashing import hash_files, hash_path
 
 OURS = {"valora_data", "valora_teachers", "valora_train", "valora_serve", "valora_kernels"}
 """Packages whose changes are told by the versions of the stages that use them."""
-INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 HUB_SECONDS = 5.0  # longest wait for the hub's answer
 
 
@@ -45,68 +43,32 @@ def hub_commit(name: str, kind: Literal["model", "dataset"] = "model") -> str:
 
 
 def code_hash(module: str) -> str:
-    """Hash a module, the local modules that it imports, and files they name; empty for ours."""
+    """Hash the source files of a module's package, or beside a module that is in none, and files.
+
+    The files are those that the module itself names. Our own modules, which have versions, and
+    missing ones have no hash.
+    """
     top = module.partition(".")[0]
-    sources, named, waiting, seen = set[Path](), set[Path](), [module], set[str]()
-    while waiting:
-        name = waiting.pop()
-        file = None if name in seen else _source(name, top)
-        seen.add(name)
-        if file is None or file in sources:
-            continue
-        sources.add(file)
-        with suppress(OSError, SyntaxError, ValueError):
-            tree = ast.parse(file.read_bytes())
-            named.update(_named_files(tree, file.parent))
-            waiting += _imports(tree, name, file)
-    return hash_files(sources | named, min(sources).parent) if sources else ""
-
-
-def _source(name: str, top: str) -> Path | None:
-    """The file of a local module; None for others."""
-    first = name.partition(".")[0]
-    if first in OURS or first in sys.stdlib_module_names:
-        return None
+    if top in OURS or top in sys.stdlib_module_names:
+        return ""
     try:
-        if first != top and not _is_local(first):
-            return None
-        if origin := getattr(sys.modules.get(name), "__file__", None):
-            return Path(origin)
-        spec = importlib.util.find_spec(name)
+        spec, package = importlib.util.find_spec(module), importlib.util.find_spec(top)
     except (ImportError, AttributeError, ValueError):
-        return None
-    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
+        return ""
+    if spec is None or package is None or not spec.has_location or not spec.origin:
+        return ""
+    folders = package.submodule_search_locations
+    sources = {path for folder in folders or () for path in Path(folder).rglob("*.py")}
+    sources |= set() if folders else {*Path(spec.origin).parent.glob("*.py")}
+    return hash_files({*sources, *_named_files(Path(spec.origin))}, Path(spec.origin).parent)
 
 
-def _is_local(package: str) -> bool:
-    """Whether a package lies outside the folders of installed packages."""
-    spec = importlib.util.find_spec(package)
-    places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
-    found = [Path(place) for place in places if place]
-    return bool(found) and not any(
-        place.is_relative_to(folder) for place in found for folder in INSTALLED
-    )
-
-
-def _imports(tree: ast.Module, name: str, file: Path) -> Iterator[str]:
-    """Names of modules, or of their attributes, that a module imports."""
-    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".") if node.level else []
-            parts = parts[: len(parts) - node.level + 1]
-            base = ".".join([*parts, *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _named_files(tree: ast.Module, folder: Path) -> Iterator[Path]:
-    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    for text in texts:
-        if isinstance(text, str) and 0 < len(text) < 4096 and not {"\n", "\0"} & {*text}:
-            for path in (expanded(text), folder / text):
-                with suppress(OSError, RuntimeError):
-                    if path.is_file():
-                        yield path
+def _named_files(module: Path) -> Iterator[Path]:
+    with suppress(OSError, SyntaxError, ValueError):
+        texts = [getattr(node, "value", None) for node in ast.walk(ast.parse(module.read_bytes()))]
+        for text in texts:
+            if isinstance(text, str) and 0 < len(text) < 4096 and not {"\n", "\0"} & {*text}:
+                for path in (expanded(text), module.parent / text):
+                    with suppress(OSError, RuntimeError):
+                        if path.is_file():
+                            yield path

@@ -9,12 +9,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from valora_data.duplicates import Duplicates, Key, Likeness, Pair, groups_of
+from valora_data.duplicates import Duplicates, Key, Pair, groups_of
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Split
 from valora_data.shards import ShardWriter, open_shard
 from valora_data.sources.base import Splits
-from valora_data.wording import plural
+from valora_data.wording import examples, plural
 
 log = logging.getLogger(__name__)
 
@@ -156,14 +156,13 @@ def split_of(sample_id: str, shares: Mapping[Split, float], seed: int = 0) -> Sp
 def check_leaks(pairs: Sequence[Pair]) -> None:
     """Warn of pairs in two splits that are alike; raise a `DataError` that names equal ones."""
     for equal in (True, False):
-        found = [pair for pair in pairs if (pair.likeness is Likeness.EQUAL) == equal]
+        found = [pair for pair in pairs if pair.equal == equal]
         if not found:
             continue
-        shown = "; ".join(map(str, found[:SHOWN_PAIRS]))
-        shown += f"; and {len(found) - SHOWN_PAIRS} more" if len(found) > SHOWN_PAIRS else ""
+        shown = examples([*map(str, found)], SHOWN_PAIRS)
         remedy = (
             "keep each in one split, or set domains.NAME.source.leaks=keep_test (or keep_train) to "
-            "leave the other copy out; `valora-data check` draws the pairs"
+            "leave the other copy out; `valora-data check` lists all pairs"
         )
         if equal:
             leak = plural(len(found), "sample|samples leaks|leak between splits")

@@ -11,12 +11,12 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_659,
-    "data/valora_data": 10_879,
+    "data/valora_data": 10_658,
     "teachers/valora_teachers": 1_683,
     "kernels/valora_kernels": 4_202,
     "valora_serve": 32_085,
     "tests/*/valora_train": 8_516,
-    "tests/*/valora_data": 4_986,
+    "tests/*/valora_data": 4_946,
     "tests/*/valora_teachers": 1_366,
     "tests/*/valora_kernels": 2_214,
     "tests/*/valora_serve": 29_286,

@@ -147,7 +147,10 @@ def test_pictures_that_are_only_alike_are_a_warning(tmp_path, caplog):
     splits = leaking() | {Split.TEST: scenes(40, 41)}
     prepare(splits, LABELS, SHARES, tmp_path / "set")
     (record,) = caplog.records
-    assert "1 sample looks like one of another split (2-96-<lambda> in train is" in record.message
+    assert (
+        "1 sample looks like one of another split (2-96-<lambda> in train looks like"
+        in record.message
+    )
     caplog.clear()
     prepare(splits, LABELS, SHARES, tmp_path / "drawn", near=False)
     assert not caplog.records

@@ -2,7 +2,8 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
-# Compiled modules are kept: every stage, test run and server is a process of its own.
+# Compiled modules are kept: every stage, test run and server is a process of its own. Of those that
+# are installed, most are never imported, and compiling all takes a minute and a half (--no-compile).
 unexport PYTHONDONTWRITEBYTECODE
 
 TASK ?= detection
@@ -38,7 +39,7 @@ $(READY) $(VENV)/.factory $(VENV)/.server: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.14 is required: install it, or give its path with PYTHON=…" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing $(extras) into $(VENV)/ (takes some minutes, once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(extras)]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[$(extras)]'
 	@touch $@
 
 .PHONY: setup demo
@@ -91,7 +92,8 @@ base-smol: $(FACTORY) ## Install both halves of model=smol (110 MB) and join the
 NONE := 5
 
 .PHONY: test test-fast test-slow test-gpu lint format
-test: lint test-fast ## Check style and types, and run the fast tests
+test: $(READY) ## Check style and types, and run the fast tests
+	@$(MAKE) --no-print-directory -j 2 lint test-fast
 test-fast: $(READY) ## Run all tests but the slow ones and those that need a GPU
 	@$(BIN)/python -m pytest -m 'not slow and not gpu' -n auto --maxprocesses 8 --dist loadfile --durations 10 $(ARGS)
 test-slow: $(READY) ## Run the slow end-to-end tests

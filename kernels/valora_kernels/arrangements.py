@@ -88,12 +88,10 @@ def _row_tiles(rows: int, adapters: int) -> list[int]:
 
 
 def _tile_count(rows: int, adapters: int, tile: int) -> int:
-    """Tiles of `tile` rows that `adapters` segments of equal length need."""
     return adapters * -(-(rows // adapters) // tile)
 
 
 def _tiles_of(tiling: Tiling, shape: Shape) -> float:
-    """Tiles of a batch, once for each projection."""
     adapters = max(shape.adapters, 1)
     return adapters * math.ceil(shape.rows / adapters / tiling.rows) * shape.projections
 

@@ -118,7 +118,6 @@ def _one_adapter(weights: LoraWeights, batch: LoraBatch) -> bool:
 
 
 def _one_scale(batch: LoraBatch) -> bool:
-    """Whether coefficient · scaling is the same in all rows."""
     return bool(np.ptp(batch.grouping.scale[:, 0]) == 0)
 
 

@@ -435,7 +435,6 @@ def fused_kernel(
 
 @triton.jit
 def _first_block(projection, n0, n1, P: tl.constexpr, BN: tl.constexpr):
-    """Number of the first output block of a projection."""
     block = projection * 0
     if P > 1:
         if projection > 0:

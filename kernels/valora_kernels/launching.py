@@ -117,7 +117,6 @@ def readable(tensors: Tensors) -> bool:
 def _common(
     tiling: Tiling, tensor: torch.Tensor, weights: LoraWeights, batch: LoraBatch
 ) -> dict[str, object]:
-    """Compile-time arguments that all kernels of the operator have."""
     pdl = has_dependent_launch(tensor.device)
     return {
         "P": len(weights.out_features),

@@ -488,7 +488,6 @@ class LoraBatch:
                 table.refresh(grouping)
 
     def _describe(self, grouping: Grouping) -> None:
-        """Store what every layer asks for."""
         self.grouping = grouping
         self.max_rank = int(grouping.ranks.max(initial=0))
         self.last_adapter = int(grouping.adapters.max(initial=NONE))

@@ -148,7 +148,6 @@ def _as_one(parts: Tensors, dim: int) -> torch.Tensor | None:
 
 
 def _check_bases(ys: Tensors, x: Tensor, bases: Tensors, biases: Biases) -> None:
-    """Check that base weights and biases fit x and the outputs."""
     if len(bases) != len(ys) or len(biases) != len(ys):
         raise ValueError(
             f"bases and biases: expected {len(ys)}, got {len(bases)} and {len(biases)}"

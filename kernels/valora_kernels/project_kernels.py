@@ -15,7 +15,6 @@ from valora_kernels.atmm_kernels import _output, _row_starts
 
 @triton.jit
 def _add_bias(acc, bias, n, inside):
-    """Return acc + bias in every row."""
     return acc + tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 

@@ -49,22 +49,14 @@ RANKS = (16, 32, 64, 128)
 MOST_RANK = 256
 """Largest rank that adapters are served with."""
 
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 PRESETS = {
-    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
-    "8b-gqa": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "qwen-7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40},
-}
+    name: dict(zip(_SIZES, sizes, strict=True))
+    for name, sizes in {
+        "7b": (4096, 11008, 32, 32), "8b-gqa": (4096, 14336, 32, 8),
+        "qwen-7b": (3584, 18944, 28, 4), "13b": (5120, 13824, 40, 40),
+    }.items()
+}  # fmt: skip
 
 
 def groups_of_model(config: dict[str, Any]) -> list[Widths]:
@@ -238,7 +230,6 @@ def first_cases(rows: Iterable[int], gpu: Gpu) -> list[Case]:
 
 
 def _model(name: str) -> list[Widths]:
-    """Widths of a preset, or of a model's `config.json`."""
     try:
         config = PRESETS[name] if name in PRESETS else json.loads(Path(name).read_text())
         return [_checked(*widths) for widths in groups_of_model(config)]
@@ -250,7 +241,6 @@ def _model(name: str) -> list[Widths]:
 
 
 def _shape(text: str) -> list[Widths]:
-    """The widths of ``in:out[,out…]``."""
     try:
         before, _, after = text.partition(":")
         return [_checked(int(before), tuple(map(int, after.split(","))))]
@@ -269,46 +259,18 @@ def _checked(width: int, outputs: tuple[int, ...]) -> Widths:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The command line of `valora-tile`."""
-    parser = argparse.ArgumentParser(
-        prog="valora-tile", description=(__doc__ or "").partition("\n\n")[0]
-    )
-    parser.add_argument(
-        "--model",
-        action="extend",
-        type=_model,
-        dest="widths",
-        metavar="MODEL",
-        help=f"config.json of a model, or one of {', '.join(PRESETS)}; may be repeated",
-    )
-    parser.add_argument(
-        "--shape",
-        action="extend",
-        type=_shape,
-        dest="widths",
-        metavar="SHAPE",
-        help="in:out[,out…] of projections that share x",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        nargs="+",
-        default=list(RANKS),
-        choices=[1 << n for n in range(4, MOST_RANK.bit_length())],
-        help="largest ranks",
-    )
-    parser.add_argument(
-        "--output", type=Path, help="table to write; by default the package's own for this GPU"
-    )
-    parser.add_argument(
-        "--again", action="store_true", help="measure the shapes that the table has already, too"
-    )
-    parser.add_argument(
-        "--compilers",
-        type=int,
-        default=max(1, multiprocessing.cpu_count() - 1),
-        help="processes that compile kernels",
-    )
+    parser = argparse.ArgumentParser("valora-tile", description=(__doc__ or "").split("\n\n")[0])
+    add, models = parser.add_argument, f"config.json of a model, or one of {', '.join(PRESETS)}"
+    add("--model", action="extend", type=_model, dest="widths", metavar="MODEL",
+        help=f"{models}; may be repeated")  # fmt: skip
+    add("--shape", action="extend", type=_shape, dest="widths", metavar="SHAPE",
+        help="in:out[,out…] of projections that share x")  # fmt: skip
+    add("--ranks", type=int, nargs="+", default=list(RANKS), help="largest ranks",
+        choices=[1 << n for n in range(4, MOST_RANK.bit_length())])  # fmt: skip
+    add("--output", type=Path, help="table to write; by default the package's own for this GPU")
+    add("--again", action="store_true", help="measure the shapes that the table has already, too")
+    add("--compilers", type=int, default=max(1, multiprocessing.cpu_count() - 1),
+        help="processes that compile kernels")  # fmt: skip
     return parser
 
 

@@ -57,16 +57,9 @@ def spread(
 class KernelWorkload:
     """Inputs of one operator call, in enough copies that none is in the cache when it is used.
 
-    Args:
-        rows_of: [rows] adapter of each row.
-        ranks: [adapters] rank of each adapter.
-        in_features: Width of x.
-        out_features: Width of each projection.
-        dtype: Type of all tensors.
-        device: Their device.
-        cold: Bytes of other inputs between two uses of the same ones.
-        most: Most copies.
-        first: Whether the inputs have a base weight, and the batch room for many adapters.
+    `rows_of` [rows] and `ranks` [adapters] describe the batch. Between two uses of the same inputs
+    `cold` bytes of others are read, from at most so many copies. With `first` they have a base
+    weight, and the batch room for many adapters.
     """
 
     def __init__(
@@ -138,13 +131,8 @@ def times_in_turn(
 ) -> dict[str, NDArray[np.float64]]:
     """Time lists of calls through graphs that take turns, so that they share the GPU's heat.
 
-    Args:
-        named: One call for each set of inputs, by the name of each list.
-        repeats: Number of replays that are timed, after two that are not.
-        at_least: Fewest calls per graph, which share the few microseconds that its launch costs.
-
-    Returns:
-        [repeats] microseconds per call, for each name.
+    A graph has `at_least` so many calls, which share the few microseconds of its launch. Returns
+    [repeats] microseconds per call, for each name; two more replays are not timed.
     """
     stream = torch.cuda.Stream()
     graphs = {}

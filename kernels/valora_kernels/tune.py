@@ -232,7 +232,6 @@ class Tuner:
     def _times(
         self, group: ProjectionGroup, case: Case, tilings: Sequence[Tiling], repeats: int = 3
     ) -> dict[Tiling, float]:
-        """Median microseconds of each tiling."""
         if self._work is None:
             options = {"device": str(self._device), "cold": COLD_BYTES, "most": MOST_SETS}
             self._work = workload(group, case, **options)

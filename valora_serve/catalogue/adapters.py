@@ -264,7 +264,8 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
     if not found:
         raise AdapterError(f"adapter {folder} holds no tensors: save it again")
     try:
-        rules = _Rules(options, tuple(dict.fromkeys((*found, *stored.values()))))
+        # Sorted, as files list tensors in any order: what was matched once is matched no more.
+        rules = _Rules(options, tuple(sorted({*found, *stored.values()})))
     except AdapterError as error:
         raise AdapterError(f"adapter {folder}: {CONFIG} is damaged: {error}") from error
     modules = {

@@ -144,7 +144,6 @@ class AdapterRegistry:
         return staged, {}, {}, self._pack_prefixes(staged)
 
     def _pack_prefixes(self, staged: Staged) -> dict[str, PackedPrefix]:
-        """Lay out the prefixes of contexts in host memory, by content hash."""
         contexts = {one.context.content: one.context for one in staged.targets if one.context}
         return {
             content: self.pack_prefix(

@@ -35,8 +35,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Listener:
-    """Who waits for the outputs of a request."""
-
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Output]
     held: list[Output] | None  # of an answer that is passed on as a whole; None for a stream
@@ -166,7 +164,6 @@ class AsyncEngine:
         self._fail_listeners(reason)
 
     def _fail_listeners(self, reason: str) -> None:
-        """End all requests that somebody still waits for."""
         now = time.monotonic()
         failed = StoppedError(reason)
         for request_id in tuple(self._queues):
@@ -195,7 +192,6 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(_put, news)
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function in the engine's thread, between two steps."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -237,7 +233,6 @@ class AsyncEngine:
     # ------------------------------------------------------------------ requests
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
-        """Answer a request with a stream of outputs; see `types.EngineClient`."""
         asked = (request, *request.also)
         async with contextlib.aclosing(
             self._answer(asked, lambda: self._engine.prepare_all(asked))
@@ -300,7 +295,6 @@ class AsyncEngine:
         return {key: one for key, one in found.items() if isinstance(one, ServeError)} | refused
 
     def _abandon(self, request_id: str) -> None:
-        """Cancel a request whose client has left."""
         if not self._engine.cancel(request_id):
             self._queues.pop(request_id, None)
 
@@ -323,31 +317,25 @@ class AsyncEngine:
             raise StoppedError(self._failed or "the server is shutting down: ask another one")
 
     async def cancel(self, request_id: str) -> bool:
-        """Cancel a request; see `types.EngineClient`."""
         return await self._await(partial(self._engine.cancel, request_id))
 
     # ------------------------------------------------------------------ models
 
     def models(self) -> list[ServedModel]:
-        """Return what requests can name; see `types.EngineClient`."""
         return self._engine.store.models()
 
     def stats(self) -> EngineStats:
-        """Return the state and counters of the engine as of its last step."""
         return self._stats
 
-    def replicas(self) -> None:
-        """Return None: this is one engine."""
+    def replicas(self) -> None: ...
 
     async def load_adapter(
         self, name: str, folder: Path, *, decode_only: bool = False
     ) -> ServedModel:
-        """Load a PEFT folder under a name; see `types.EngineClient`."""
         read = partial(self._engine.registry.read, folder, name, decode_only=decode_only)
         return (await self._register(read))[0]
 
     async def load_bundle(self, folder: Path) -> list[ServedModel]:
-        """Verify and load a bundle; see `types.EngineClient`."""
         return await self._register(partial(self._engine.registry.read, folder))
 
     async def _register(self, read: Callable[[], Any]) -> list[ServedModel]:
@@ -357,15 +345,12 @@ class AsyncEngine:
         return [model for model in self.models() if model.name in names]
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; see `types.EngineClient`."""
         await self._await(partial(self._engine.registry.unregister, name, bundle=False))
 
     async def unload_bundle(self, name: str) -> None:
-        """Unload a bundle with its domains and adapters; see `types.EngineClient`."""
         await self._await(partial(self._engine.registry.unregister, name, bundle=True))
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
-        """Compress a document into a folder, and serve it; see `types.EngineClient`."""
         await self.compress(wanted, folder)
         return await self.load_context(wanted.name, folder)
 
@@ -386,32 +371,26 @@ class AsyncEngine:
         await self._in(self._loading, write)
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
-        """Serve a context that was made before; see `types.EngineClient`."""
         return (await self._register(partial(self._engine.registry.read_context, name, folder)))[0]
 
     async def unload_context(self, name: str) -> None:
-        """Forget a context; see `types.EngineClient`."""
         await self._await(partial(self._engine.registry.unregister_context, name))
 
     # ------------------------------------------------------------------ facts
 
     def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text."""
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @property
     def tokenizer(self) -> Any:
-        """The base model's tokenizer, for the event loop's thread."""
         return self._tokenizer
 
     @property
     def base(self) -> str:
-        """Id of the base model."""
         return self._engine.lmm.base
 
     @property
     def context_length(self) -> int:
-        """Longest prompt and answer together, in tokens."""
         return self._engine.context_length
 
     @property
@@ -421,11 +400,9 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine runs; False after it has failed or was closed."""
         return self._failed is None and self._thread.is_alive()
 
     async def close(self, drain: float = 0.0) -> None:
-        """Stop the engine; see `types.EngineClient`."""
         self._draining = True
         end = time.monotonic() + drain
         while self._queues and time.monotonic() < end and self.healthy:

@@ -26,7 +26,6 @@ from valora_serve.catalogue.contexts import MEMORY_FILE
 from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import AdapterError, RequestError, ServeError, TooLongError
 from valora_serve.model.heads import EMBEDDING, EmbeddingHead
-from valora_serve.model.keep_keys import keep_keys
 from valora_serve.model.prompt import PLACEHOLDER, MemoryTokens, Prompt
 from valora_serve.model.split_linears import SplitLinears
 from valora_serve.types import Request
@@ -37,6 +36,9 @@ if TYPE_CHECKING:
     from valora_serve.catalogue.store import Store
     from valora_serve.model.lmm import Lmm
     from valora_serve.types import NewContext, Output
+
+
+FIRST = 4  # tokens always kept, as every later token attends to them (StreamingLLM, 2023)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +114,21 @@ def prepare_compression(
         head = EmbeddingHead(tokens=count)
     prepared = Prepared(request, target, prompt, head)
     return Compression(wanted, prepared, len(ids), base, lmm.dtype, encoder)
+
+
+def keep_keys(kv: torch.Tensor, count: int) -> torch.Tensor:
+    """Keep the tokens whose keys differ most from the mean of their layer and head.
+
+    They have the positions that they had (KeyDiff, Park et al. 2025) and their order: `kv`
+    [2, layers, kv_heads, tokens, head_dim], keys after their rotary positions, to `count` tokens.
+    """
+    if count >= kv.shape[3]:
+        return kv
+    unit = torch.nn.functional.normalize(kv[0].float(), dim=-1)
+    alike = (unit * unit.mean(-2, keepdim=True)).sum(-1)
+    alike[..., :FIRST] = -torch.inf
+    kept = alike.topk(count, largest=False).indices.sort().values
+    return kv.gather(3, kept[None, ..., None].expand(2, *kept.shape, kv.shape[-1]))
 
 
 def _check(lmm: Lmm, wanted: NewContext) -> None:

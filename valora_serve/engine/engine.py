@@ -163,7 +163,6 @@ class Engine:
         )
 
     def _open(self, lmm: Lmm | None, cost_model: CostModel | None, group: Group | None) -> None:
-        """Load what is not given, and make all parts."""
         settings = self.settings
         if lmm is None:
             with self.start_up.phase("base model"):
@@ -253,7 +252,6 @@ class Engine:
         self._trace = DecisionTrace(self._trace_file) if self._trace_file else None
 
     def _load(self, group: Group | None) -> Lmm:
-        """Load the base model, or this process's part of it."""
         settings = self.settings
         packed = settings.quantize == NF4_PACKED
         quantize = NF4 if packed or settings.quantize == NF4 else None
@@ -268,7 +266,6 @@ class Engine:
         return Lmm.load_part(settings.base, dtype, group, lora, quantize)
 
     def _make_runner(self, group: Group | None) -> ModelRunner:
-        """Make the runner: one of a tensor-parallel group also talks with the others."""
         settings, lmm = self.settings, self.lmm
         make = ModelRunner if group is None else partial(SplitRunner, group)
         return make(
@@ -568,7 +565,6 @@ class Engine:
         return not sequence.request.sampling.needs_history
 
     def _preempt(self, ids: Sequence[str]) -> None:
-        """Preempt running requests; they are recomputed later."""
         if self._flight is not None:  # recomputing needs their last tokens
             self._collect(self._flight)
             self._flight = None
@@ -707,7 +703,6 @@ class Engine:
     # ------------------------------------------------------------------ it is answered
 
     def _collect(self, flight: Flight) -> None:
-        """Wait for a step, and make outputs of what it computed."""
         tokens = flight.result.read()
         found, mode = flight.result.logprobs, flight.mode
         logprobs = None if found is None else self._logprobs(flight.choosing, tokens, found)
@@ -738,7 +733,6 @@ class Engine:
     def _logprobs(
         self, choosing: Sequence[SequenceState], tokens: Sequence[int], found: StepLogprobs
     ) -> list[tuple[TokenLogprobs, ...]]:
-        """Return for each row its log probabilities; nothing for rows that want none."""
         chosen, ids, values = found.chosen.tolist(), found.tokens.tolist(), found.values.tolist()
         rows: list[tuple[TokenLogprobs, ...]] = []
         for row, (sequence, token) in enumerate(zip(choosing, tokens, strict=True)):
@@ -825,7 +819,6 @@ class Engine:
         self._end(sequence, Finish.ERROR, error=error)
 
     def _fail_adapter(self, key: str, error: ServeError) -> None:
-        """End the requests of an adapter that cannot be used."""
         for sequence in self.requests.all():
             if key in sequence.adapters:
                 self._fail(sequence, error)

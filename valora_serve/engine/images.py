@@ -61,7 +61,6 @@ class ImageEncoder:
         return list(broken.values())
 
     def _found(self, sequence: SequenceState, number: int) -> bool:
-        """Take an image of a request from the cache; return whether it was there."""
         self.queries += 1
         features = self._cached(_key(sequence, number))
         if features is None:
@@ -71,7 +70,6 @@ class ImageEncoder:
         return True
 
     def _memory(self, memory: MemoryTokens) -> VisualFeatures:
-        """Return the memory tokens of a context on the device."""
         key = b"memory|" + memory.key
         features = self._cached(key)
         if features is None:
@@ -129,7 +127,6 @@ class ImageEncoder:
             sequence.features[number] = found[_key(sequence, number)]
 
     def _keep(self, key: bytes, features: VisualFeatures) -> None:
-        """Cache an encoded image, and evict the least recently used beyond the limit."""
         size = features.bytes
         if size > self._most:
             return
@@ -144,5 +141,4 @@ class ImageEncoder:
 
 
 def _key(sequence: SequenceState, number: int) -> bytes:
-    """Return the key of an image of a request in the cache."""
     return sequence.prompt.visuals[number].key + sequence.vision + sequence.tenant

@@ -72,7 +72,6 @@ def make_work(
 
 
 def _choice(sequence: SequenceState, lmm: Lmm) -> TokenChoice:
-    """Return how a request's next token is chosen."""
     params = sequence.request.sampling
     early = sequence.generated < params.min_tokens
     forbidden = tuple(lmm.stop_ids) if early else ()

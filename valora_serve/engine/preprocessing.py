@@ -151,7 +151,6 @@ class Preprocessing:
         )
 
     def _check_sampling(self, sampling: SamplingParams, context: Context | None) -> None:
-        """Check what of a request's sampling depends on the model."""
         if sampling.prompt_logprobs is not None and context is not None:
             raise RequestError(
                 f"prompt_logprobs: the tokens of context {context.name} have none: ask for those "
@@ -178,7 +177,6 @@ class Preprocessing:
         return 0
 
     def _prefix_of(self, context: Context | None) -> str | None:
-        """Return the key of a context's prefix, None if it has none."""
         if context is None or not context.has_prefix:
             return None
         key = self._registry.prefix_key(context)

@@ -161,7 +161,6 @@ class Profiler:
 
 
 def _mergeable(engine: Engine) -> list[str]:
-    """Return the keys of the resident adapters that may be merged, sorted."""
     adapters = engine.adapters
     return sorted(adapters.resident - adapters.unmergeable.keys())
 
@@ -286,7 +285,6 @@ def _merge(engine: Engine, key: str | None) -> None:
 
 
 def _switch_time(engine: Engine, key: str | None) -> float:
-    """Return the seconds that it takes to merge an adapter, or to restore pristine weights."""
     wait = torch.cuda.synchronize if engine.device.type == "cuda" else torch.cpu.synchronize
     wait(engine.device)
     start = time.perf_counter()

@@ -171,7 +171,6 @@ class EngineSettings:
         modes_of(self.policy)  # refuses an unknown policy
 
     def _check_shares(self) -> None:
-        """Check what requests are charged for, and to whom."""
         if self.shares and self.share_by == "none":
             raise ValueError("shares goes with share_by: name key or adapter")
         if self.policy_settings.fair or self.policy_settings.shares:

@@ -124,7 +124,6 @@ def image_counts(settings: EngineSettings, device: torch.device) -> Sequence[int
 
 
 def _captures_prompts(settings: EngineSettings, device: torch.device) -> bool:
-    """Return whether steps with prompts are captured."""
     if settings.prompt_graphs is None:
         return device.type == "cuda" and settings.graphs
     return settings.prompt_graphs

@@ -120,7 +120,6 @@ class Tuning:
             self._writable = False
 
     def _renew(self) -> bool:
-        """Prepare one thing with the new tilings, or let steps choose from them."""
         left = [one for one in self._runner.tiled(self._terms) if one not in self._renewed]
         new = self._tuner.table
         if left:

@@ -81,7 +81,6 @@ class WarmUp:
         log.info("start-up took: %s", ", ".join(parts))
 
     def __str__(self) -> str:
-        """Return how much is prepared, for messages."""
         return f"{self.done} of {self.done + len(self.left)} graphs and kernels prepared"
 
     def prepare_next(self, runner: ModelRunner) -> bool:

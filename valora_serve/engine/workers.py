@@ -207,7 +207,6 @@ class Workers:
         return self._answers.pop(number) if complete else None
 
     def _await(self, number: int) -> list[Any]:
-        """Wait for the workers' answers to a call."""
         with self._answered:
             found = self._answered.wait_for(lambda: self.lost or self._answers_to(number))
         self.check()
@@ -236,7 +235,6 @@ class Workers:
         self.check()
 
     def _watch(self) -> None:
-        """Read what the workers report, until one ends."""
         while True:
             heard: list[Any] = wait(self._pipes)
             for pipe in heard:
@@ -252,7 +250,6 @@ class Workers:
                     self._answered.notify_all()
 
     def _lose(self, rank: int, how: str) -> None:
-        """Give the group up, as one process has ended."""
         if self._closing:
             return
         size = len(self.processes) + 1
@@ -300,7 +297,6 @@ def held(number: int) -> PackedAdapter | PackedPrefix:
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> str:
-    """Say how a process ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = process.wait(LOST_SECONDS)
         return (

@@ -37,7 +37,6 @@ class DeviceResidency(Residency[P]):
         self._stream = torch.cuda.Stream(memory.device) if cuda else None
 
     def _write(self, entry: Entry[P]) -> None:
-        """Copy an entry to its pages, on the current stream."""
         raise NotImplementedError
 
     def copy(self, entry: Entry[P]) -> torch.cuda.Event | None:

@@ -165,7 +165,6 @@ class BlockManager:
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
-        """Number of open sequences."""
         return len(self._sequences)
 
     def __contains__(self, sequence: object) -> bool:

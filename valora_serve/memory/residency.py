@@ -177,7 +177,6 @@ class Residency(Generic[P]):
         return key in self._entries and key not in self._removed
 
     def __len__(self) -> int:
-        """Number of those that are known."""
         return len(self._entries) - len(self._removed)
 
     def copy(self, entry: Entry[P]) -> Copy | None:
@@ -353,7 +352,6 @@ class Residency(Generic[P]):
         return True
 
     def _arrived(self, entry: Entry[P]) -> None:
-        """Make something resident whose copy is complete."""
         entry.copied = None
         self.loading.discard(entry.key)
         self.resident.add(entry.key)

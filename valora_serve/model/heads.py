@@ -144,7 +144,6 @@ class HeadLogits:
 
 
 def _interpret(item: HeadRequest, raw: torch.Tensor) -> HeadResult | ServeError:
-    """Return what the logits of one input mean, or why they mean nothing."""
     broken = NonFiniteError("the head's outputs are not finite")
     if not bool(raw.isfinite().all()):
         return broken

@@ -320,7 +320,6 @@ class Linears:
         return all(weights.is_finite() for weights in self.merged)
 
     def _bind(self) -> None:
-        """Name the adapters of the mergeable weights."""
         self._bind_to({name: one.lora for name, one in self.groups.items() if one.lora is not None})
 
     def _bind_to(self, lora: Mapping[str, LoraWeights]) -> None:

@@ -289,7 +289,6 @@ def _visuals(
     images: Sequence[Image],
     videos: Sequence[Sequence[Image]],
 ) -> list[Visual]:
-    """Split the processor's output into images and videos."""
     found: list[Visual] = []
     kinds = (
         (IMAGE, model.image_token, [image.size for image in images]),
@@ -332,7 +331,6 @@ def _frames_as_images(
     images: Sequence[Image],
     videos: Sequence[Sequence[Image]],
 ) -> tuple[list[dict[str, Any]], list[Image]]:
-    """Replace each video by its frames as images, for models that take no videos."""
     image, video = iter(images), iter(videos)
     turns: list[dict[str, Any]] = []
     found: list[Image] = []

@@ -134,7 +134,6 @@ class ModelRunner:
         return StepResult(told, logprobs, [None] * len(works), [], copied)
 
     def _eager(self, works: Sequence[Work], terms: LoraTerms | None) -> StepResult:
-        """Any step; its layers may come from a graph."""
         counts = np.array([work.count for work in works], np.int64)
         starts = np.zeros(len(works) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
@@ -232,7 +231,6 @@ class ModelRunner:
         return crowd is not None and rows.decoding >= crowd
 
     def _visual_rows(self, works: Sequence[Work], starts: NDArray[np.int32]) -> VisualRows | None:
-        """The visual tokens among the rows, with their features."""
         rows, embeddings, deep = [], [], []
         for work, at in zip(works, starts.tolist(), strict=False):
             for offsets, features, which in work.visuals:
@@ -454,7 +452,6 @@ class ModelRunner:
         self._lmm.linears.scope.last = None
 
     def _linears_by_shape(self) -> list[LinearGroup]:
-        """One group of the language model for each shape, with LoRA weights and without."""
         found = {
             (group.spec.in_features, group.spec.out_features, group.lora is None): group
             for group in self._lmm.linears.groups.values()

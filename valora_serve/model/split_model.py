@@ -188,7 +188,6 @@ class _Part:
         self.get_shape, self.get_dtype = values.get_shape, values.get_dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return this rank's part."""
         assert index is Ellipsis
         values, own = self._values, slice(self._part.start, self._part.stop)
         if self._rounded is not None:  # blocks of a matrix are rounded together

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.support.lora_cases import make_case
-from valora_kernels.arrangements import rounds
 from valora_kernels.atmm import shape_of, table_choice
 from valora_kernels.gpus import H100, H200, Gpu, gpu_of, recorded
 from valora_kernels.lookup import LookupMode, TilingTable, choose, is_measured, using
@@ -65,13 +64,6 @@ def test_a_record_of_another_package_decides_what_is_chosen(
     assert TilingTable(H200, entries).look_up(SHAPE).tiling == large
     assert project_tiling(EXAMPLE, 64, (4096,)) is None
     assert product_tiling(EXAMPLE, 4, 4096) is None
-
-
-def test_fewer_processors_take_more_rounds() -> None:
-    """128 tiles fill 132 processors once and 8 processors many times; finer ones end sooner."""
-    full = replace(SHAPE, rows=8192, adapters=1.0)
-    tile = Tiling("fused", 64, 64, 64, 0, stages=2)
-    assert (rounds(tile, full, H200), rounds(tile, full, EXAMPLE)) == (1, 16)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])

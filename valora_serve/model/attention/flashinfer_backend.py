@@ -80,7 +80,6 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def unsuitable(cls, cache: KVCache) -> str | None:
-        """FlashInfer needs a GPU, to be installed, and its kernels, compiled or to compile."""
         if cache.device.type != "cuda":
             return "FlashInfer needs a CUDA GPU"
         if not find_spec("flashinfer"):
@@ -94,14 +93,12 @@ class FlashInferBackend(AttentionBackend):
         return None
 
     def _prefill_wrapper(self, kernel: str, **options: Any) -> Wrapper:
-        """FlashInfer's wrapper for sequences of any number of rows."""
         made = self._library.BatchPrefillWithPagedKVCacheWrapper(
             self._mixed_workspace if options else self._workspace, "NHD", backend=kernel, **options
         )
         return Wrapper(made, self._cache, causal=True)
 
     def _decode_wrapper(self, **options: Any) -> Wrapper:
-        """FlashInfer's wrapper for sequences of one row."""
         made = self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "NHD", use_tensor_cores=self._shares_keys, **options
         )
@@ -138,7 +135,6 @@ class FlashInferBackend(AttentionBackend):
         side_by_side([partial(run, job) for job in jobs])
 
     def plan(self, rows: Rows) -> FlashInferPlan:
-        """Plan a step with any mix of prefilling and decoding rows."""
         cache, decoding = self._cache, rows.decoding
         indices, indptr = rows.indices(cache.block_size)
         last = last_lengths(rows.lengths, cache.block_size)
@@ -154,12 +150,10 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferPlan(cache, Tokens(*sent), decoding, self._decode, self._prompts)
 
     def decode_plan(self, sequences: int) -> FlashInferDecodePlan:
-        """A plan for CUDA graphs of exactly `sequences` decoding rows."""
         tables = self._table_buffer(sequences, sequences)
         return FlashInferDecodePlan(self._cache, self._fixed_decode(sequences, tables))
 
     def mixed_plan(self, sequences: int, rows: int) -> FlashInferMixedPlan:
-        """A plan for CUDA graphs of any mix of at most `rows` rows in `sequences` sequences."""
         return self._mixed_plan(sequences, rows, None)
 
     def crowd(self, sequences: int) -> int | None:
@@ -303,7 +297,6 @@ class FlashInferPlan:
         self._decode, self._prompts = decode, prompts
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Write keys and values, and attend, as `AttentionPlan.run` defines."""
         cache = self._cache
         pair = cache.layers[layer]
         self._tokens.write(key, value, pair)
@@ -334,7 +327,6 @@ class FlashInferDecodePlan(FlashInferPlan):
         super().__init__(cache, Tokens(written, tables, indptr, last), count, wrapper, None)
 
     def update(self, rows: Rows) -> None:
-        """Describe the next step; a ValueError if it does not fit into the buffers."""
         cache = self._cache
         indices, indptr = rows.indices(cache.block_size)
         check_room(rows, len(indices), self._count, self._count, len(self._tokens.indices))
@@ -376,7 +368,6 @@ class FlashInferMixedPlan(FlashInferPlan):
         self._prompts.run(query, pages, out)
 
     def update(self, rows: Rows) -> None:
-        """Describe the next step; a ValueError if it does not fit into the buffers."""
         cache, held, used = self._cache, len(rows.lengths), int(rows.starts[-1])
         indices, indptr = rows.indices(cache.block_size)
         check_room(rows, len(indices), self._sequences, self._rows, self._pages)

@@ -17,11 +17,9 @@ class TorchBackend(AttentionBackend):
 
     @classmethod
     def unsuitable(cls, cache: KVCache) -> str | None:
-        """A GPU has faster backends."""
         return "plain torch is for CPUs" if cache.device.type == "cuda" else None
 
     def plan(self, rows: Rows) -> TorchPlan:
-        """Plan a step with any mix of prefilling and decoding rows."""
         return TorchPlan(self._cache, rows)
 
     def mixed_plan(self, sequences: int, rows: int) -> TorchMixedPlan | None:
@@ -61,7 +59,6 @@ class TorchPlan:
             self._single = (at.to(device), tables.to(device), seen[:, None, None].to(device))
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Write keys and values, and attend, as `AttentionPlan.run` defines."""
         keys, values = self._cache.layers[layer]
         keys[self._at], values[self._at] = key, value
         out = torch.empty_like(query)
@@ -91,11 +88,9 @@ class TorchMixedPlan:
         self._cache = cache
 
     def update(self, rows: Rows) -> None:
-        """Describe the next step."""
         self._plan, self._used = TorchPlan(self._cache, rows), int(rows.starts[-1])
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Write keys and values, and attend, as `AttentionPlan.run` defines."""
         out = torch.zeros_like(query)
         used = self._used
         out[:used] = self._plan.run(layer, query[:used], key[:used], value[:used], scale)

@@ -42,13 +42,11 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def unsuitable(cls, cache: KVCache) -> str | None:
-        """The kernels need a GPU, and Triton to be installed."""
         if cache.device.type != "cuda":
             return "the Triton kernels need a CUDA GPU"
         return None if find_spec("triton") else "triton is not installed"
 
     def plan(self, rows: Rows) -> TritonDecodePlan | TritonMixedPlan:
-        """Plan a step with any mix of prefilling and decoding rows."""
         pages = int((-(-rows.lengths // self._cache.block_size)).sum())
         used, sequences = int(rows.starts[-1]), len(rows.lengths)
         decode = used == sequences and bool((np.diff(rows.starts) == 1).all())
@@ -60,12 +58,10 @@ class TritonBackend(AttentionBackend):
         return plan
 
     def decode_plan(self, sequences: int) -> TritonDecodePlan:
-        """A plan for CUDA graphs of exactly `sequences` decoding rows."""
         tables = self._table_buffer(sequences, sequences)
         return TritonDecodePlan(self._cache, self._tiling, sequences, sequences, tables)
 
     def mixed_plan(self, sequences: int, rows: int) -> TritonMixedPlan:
-        """A plan for CUDA graphs of any mix of at most `rows` rows in `sequences` sequences."""
         tables = self._table_buffer(sequences, rows)
         return TritonMixedPlan(self._cache, self._tiling, sequences, rows, tables)
 
@@ -114,15 +110,12 @@ class TritonPlan:
         self._parts = self._buffer.split(sizes)
 
     def _sizes(self) -> tuple[int, ...]:
-        """Sizes of the parts of the buffer."""
         raise NotImplementedError
 
     def _describe(self, rows: Rows, first_pages: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-        """Return the contents of those parts."""
         raise NotImplementedError
 
     def update(self, rows: Rows) -> None:
-        """Describe the next step; a ValueError if it does not fit into the buffers."""
         indices, indptr = rows.indices(self._cache.block_size)
         check_room(rows, len(indices), self._sequences, self._rows, len(self._tables))
         parts = self._describe(rows, indptr[:-1])
@@ -145,7 +138,6 @@ class TritonPlan:
         splits: int = 1,
         fused: bool = False,
     ) -> None:
-        """Launch `attention_kernel` for a list of tiles."""
         from valora_kernels import attention_kernels as k
 
         cache, tiling = self._cache, self._tiling
@@ -187,7 +179,6 @@ class TritonDecodePlan(TritonPlan):
         return [tiles]
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Write keys and values, and attend, as `AttentionPlan.run` defines."""
         from valora_kernels import attention_kernels as k
 
         tensors = dense(query), dense(key), dense(value)
@@ -216,7 +207,6 @@ class TritonMixedPlan(TritonPlan):
 
     @property
     def _rows_of_tiles(self) -> tuple[int, int]:
-        """Rows in a small and in a large tile."""
         tiling = self._tiling
         return tiling.small // tiling.group, tiling.large // tiling.group
 
@@ -245,7 +235,6 @@ class TritonMixedPlan(TritonPlan):
         return [*parts, places]
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Write keys and values, and attend, as `AttentionPlan.run` defines."""
         from valora_kernels import attention_kernels as k
 
         cache, tiling = self._cache, self._tiling

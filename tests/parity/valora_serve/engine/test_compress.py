@@ -12,7 +12,6 @@ from transformers import AutoModelForImageTextToText
 
 from tests.support.context_bundles import ContextReference, ContextSpec, make_context_bundle
 from tests.support.engine_reference import Reference, ask, assert_empty, make_engine, relative
-from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import LANGUAGE
 from valora_data.contract.contexts import (
     MEMORY_TOKENS,
@@ -24,9 +23,9 @@ from valora_data.contract.contexts import (
 )
 from valora_serve.catalogue.contexts import MEMORY_FILE
 from valora_serve.engine.async_engine import AsyncEngine
+from valora_serve.engine.compress import keep_keys
 from valora_serve.engine.engine import Engine
 from valora_serve.errors import AdapterError, BusyError, ServeError, TooLongError, UnknownModelError
-from valora_serve.model.keep_keys import keep_keys
 from valora_serve.types import NewContext, Output, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,11 +33,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DOCUMENT = "The red key opens the old green door. Nobody but Ann knows where it lies. " * 4
 CONTEXTS = {"learnt": ContextSpec(MEMORY_TOKENS, 6, "reader")}
 ADAPTERS: dict[str, dict[str, Any]] = {"reader": {"rank": 4, "alpha": 8, "targets": LANGUAGE}}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=7))
 
 
 @pytest.fixture(scope="module")

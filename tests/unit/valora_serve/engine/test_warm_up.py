@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,6 @@ class FakeRunner:
     def __init__(self) -> None:
         self.now = 100.0
         self.prepared: list[Preparation] = []
-        self.refused: list[Preparation] = []
-        self.given_up: list[Preparation] = []
-        self.without: set[str] = set()
-        self.compiled: list[Preparation] = []
-        self.patience: float | None = None
-        self.compiling = False
         self.wanted: Preparation | None = None
 
     def preparations(self, terms: Any) -> tuple[list[Preparation], list[Preparation]]:
@@ -58,70 +52,27 @@ class FakeRunner:
         return list(FIRST), list(REST)
 
     def compile_together(self, wanted: Sequence[Preparation], patience: float | None) -> None:
-        self.compiled, self.patience = list(wanted), patience
+        assert (list(wanted), patience) == (FIRST, PATIENCE)
 
     def adopt(self) -> bool:
-        done, self.compiling = self.compiling, False
-        return done
+        return False
 
     def prepare(self, wanted: Preparation) -> bool:
         self.now += 1.0
-        if wanted in self.refused:
-            raise torch.OutOfMemoryError
         self.prepared.append(wanted)
-        return wanted.kind not in self.without
-
-    def give_up(self, wanted: Preparation) -> None:
-        self.given_up.append(wanted)
+        return True
 
     def missed(self) -> Preparation | None:
         return self.wanted
 
 
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    made = FakeRunner()
-    monkeypatch.setattr("valora_serve.engine.warm_up.time.monotonic", lambda: made.now)
-    yield made
-
-
-def test_the_rest_is_prepared_piece_by_piece(runner: Any) -> None:
+def test_what_a_step_misses_is_prepared_without_slowing_requests_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner: Any = FakeRunner()
+    monkeypatch.setattr("valora_serve.engine.warm_up.time.monotonic", lambda: runner.now)
     warm = WarmUp([0, 1], lazy=True)
     assert not warm.prepare_next(runner)  # nothing before the start
-    warm.start(runner)
-    assert (runner.prepared, warm.left, warm.done) == (FIRST, REST, 2)
-    assert (runner.compiled, runner.patience) == (FIRST, PATIENCE)
-    assert [warm.prepare_next(runner) for _ in range(4)] == [True, True, True, False]
-    assert (runner.prepared, warm.left) == ([*FIRST, *REST], [])
-    assert warm.seconds == {"graphs": 4.0, "kernels": 1.0}
-    assert str(warm) == "5 of 5 graphs and kernels prepared"
-
-
-def test_eager_leaves_nothing(runner: Any) -> None:
-    warm = WarmUp([0, 1], lazy=False)
-    warm.start(runner)
-    assert (runner.prepared, warm.left) == ([*FIRST, *REST], [])
-    assert (runner.compiled, runner.patience) == ([*FIRST, *REST], None)
-
-
-def test_all_is_prepared_again_for_the_backend_that_was_compiled(runner: Any) -> None:
-    warm = WarmUp([0, 1], lazy=True)
-    warm.start(runner)
-    assert warm.prepare_next(runner)
-    assert str(warm) == "3 of 5 graphs and kernels prepared"
-    runner.compiling = True
-    assert warm.prepare_next(runner)
-    assert runner.prepared == [*FIRST, REST[0], FIRST[0]]
-    assert (warm.left, str(warm)) == (
-        [FIRST[1], *REST], "1 of 5 graphs and kernels prepared"
-    )  # fmt: skip
-    runner.compiling, runner.wanted = True, REST[1]
-    warm.prepare_missed(runner)
-    assert warm.left == [*FIRST, REST[0], REST[2]]
-
-
-def test_what_a_step_misses_is_prepared_without_slowing_requests_down(runner: Any) -> None:
-    warm = WarmUp([0, 1], lazy=True)
     warm.start(runner)
     warm.prepare_missed(runner)
     assert runner.prepared == FIRST
@@ -136,22 +87,9 @@ def test_what_a_step_misses_is_prepared_without_slowing_requests_down(runner: An
     warm.prepare_missed(runner)
     assert runner.prepared == [*FIRST, REST[1], REST[0]]
     assert warm.left == [REST[2]]
-
-
-def test_graphs_without_memory_are_given_up(runner: Any, caplog: pytest.LogCaptureFixture) -> None:
-    runner.refused = [REST[0]]
-    warm = WarmUp([0, 1], lazy=True)
-    warm.start(runner)
-    assert warm.prepare_next(runner)
-    assert (runner.given_up, warm.left) == ([REST[0]], REST[1:])
-    assert "no memory for a graph of decode steps with 2 rows" in caplog.text
-
-
-def test_a_backend_without_graphs_leaves_none_to_prepare(runner: Any) -> None:
-    runner.without = {DECODE, PROMPT}
-    warm = WarmUp([0, 1], lazy=True)
-    warm.start(runner)
-    assert (warm.done, warm.left) == (0, [REST[2]])
+    assert str(warm) == "4 of 5 graphs and kernels prepared"
+    assert [warm.prepare_next(runner) for _ in range(2)] == [True, False]
+    assert warm.seconds == {"graphs": 4.0, "kernels": 1.0}
 
 
 def graphs(engine: Engine) -> set[Preparation]:

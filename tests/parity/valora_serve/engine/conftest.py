@@ -1,0 +1,10 @@
+"""The base model of most tests: four query heads on two heads of keys and values."""
+
+import pytest
+
+from tests.support.lmm_checkpoints import save_llava
+
+
+@pytest.fixture(scope="package")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=7))

@@ -36,6 +36,7 @@ ABOUT = {
     "fuse": "small models to a checked bundle (valora-train)",
     "serve": "serve bundles over HTTP (valora-serve)",
     "predict": "answer a folder of images or videos with a bundle, without a server",
+    "label": "answer a folder of images with a small model",
     "data": "look at a data set before it is used (valora-data)",
     "sim": "compare policies and routers on a simulated workload (valora-sim)",
 }
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _missing(name: str, error: ModuleNotFoundError) -> int:
     if (error.name or "").startswith("valora_"):
         raise error
-    extra = "train" if name == "fuse" else "serve"
+    extra = "train" if name in ("fuse", "label") else "serve"
     print(f"error: {error.name} is missing: pip install 'valora[{extra}]'", file=sys.stderr)
     return 1
 

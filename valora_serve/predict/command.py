@@ -19,6 +19,7 @@ from valora_data.hashing import file_hash
 from valora_data.wording import plural
 from valora_serve.errors import SettingsError
 from valora_serve.pauses import short_pauses
+from valora_serve.predict import beside
 from valora_serve.predict.formats.registry import WRITERS
 from valora_serve.predict.records import (
     PREDICTIONS,
@@ -77,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt", help="question or phrase, for domains that need one")
     made.add_argument("--min-score", type=float, help="least confidence of boxes, 0 to 1")
     made.add_argument("--max-tokens", type=int, help="most tokens of written answers")
+    made.add_argument(
+        "--beside", metavar="MODEL",
+        help="compare with a small model, such as best.pt, or with its answers, a .jsonl",
+    )  # fmt: skip
     made.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 … (default: the GPU)")
     made.add_argument("--base", help="folder of the base model (default: the bundle's)")
     made.add_argument("--at-once", type=int, default=32, help="most files in the engine at a time")
@@ -135,6 +140,13 @@ async def _run(options: argparse.Namespace) -> int:
     _summary(results, console)
     for name in formats:
         console.print(f"{name}: {WRITERS[name](results)}", highlight=False, soft_wrap=True)
+    if options.beside:
+        (facts_of,) = results.domains.values()
+        small = beside.answers_of(options.beside, options.folder, facts_of, options.out)
+        made = beside.compare(results.predictions(), small)
+        page = beside.write(made, facts_of.name, results.source, options.out)
+        text = f"beside {options.beside}: agreement {made.agreement:.3f} on "
+        console.print(f"{text}{plural(made.images, 'image')}: {page}", highlight=False)
     console.print(f"took {time.monotonic() - began:.1f} s", highlight=False)
     return 1 if failed else 0
 
@@ -142,6 +154,8 @@ async def _run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     if options.min_score is not None and not 0 <= options.min_score <= 1:
         raise SettingsError(f"--min-score is {options.min_score}: name one from 0 to 1")
+    if options.beside and (not options.domain or "," in options.domain):
+        raise SettingsError("--beside compares one domain: name it with --domain")
     for name in ("at_once", "max_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:

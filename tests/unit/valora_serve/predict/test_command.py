@@ -129,6 +129,7 @@ def test_predictions_of_other_settings_are_not_mixed(engines, tmp_path, capsys):
         (["--min-score", "3"], "name one from 0 to 1"),
         (["--at-once", "0"], "name at least 1"),
         (["--domain", "cow"], "there is no domain 'cow': choose from person, car"),
+        (["--beside", "best.pt"], "--beside compares one domain: name it with --domain"),
     ],
 )
 def test_mistakes_are_sentences(engines, tmp_path, capsys, more, said):

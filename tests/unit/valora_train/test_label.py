@@ -1,0 +1,55 @@
+"""`valora label`: a small model's answers in the form of `valora predict`."""
+
+import json
+
+from tests.support.data_sets import picture
+from valora_data.schema import Answer, Box
+from valora_serve.predict.beside import compare
+from valora_serve.predict.records import Prediction
+from valora_teachers.base import Teacher
+from valora_train import label
+
+
+class Corner(Teacher):
+    """Finds a car in the corner of each image, and something that it hardly believes in."""
+
+    batch = 2
+
+    def load(self, weights):
+        self.match_classes(weights, {0: "auto"})
+
+    def answer_batch(self, samples):
+        assert len(samples) <= self.batch
+        boxes = (Box(0, 0, 5, 4, "car", 0.75), Box(5, 5, 9, 9, "car", 0.125))
+        return [Answer(boxes)] * len(samples)
+
+
+def test_a_folder_and_what_is_wrong(tmp_path, monkeypatch, capsys):
+    def made(kind, weights, labels, options, task):
+        teacher = Corner(task, labels, {}, options["names"])
+        teacher.load(weights)
+        return teacher
+
+    monkeypatch.setattr(label, "load_teacher", made)
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        picture(tmp_path / "in" / f"{number}.png", number, (40 + number, 20))
+    (tmp_path / "in" / "broken.png").write_bytes(b"none")
+    asked = ["best.pt", "in", "--labels", "car", "--domain", "d"]
+    assert label.main([*asked, "--names", "auto=car"]) == 0
+    assert "left out: broken.png cannot be decoded" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
+    assert [(row["file"], row["width"]) for row in rows] == [
+        ("0.png", 40),
+        ("1.png", 41),
+        ("2.png", 42),
+    ]
+    assert rows[0]["answer"] == {
+        "detections": [{"label": "car", "confidence": 0.75, "box": [0, 0, 5, 4]}]
+    }
+    same = [Prediction(**row) for row in rows]
+    assert compare(same, {row["file"]: row["answer"] for row in rows}).agreement == 1
+    assert label.main(asked) == 1
+    assert "best.pt has no class 'car', only auto" in capsys.readouterr().err
+    assert label.main([*asked[:1], "empty", *asked[2:], "--names", "auto=car"]) == 1
+    assert "empty holds no image" in capsys.readouterr().err

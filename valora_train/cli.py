@@ -166,8 +166,8 @@ def sentence(error: BaseException) -> str | None:
 def _of_hydra(error: BaseException, text: str) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         path = str(error.missing_cfg_file)  # of a command line, or of `defaults` in a file
-        if went := removed(path):
-            return went
+        if successor := removed(path):
+            return successor
         if error.options:
             group, _, name = path.rpartition("/")
             return f"unknown {group or 'config'} {name!r}: choose from {', '.join(error.options)}"

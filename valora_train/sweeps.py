@@ -22,13 +22,11 @@ from omegaconf import DictConfig, open_dict
 from valora_data.errors import ValoraError
 from valora_train.errors import SettingsError
 
+# Environment variable that names the sweep (names that begin with VALORA_ are of valora-serve).
 SWEEP = "_VALORA_SWEEP"
-"""Environment variable that names the sweep; the processes of a launcher inherit it. (Names that
-begin with VALORA_ are options of valora-serve.)"""
-TARGET = "hydra_plugins.valora.RayLauncher"
-"""Name of the launcher in Hydra's configuration; it takes plug-ins from that package only."""
+TARGET = "hydra_plugins.valora.RayLauncher"  # Hydra takes plug-ins from that package only
+# Environment variables that a job takes to its machine begin so.
 CARRIED = ("HF_", "HYDRA_", "MLFLOW_", "TRANSFORMERS_", "YOLO_", "_VALORA_")
-"""Environment variables that a job takes to its machine begin so."""
 
 
 def register(arguments: Sequence[str]) -> None:

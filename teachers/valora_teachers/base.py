@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from valora_data.errors import ValoraError
 from valora_data.identity import code_hash, place_hash
-from valora_data.schema import Answer, Box
+from valora_data.schema import Answer, Box, Sample, Task
 from valora_data.wording import plural
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from valora_data.schema import Sample, Task
-
-    OnBatch = Callable[[int, int], None]
-    """Called with the number of answered samples and the number of all samples."""
-    OnEpoch = Callable[[int, int, float, Mapping[str, float]], None]
-    """Called with the number of the epoch from 1, the number of epochs, the mean loss, and further
-    figures by name, such as ``lr``, the learning rate of the next step."""
-
+OnBatch = Callable[[int, int], None]  # called with the numbers of answered and of all samples
+# Called with the number of the epoch from 1, that of all, the mean loss, and further figures.
+OnEpoch = Callable[[int, int, float, Mapping[str, float]], None]
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BATCH = 32
-CHECKPOINT = "checkpoint"
-"""File in a trained teacher's folder that an interrupted training continues from."""
+CHECKPOINT = "checkpoint"  # file that an interrupted training continues from
 LOOK_SAMPLES = 64  # validation samples that suffice for a training's curve
 PATH_LENGTH = 4096  # PATH_MAX of Linux
 
@@ -49,16 +40,13 @@ class TeacherOptions(BaseModel):
 class Teacher(ABC):
     """A small model that answers for one domain; each subclass is a kind of teacher.
 
-    Register it in `KINDS`, or with an entry point of the group ``valora.teachers``. Its module
-    imports large libraries only inside of methods, because settings are checked before. `names` has
-    the label of each class name of the model that differs; ``{}`` in `prompt` stands for a sample's
-    own.
+    Another package adds one in the entry-point group ``valora.teachers``, in a module that imports
+    large libraries only inside of methods. `names` has the label of each class name of the model
+    that differs; ``{}`` in `prompt` stands for a sample's own.
     """
 
     options_type: ClassVar[type[TeacherOptions]] = TeacherOptions  # the options of this kind
-    # Name of a trained model's file or folder, to which a given one is copied; None for models that
-    # are used where they are, such as names on the hub.
-    artefact: ClassVar[str | None] = None
+    artefact: ClassVar[str | None] = None  # name of a model in its stage; None: used where it is
     trainable: ClassVar[bool] = False  # whether `train` is implemented
     reads_prompt: ClassVar[bool] = True  # whether answers depend on the domain's prompt
     without_effect: ClassVar[frozenset[str]] = frozenset()  # options that answers do not depend on
@@ -99,11 +87,7 @@ class Teacher(ABC):
 
     @abstractmethod
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Answer for at most `batch` samples, one answer per sample in order.
-
-        Boxes have confidences, are in pixels of the image, and come most confident first. Labels
-        have `soft`, a probability for each of `labels`.
-        """
+        """Answer at most `batch` samples: labels with `soft`, boxes in pixels by confidence."""
 
     def answer(self, samples: Sequence[Sample], on_batch: OnBatch | None = None) -> list[Answer]:
         """Answer for samples with images of any size, one answer per sample in order."""
@@ -123,9 +107,8 @@ class Teacher(ABC):
     ) -> dict[str, Any]:
         """Train on labelled samples, save the model as `folder` / `artefact`, and return a report.
 
-        `folder` may hold the `CHECKPOINT` of an interrupted training; nothing that is trained
-        depends on `validation`, samples for a curve. A `TeacherError` says that task or samples do
-        not fit.
+        `folder` may hold a `CHECKPOINT`; `validation` is for a curve alone. A `TeacherError` says
+        that task or samples do not fit.
         """
         raise TeacherError("a teacher of this kind is not trained here: name a trained one")
 
@@ -145,10 +128,14 @@ class Teacher(ABC):
 
     def match_classes(self, who: str, classes: Mapping[int, str]) -> None:
         """Match the domain's labels to the classes of a model, ignoring case and underscores."""
-        by_name = {_plain(label): label for label in self.labels}
+
+        def plain(name: str) -> str:
+            return name.replace("_", " ").strip().lower()
+
+        by_name = {plain(label): label for label in self.labels}
         by_name |= {label: label for label in self.labels}
         own = {index: self.names.get(name, name) for index, name in classes.items()}
-        found = {i: by_name.get(name) or by_name.get(_plain(name)) for i, name in own.items()}
+        found = {i: by_name.get(name) or by_name.get(plain(name)) for i, name in own.items()}
         self.label_of = {index: label for index, label in found.items() if label}
         strange = [name for name in self.names if name not in classes.values()]
         missing = [label for label in self.labels if label not in found.values()]
@@ -194,10 +181,6 @@ def _texts(value: Any) -> list[str]:
         return [value] if 0 < len(value) < PATH_LENGTH and "\0" not in value else []
     items = value.values() if isinstance(value, Mapping) else value
     return [text for one in items for text in _texts(one)] if isinstance(items, Iterable) else []
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", " ").strip().lower()
 
 
 def boxes_inside(

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from valora_data.errors import DataError
 from valora_data.identity import code_hash
 from valora_data.schema import Answer, Box, Sample
 from valora_data.wording import plural
 from valora_teachers.base import BATCH, Count, Teacher, TeacherError, TeacherOptions
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class FunctionOptions(TeacherOptions):
@@ -27,8 +25,7 @@ class FunctionOptions(TeacherOptions):
 class Function(Teacher):
     """A function that takes a list of samples and returns one thing for each.
 
-    This is an `Answer`, or what the task makes into one: a label, a count, an answer or a caption
-    as text or number; a mapping of labels to probabilities; a sequence of boxes.
+    This is an `Answer`, a text or number, a mapping of labels to probabilities, or boxes.
     """
 
     options_type = FunctionOptions
@@ -99,10 +96,8 @@ class Function(Teacher):
                 raise TypeError("expected boxes")
             return Answer(tuple(sorted(boxes, key=lambda box: -box.confidence)))
         texts = tuple(map(str, [value] if isinstance(value, str | int) else value))
-        if field == "captions":
-            return Answer(captions=texts)
-        if field == "answers":
-            return Answer(answers=texts)
+        if field in ("captions", "answers"):
+            return Answer(captions=texts) if field == "captions" else Answer(answers=texts)
         (label,) = texts
         return Answer.chosen(self.task, self._label(label))
 

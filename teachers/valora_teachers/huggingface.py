@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.contract.files import expanded
-from valora_data.schema import Answer, question_of
+from valora_data.schema import Answer, Sample, question_of
 from valora_data.sources.formats.videos import frame_places
 from valora_data.wording import first_line
 from valora_teachers import base
 from valora_teachers.base import BATCH, Count, Dtype, Teacher, TeacherError, TeacherOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from torch import Tensor
 
-    from valora_data.schema import Sample
-
-AUTO = (
-    "ImageClassification", "VideoClassification", "ObjectDetection", "ZeroShotObjectDetection",
-    "VisualQuestionAnswering", "ImageTextToText",
-)  # fmt: skip
-"""What a model may be for, in the names of transformers' `AutoModelFor…`."""
+# What a model may be for, in the names of transformers' `AutoModelFor…`; the first have classes of
+# their own and read no text.
 IMAGES_ALONE = ("ImageClassification", "VideoClassification", "ObjectDetection")
-"""Models with classes of their own, which read no text."""
+AUTO = (*IMAGES_ALONE, "ZeroShotObjectDetection", "VisualQuestionAnswering", "ImageTextToText")
 
 
 class HuggingFaceOptions(TeacherOptions):
@@ -34,21 +28,19 @@ class HuggingFaceOptions(TeacherOptions):
     threshold: base.NotNegative = 0.05  # confidence from which a box counts
     max_new_tokens: Count = 40  # longest answer of a vision-language model, in tokens
     batch: Count = BATCH  # samples per batch
-    device: str = "cpu"  # device in torch's terms, such as ``cpu`` or ``cuda``
-    dtype: Dtype = "float32"  # data type of the weights, such as ``float32``
+    device: str = "cpu"  # in torch's terms, such as ``cuda``
+    dtype: Dtype = "float32"  # of the weights
 
 
 class HuggingFace(Teacher):
     """What kind of model it is stands in its configuration.
 
-    - Classifiers: probabilities of classes that mean one label add up; what other classes have is
-      left out, and the rest scaled to 1. Video models see as many frames as they were made for,
-      taken uniformly; where there are fewer, frames repeat.
+    - Classifiers: probabilities of classes that mean one label add up, and are scaled to 1. Video
+      models see as many frames as they were made for.
     - Detectors with classes of their own, such as DETR.
-    - Zero-shot detectors, such as Grounding DINO, are asked one phrase at a time: each label or
-      name, or for grounding each sample's own phrase, of which the most confident box counts.
-    - Vision-language models decode greedily. Where the domain has labels, each is scored as an
-      answer; the softmax of the summed log-probabilities of their tokens is the soft label.
+    - Zero-shot detectors are asked one phrase at a time: each label, or for grounding each sample's
+      own phrase, of which the most confident box counts.
+    - Vision-language models decode greedily; labels are scored by the log-probability of them.
     """
 
     options_type = HuggingFaceOptions
@@ -75,7 +67,12 @@ class HuggingFace(Teacher):
             ) from error
         self._model = model.requires_grad_(False).eval().to(self.options.device)
         if self._auto in IMAGES_ALONE:
-            self._prepare_classes()
+            if model.config.problem_type == "multi_label_classification":
+                raise TeacherError(
+                    f"{self._source} gives several labels at once: choose a model that gives one"
+                )
+            classes = {int(index): str(name) for index, name in model.config.id2label.items()}
+            self.match_classes(self._source, classes)
         elif self._auto == "ZeroShotObjectDetection":
             if self.task.spec.detects:
                 self._phrases = self.find_phrases(self._source)
@@ -110,15 +107,6 @@ class HuggingFace(Teacher):
             f"which gives no answers for task {self.task}: choose another model"
         )
 
-    def _prepare_classes(self) -> None:
-        config = self._model.config
-        if config.problem_type == "multi_label_classification":
-            raise TeacherError(
-                f"{self._source} gives several labels at once: choose a model that gives one"
-            )
-        classes = {int(index): str(name) for index, name in config.id2label.items()}
-        self.match_classes(self._source, classes)
-
     def _prepare_language(self) -> None:
         self._talks = bool(getattr(self._processor, "chat_template", None))
         tokenizer = self._processor.tokenizer
@@ -145,7 +133,6 @@ class HuggingFace(Teacher):
             return self._score(samples) if self.labels else self._write(samples)
 
     def _put(self, inputs: Any) -> dict[str, Tensor]:
-        """Inputs on the device; what is floating in the model's dtype."""
         model = self._model
         return {
             key: value.to(model.device, model.dtype if value.is_floating_point() else None)
@@ -166,7 +153,7 @@ class HuggingFace(Teacher):
         return [self.choose(row) for row in logits.float().softmax(-1).tolist()]
 
     def _detect(self, samples: Sequence[Sample]) -> list[Answer]:
-        images = [sample.image.convert("RGB") for sample in samples]
+        images = [_images(sample)[0] for sample in samples]
         outputs = self._model(**self._put(self._processor(images, return_tensors="pt")))
         found = self._processor.post_process_object_detection(
             outputs, threshold=self.options.threshold, target_sizes=_sizes(samples)
@@ -245,9 +232,8 @@ class HuggingFace(Teacher):
             ids = ids[:, asked.shape[1] :]
         texts = self._processor.batch_decode(ids, skip_special_tokens=True)
         written = [(text.strip(),) if text.strip() else () for text in texts]
-        if self.task.spec.answer == "captions":
-            return [Answer(captions=text) for text in written]
-        return [Answer(answers=text) for text in written]
+        captions = self.task.spec.answer == "captions"
+        return [Answer(captions=one) if captions else Answer(answers=one) for one in written]
 
     def _score(self, samples: Sequence[Sample]) -> list[Answer]:
         import torch
@@ -274,7 +260,7 @@ def _images(sample: Sample) -> list[Any]:
 
 
 def _sizes(samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    return [(sample.image.height, sample.image.width) for sample in samples]
+    return [sample.image.size[::-1] for sample in samples]
 
 
 def _boxes(sample: Sample, result: Mapping[str, Any], labels: Sequence[str | None]) -> Answer:

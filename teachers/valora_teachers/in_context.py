@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.errors import BundleError, DataError
-from valora_data.schema import Answer, question_of
-from valora_teachers.base import Count, Dtype, Teacher, TeacherError, TeacherOptions
+from valora_data.schema import Answer, Sample, question_of
+from valora_teachers.base import Count, Dtype, OnBatch, Teacher, TeacherError, TeacherOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from torch import Tensor
 
-    from valora_data.schema import Sample
-    from valora_teachers.base import OnBatch
-
-TOKENS_AT_ONCE = 131_072
-"""Tokens that are kept at once: those of a document for each question of a batch."""
+TOKENS_AT_ONCE = 131_072  # that are kept: those of a document for each question of a batch
 
 
 class InContextOptions(TeacherOptions):

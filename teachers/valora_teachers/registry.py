@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from valora_data.registry import Registry
 from valora_data.schema import Task
 from valora_teachers.base import Teacher, TeacherError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 KINDS: Registry[type[Teacher]] = Registry(
     "valora.teachers",
@@ -28,8 +25,7 @@ KINDS: Registry[type[Teacher]] = Registry(
     },
     TeacherError,
 )
-NAMES = "names"
-"""Option of every kind: the label for each class name of the model, where the two differ."""
+NAMES = "names"  # option of every kind: the label of each class name of the model that differs
 
 
 def make_teacher(
@@ -67,11 +63,9 @@ def load_teacher(
     task: Task = Task.DETECTION,
     prompt: str = "",
 ) -> Teacher:
-    """Load a trained teacher.
+    """Load a trained teacher; a `TeacherError` names what is not possible or does not fit.
 
-    `weights` is the model's file, folder, name on the hub, or ``package.module:function``;
-    `options` are `names` and the kind's own. A `TeacherError` names what is not possible or does
-    not fit.
+    `weights` is a file, folder, name on the hub, or ``package.module:function``.
     """
     teacher = make_teacher(kind, task, labels, options, prompt)
     teacher.load(weights)
@@ -87,8 +81,8 @@ def teacher_facts(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings (JSON) and content hashes that a teacher's answers depend on.
 
-    Task, labels and samples are left out; so is the model where `weights` is None, as its file is
-    hashed elsewhere. `cache` is that of `valora_data.hashing.hash_files`.
+    Task, labels and samples are left out, and the model where `weights` is None. `cache` is that of
+    `valora_data.hashing.hash_files`.
     """
     found = KINDS[kind]
     counting = {k: value for k, value in (options or {}).items() if k not in found.without_effect}

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from valora_teachers.base import Count, NotNegative, Teacher, TeacherError, TeacherOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_data.schema import Answer, Sample
-    from valora_teachers.base import OnEpoch
+from valora_data.schema import Answer, Sample
+from valora_teachers.base import Count, NotNegative, OnEpoch, Teacher, TeacherError, TeacherOptions
 
 
 class SmallOptions(TeacherOptions):
@@ -28,8 +24,7 @@ class SmallOptions(TeacherOptions):
     lr: NotNegative = 6e-3  # peak learning rate of AdamW; it warms up and falls along a cosine
     weight_decay: NotNegative = 0.05  # decay of AdamW
     shift: NotNegative = 0.12  # largest shift in augmentation, as a share of the side
-    # Largest relative change of brightness, and half of it for each channel.
-    jitter: NotNegative = 0.15
+    jitter: NotNegative = 0.15  # largest change of brightness; half of it for each channel
     seed: Annotated[int, Field(ge=0)] = 0  # seed of weights, order and augmentation
 
 

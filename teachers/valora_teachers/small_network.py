@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +16,9 @@ from torch.nn import functional
 from transformers import ResNetConfig, ResNetForImageClassification, ViTImageProcessor
 
 from valora_data.checkpoint import Checkpoint
+from valora_data.schema import Sample
 from valora_data.sources.formats.videos import frame_places
-from valora_teachers.base import CHECKPOINT
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from valora_data.schema import Sample
-    from valora_teachers.base import OnEpoch
+from valora_teachers.base import CHECKPOINT, OnEpoch
 
 
 def probabilities(
@@ -30,7 +26,7 @@ def probabilities(
 ) -> list[list[float]]:
     """The probability of each class for each sample."""
     with torch.inference_mode():
-        logits = model(_scaled(_pixels(samples, size, frames).float())).logits
+        logits = model(_pixels(samples, size, frames) / 127.5 - 1).logits
         rows: list[list[float]] = logits.softmax(-1).tolist()
     return rows
 
@@ -55,9 +51,13 @@ def train(
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda step: _lr_share(step, settings.epochs * steps)
-    )
+    total: int = settings.epochs * steps
+
+    def rate(step: int) -> float:  # warms up over a tenth, then a cosine down to a hundredth
+        warm = min(1.0, (step + 1) / (0.1 * total))
+        return warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / total)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, rate)
     rng = torch.Generator().manual_seed(settings.seed)
     parts = {"model": model, "optimiser": optimiser, "schedule": schedule}
     checkpoint = Checkpoint(folder.with_name(CHECKPOINT))
@@ -133,10 +133,6 @@ def _pixels(samples: Sequence[Sample], size: int, frames: int) -> Tensor:
     return torch.from_numpy(np.stack(rows)).permute(0, 3, 1, 2)
 
 
-def _scaled(pixels: Tensor) -> Tensor:
-    return pixels / 127.5 - 1
-
-
 def _augmented(pixels: Tensor, settings: Any, rng: torch.Generator) -> Tensor:
     """Shifted and recoloured, all frames of a clip alike; nothing is mirrored or turned."""
     count, channels = pixels.shape[:2]
@@ -150,13 +146,8 @@ def _augmented(pixels: Tensor, settings: Any, rng: torch.Generator) -> Tensor:
     moved = functional.grid_sample(pixels.float(), grid, padding_mode="border", align_corners=False)
     factor = 1 + settings.jitter * spread(1) + settings.jitter / 2 * spread(3)
     moved = moved * factor.repeat(1, channels // 3)[..., None, None]
-    return _scaled(moved.clamp(0, 255)).contiguous(memory_format=torch.channels_last)
-
-
-def _lr_share(step: int, steps: int) -> float:
-    """Warm-up over the first tenth, then a cosine down to a hundredth."""
-    warm = min(1.0, (step + 1) / (0.1 * steps))
-    return warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    found: Tensor = moved.clamp(0, 255) / 127.5 - 1
+    return found.contiguous(memory_format=torch.channels_last)
 
 
 def _new_model(labels: Sequence[str], settings: Any, frames: int) -> Any:

@@ -1,10 +1,8 @@
 """Ultralytics' models: YOLO (boxes or classes) and YOLO-World (boxes of labels or phrases).
 
-Ultralytics is AGPL-3.0 and optional: it is imported only when one of its models is trained or
-loaded, quietly, offline, and away from the user's settings; never by the serving side.
-
-A `.pt` file is a pickle, and loading it runs whatever code it holds. Load only files that you
-trust, on the machine where you train; bundles contain none.
+Ultralytics is AGPL-3.0 and optional: it is imported only when one of its models is used, never by
+the serving side. A `.pt` file is a pickle, and loading it runs whatever code it holds: load only
+files that you trust, on the machine where you train; bundles contain none.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -22,33 +21,26 @@ from PIL import Image
 from pydantic import Field
 
 from valora_data.identity import place_hash
-from valora_data.schema import Answer
+from valora_data.schema import Answer, Sample
 from valora_data.wording import first_line
 from valora_teachers import base
-from valora_teachers.base import Count, Share, Teacher, TeacherError, TeacherOptions
+from valora_teachers.base import Count, OnEpoch, Share, Teacher, TeacherError, TeacherOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from torch import Tensor
-
-    from valora_data.schema import Sample
-    from valora_teachers.base import OnEpoch
 
 ULTRALYTICS = "AGPL-3.0"  # of its weights, architectures and trainer
 BOX_MODELS = ["detect", "segment", "pose"]
 MIN_CONFIDENCE = 0.01
-TEXT_ENCODER = "openai/clip-vit-base-patch32"
+TEXT_ENCODER = "openai/clip-vit-base-patch32"  # Ultralytics' own, which it would download
 TEXT_WIDTH = 512
 
 
 class YoloOptions(TeacherOptions):
     """How a small YOLO is trained; the defaults suit 96-pixel scenes and two cores."""
 
-    # Side in pixels that images are resized to; a multiple of 32.
-    size: Annotated[int, Field(ge=32, multiple_of=32)] = 96
-    # Channels as a share of Ultralytics' full width; YOLO11n has 0.25.
-    width: Annotated[float, Field(gt=0)] = 0.25
+    size: Annotated[int, Field(ge=32, multiple_of=32)] = 96  # side in pixels of resized images
+    width: Annotated[float, Field(gt=0)] = 0.25  # channels as a share of the full width
     epochs: Count = 18  # passes over the training images
     batch: Annotated[int, Field(ge=2)] = 16  # images per step
     lr: Share = 3e-3  # peak learning rate of AdamW; it warms up and falls along a cosine
@@ -70,7 +62,6 @@ class Yolo(Teacher):
     batch = 64
 
     def load(self, weights: Path | str) -> None:
-        """Load a `.pt` file. It is a pickle: loading runs its code, so load only what you trust."""
         spec = self.task.spec
         self._classifies = spec.choice and spec.labels == "required" and not spec.video
         if not spec.detects and not self._classifies:
@@ -128,11 +119,7 @@ class YoloWorldOptions(TeacherOptions):
 
 
 class YoloWorld(Teacher):
-    """Detects a domain's labels, which it looks for together, or each sample's phrase, alone.
-
-    What it looks for at once changes what it sees. Ultralytics would download a text encoder
-    through a package of its own; here the same one, CLIP ViT-B/32, comes from transformers.
-    """
+    """Detects a domain's labels, which it looks for together, or each sample's phrase, alone."""
 
     options_type = YoloWorldOptions
     artefact: ClassVar[str | None] = "teacher.pt"
@@ -147,15 +134,12 @@ class YoloWorld(Teacher):
         return super().inputs(weights, options, cache) | {"text_encoder": encoder}
 
     def load(self, weights: Path | str) -> None:
-        """Load a `.pt` file. It is a pickle: loading runs its code, so load only what you trust."""
         path = Path(weights)
         self._model, _ = open_weights(path)
         kind = type(self._model.model).__name__
         if kind != "WorldModel":
-            hint = " (YOLOE's text encoder comes by download only)" if "YOLOE" in kind else ""
             raise TeacherError(
-                f"{path.name} is a {kind}, which cannot be asked for a phrase{hint}: give a "
-                "YOLO-World"
+                f"{path.name} is a {kind}, which cannot be asked for a phrase: give a YOLO-World"
             )
         if self.task.spec.detects:
             self._phrases = self.find_phrases(path.name)

@@ -7,8 +7,10 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +24,8 @@ from ultralytics.utils.torch_utils import init_seeds
 
 from valora_data.checkpoint import Checkpoint
 from valora_data.cpu import cpu_multiplies_bfloat16
-from valora_teachers.base import CHECKPOINT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from valora_data.schema import Sample
-    from valora_teachers.base import OnEpoch
+from valora_data.schema import Sample
+from valora_teachers.base import CHECKPOINT, OnEpoch
 
 ARGUMENTS = {
     "task": "detect", "model": "yolo11.yaml", "optimizer": "AdamW", "momentum": 0.9, "cos_lr": True,
@@ -174,9 +170,7 @@ class _Trainer(DetectionTrainer):  # type: ignore[misc]
         names = dict(enumerate(self.labels))
         return self.splits | {"names": names, "nc": len(names), "channels": 3}
 
-    def build_dataset(
-        self, img_path: Any, mode: str = "train", batch: int | None = None
-    ) -> _Images:
+    def build_dataset(self, img_path: Any, mode: str = "train", batch: Any = None) -> _Images:
         return _Images(
             img_path, task="detect", data=self.data, imgsz=self.args.imgsz, batch_size=batch,
             augment=mode == "train", hyp=self.args, cache=self.args.cache,

@@ -10,14 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_764,
+    "valora_train": 10_622,
     "data/valora_data": 10_658,
-    "teachers/valora_teachers": 1_683,
+    "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_143,
     "valora_serve": 32_210,
-    "tests/*/valora_train": 8_571,
+    "tests/*/valora_train": 8_032,
     "tests/*/valora_data": 4_946,
-    "tests/*/valora_teachers": 1_366,
+    "tests/*/valora_teachers": 1_187,
     "tests/*/valora_kernels": 2_194,
     "tests/*/valora_serve": 29_294,
     "tests/unit/bench": 1_844,

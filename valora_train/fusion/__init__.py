@@ -1,1 +1,1 @@
-"""Knowledge fusion (VaLoRA §4.2.1): decisions, training, state on disk, promises."""
+"""Knowledge fusion (VaLoRA §4.2.1): decisions, training, state on disk."""

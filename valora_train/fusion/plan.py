@@ -1,10 +1,9 @@
 """Which domain goes into which adapter: the decisions of knowledge fusion, without any tensor.
 
-VaLoRA §4.2.1 packs domains into the fewest adapters such that each domain keeps the accuracy that
-its application requires: constrained bin packing without an oracle. A strategy proposes attempts
-and the plan judges them: `FusionPlan.next` says what to train, `FusionPlan.tell` is given the
-accuracies that came out. The state depends on these accuracies alone, so that an interrupted fusion
-is resumed by telling a new plan the same accuracies again.
+VaLoRA §4.2.1 packs domains into the fewest adapters such that each keeps the accuracy that it must:
+bin packing without an oracle. A strategy proposes attempts (`FusionPlan.next`), and the plan judges
+them by the accuracies that come out (`FusionPlan.tell`). Its state depends on these alone, so that
+an interrupted fusion is resumed by telling a new plan the same.
 """
 
 from __future__ import annotations
@@ -44,11 +43,10 @@ class FusionPlan:
       domain does; new domains that do not are left out and wait;
     - **rolled back** if a held domain would lose too much, or no new one keeps its target;
     - **unreachable** if a domain misses its target even alone in a new adapter. It is flagged and
-      keeps that adapter, or takes none if it reaches as much without LoRA. Other domains may join
-      the adapter, and the flagged one may move to another, as long as it keeps what it reached
-      alone, less the margin.
+      keeps that adapter, or takes none if it reaches as much without LoRA. In that adapter or in
+      another, it must keep what it reached alone, less the margin.
 
-    The domains are given in the order of fusion. With `head_only`, one that keeps its requirement
+    The domains come in the order of fusion. With `head_only`, one that keeps its requirement
     without LoRA takes no adapter. The other arguments are what an earlier fusion left.
     """
 
@@ -120,8 +118,6 @@ class FusionPlan:
     def _holder(self, domain: str) -> str | None:
         return next((adapter for adapter, held in self._held.items() if domain in held), None)
 
-    # --- the next attempt -------------------------------------------------------------------------
-
     def next(self) -> Attempt | None:
         """What to train and evaluate next, until `tell` is called; None when all is packed."""
         if self._attempt is None and not self._finished:
@@ -159,8 +155,6 @@ class FusionPlan:
 
     def _error(self, what: str) -> ValoraError:
         return ValoraError(f"fusion strategy {type(self._strategy).__name__} {what}")
-
-    # --- its verdict ------------------------------------------------------------------------------
 
     def tell(self, accuracy: Mapping[str, float]) -> AttemptDecision:
         """Judge the attempt that `next` returned, by the accuracy of its domains on validation."""

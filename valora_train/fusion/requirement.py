@@ -40,15 +40,10 @@ class Requirement:
         return accuracy >= self.target - ROUNDING
 
     def kept_from(self, alone: float | None, without: float | None = None) -> float:
-        """Accuracy on the validation split from which a domain keeps what it must in an adapter.
-
-        The target. A domain that misses it even alone keeps what it reached there (`alone`), less
-        the margin, so that it may share an adapter although it is flagged; and what it reaches
-        without LoRA (`without`), if it may take no adapter.
-        """
+        """Accuracy on validation from which a domain keeps what it must in an adapter."""
         if alone is None:
             return self.target - ROUNDING
-        least = alone - self.margin
+        least = alone - self.margin  # so that a flagged domain may share an adapter
         return (least if without is None else max(least, without)) - ROUNDING
 
     def kept_by(self, facts: Mapping[str, Any]) -> bool:
@@ -58,7 +53,7 @@ class Requirement:
 
     @property
     def required_on_test(self) -> float:
-        """Accuracy on the test split that the bundle promises."""
+        """Accuracy that the bundle reports as required on test."""
         return self.required if self.on_test is None else self.on_test
 
     @property
@@ -123,7 +118,7 @@ def dedicated_requirement(
 def few_samples(
     domain: DomainSettings, validation: int, test: int, share: float | None, margin: float
 ) -> list[str]:
-    """What to tell of splits too small to decide, or to promise on."""
+    """Warnings about splits that are too small to decide, or to confirm."""
     if validation < 2:
         raise SettingsError(
             f"domain {domain.name} has {validation} validation sample, which can decide nothing: "
@@ -157,7 +152,7 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
 def weak_teacher(
     domain: str, requirement: Requirement, alone: float, teacher: float | None
 ) -> str | None:
-    """What to tell of a teacher that teaches little, where the head alone reaches `alone`."""
+    """A warning about a teacher that teaches little, where the head alone reaches `alone`."""
     if teacher is None:
         return None
     if alone > teacher:

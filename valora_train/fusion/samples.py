@@ -26,8 +26,7 @@ from valora_train.tasks.registry import make_task
 
 logger = logging.getLogger(__name__)
 DECODED = 64  # original images that are decoded at a time
-PSEUDO_LABELLED = "taught"
-"""Name of the samples that a teacher labelled, beside those of the splits."""
+PSEUDO_LABELLED = "taught"  # folder of the samples that a teacher labelled
 
 
 class LabelledSplit(NamedTuple):
@@ -40,8 +39,8 @@ class LabelledSplit(NamedTuple):
 class DomainData:
     """A domain's samples, encoded for training and evaluation.
 
-    Training samples are those that the teacher labelled (`taught`), mirrored ones, and augmented
-    views (`inputs`); those with true answers are evaluated (`splits`).
+    `inputs` are pseudo-labelled samples, mirrored ones, and augmented views; `splits` have true
+    answers.
     """
 
     def __init__(
@@ -64,9 +63,7 @@ class DomainData:
         )
         if augment is not None and augment.views and shown:
             augmenter = Augmenter(augment, task.geometric, seed)
-            views = _views_that_fit(
-                augment, samples[: len(pseudo_labelled)], self.inputs, task.domain.name
-            )
+            views = _views_that_fit(augment, pseudo_labelled, self.inputs, task.domain.name)
             for view in range(views):
                 originals = mirrored if mirrored and view % 2 else pseudo_labelled
                 for start in range(0, len(originals), DECODED):
@@ -86,15 +83,12 @@ class DomainData:
 
 
 def _views_that_fit(
-    augment: AugmentSettings,
-    pseudo_labelled: Sequence[Sample],
-    inputs: Sequence[Encoded],
-    name: str,
+    augment: AugmentSettings, samples: Sequence[Sample], inputs: Sequence[Encoded], name: str
 ) -> int:
     """Number of augmented views that stay within the memory for them."""
     sizes = [
         sum(image.width * image.height * 3 for image in sample.images) + item.bytes
-        for sample, item in zip(pseudo_labelled, inputs, strict=False)
+        for sample, item in zip(samples, inputs, strict=False)
     ]
     room = int(augment.memory_gb * 1e9 // max(sum(sizes), 1))
     if room < augment.views:

@@ -26,8 +26,8 @@ from valora_train.model.prompts import Encoded, HeadInputs
 from valora_train.settings import TrainSettings
 from valora_train.tasks.base import DomainTask, Evaluation, HeadTask
 
+# Called for every step with its number, that of all, the loss and further figures.
 OnStep = Callable[[int, int, float, Mapping[str, float]], None]
-
 FROZEN_BATCH = 64  # samples per forward pass of the frozen base, and per step of a head alone
 LENGTH_RATIO = 1.3  # domains whose longest samples differ by more are not padded to one length
 PASS_FLOP = 1e12  # that a GPU could do while one more pass, forward and backward, is launched
@@ -145,9 +145,8 @@ class Trainer:
     ) -> None:
         """Train an open adapter on domains that are new to it, several of them jointly.
 
-        Each gets a new head by the seed; those `held` are rehearsed, or their heads frozen. A
-        killed training continues from its checkpoint, to the bit. `on_step` is called for every
-        step with its number, that of all, loss and further figures.
+        Those `held` are rehearsed, or their heads frozen. A killed training continues from its
+        checkpoint, to the bit.
         """
         settings, main = self._settings, self._accelerator.is_main_process
         rehearsed = list(held) if rehearse else []

@@ -137,9 +137,8 @@ def vqa(predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
 def vqa_score(said: str, answers: Sequence[str]) -> float:
     """Score an answer against those of all annotators (Antol et al. 2015; VQA v2), in [0, 1].
 
-    The score is the mean of min(agreeing annotators / 3, 1) over all subsets that leave one
-    annotator out. With two or three annotators, all of a subset must agree; with a single one, the
-    score is 1 if the answers are equal, else 0.
+    The mean of min(agreeing annotators / 3, 1) over all subsets that leave one annotator out; of
+    two or three, all of a subset must agree.
     """
     agree = [normalized(answer) == normalized(said) for answer in answers]
     if len(agree) == 1:

@@ -21,7 +21,7 @@ MAX_CLASSES = 50  # most classes whose matrix is stored and drawn, and whose met
 
 @dataclass(frozen=True)
 class ClassReport:
-    """How well each class of a domain is told from the others."""
+    """How well each class of a domain is distinguished from the others."""
 
     labels: tuple[str, ...]
     rest: str  # name of what is none of the classes: `BACKGROUND` or `OTHER`
@@ -77,11 +77,7 @@ def detection_report(
     threshold: float,
     ap: Mapping[str, float] | None = None,
 ) -> ClassReport:
-    """Compare detections from the threshold on with true boxes at IoU 0.5.
-
-    They are matched within their class as in COCO, then across classes (confusions), then with the
-    background.
-    """
+    """Compare detections with true boxes at IoU 0.5: within their class, then across classes."""
     rest = len(labels)
     matrix = np.zeros((rest + 1, rest + 1), np.int64)
     for boxes, objects in zip(found, truth, strict=True):

@@ -53,9 +53,8 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Measure how fast a model answers batches of 32 samples, or of fewer if it is slow.
 
-    Processes that run a model together (`alone` is false) must ask it equally often, whatever their
-    clocks say: one batch to warm up, and one more. `images_per_second` is the median over the
-    batches of about two seconds; every frame counts, and a question without an image as one.
+    Processes that run a model together (`alone` is false) ask it twice, whatever their clocks say.
+    `images_per_second` is the median over the batches of about two seconds; every frame counts.
     """
 
     def seconds(batch: Sequence[Sample]) -> float:

@@ -26,12 +26,9 @@ def agree(value: Any) -> Any:
 
 
 def end_process() -> None:
-    """End a process that trained with others; one that worked alone goes on.
-
-    torch's caches of sharded tensors keep a group's threads alive after the group was destroyed. On
-    CPUs such a thread may ask for the interpreter's lock while the interpreter is taken down, which
-    aborts the process. So what was registered for the exit runs, and the interpreter stays.
-    """
+    """End a process that trained with others; one that worked alone goes on."""
+    # Threads of a destroyed group may ask for the lock of an interpreter that is taken down, which
+    # aborts the process: so what was registered for the exit runs, and the interpreter stays.
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -99,10 +99,8 @@ class Lmm(BaseModel):
     def encode(self, examples: Sequence[Example], whole: bool = True) -> list[Encoded]:
         """Turn examples, whose images may have any size, into the language model's inputs.
 
-        The question precedes the images: in a causal language model, visual tokens that follow the
-        question know what is asked, so that a label head on them can answer in one pass. (Chat
-        templates that put images first, such as that of LLaVA-1.5, are used as they are.) Heads on
-        visual tokens do without the tokens behind the last of them (`whole`).
+        The question precedes the images (unless the chat template puts these first), so that heads
+        on visual tokens know it; they do without the tokens behind the last of them (`whole`).
         """
         if examples and not any(example.images or example.video for example in examples):
             return [self._worded(example) for example in examples]
@@ -126,9 +124,7 @@ class Lmm(BaseModel):
         positions = None
         if self.three_positions and not example.context:
             positions = torch.arange(len(ids)).expand(3, -1)
-        item = Encoded(
-            ids, seen, len(ids), (0, 0), (0, 0), none, none, positions=positions,
-        )  # fmt: skip
+        item = Encoded(ids, seen, len(ids), (0, 0), (0, 0), none, none, positions=positions)
         return self._with_answer(item, example)
 
     def _render(self, question: str, kind: str, count: int, answer: str | None = None) -> str:

@@ -46,8 +46,7 @@ class MemoryTokens(nn.Module):
         self.tokens = len(embeddings)
 
 
-AnyMemory = Prefix | MemoryTokens
-"""A memory; None stands for that of an empty document, as in the form `adapter`."""
+AnyMemory = Prefix | MemoryTokens  # None stands for the memory of an empty document
 
 
 def module_of(memory: Memory) -> AnyMemory:
@@ -62,9 +61,6 @@ def stored(module: AnyMemory, base: str, dtype: torch.dtype) -> Memory:
     """Return a module as a memory for the base model of that hash, which can be written."""
     tensors = {name: part.detach().to(dtype).cpu() for name, part in module.named_parameters()}
     return Memory(module.form, base, tensors, module.position)
-
-
-# ------------------------------------------------------------------ reading documents
 
 
 def document_tokens(lmm: Lmm, document: Document) -> int:
@@ -121,9 +117,6 @@ def attention_mass(lmm: Lmm, read: Prefix, questions: Sequence[Encoded]) -> Tens
             there = pad_sequence([torch.ones(item.length) for item in batch], True).to(lmm.device)
             states(lmm, batch, [read] * len(batch))
     return mass
-
-
-# ------------------------------------------------------------------ answering
 
 
 def states(

@@ -18,17 +18,15 @@ from valora_train.reporting.texts import (
     speed_line,
 )
 
-BARS = "pictures/accuracy-of-all-domains.png"
-"""Picture of `pictures.accuracy_bars` in a bundle; no domain has a name with hyphens."""
+BARS = "pictures/accuracy-of-all-domains.png"  # no domain has a name with hyphens
+# Hugging Face's names of our task types, and of our metrics; others keep their own.
 HUB_TASKS = {
     "detection": "object-detection", "classification": "image-classification",
     "video": "video-classification", "vqa": "visual-question-answering",
     "caption": "image-to-text", "grounding": "zero-shot-object-detection",
     "counting": "image-classification", "context": "question-answering",
 }  # fmt: skip
-"""Hugging Face's names of our task types; others are `other`."""
 HUB_METRICS = {"f1@0.5": "f1", "top1": "accuracy", "vqa_score": "accuracy", "cider": "cider"}
-"""Hugging Face's names of our metrics; others keep their own."""
 
 
 def confusion_file(domain: str) -> str:

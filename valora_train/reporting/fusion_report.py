@@ -50,11 +50,7 @@ def _logged(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class FusionReport:
-    """Reports one fusion, of domains that must keep the accuracies `required`.
-
-    `data_sets` are those with distilled and with true labels, `records` returns all decided
-    attempts.
-    """
+    """Reports one fusion; `data_sets` have distilled and true labels, `records` gives attempts."""
 
     def __init__(
         self,
@@ -236,9 +232,6 @@ class FusionReport:
             values |= {f"accuracy/{name}": accuracy, f"required/{name}": self._required[name]}
         mlflow.log_metrics(values)
         mlflow.set_tags({"valora.decision": decision.verdict, "valora.reason": decision.reason})
-        for domain in decision.below:  # a page shows the first 40 characters of each tag
-            reached, floor = decision.accuracy[domain], decision.floor[domain]
-            mlflow.set_tag(f"below.{domain}", f"{reached:.3f} < {floor:.3f}")
         name = f"{decision.attempt.name} ({decision.verdict})"
         mlflow.MlflowClient().update_run(tracking.active(), name=name)
         if decision.verdict is Verdict.UNREACHABLE:
@@ -246,18 +239,16 @@ class FusionReport:
 
     @_logged
     def log_progress(self, plan: FusionPlan) -> None:
-        """Log the latest decision and redraw the summary of all decisions."""
-        records, decisions = self.records(), plan.decisions
-        mlflow.log_figure(pictures.heat_map(decisions, self._required), "accuracy_heat_map.png")
-        # Later attempts change where the domains of earlier ones went.
+        """Log the latest decision, and where it moves the domains of earlier attempts."""
         pages = {
-            str(one["number"]): texts.attempt_page(one)[: texts.NOTE_LENGTH] for one in records
+            str(one["number"]): texts.attempt_page(one)[: texts.NOTE_LENGTH]
+            for one in self.records()
         }
         for run in tracking.search(f"tags.`{PARENT}` = '{self.run_id}'"):
             page = pages.get(run.data.tags.get(ATTEMPT, ""))
             if page is not None and run.data.tags.get(NOTE) != page:
                 mlflow.MlflowClient().set_tag(run.info.run_id, NOTE, page)
-        latest = decisions[-1]  # what it rolled back stands in its own run
+        latest = plan.decisions[-1]  # what it rolled back stands in its own run
         kept = latest.accuracy.keys() & latest.kept
         values = {f"accuracy/{name}": latest.accuracy[name] for name in kept}
         values |= {f"required/{name}": self._required[name] for name in latest.accuracy}

@@ -1,4 +1,4 @@
-"""Pictures for people: contact sheets, the fusion in bars, the heat map."""
+"""Pictures for people: contact sheets, the fusion in bars, confusion matrices."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from PIL.Image import Image
 from valora_data.drawing import add_caption, arrange, draw_boxes, show_photograph, widen
 from valora_data.schema import Answer, Box, Domain, Sample
 from valora_data.tasks import task_spec
-from valora_train.fusion.decision import AttemptDecision
 from valora_train.reporting.texts import adapter_texts, by_adapter, share_text
 
 TILE = 256  # pixels, the side of a square photograph
-CAPTION_ROWS, COLUMNS = 5, 4
+CAPTION_ROWS, COLUMNS, DPI = 5, 4, 110
 BACKGROUND, TRUTH, RIGHT, WRONG, EXPECTED = "#202020", "#ffffff", "#00e676", "#ff5252", "#b0b0b0"
-VERDICTS = {"committed": "#2e7d32", "rolled back": "#c62828", "unreachable": "#6a1b9a"}
 BARS = {"head_only": ("without LoRA", "#9e9e9e"), "teacher": ("teacher", "#1e88e5"),
         "test": ("test", "#2e7d32")}  # fmt: skip
 MISSED = ("test, requirement missed", "#c62828")
@@ -102,7 +100,8 @@ def accuracy_bars(
     for name in by_adapter(domains, adapters):
         groups.setdefault(task_spec(domains[name]["task"]).largest, []).append(name)
     ordered = [names for _, names in sorted(groups.items())]
-    figure = _figure(11, 1.8 + 0.75 * len(domains) + 0.5 * len(groups))
+    size = (11, 1.8 + 0.75 * len(domains) + 0.5 * len(groups))
+    figure = Figure(figsize=size, dpi=DPI)
     ratios = [len(names) for names in ordered]
     grid = figure.subplots(len(groups), 1, squeeze=False, height_ratios=ratios)[:, 0]
     for axes, largest, names in zip(grid, sorted(groups), ordered, strict=True):
@@ -158,7 +157,7 @@ def confusion_matrix(domain: str, confusion: Mapping[str, Any]) -> Figure:
     names, counts = confusion["names"], np.array(confusion["counts"])
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = 2.5 + 0.55 * min(len(names), 30)
-    figure = _figure(side + 1.2, side)
+    figure = Figure(figsize=(side + 1.2, side), dpi=DPI)
     axes = figure.add_subplot(
         title=f"{domain}: truth and prediction", xlabel="prediction", ylabel="truth"
     )
@@ -171,40 +170,3 @@ def confusion_matrix(domain: str, confusion: Mapping[str, Any]) -> Figure:
     figure.colorbar(picture, ax=axes, label="share of the true class")
     figure.tight_layout()
     return figure
-
-
-def heat_map(decisions: Sequence[AttemptDecision], required: Mapping[str, float]) -> Figure:
-    """A heat map of domains × attempts: accuracy minus requirement on the validation split."""
-    from matplotlib.colors import TwoSlopeNorm
-
-    names = list(required)
-    margin = np.full((len(names), len(decisions)), np.nan)
-    figure = _figure(2.6 + 0.95 * len(decisions), 1.4 + 0.55 * len(names))
-    axes = figure.add_subplot(
-        title="Validation accuracy in each attempt (colour: above or below requirement)"
-    )
-    for column, decision in enumerate(decisions):
-        for name, accuracy in decision.accuracy.items():
-            row = names.index(name)
-            margin[row, column] = accuracy - required[name]
-            weight = "bold" if name in decision.below else "normal"
-            axes.text(column, row, f"{accuracy:.3f}", ha="center", va="center", weight=weight)
-    norm = TwoSlopeNorm(0.0, vmin=-0.15, vmax=0.15)
-    picture = axes.imshow(margin, cmap="RdYlGn", norm=norm, aspect="auto")
-    axes.set_yticks(range(len(names)), [f"{name} ≥ {required[name]:.2f}" for name in names])
-    tried = [
-        f"{one.attempt.number:02d} {one.attempt.label}\n→ {one.attempt.adapter}\n{one.verdict}"
-        for one in decisions
-    ]
-    axes.set_xticks(range(len(decisions)), tried, fontsize=7)
-    for tick, decision in zip(axes.get_xticklabels(), decisions, strict=True):
-        tick.set_color(VERDICTS[decision.verdict])
-    figure.colorbar(picture, ax=axes, label="accuracy − required")
-    figure.tight_layout()
-    return figure
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=110)

@@ -42,10 +42,7 @@ class WithoutPasswords(Callback):
 
 
 def figures_of(fused: Path) -> dict[str, Any]:
-    """What a job returns: figures of its fusion, by validation, so that test stays unseen.
-
-    `worst_margin` is the least accuracy minus requirement, `met` counts domains at theirs.
-    """
+    """What a job returns: figures of its fusion, by validation, so that test stays unseen."""
     result = read_json(fused / "fusion.json")
     domains = result["domains"].values()
     margins = [one["accuracy"]["val"] - one["required"] for one in domains]

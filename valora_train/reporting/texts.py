@@ -20,9 +20,6 @@ Facts = Mapping[str, Any]  # the entry of a domain, or of an adapter, in a bundl
 NOTE_LENGTH = 8000  # most characters of a description in MLflow
 
 
-# --- words and figures ----------------------------------------------------------------------------
-
-
 def accuracy_text(accuracy: float | None) -> str:
     """An accuracy with three decimals, or a dash where there is none."""
     return "–" if accuracy is None else f"{accuracy:.3f}"
@@ -45,9 +42,6 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> lis
     """The lines of a markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return [f"| {' | '.join(map(str, row))} |" for row in lines]
-
-
-# --- attempts -------------------------------------------------------------------------------------
 
 
 def attempt_page(record: AttemptRecord) -> str:
@@ -157,15 +151,14 @@ def _row(record: AttemptRecord, name: str) -> list[str]:
 
 # --- domains --------------------------------------------------------------------------------------
 
+# Columns: what a domain must reach and reaches, and what compares it with others.
 REPORTED = (
     "domain", "metric", "adapter", "target", "validation", "slack", "required", "test (95 %)",
     "without LoRA",
 )  # fmt: skip
-"""Columns of what a domain must reach and reaches."""
 BESIDE_OTHERS = (
     "of its own adapter", "of the teacher", "mAP", "calibration error", "images/s", "other metrics",
 )  # fmt: skip
-"""Columns that compare a domain with an adapter of its own, and with its teacher."""
 
 
 def domain_table(
@@ -281,7 +274,7 @@ def speed_line(manifest: Mapping[str, Any]) -> str | None:
 
 
 def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | None) -> None:
-    """Print what a bundle promises, how long the whole run took, and a link to its fusion."""
+    """Print what a bundle reports, how long the whole run took, and a link to its fusion."""
     domains, adapters, manifest = bundle.domains, bundle.adapters, bundle.manifest
     lines = [f"**{bundle.name}, version {bundle.version}**", ""]
     lines += [*domain_table(domains, adapters, REPORTED), ""]

@@ -144,11 +144,8 @@ def try_store(paths: PathSettings, experiment: str) -> None:
 
 @contextmanager
 def storing() -> Iterator[None]:
-    """Use MLflow's store: its errors become a sentence, and signals wait for a transaction's end.
-
-    Raised in the middle of a transaction, an interruption leaves it open, and what ends the runs
-    finds the database locked. A second signal does not wait.
-    """
+    """Use MLflow's store: errors become a sentence, and signals wait for a transaction's end."""
+    # Interrupted in the middle, it would stay open, and what ends the runs find a locked database.
     uri, arrived = mlflow.get_tracking_uri(), []
     handlers: dict[int, Any] = {}
 
@@ -223,9 +220,7 @@ def open_run(
 
 def active() -> str:
     """Id of the active run."""
-    run = mlflow.active_run()
-    assert run is not None
-    return str(run.info.run_id)
+    return str(mlflow.active_run().info.run_id)
 
 
 @contextmanager

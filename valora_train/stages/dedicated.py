@@ -20,7 +20,7 @@ from valora_data.cpu import usable_cores
 from valora_data.schema import Split
 from valora_train.errors import SettingsError
 from valora_train.fusion.packing import DedicatedAdapter
-from valora_train.fusion.samples import LazyDomains, make_deterministic
+from valora_train.fusion.samples import PSEUDO_LABELLED, LazyDomains, make_deterministic
 from valora_train.fusion.state import (
     CHECKPOINT,
     SNAPSHOTS,
@@ -34,17 +34,16 @@ from valora_train.processes import worker_processes
 from valora_train.reporting.progress import Display, stopwatch
 from valora_train.settings import Settings
 from valora_train.stage import Stage, digest, intact, read_json, write_json
-from valora_train.stages.distill import PSEUDO_LABELLED
 from valora_train.stages.fuse import DomainInputs, domain_facts, training_facts
 
 ADAPTER = "adapter-1"
 REACHED = "reached.json"
 FILE = snapshot_file(ADAPTER, 1)
 THREADS = 1  # CPU threads of a training: it depends on them, and must not depend on how many run
+# Settings of the model that say how it is computed, not what: results of a GPU hold here, too.
 ELSEWHERE = (
     "device", "precision", "shard", "batch_size", "keep_features", "gradient_checkpointing"
 )  # fmt: skip
-"""Settings of the model that say how it is computed, not what: results of a GPU hold here, too."""
 
 
 def measure_dedicated(
@@ -164,14 +163,12 @@ class Worker:
         write_json(folder / REACHED, reached)
 
 
-_worker: Worker | None = None  # the worker of a process that trains
+_workers: list[Worker] = []  # the worker of a process that trains
 
 
 def _begin(settings: Settings, domains: Sequence[DomainInputs]) -> None:
-    global _worker  # noqa: PLW0603 (a process of a pool has no other place)
-    _worker = Worker(settings, domains)
+    _workers.append(Worker(settings, domains))
 
 
 def _run(name: str) -> None:
-    assert _worker is not None, "`_begin` makes it"
-    _worker.run(name)
+    _workers[0].run(name)

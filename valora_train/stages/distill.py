@@ -16,6 +16,7 @@ from valora_data.schema import Answer, Split
 from valora_data.wording import plural
 from valora_teachers.base import CHECKPOINT, LOOK_SAMPLES, Teacher, check_answers
 from valora_teachers.registry import KINDS, NAMES, load_teacher, make_teacher, teacher_facts
+from valora_train.fusion.samples import PSEUDO_LABELLED
 from valora_train.metrics.evaluate import match
 from valora_train.metrics.measures import calibration_error
 from valora_train.metrics.speed import Pace
@@ -30,10 +31,8 @@ log = logging.getLogger(__name__)
 Answers = dict[Split, list[Answer]]
 
 TRAIN = "train"  # value of `domains.*.teacher`: a teacher is trained first
-PSEUDO_LABELLED = "taught"
 REPORT = "report.json"
-TESTED = "tested.json"
-"""File with the teacher's answers on the test split, which bundles show beside their own."""
+TESTED = "tested.json"  # the teacher's answers on test, which bundles show beside their own
 
 
 def teach_stage(
@@ -124,7 +123,7 @@ def build_distilled(
     folder: Path,
     on_batch: Step = lambda *_: None,
 ) -> None:
-    """Write `taught` (the LMM's training samples) and `report.json` into the stage's folder."""
+    """Write the LMM's training samples and `report.json` into the stage's folder."""
     if domain.teacher == LABELS:
         kept = shards.read(intact(data / Split.TRAIN))
         if (data / TRUTH).is_dir():

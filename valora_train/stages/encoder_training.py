@@ -1,7 +1,7 @@
-"""Stage `memorise`: trains an encoder (LoRA and queries) that makes memory tokens of documents.
+"""Encoder training (stage `memorise`): LoRA and queries that make memory tokens of documents.
 
-It learns to reconstruct all documents of the task, then to answer (offline context learning §3.2,
-§3.3, with ICAE's frozen decoder). Output: `encoder/` and `memories/NAME.safetensors`.
+It learns to reconstruct, then to answer (offline context learning §3.2, §3.3, with ICAE's frozen
+decoder). Output: `encoder/` and `memories/NAME.safetensors`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from valora_data.contract.contexts import MEMORY_TOKENS, around_memory
 from valora_data.errors import DataError
 from valora_data.schema import Document
 from valora_data.wording import plural
-from valora_train.fusion.samples import make_deterministic
+from valora_train.fusion.samples import PSEUDO_LABELLED, make_deterministic
 from valora_train.model import memory
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Encoded, Example
 from valora_train.reporting.progress import Step
 from valora_train.settings import Settings, as_dict
 from valora_train.stage import Stage, digest, intact
-from valora_train.stages.distill import PSEUDO_LABELLED
 from valora_train.stages.fuse import DomainInputs
 from valora_train.tasks.registry import make_task
 

@@ -33,7 +33,13 @@ from valora_train.fusion.requirement import (
     weak_teacher,
 )
 from valora_train.fusion.resume_cache import ResumeCache
-from valora_train.fusion.samples import DomainData, LazyDomains, load_domain, make_deterministic
+from valora_train.fusion.samples import (
+    PSEUDO_LABELLED,
+    DomainData,
+    LazyDomains,
+    load_domain,
+    make_deterministic,
+)
 from valora_train.fusion.state import FUSION, HEAD_ONLY, FusionState, of_domains
 from valora_train.fusion.trainer import DivergedError, Trainer
 from valora_train.metrics.speed import measure_speed
@@ -44,7 +50,6 @@ from valora_train.reporting.progress import Display, stopwatch
 from valora_train.settings import DomainSettings, Settings, as_dict
 from valora_train.stage import Span, Stage, digest, intact, read_json, write_json
 from valora_train.stages.distill import (
-    PSEUDO_LABELLED,
     describe_distilled,
     teacher_accuracy,
     teacher_figures,
@@ -94,7 +99,7 @@ class DomainInputs:
         return teacher_accuracy(self.distilled, split)
 
     def stages(self) -> list[tuple[Path, str]]:
-        """Output of the stages before, and what people are told of each."""
+        """Outputs of the stages before, each with a note."""
         counts = [f"{len(open_shard(self.data / split))} {split}" for split in Split]
         labelled = describe_distilled(self.distilled).removeprefix(": ")
         return [(self.data, f"Samples: {', '.join(counts)}."), (self.distilled, f"{labelled}.")]
@@ -286,8 +291,6 @@ class Fusion:
             met = [name for name in self.requirements if name not in {*flagged, *plan.waiting}]
             check_reachable(flagged, self.requirements, met, plan.waiting)
 
-    # --- before the first attempt -----------------------------------------------------------------
-
     def _measure_alone(self, name: str) -> None:
         """Measure a domain without LoRA; its head, figures and picture go to `HEAD_ONLY`."""
         folder, trainer, asked = self.folder / HEAD_ONLY, self.trainer, self.requirements[name]
@@ -329,8 +332,6 @@ class Fusion:
             for metric, split in splits.items()
         }
         self.report.log_baselines({"head_only": alone, **teachers})
-
-    # --- the result: no decision has seen the test split ------------------------------------------
 
     def _measure_packing(self, plan: FusionPlan, packing: Packing) -> None:
         """Write adapters, heads, pictures and figures, which are measured on the test split."""
@@ -453,7 +454,7 @@ class Fusion:
         }  # fmt: skip
 
     def _result(self, plan: FusionPlan, attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The content of `fusion.json`: what was decided, reached and promised."""
+        """The content of `fusion.json`: what was decided and reached."""
         parent, state, adapters = self.parent, self.state, self.folder / "adapters"
         return {
             "strategy": self.settings.fusion.strategy,

@@ -23,10 +23,7 @@ BLUR_KERNEL = 7  # pixels
 
 
 class Augmenter:
-    """Makes augmented views of samples, all images of one alike.
-
-    Places change only where the answer moves with them (`DomainTask.geometric`), hues never.
-    """
+    """Makes views of samples; places change only in `DomainTask.geometric` tasks, hues never."""
 
     def __init__(self, settings: AugmentSettings, geometric: bool, seed: int) -> None:
         self._settings, self._geometric, self._seed = settings, geometric, seed

@@ -111,8 +111,6 @@ class DomainTask(ABC):
     def measure(cls, predicted: Sequence[Answer], truth: Sequence[Answer]) -> Scores:
         """The standard metric of predicted answers, of the LMM or of a teacher."""
 
-    # --- learning -------------------------------------------------------------------------------
-
     def prepare(self, samples: Sequence[Sample]) -> None:  # noqa: B027  # overriding it is optional
         """Look at the training samples, at least one, before anything is learnt."""
 
@@ -153,8 +151,6 @@ class DomainTask(ABC):
         """Read a head, for a model whose hidden states have a width."""
         raise BundleError(f"domain {self.domain.name} of task {self.domain.task} has no head")
 
-    # --- answering ------------------------------------------------------------------------------
-
     @abstractmethod
     def outputs(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> Any:
         """Raw outputs of the head or the model for prompts, without gradients."""
@@ -181,8 +177,6 @@ class DomainTask(ABC):
         truth = [sample.answer for sample in samples]
         scores = self.measure([one.answer for one in predictions], truth)
         return Evaluation(scores.mean, scores.interval(), predictions, scores.details)
-
-    # --- golden examples and the manifest -------------------------------------------------------
 
     @abstractmethod
     def golden(self, prediction: Prediction, threshold: float | None) -> Any:

@@ -29,11 +29,7 @@ TEMPERATURES = (0.05, 20.0)  # bounds of the calibrated temperature
 
 
 class LabelHeadModule(nn.Module):
-    """Computes the logits of labels, in their order, for each of some `POOLINGS`.
-
-    A pooling has a layer (labels, width), ``grid`` (labels, 16 · width), ``attention`` also a query
-    (width,). The kind is ``classification``, ``counting``, ``yes_no`` or ``action``.
-    """
+    """Computes the logits of labels, in their order, for each of some `POOLINGS`."""
 
     chosen: Tensor  # (), index of the pooling in use
     temperature: Tensor  # (1,), divisor of the logits

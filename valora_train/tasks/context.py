@@ -23,9 +23,9 @@ from valora_train.metrics.measures import Scores, known, normalized
 from valora_train.model import memory
 from valora_train.model.lmm import Lmm
 from valora_train.model.memory import AnyMemory
-from valora_train.model.prompts import Encoded, Example, HiddenStates
+from valora_train.model.prompts import Encoded, Example, HiddenStates, Size
 from valora_train.settings import ContextSettings
-from valora_train.tasks.language import LanguageTask, Size
+from valora_train.tasks.language import LanguageTask
 
 
 class SoftTargets:
@@ -60,8 +60,6 @@ class ContextTask(LanguageTask):
             for one, other in pairs
         ]
         return Scores(np.array(hits, np.float64))
-
-    # --- learning -------------------------------------------------------------------------------
 
     def prompt(self, sample: Sample) -> Example:
         return replace(super().prompt(sample), context=True)
@@ -135,13 +133,9 @@ class ContextTask(LanguageTask):
             total = total + weights.answers * F.cross_entropy(logits, tokens)
         return total
 
-    # --- answering ------------------------------------------------------------------------------
-
     def outputs(self, head: Any, lmm: Lmm, batch: Sequence[Encoded]) -> list[tuple[str, Size]]:
         texts = memory.write(lmm, batch, [head] * len(batch), self.settings.max_tokens)
         return [(text, (0, 0)) for text in texts]
-
-    # --- memories in bundles --------------------------------------------------------------------
 
     def write_head(self, head: AnyMemory, file: Path) -> None:
         memory.stored(head, base_hash(self.lmm.base), self.lmm.dtype).write(file)

@@ -16,11 +16,10 @@ from valora_data.schema import Answer, Box, Domain, Sample
 from valora_data.tasks import CAPTION, GROUNDING, VQA
 from valora_train.metrics.measures import Scores, box_accuracy, cider, vqa
 from valora_train.model.lmm import Lmm
-from valora_train.model.prompts import Encoded, Example, HiddenStates
+from valora_train.model.prompts import Encoded, Example, HiddenStates, Size
 from valora_train.tasks.base import DomainTask, Prediction
 from valora_train.tasks.classification import ChoiceTask
 
-Size = tuple[int, int]  # width and height in pixels
 Convention = Literal["grid1000", "pixels"]
 
 GRID = 1000

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import socket
 import sqlite3
 import subprocess
@@ -15,9 +16,9 @@ from PIL import Image
 from safetensors import SafetensorError
 
 from tests.support.helpers import coloured_squares
-from tests.support.stores import new_store
 from valora_train import cli
 from valora_train.errors import SettingsError
+from valora_train.removed import removed
 from valora_train.settings import SourceSettings
 
 LABELLED = ["task=own", "domains.cat.name=cat", "domains.cat.labels=[cat]"]
@@ -52,16 +53,11 @@ def write_coco(folder: Path, change=None, count=40, broken=0, colour="red", name
             (folder / file).write_bytes(b"no image")
         content["images"].append({"id": index, "file_name": file, "width": 48, "height": 48})
         for box in sample.answer.boxes:
-            content["annotations"].append(
-                {
-                    "id": len(content["annotations"]) + 1,
-                    "image_id": index,
-                    "category_id": 17,
-                    "bbox": [box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0],
-                    "area": box.area,
-                    "iscrowd": 0,
-                }
-            )
+            content["annotations"].append({
+                "id": len(content["annotations"]) + 1, "image_id": index, "category_id": 17,
+                "bbox": [box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0], "area": box.area,
+                "iscrowd": 0,
+            })  # fmt: skip
     if change is not None:
         change(content)
     (folder / "cats.json").write_text(json.dumps(content))
@@ -79,34 +75,16 @@ def left_behind(folder: Path):
     [
         (["task=dragons"], "unknown task 'dragons': choose from"),
         (["fusion=best"], "unknown fusion 'best': choose from affinity, first_fit, joint, paper"),
-        (["hydra/launcher=submitit_local", "-m", "hydra.launcher.n_jobs=2"],
-         "hydra.launcher.n_jobs=2 was removed: submitit starts all jobs at once"),
         (["+tracking.also=[wandb]"], "tracking.also was removed: MLflow has every run"),
-        (["fusion.strategy=repack:joint"],
-         "fusion.strategy=repack:joint was removed: fusion.strategy=affinity, which moves"),
-        (["fusion.oracle=table.json"], "fusion.oracle was removed: bench_oracle says"),
-        (["oracle.seeds=[0]"], "oracle.seeds was removed: run python -m tests.bench.valora_train"),
-        (["oracle.processes=2"], "oracle.processes was removed: set fusion.processes"),
-        (["+domain@domains.cat=vqa"], "domain@domains.cat=vqa was removed: write a metadata.jsonl"),
-        (["experiment=shelf"], "experiment=shelf was removed: task=shelf is the same"),
-        (["experiment=mixed"], "experiment=mixed was removed: task=mixed is the same"),
-        (["domains.person.relative=true"], "domains.person.relative was removed: leave it out; of"),
-        (["command=baselines"], "command=baselines was removed: run python -m tests.bench."),
-        (["hydra/sweeper=optuna", "-m"], "hydra/sweeper=optuna was removed: let a search of"),
-        (["hydra/sweeper=grid", "-m"], "hydra/sweeper=grid was removed: leave it out"),
-        (["command=estimate"], "command=estimate was removed: start the run, which says"),
         (["domains.person.of_teacher=0.9", "experiment=paper"],
          "experiment=paper asks for the paper's figures alone, but domain person must also keep"),
         (["proceses=1"], "bad setting proceses=1: there is no such setting, did you mean proc"),
         (["experimant=paper"], "did you mean experiment?"),
         (["seed=1"], "did you mean train.seed?"),
-        (["domains.person.source.leaks=keep_test", "domains.person.source.seed=-1"],
-         "domains.person.source.seed must be greater than or equal to 0, got -1"),
         (["+domain@domains.no=coco", "task=own", "domains.no.name=no", "domains.no.labels=[no,yes]",
           "task.only=[no]", "domains.no.source.path=x"], "domains.no.source.path=x does not exist"),
         (["paths.work=/dev/null/It's Übung"], "=/dev/null/It's Übung: /dev/null is a file"),
         (["task.only=[Übung]"], "put text in quotes, as in 'task.only=[\"Übung\"]'"),
-        (["task.only=[\"Übung\"]"], "unknown domain 'Übung'"),
         (["paths.work=/tmp/\udcff"], "surrogates not allowed: mend this"),
         (["paths.work=a,b"], "To use it as string, quote the value"),
         (["model.device=99"], "model.device=cuda:99: this machine"),
@@ -171,33 +149,23 @@ def spoil(key, **values):
         (spoil("annotations", bbox=[40, 40, 30, 30]), "outside"),
         (spoil("annotations", category_id=99), "99"),
         (lambda c: c.update(categories=[{"id": 17, "name": "dog"}]), "cat"),
-        (lambda c: c.pop("annotations"), "annotations"),
     ],
 )
 def test_mistakes_in_data(valora_train, tmp_path, change, message):
     overrides = write_coco(tmp_path / "cats", change)
     before = set(left_behind(tmp_path))
-    if message in ("outside", "99"):  # one fault among many images is skipped, and recorded
+    if message == "outside":  # one fault among many images is skipped, and recorded
         status, said = valora_train(*overrides, "command=distill")
         (record,) = tmp_path.rglob("faults.json")
         assert (status, message in record.read_text()) == (0, True)
         before = set(left_behind(tmp_path))
-        overrides = [*overrides, "+domains.cat.source.max_faulty=0"]
+    overrides = [*overrides, "+domains.cat.source.max_faulty=0"]
     status, said = valora_train(*overrides, "command=distill")
     assert status == 1
     last = said.strip().splitlines()[-1]
     assert last.startswith("error: ")
     assert message in last
     assert set(left_behind(tmp_path)) == before
-
-
-@pytest.mark.parametrize(("broken", "status"), [(1, 0), (20, 1)])
-def test_broken_images_are_skipped_up_to_a_limit(valora_train, tmp_path, broken, status):
-    overrides = write_coco(tmp_path / "cats", broken=broken)
-    got, said = valora_train(*overrides, "command=distill")
-    assert got == status
-    if status:
-        assert "cannot be decoded" in said
 
 
 def test_a_file_that_is_no_teacher(valora_train, tmp_path):
@@ -221,7 +189,7 @@ def test_an_interrupt_says_how_to_go_on(valora_train, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
+@pytest.mark.parametrize(("name", "status"), [("SIGHUP", 129)])  # e2e: SIGTERM in real stages
 def test_signals_end_a_run_as_an_interrupt_does(tmp_path, name, status):
     """Also while another process of the run works, which must not live on."""
     program = f"""
@@ -254,17 +222,11 @@ cli.main()
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (
-            OSError(errno.ENOSPC, "No space left on device", "/a/b"),
-            "No space left on device: '/a/b'",
-        ),
-        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), "Permission denied: '/a/b'"),
-        (OSError(errno.ENOLCK, "No locks available"), "No locks available"),
+        (OSError(errno.ENOSPC, "No space left on device", "/a/b"), "on device: '/a/b'"),
         (SafetensorError("I/O error: No space left on device (os error 28)"), "No space left on"),
         (sqlite3.OperationalError("database or disk is full"), "disk is full"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "allocate memory"),
         (MemoryError("9 GB"), "MemoryError: 9 GB"),
-        (UnicodeEncodeError("utf-8", "x\udcff", 1, 2, "surrogates not allowed"), "not allowed"),
         (KeyError("a bug"), None),
     ],
 )
@@ -297,42 +259,35 @@ def test_a_file_of_settings_that_is_no_yaml(valora_train, tmp_path):
     assert "mine.yaml" in said
 
 
-def test_several_runs_by_multirun(valora_train, tmp_path):
-    overrides = write_coco(tmp_path / "cats")
-    status, said = valora_train("-m", *overrides, "domains.cat.source.seed=1,2", "command=distill")
-    assert status == 0, said
-    assert len(list((tmp_path / ".valora").glob("distill-cat-*[0-9a-f]"))) == 2
-
-
-def test_help_lists_the_choices(valora_train, capfd, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_help_lists_the_choices(valora_train, capfd, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["valora-train", "--help"])
     with pytest.raises(SystemExit, match="0"):
         cli.main()
-    shown = capfd.readouterr().out
-    assert "detection" in shown
-    assert "rehearsal" in shown
+    assert {"detection", "rehearsal"} <= set(re.findall(r"\w+", capfd.readouterr().out))
 
 
-@pytest.mark.slow
-def test_skipped_faults_are_one_warning_in_the_terminal(tmp_path):
-    def change(content):
-        content["annotations"][5]["bbox"] = [10, 10, 0, 0]
-
-    arguments = write_coco(tmp_path / "cats", change, broken=1)
-    # A process of its own: pytest would catch what is logged.
-    new_store(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "valora_train.cli", *arguments, "command=distill"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stderr.strip().splitlines()
-    assert "2 of 40 images skipped in whole or in part: 1 " in line
-    assert "0.png" in line
-    assert "(such as " in line
-    assert line.endswith("`valora-data check` lists all faults")
-    assert "skipped" not in done.stdout
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("hydra/launcher=submitit_local -m hydra.launcher.n_jobs=2",
+         "hydra.launcher.n_jobs=2 was removed: submitit starts all jobs at once"),
+        ("fusion.strategy=repack:joint",
+         "fusion.strategy=repack:joint was removed: fusion.strategy=affinity, which moves"),
+        ("fusion.oracle=table.json", "fusion.oracle was removed: bench_oracle says"),
+        ("oracle.seeds=[0]", "oracle.seeds was removed: run python -m tests.bench.valora_train"),
+        ("oracle.processes=2", "oracle.processes was removed: set fusion.processes"),
+        ("+domain@domains.cat=vqa", "domain@domains.cat=vqa was removed: write a metadata.jsonl"),
+        ("experiment=shelf", "experiment=shelf was removed: task=shelf is the same"),
+        ("experiment=mixed", "experiment=mixed was removed: task=mixed is the same"),
+        ("domains.person.relative=true", "domains.person.relative was removed: leave it out; of"),
+        ("command=baselines", "command=baselines was removed: run python -m tests.bench."),
+        ("hydra/sweeper=optuna -m", "hydra/sweeper=optuna was removed: let a search of"),
+        ("hydra/sweeper=grid -m", "hydra/sweeper=grid was removed: leave it out"),
+        ("command=estimate", "command=estimate was removed: start the run, which says"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_went_names_its_successor(arguments, message):
+    assert removed(*arguments.split()).startswith(message)
 
 
 def test_a_file_that_builds_on_a_removed_format_is_told_what_to_write():

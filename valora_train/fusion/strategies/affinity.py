@@ -1,9 +1,8 @@
 """The strategy that plans all adapters at once, by what the attempts so far say of every group.
 
 What a domain reaches is modelled as Gaussian: something alone, less what it loses to every domain
-beside it. That loss has a part that all pairs share, a part of the one that loses, one of the one
-that it loses to, and one of the pair. All are learned together from every accuracy that was
-measured, so that an attempt says something about groups that were never tried.
+beside it, a sum of parts that are shared by all, of the loser, of the other, and of the pair. Every
+measured accuracy says something of all parts, and so of groups that were never tried.
 """
 
 from __future__ import annotations
@@ -69,9 +68,6 @@ def _grouped(view: View, group: frozenset[str]) -> Proposal:
     held = view.adapters[adapter] if adapter else ()
     order = chain(view.waiting, *view.adapters.values())
     return Proposal(tuple(name for name in order if name in group and name not in held), adapter)
-
-
-# --- the best packing -----------------------------------------------------------------------------
 
 
 def best_packing(view: View) -> dict[frozenset[str], float]:
@@ -225,9 +221,6 @@ def _merged(chances: _Chances, free: int) -> dict[int, float]:
         del groups[one], groups[two]
         groups[one | two] = known[one | two]
     return groups
-
-
-# --- emptying adapters ----------------------------------------------------------------------------
 
 
 def slack(view: View, adapter: str) -> float:

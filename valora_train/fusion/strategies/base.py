@@ -28,19 +28,15 @@ Probes: TypeAlias = Mapping[str, Probe]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a strategy wants to try next.
+    """What a strategy wants to try next."""
 
-    `new` domains, waiting or held by another adapter, are trained together into `adapter`, an open
-    one, or a new one if None.
-    """
-
-    new: tuple[str, ...]
-    adapter: str | None = None
+    new: tuple[str, ...]  # domains to train together, waiting or held by another adapter
+    adapter: str | None = None  # an open one; None for a new one
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a strategy is told."""
+    """What a strategy decides by."""
 
     waiting: tuple[str, ...]  # domains that are not placed yet, in the order of fusion
     adapters: Mapping[str, tuple[str, ...]]  # with the domains that they hold, oldest first
@@ -80,9 +76,7 @@ class Strategy:
     the arguments alone.
     """
 
-    rehearse: bool = False
-    """Whether training mixes in samples of the domains that an adapter already holds, and also
-    trains their heads."""
+    rehearse: bool = False  # whether training mixes in samples of held domains, heads included
 
     def propose(self, view: View) -> Proposal | None:
         """What to try next, also when no domain waits; None ends the fusion once none does.
@@ -106,8 +100,7 @@ class Strategy:
     ) -> Sequence[str]:
         """Names of the adapters to try for a domain, in order, of those that are open.
 
-        Adapters that were already tried for this domain are skipped; when none is left, a new
-        adapter is opened. The arguments are those of `View`.
+        Those that failed are skipped; when none is left, a new one is opened. See `View`.
         """
         return list(adapters)
 

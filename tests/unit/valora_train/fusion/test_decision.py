@@ -86,15 +86,11 @@ def test_attempts_say_what_was_before_and_where_domains_went():
     ):
         (one,) = attempts_as_json(DECISIONS[1:2], {"adapter-1": ("person",)}, head_only)
         assert one["went"] == {"bicycle": consequences}
-
-
-def test_a_flagged_domain_must_keep_what_it_reached_alone():
+    # A flagged domain must keep what it reached alone.
     assert TOLD[4]["floor"]["plate"] == pytest.approx(0.96)
     assert TOLD[5]["floor"] == pytest.approx({"plate": 0.89, "bicycle": 0.82})
     assert TOLD[4]["asked"]["plate"] == "its target of 0.960 (required 0.950 + margin 0.010)"
     assert TOLD[5]["asked"]["plate"] == "0.890 (reached 0.900 alone − margin 0.010)"
-
-
-def test_what_diverged_is_null_in_json():
+    # What diverged is null in JSON.
     bad = decision(1, ["person"], "adapter-1", [], {"person": math.nan}, ALONE, ["person"])
     assert attempts_as_json([bad], {}, {"person"})[0]["accuracy"] == {"person": None}

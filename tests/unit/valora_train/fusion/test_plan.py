@@ -120,9 +120,7 @@ def test_a_flagged_domain_keeps_what_it_reached_alone_less_the_margin():
     # Beside others it reaches its target.
     assert plan.tell({"a": 0.83, "b": 0.9, "c": 0.9, "d": 0.9}).verdict is COMMITTED
     assert (plan.alone, plan.unreachable) == ({}, {})
-
-
-def test_a_flagged_domain_keeps_what_it_reaches_without_lora():
+    # And what it reaches without LoRA.
     probes = {name: Probe(0.8, 0.69) for name in NAMES}
     plan = plan_of(Proposal(("a",)), Proposal(("b",), ONE), probes=probes)
     plan.tell({"a": 0.7})
@@ -165,8 +163,6 @@ def test_a_strategy_that_does_not_end_is_stopped():
             plan.tell(dict.fromkeys(attempt.domains, 0.9))
 
 
-def test_names_of_attempts():
-    label = lambda *new: Attempt(3, new, ONE, (), rehearse=False).name  # noqa: E731
-    assert label("a") == "03 a → adapter-1"
-    assert label("a", "b", "c") == "03 a + b + c → adapter-1"
-    assert label("a", "b", "c", "d", "e") == "03 a + b + 3 more → adapter-1"
+@pytest.mark.parametrize(("new", "name"), [("abc", "a + b + c"), ("abcde", "a + b + 3 more")])
+def test_names_of_attempts(new, name):
+    assert Attempt(3, tuple(new), ONE, (), rehearse=False).name == f"03 {name} → adapter-1"

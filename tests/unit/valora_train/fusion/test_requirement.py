@@ -25,19 +25,12 @@ def domain(required, of_teacher=None, task=Task.DETECTION):
 @pytest.mark.parametrize(
     ("required", "margin", "largest", "target"),
     [
-        (0.80, 0.02, 1.0, 0.82),
-        (0.95, 0.02, 1.0, 0.97),
-        (0.96, 0.02, 1.0, 0.98),
-        (0.97, 0.02, 1.0, 0.985),  # half of what is left
-        (0.99, 0.02, 1.0, 0.995),
-        (1.00, 0.02, 1.0, 1.0),
-        (0.80, 0.50, 1.0, 0.9),
-        (3.0, 0.02, 10.0, 3.02),
-        (9.99, 0.02, 10.0, 9.995),
-        (0.80, 0.0, 1.0, 0.8),
-        (0.80, -10.0, 1.0, -9.2),
+        (0.80, 0.02, 1.0, 82 / 100),  # though the sum is 0.8200000000000001 in binary
+        (0.97, 0.02, 1.0, 0.985), (0.80, 0.50, 1.0, 0.9),  # half of what is left
+        (1.00, 0.02, 1.0, 1.0), (3.0, 0.02, 10.0, 3.02), (9.99, 0.02, 10.0, 9.995),
+        (0.80, 0.0, 1.0, 0.8), (0.80, -10.0, 1.0, -9.2),
     ],
-)
+)  # fmt: skip
 def test_the_target_ends_below_what_is_possible(required, margin, largest, target):
     requirement = Requirement(required, margin, largest)
     assert requirement.target == pytest.approx(target)
@@ -49,31 +42,10 @@ def test_the_target_ends_below_what_is_possible(required, margin, largest, targe
         assert required < requirement.target < largest
 
 
-def test_sums_of_decimal_fractions_are_no_trap():
-    # 0.80 + 0.02 is 0.8200000000000001 in binary; 82 of 100 are enough.
-    assert 0.80 + 0.02 > 82 / 100
-    assert Requirement(0.80, 0.02).met_by(82 / 100)
-    assert not Requirement(0.80, 0.02).met_by(81 / 100)
-
-
-@pytest.mark.parametrize(
-    ("requirement", "text"),
-    [
-        (Requirement(1.0, 0.02), "1.000 (required 1.000 + margin 0.000, cut from 0.020)"),
-        (Requirement(0.8, -10.0), "-9.200 (required 0.800 − margin 10.000)"),
-        (
-            Requirement(0.9, 0.0, origin="0.900, above 0.800 = 0.8 × the teacher's 1.000"),
-            "0.900 (required 0.900, above 0.800 = 0.8 × the teacher's 1.000)",
-        ),
-    ],
-)
-def test_people_are_told_where_the_target_comes_from(requirement, text):
-    assert requirement.text == text
-
-
 @pytest.mark.parametrize(
     ("required", "of_teacher", "teacher", "target", "text"),
     [
+        (1.0, None, None, 1.0, "1.000 (required 1.000 + margin 0.000, cut from 0.020)"),
         # The share binds; half of what the teacher reaches above it limits the margin.
         (0.8, 0.97, 0.94, 0.9259,
          "0.926 (required 0.912 = 0.97 × the teacher's 0.940, above 0.800, + margin 0.014, cut "
@@ -92,8 +64,9 @@ def test_people_are_told_where_the_target_comes_from(requirement, text):
 )  # fmt: skip
 def test_the_larger_of_both_figures_counts(required, of_teacher, teacher, target, text):
     found = contract_requirement(domain(required, of_teacher), 0.02, teacher, 0.5)
-    assert found.required == max(required or 0.0, of_teacher * teacher)
-    assert found.required_on_test == max(required or 0.0, of_teacher * 0.5)
+    if of_teacher:
+        assert found.required == max(required or 0.0, of_teacher * teacher)
+        assert found.required_on_test == max(required or 0.0, of_teacher * 0.5)
     assert (found.target, found.text) == (pytest.approx(target), text)
 
 
@@ -144,12 +117,8 @@ def test_fewer_than_fifty_samples_are_named_with_their_interval():
     # CIDEr is no share of the samples.
     (said,) = few_samples(domain(3.0, task=Task.CAPTION), 50, 1, None, 0.02)
     assert said.startswith("d: 1 test sample can confirm little of what is asked for; give it")
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_one_sample_decides_nothing(count):
-    with pytest.raises(SettingsError, match=f"domain d has {count} validation sample, which can"):
-        few_samples(domain(0.8), count, 50, None, 0.02)
+    with pytest.raises(SettingsError, match="domain d has 1 validation sample, which can"):
+        few_samples(domain(0.8), 1, 50, None, 0.02)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +138,3 @@ def test_one_sample_decides_nothing(count):
 def test_weak_teachers_are_named(alone, teacher, said):
     found = weak_teacher("d", Requirement(0.8, 0.02), alone, teacher)
     assert found is None if said is None else said in found
-
-
-def test_a_share_of_a_teacher_is_never_more_than_it_reaches():
-    requirement = contract_requirement(domain(0.5, 0.99), 0.02, 0.8, 0.8)
-    assert weak_teacher("d", requirement, 0.7, 0.8) is None
-    said = weak_teacher("d", requirement, 0.81, 0.8)
-    assert "is met without LoRA" in said

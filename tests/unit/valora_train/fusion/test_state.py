@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from valora_train.errors import StageError
 from valora_train.fusion.state import SNAPSHOTS, STATE, FusionState
-from valora_train.stage import read_json, write_json
 
 
 def test_a_state_is_read_back(tmp_path):
@@ -14,27 +12,18 @@ def test_a_state_is_read_back(tmp_path):
     state.accuracies.append({"a": 0.9})
     state.seconds.append(1.5)
     state.mlflow_run_id = "run"
-    state.write_snapshot("adapter-1", 1, {"lora/x": torch.arange(3.0)})
+    tensors = {
+        "head/sky/b": torch.tensor(2.0), "head/apple/a": torch.ones(2, 3, dtype=torch.bfloat16),
+        "lora/z": torch.arange(4), "head/sky/a": torch.zeros(0),
+    }  # fmt: skip
+    state.write_snapshot("adapter-1", 1, tensors)
     state.save()
     again = FusionState(tmp_path, {"b": {"val": 0.1, "test": 0.1}})
     assert again.head_only == {"a": {"val": 0.5, "test": 0.4}}
     assert (again.accuracies, again.seconds, again.mlflow_run_id) == ([{"a": 0.9}], [1.5], "run")
-    assert torch.equal(again.read_snapshot("adapter-1")["lora/x"], torch.arange(3.0))
-
-
-def test_the_format_of_earlier_versions_is_read(tmp_path):
-    # Before the first MLflow run was started, its key was missing.
-    old = {"head_only": {}, "told": [{"a": 0.9}], "seconds": [1.0], "snapshots": {"adapter-1": "f"}}
-    (tmp_path / SNAPSHOTS).mkdir()
-    save_file({"lora/x": torch.arange(3.0)}, tmp_path / SNAPSHOTS / "f")  # without its hash
-    write_json(tmp_path / STATE, old)
-    state = FusionState(tmp_path, {})
-    assert state.accuracies == [{"a": 0.9}]
-    assert state.snapshots == {"adapter-1": "f"}
-    assert state.mlflow_run_id is None
-    assert torch.equal(state.read_snapshot("adapter-1")["lora/x"], torch.arange(3.0))
-    state.save()
-    assert read_json(tmp_path / STATE) == {**old, "attempts": [], "mlflow_run_id": None}
+    found = again.read_snapshot("adapter-1")
+    assert list(found) == list(tensors)
+    assert all(torch.equal(found[key], value) for key, value in tensors.items())
 
 
 def test_a_replaced_snapshot_stays_until_it_is_discarded(tmp_path):
@@ -46,18 +35,6 @@ def test_a_replaced_snapshot_stays_until_it_is_discarded(tmp_path):
     state.discard_old_snapshots()
     assert [file.name for file in files.iterdir()] == ["adapter-1-02.safetensors"]
     assert state.read_snapshot("adapter-1")["x"] == 2
-
-
-def test_tensors_keep_their_order_and_types(tmp_path):
-    state = FusionState(tmp_path, {})
-    tensors = {
-        "head/sky/b": torch.tensor(2.0), "head/apple/a": torch.ones(2, 3, dtype=torch.bfloat16),
-        "lora/z": torch.arange(4), "head/sky/a": torch.zeros(0),
-    }  # fmt: skip
-    state.write_snapshot("adapter-1", 1, tensors)
-    found = state.read_snapshot("adapter-1")
-    assert list(found) == list(tensors)
-    assert all(torch.equal(found[key], value) for key, value in tensors.items())
 
 
 @pytest.mark.parametrize("file", [STATE, f"{SNAPSHOTS}/adapter-1-01.safetensors"])

@@ -82,10 +82,8 @@ def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report
         shown.placed_without_adapter(HeadOnlyDecision("plate", 0.4, False, "a reason"), tmp_path)
         shown.finish(result())
     parent, runs = mlflow.get_run(shown.run_id), nested(shown.run_id)
-    assert (
-        parent.info.status == "FINISHED"
-        and parent.info.run_name == "detection · rehearsal · seed 0"
-    )
+    assert parent.info.status == "FINISHED"
+    assert parent.info.run_name == "detection · rehearsal · seed 0"
     kept = DOMAINS["bicycle"]["accuracy"]["val"]
     assert parent.data.metrics["accuracy/bicycle"] == kept
     assert parent.data.metrics["images_per_second/people_count"] == 140.0
@@ -94,7 +92,7 @@ def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report
     assert len(parent.inputs.dataset_inputs) == 2 * len(START)
     client = MlflowClient()
     files = {one.path for one in client.list_artifacts(shown.run_id)}
-    assert files >= {"accuracy.png", "accuracy_heat_map.png", "config.yaml"}
+    assert files >= {"accuracy.png", "config.yaml"}
     assert list(runs)[::-1] == [f"{one.attempt.name} ({one.verdict})" for one in DECISIONS] + [
         "plate (no adapter)"
     ]
@@ -104,7 +102,6 @@ def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report
         "required/bicycle": 0.5, "loss": 0.5, "lr": 0.1, "seconds": 2.0, "steps": 1.0,
     }  # fmt: skip
     assert back.data.tags["valora.decision"] == "rolled back"
-    assert back.data.tags["below.person"] == "0.910 < 0.920"
     # What became of its domain later is said, too.
     assert "bicycle went to adapter-1 with attempt 07" in back.data.tags["mlflow.note.content"]
     uses = [(one.dataset.name, one.tags[0].value) for one in back.inputs.dataset_inputs]
@@ -146,6 +143,9 @@ def test_what_is_out_of_reach_fails_with_its_reason_and_can_continue(report):
     run = mlflow.get_run(shown.run_id)
     assert run.info.status == "FAILED"
     assert run.data.tags["mlflow.note.content"] == "person misses its requirement"
+    (trace,) = mlflow.search_traces(return_type="list")
+    assert trace.info.state == "ERROR"
+    assert trace.data.spans[0].status.description == "person misses its requirement"
     again, running = report()
     with running:
         assert again.run_id == shown.run_id
@@ -173,33 +173,22 @@ def test_a_run_that_the_store_lost_is_logged_anew(report, tmp_path, lost):
     assert run_of(report.settings, fused, result(mlflow_run_id="gone")) == run
 
 
-def test_an_attempt_that_continues_is_timed_by_the_steps_that_are_trained(report):
+def test_without_a_run_nothing_is_logged_but_attempts_are_timed(report, tmp_path):
     shown, _ = report()
+    shown.records = records(DECISIONS[:1])
     with shown.attempt(DECISIONS[0].attempt) as on_step:
         for step in range(1, 42):
             time.sleep(0.02 if step > 30 else 0)  # up to 30, steps of a checkpoint are repeated
             on_step(step, 100, 0.5, {})
+        shown.attempted(outcome(DECISIONS[0]))
     (rate,) = re.findall(r"100 steps × (\S+) s =", shown.display.console.file.getvalue())
     assert 0.02 <= float(rate) < 1
-
-
-def test_without_a_run_nothing_is_logged(report, tmp_path):
-    shown, _ = report()
-    shown.records = records(DECISIONS[:1])
-    with shown.attempt(DECISIONS[0].attempt) as on_step:
-        on_step(1, 2, 0.5, {})
-        shown.attempted(outcome(DECISIONS[0]))
     shown.log_baselines({"teacher": {"person": 0.9}})
     shown.finish(result())
     assert not list(tmp_path.glob("mlruns"))
 
 
-def test_links_name_the_latest_fusions_and_the_server_that_is_started(
-    report,
-    monkeypatch,
-    capsys,
-    paths,  # noqa: F811
-):
+def test_links_name_the_latest_fusions(report, monkeypatch, capsys, paths):  # noqa: F811
     started = []
     monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
     given = ["--port", "5055", "--backend-store-uri", paths.tracking]
@@ -276,12 +265,3 @@ def test_stages_before_a_fusion_are_nested_runs(report, tmp_path):
     assert run.data.params == {"teacher.kind": "yolo"} and run.data.metrics == {"seconds": 4.5}
     assert run.data.tags["mlflow.note.content"] == "3 labelled samples."
     assert latest_fusions()[0][1] == "detection · rehearsal · seed 0"
-
-
-def test_a_trace_says_what_ended_a_fusion(report):
-    _, running = report()
-    with pytest.raises(UnreachableError), running:
-        raise UnreachableError("person is out of reach")
-    (trace,) = mlflow.search_traces(return_type="list")
-    assert trace.info.state == "ERROR"
-    assert trace.data.spans[0].status.description == "person is out of reach"

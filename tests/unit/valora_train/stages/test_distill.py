@@ -11,11 +11,11 @@ from tests.support.data_sets import picture
 from valora_data.schema import Split, Task
 from valora_teachers.registry import KINDS
 from valora_train.errors import StageError
+from valora_train.fusion.samples import PSEUDO_LABELLED
 from valora_train.settings import DomainSettings, SourceSettings, TeacherSettings
 from valora_train.stage import RECORD, digest, intact
 from valora_train.stages.data import build_data, data_stage
 from valora_train.stages.distill import (
-    PSEUDO_LABELLED,
     build_distilled,
     describe_distilled,
     distill_stage,
@@ -83,17 +83,6 @@ def test_a_stage_depends_on_the_splits_that_it_reads(tmp_path, domain) -> None:
         assert changes(before, after) == {split, "distill", *(["teach"] * (split == "train"))}
 
 
-def test_labels_in_place_of_a_teacher_depend_on_the_labelled_images(tmp_path, domain) -> None:
-    domain = replace(domain, teacher="labels")
-    before = Chain(tmp_path, domain, SMALL)
-    write_images(tmp_path / "set", changed="val")
-    assert changes(before, Chain(tmp_path, domain, SMALL)) == {"val"}
-    assert not changes(before, before)
-    other = TeacherSettings(kind="yolo", threshold=0.4, options={"epochs": 3})
-    write_images(tmp_path / "set")
-    assert not changes(before, Chain(tmp_path, domain, other))
-
-
 def test_settings_that_stages_depend_on(tmp_path, domain) -> None:
     before = Chain(tmp_path, domain, SMALL)
     for change in (
@@ -105,6 +94,8 @@ def test_settings_that_stages_depend_on(tmp_path, domain) -> None:
         assert after.teach.folder(after.work) == before.teach.folder(before.work)
     labels = Chain(tmp_path, replace(domain, teacher="labels"), SMALL)
     assert changes(before, labels) == {"teach", "distill"}
+    other = TeacherSettings(kind="yolo", threshold=0.4, options={"epochs": 3})
+    assert not changes(labels, Chain(tmp_path, replace(domain, teacher="labels"), other))
     for change in (
         {"threshold": 0.5}, {"min_confidence": 0.2}, {"labelled": True},
         {"options": {"epochs": 2, "names": {"a": "red"}}},
@@ -112,10 +103,7 @@ def test_settings_that_stages_depend_on(tmp_path, domain) -> None:
         assert changes(before, Chain(tmp_path, domain, replace(SMALL, **change))) == {"distill"}
     longer = replace(SMALL, options={"epochs": 3})
     assert changes(before, Chain(tmp_path, domain, longer)) == {"teach", "distill"}
-
-
-def test_the_same_data_elsewhere_and_written_again_is_the_same(tmp_path, domain) -> None:
-    before = Chain(tmp_path, domain, SMALL)
+    # The same data elsewhere and written again is the same.
     (tmp_path / "set").rename(tmp_path / "moved")
     domain = replace(domain, source=replace(domain.source, path=str(tmp_path / "moved")))
     after = Chain(tmp_path, domain, SMALL)
@@ -127,8 +115,7 @@ def test_the_same_data_elsewhere_and_written_again_is_the_same(tmp_path, domain)
 
 
 @pytest.fixture
-def given(tmp_path, domain, monkeypatch):
-    """Makes the chain of a teacher of some kind that lies in `tmp_path`."""
+def given(tmp_path, domain, monkeypatch):  # the chain of a teacher that lies in `tmp_path`
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -140,7 +127,7 @@ def given(tmp_path, domain, monkeypatch):
     return make
 
 
-def test_options_of_a_given_model(given, tmp_path) -> None:
+def test_options_of_given_models(given, tmp_path) -> None:
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "config.json").write_text("{}")
     before = given("small", "best")
@@ -149,6 +136,11 @@ def test_options_of_a_given_model(given, tmp_path) -> None:
     assert not changes(before, given("small", "other"))
     (tmp_path / "other" / "config.json").write_text("{ }")
     assert "teach" in changes(before, given("small", "other"))
+    (tmp_path / "vit").mkdir()
+    before = given("huggingface", "vit", device="cpu", batch=4)
+    assert not changes(before, given("huggingface", "vit", device="cuda", batch=8))
+    assert changes(before, given("huggingface", "vit", dtype="bfloat16")) == {"distill"}
+    assert changes(before, given("huggingface", "vit", "Say")) == {"distill"}
 
 
 @pytest.mark.parametrize(
@@ -171,15 +163,6 @@ def test_files_of_a_teacher(given, tmp_path, kind, place, file, options) -> None
     with (tmp_path / file).open("a") as written:
         written.write("\n# 2")
     assert changes(before, given(kind, place, **options)) == {"distill"}
-
-
-def test_options_of_a_model_of_transformers(given, tmp_path) -> None:
-    (tmp_path / "vit").mkdir()
-    before = given("huggingface", "vit", device="cpu", batch=4)
-    assert not changes(before, given("huggingface", "vit", device="cuda", batch=8))
-    for name, value in {"dtype": "bfloat16", "threshold": 0.4, "names": {"a": "red"}}.items():
-        assert changes(before, given("huggingface", "vit", **{name: value})) == {"distill"}
-    assert changes(before, given("huggingface", "vit", "Say")) == {"distill"}
 
 
 def test_damaged_parts_name_the_folder_to_delete(tmp_path, domain, monkeypatch) -> None:
@@ -207,12 +190,8 @@ def test_damaged_parts_name_the_folder_to_delete(tmp_path, domain, monkeypatch) 
     shutil.rmtree(distilled / PSEUDO_LABELLED)
     with pytest.raises(StageError, match=rf"taught is missing.*delete {distilled}"):
         chain.distill.run(chain.work, build)
-
-
-def test_a_damaged_record_names_the_folder_to_delete(tmp_path, domain) -> None:
-    chain = Chain(tmp_path, domain, SMALL)
-    for text in ("", "{", "[]", '{"parts": 3}', '{"name": "data"}', None):
+    for text in ("{", "[]", '{"parts": 3}', None):
         record = chain.data / RECORD
         record.unlink() if text is None else record.write_text(text)
         with pytest.raises(StageError, match=rf"damaged \(stage\.json .*: delete {chain.data} and"):
-            Chain(tmp_path, domain, SMALL)
+            Chain(tmp_path, domain, teacher)

@@ -3,7 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import pytest
 from PIL import Image
 
 from valora_data import shards
@@ -17,19 +16,13 @@ TAUGHT = [
 ]
 
 
-class Model:
-    """A bundle's model that answers with the name of the sample."""
-
-    def __init__(self):
-        task = SimpleNamespace(video=False, golden=lambda found, threshold: [found, threshold])
-        self.tasks = {"cat": task}
-
-    def answer(self, name, samples):
-        return [sample.id for sample in samples]
+TASK = SimpleNamespace(video=False, golden=lambda found, threshold: [found, threshold])
+MODEL = SimpleNamespace(  # it answers with the name of the sample
+    tasks={"cat": TASK}, answer=lambda name, samples: [sample.id for sample in samples]
+)
 
 
-@pytest.fixture
-def item(tmp_path):
+def test_answers_of_the_teacher_are_those_of_the_same_images(tmp_path):
     samples = [
         Sample(f"cat/test/{n}", Image.new("RGB", (10, 10), (50 * n, 0, 0)), Answer(boxes))
         for n, boxes in enumerate(TRUTH)
@@ -37,22 +30,19 @@ def item(tmp_path):
     shards.write(samples, ["cat"], tmp_path / "data" / Split.TEST)
     (tmp_path / "distilled").mkdir()
     (tmp_path / "golden").mkdir()
-    domain = SimpleNamespace(name="cat")
-    return SimpleNamespace(
-        settings=domain, data=tmp_path / "data", distilled=tmp_path / "distilled"
-    )
-
-
-def test_answers_of_the_teacher_are_those_of_the_same_images(item, tmp_path):
+    item = SimpleNamespace(
+        settings=SimpleNamespace(name="cat"), data=tmp_path / "data",
+        distilled=tmp_path / "distilled",
+    )  # fmt: skip
     manifest = {"domains": {"cat": {"threshold": 0.25}}}
-    old = _golden_examples(tmp_path, manifest, item, Model())
+    old = _golden_examples(tmp_path, manifest, item, MODEL)
     assert [example["expected"] for example in old] == [["cat/test/1", 0.25], ["cat/test/3", 0.25]]
     assert not any("teacher" in example for example in old)
     (item.distilled / TESTED).write_text(json.dumps(TAUGHT))
-    found = _golden_examples(tmp_path, manifest, item, Model())
+    found = _golden_examples(tmp_path, manifest, item, MODEL)
     assert [example["teacher"] for example in found] == [TAUGHT[1], TAUGHT[3]]
     (item.distilled / TESTED).write_text(json.dumps([None, None, *TAUGHT[2:]]))
-    found = _golden_examples(tmp_path, manifest, item, Model())
+    found = _golden_examples(tmp_path, manifest, item, MODEL)
     assert ["teacher" in example for example in found] == [False, True]
     with Image.open(tmp_path / found[1]["image"]) as image:
         assert image.getpixel((0, 0)) == (150, 0, 0)

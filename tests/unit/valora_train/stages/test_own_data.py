@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -215,6 +214,8 @@ def test_an_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     unknown = domain.source.kind == "images"
     assert all((answer == Answer()) == unknown for answer in answers)
     assert data_stage(domain, tmp_path / "work").key == data_stage(domain).key
+    if name not in ("street", "parts", "again", "birds"):  # `valora-data check` recognises others
+        assert detect_kind(Path(domain.source.path)) == domain.source.kind
 
 
 DOCUMENTS = ("records", "linked_records", "documents", "texts", "album")
@@ -233,16 +234,7 @@ def test_the_page_has_an_example_of_every_format_and_task() -> None:
     assert tasks == {*Task.all()} - {Task.CONTEXT}
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in MAKERS if n not in ("street", "parts", "again", "birds")]
-)
-def test_check_recognises_the_format(name: str, tmp_path: Path) -> None:
-    content = yaml.safe_load(EXAMPLES[name])
-    MAKERS[name](tmp_path / name)
-    assert detect_kind(tmp_path / content["source"]["path"]) == content["defaults"][0]
-
-
-@pytest.mark.parametrize("name", ["cells", "pets", "masks", "tools", "fruit", "leaves", "yesno"])
+@pytest.mark.parametrize("name", ["cells", "pets", "masks", "leaves"])
 def test_any_change_of_the_data_is_seen(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,9 +273,6 @@ def test_a_few_faults_are_skipped_and_recorded(
     (tmp_path / "set/images/11.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"domain cells: .* 3 of 40 images have faults"):
         build_data(domain, tmp_path / "again")
-    more = replace(domain, source=replace(domain.source, max_faulty=0.1))
-    build_data(more, tmp_path / "tolerant")
-    assert sum(len(shards.open_shard(tmp_path / "tolerant" / split)) for split in Split) == 38
 
 
 def test_data_without_any_object_is_refused(tmp_path: Path) -> None:
@@ -291,14 +280,12 @@ def test_data_without_any_object_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set/labels").rename(tmp_path / "set/elsewhere")
     with pytest.raises(DataError, match=r"no training image of domain cells has an object of red"):
         build_data(own(tmp_path / "set" / "data.yaml"), tmp_path / "data")
-
-
-def test_answers_that_teach_nothing_are_refused(tmp_path: Path) -> None:
-    table(tmp_path / "set", lambda _: {"count": 1})
-    source = SourceSettings(kind="imagefolder", path=str(tmp_path / "set"))
+    # And answers that teach nothing.
+    table(tmp_path / "same", lambda _: {"count": 1})
+    source = SourceSettings(kind="imagefolder", path=str(tmp_path / "same"))
     domain = DomainSettings("coins", Task.COUNTING, ["0", "1"], "?", source=source)
     with pytest.raises(DataError, match="are '1', so that there is nothing to tell apart"):
-        build_data(domain, tmp_path / "data")
+        build_data(domain, tmp_path / "counted")
 
 
 @pytest.mark.slow

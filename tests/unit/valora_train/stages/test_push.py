@@ -2,13 +2,10 @@
 
 import base64
 import json
-import os
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
+import huggingface_hub
 import pytest
 import yaml
 
@@ -16,11 +13,9 @@ from valora_data.contract.bundle import read_bundle
 from valora_data.errors import ValoraError
 from valora_serve.demo.command import BUNDLES
 from valora_train.reporting.cards import with_metadata
-from valora_train.settings import PushSettings, Settings
+from valora_train.settings import PushSettings, Settings, TaskSettings
 from valora_train.stages.push import push as push_bundle
 
-ROOT = Path(__file__).parents[4]
-ROOTS = os.pathsep.join(str(ROOT / part) for part in ("", "data", "kernels", "teachers"))
 TOKEN = "hf_of_the_test"
 
 
@@ -81,22 +76,19 @@ def hub():
     running.server_close()
 
 
-def push(tmp_path, *arguments, url, token=TOKEN):
-    settings = {
-        "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"),
-        "HF_TOKEN": token, "PYTHONPATH": ROOTS, "HF_HUB_DISABLE_TELEMETRY": "1",
-    }  # fmt: skip
-    return subprocess.run(
-        [sys.executable, "-m", "valora_train.cli", "command=push", *arguments],
-        cwd=tmp_path, env=os.environ | settings, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-def test_a_bundle_arrives_whole_with_its_results(hub, tmp_path):
+@pytest.fixture
+def settings(hub, tmp_path, monkeypatch):
+    """Settings of a push, and the environment that a user would set."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "bundles").symlink_to(BUNDLES)
-    done = push(tmp_path, "push.repo=me/pets", url=hub.url)
-    assert done.returncode == 0, done.stderr
-    assert f"{hub.url}/me/pets/commit/" in done.stdout.replace("\n", "")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+    return Settings(push=PushSettings("me/pets"), task=TaskSettings(name="detection"))
+
+
+def test_a_bundle_arrives_whole_with_its_results(hub, settings, tmp_path):
+    assert push_bundle(settings) == f"{hub.url}/me/pets/commit/{'1' * 40}"
     assert hub.made["name"] == "pets"
     for name, content in hub.files.items():
         file = tmp_path / "fetched" / name
@@ -105,8 +97,7 @@ def test_a_bundle_arrives_whole_with_its_results(hub, tmp_path):
     fetched = read_bundle(tmp_path / "fetched")  # every file has its hash
     assert fetched.domains == read_bundle(BUNDLES / "detection").domains
     data = yaml.safe_load((tmp_path / "fetched" / "README.md").read_text().split("---\n")[1])
-    assert data["base_model"] == "tiny"
-    assert data["pipeline_tag"] == "object-detection"
+    assert (data["base_model"], data["pipeline_tag"]) == ("tiny", "object-detection")
     [index] = data["model-index"]
     results = {entry["task"]["name"]: entry for entry in index["results"]}
     assert set(results) == set(fetched.domains)
@@ -128,17 +119,14 @@ def test_mistakes_are_sentences(asked, said):
         push_bundle(Settings(push=asked))
 
 
-def test_a_hub_that_refuses_or_is_away_is_a_sentence(hub, tmp_path):
-    (tmp_path / "bundles").symlink_to(BUNDLES)
-    for more, said in (
-        ({"token": "wrong"}, "(HfHubHTTPError: Invalid username or password.)"),
-        ({"url": "http://127.0.0.1:9"}, "(ConnectError: [Errno 111] Connection refused)"),
-    ):
-        done = push(tmp_path, "push.repo=me/pets", **({"url": hub.url} | more))
-        assert done.returncode == 1, done.stdout
-        assert said in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+def test_a_hub_that_refuses_or_is_away_is_a_sentence(hub, settings, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    with pytest.raises(ValoraError, match=r"\(HfHubHTTPError: Invalid username or password.\)"):
+        push_bundle(settings)
     assert hub.files == {}
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ValoraError, match=r"\(ConnectError: \[Errno 111\] Connection refused\)"):
+        push_bundle(settings)
 
 
 def test_the_card_keeps_its_text_and_gets_one_front():

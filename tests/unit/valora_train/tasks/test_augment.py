@@ -32,14 +32,10 @@ def bounds(image):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"crop": 0.5},
-        {"zoom_out": 0.5, "crop": 0.3},
-        {"stretch": 0.4},
-        {"rotate": 12.0},
-        {"shift": 0.2},
+        {"crop": 0.5}, {"zoom_out": 0.5, "stretch": 0.4}, {"rotate": 12.0},
         {"crop": 0.3, "rotate": 8.0, "shift": 0.1},
     ],
-)
+)  # fmt: skip
 def test_a_box_is_where_the_pixels_are(changes):
     settings = AugmentSettings(1, least_visible=0.0, **changes)
     rng = np.random.default_rng(3)
@@ -106,9 +102,7 @@ def test_a_view_depends_on_seed_sample_and_number_alone():
     torch.rand(3)
     assert first[0] not in [pixels(seed=1)[0], pixels(view=1)[0], pixels(name="b")[0]]
     assert pixels() == first == pixels(threads=2)
-
-
-def test_all_frames_change_alike():
+    # All frames change alike.
     settings = replace(EVERYTHING, noise=0.0)  # noise differs from frame to frame, as a camera's
     frame = photograph()
     view = Augmenter(settings, True, 0)(Sample("a", frame, Answer(), None, (frame, frame)), 0)
@@ -128,9 +122,7 @@ def test_only_colours_change_where_places_are_words_or_counts():
     assert view.image.tobytes() != sample.image.tobytes()
     still = Augmenter(AugmentSettings(1, crop=0.5), False, 0)(sample, 0)
     assert still.image.tobytes() == sample.image.tobytes()
-
-
-def test_hues_stay():
+    # Hues stay.
     red = Sample("a", Image.new("RGB", (32, 32), (200, 40, 40)), Answer())
     for view in range(10):
         found = Augmenter(AugmentSettings(1, color=0.5), False, 0)(red, view)

@@ -86,10 +86,8 @@ def test_the_server_says_the_same(tmp_path, pooling):
     assert again.labels == LABELS
     expected = head(read)[:, int(head.chosen)] / 1.7
     assert torch.allclose(again(read)[:, 0] / again.temperature, expected)
-
-
-def test_padding_is_not_pooled():
-    head, read = random_head(), reads(count=2, tokens=4)
+    # Padding is not pooled.
+    read = reads(count=2, tokens=4)
     longer = HeadInputs(
         read.last,
         torch.cat([read.visual, torch.full((2, 3, WIDTH), 50.0)], dim=1),
@@ -111,9 +109,7 @@ def test_the_pooling_with_the_most_hits_on_validation_is_chosen():
     both = torch.stack([right, right * 2, wrong], dim=1)
     head.calibrate(both, torch.tensor([0, 1, 2, -1]))
     assert head.pooling == "visual_mean"
-
-
-def test_calibration_finds_the_temperature():
+    # Calibration finds the temperature.
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(4000, 3, generator=generator)
     truth = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]

@@ -93,14 +93,10 @@ def test_loss_in_closed_form(objectness):
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
     head.loss(raw, both, replace(weights, box_weight=0.0, class_weight=0.0)).backward()
     assert raw.grad[..., 1:].abs().max() == 0.0  # the IoU teaches no box
-
-
-def test_a_single_class_needs_no_class_logits_and_outputs_are_fp32():
-    head = BoxHeadModule(6, ["cat"], GRID)
+    head = BoxHeadModule(6, ["cat"], GRID)  # a single class needs no class logits
     raw = head(torch.randn(3, 16, 6, dtype=torch.bfloat16))
     assert (raw.shape, raw.dtype) == ((3, 16, 5), torch.float32)
-    loss = head.loss(raw, targets([], [], [], labels=["cat"]), HeadSettings())
-    assert torch.isfinite(loss)
+    assert torch.isfinite(head.loss(raw, targets([], [], [], labels=["cat"]), HeadSettings()))
 
 
 def matched(score, hit):
@@ -118,10 +114,7 @@ def test_calibration_recovers_a_known_distortion():
         head.calibrate(matched(score, hit))
         assert head.calibration.tolist() == pytest.approx([0.5, -0.8], abs=0.06)
         head.calibration.copy_(torch.tensor([0.5, -0.8]))
-
-
-def test_calibration_never_reverses_an_order():
-    score = np.linspace(0.01, 0.99, 200)
+    score = np.linspace(0.01, 0.99, 200)  # no fit reverses an order
     head = BoxHeadModule(6, LABELS, GRID)
     head.calibrate(matched(score, score < 0.5))
     assert head.calibration.tolist() == [1.0, 0.0]

@@ -40,9 +40,6 @@ def test_a_task_of_another_package(installed):
         [Answer(label=str(n)) for n in numbers] for numbers in ((1, 4, 9, 2), (2, 4, 5, 2))
     )
     assert TASK_TYPES["close_number"].measure(said, truth).mean == np.mean([1, 1, 0, 1])
-
-
-def test_unknown_task_types_and_options_are_refused():
     with pytest.raises(DataError, match="unknown task type 'poetry': choose one of caption, class"):
         TASK_TYPES["poetry"]
     with pytest.raises(SettingsError, match="task type video has no options, got speed"):

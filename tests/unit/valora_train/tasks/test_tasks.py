@@ -34,13 +34,10 @@ def lmm(random_llava):
 @pytest.mark.parametrize(
     ("task", "labels", "kind"),
     [
-        (Task.CLASSIFICATION, ("a", "b"), "classification"),
-        (Task.VIDEO, ("up", "down"), "action"),
-        (Task.COUNTING, ("0", "1"), "counting"),
-        (Task.VQA, ("no", "yes"), "yes_no"),
-        (Task.VQA, ("red", "blue", "green"), "classification"),
+        (Task.VIDEO, ("up", "down"), "action"), (Task.COUNTING, ("0", "1"), "counting"),
+        (Task.VQA, ("no", "yes"), "yes_no"), (Task.VQA, ("red", "blue"), "classification"),
     ],
-)
+)  # fmt: skip
 def test_closed_sets_get_a_head_of_their_kind(lmm, task, labels, kind):
     made = make_task(domain(task, labels), HeadSettings(), lmm, video=task is Task.VIDEO)
     assert isinstance(made, ChoiceTask)
@@ -87,9 +84,7 @@ def test_soft_labels_reach_the_targets(lmm):
     for other, message in (("z", "'z', which is none of its labels"), ("b", "nothing to tell")):
         with pytest.raises(DataError, match=message):
             made.targets([first, Sample("2", SQUARE, Answer(label=other))], [])
-
-
-def test_a_mirrored_video_is_mirrored_in_every_frame(lmm):
+    # A video is mirrored in every frame.
     left = Image.new("RGB", (4, 2))
     left.putpixel((0, 0), (255, 0, 0))
     sample = Sample("a", left, Answer(label="a"), None, (left.copy(), left.copy()))
@@ -121,19 +116,15 @@ def test_golden_rows_tell_answers_apart(lmm):
 
 
 def test_heads_of_another_kind_are_refused(lmm, tmp_path):
-    labels = ("a", "b")
     choice = make_task(domain(Task.COUNTING, ("0", "1")), HeadSettings(), lmm)
     file = tmp_path / "h.safetensors"
     encoded = lmm.encode([choice.prompt(Sample("a", SQUARE, Answer()))])[0]
     choice.write_head(choice.new_head(lmm, encoded, 0), file)
     assert choice.read_head(file, lmm.width).pooling in POOLINGS
-    for task, message in (
-        (Task.DETECTION, "cannot use a counting head"),
-        (Task.CAPTION, "no head"),
-    ):
-        made = make_task(
-            domain(task, labels if task is Task.DETECTION else ()), HeadSettings(), lmm
-        )
+    for task, labels, message in (
+        (Task.DETECTION, ("a", "b"), "cannot use a counting head"), (Task.CAPTION, (), "no head")
+    ):  # fmt: skip
+        made = make_task(domain(task, labels), HeadSettings(), lmm)
         with pytest.raises(BundleError, match=message):
             made.read_head(file, lmm.width)
 
@@ -141,20 +132,19 @@ def test_heads_of_another_kind_are_refused(lmm, tmp_path):
 def test_gradients_of_a_step_do_not_depend_on_its_pieces(random_llava):
     """Micro-batches, groups of like length and one pass of all add up to the whole batch."""
     found, passes = [], []
+    known = {  # of 5 labels each
+        Task.CLASSIFICATION: ("weather", builtin_domain(Task.CLASSIFICATION, "weather").labels),
+        Task.VIDEO: ("vehicle_motion", ("left", "right", "closer", "away", "still")),
+    }
+    drawn = {t: list(builtin_samples(t, name, Split.TRAIN, 8)) for t, (name, _) in known.items()}
     for micro, padding in ((0, 0.0), (3, 0.0), (0, math.inf)):
         lmm = Lmm(ModelSettings(id=str(random_llava)), LoraSettings(rank=4, alpha=8))
         data = {}
-        for name, task, labels in (
-            ("weather", Task.CLASSIFICATION, builtin_domain(Task.CLASSIFICATION, "weather").labels),
-            ("vehicle_motion", Task.VIDEO, ("left", "right", "closer", "away", "still")),
-        ):
+        for task, (name, labels) in known.items():
             made = Domain(name, task, labels, "what?", 0.5)
-            samples = list(builtin_samples(task, name, Split.TRAIN, 12))
-            data[name] = DomainData(
-                make_task(made, HeadSettings(), lmm, video=task is Task.VIDEO),
-                samples, {Split.VAL: samples}, lmm, mirror=False,
-            )  # fmt: skip
-        settings = TrainSettings(steps=2, steps_per_held=1, batch_size=8, micro_batch=micro)
+            made = make_task(made, HeadSettings(), lmm, video=task is Task.VIDEO)
+            data[name] = DomainData(made, drawn[task], {}, lmm, mirror=False)
+        settings = TrainSettings(steps=2, steps_per_held=0, batch_size=8, micro_batch=micro)
         trainer = Trainer(lmm, data, settings)
         trainer._pass_tokens = padding
         rows = {name: torch.arange(4) for name in data}  # videos are several times as long
@@ -171,24 +161,3 @@ def test_gradients_of_a_step_do_not_depend_on_its_pieces(random_llava):
         for key, value in found[0][1].items():
             if key.startswith(("lora", "head")):
                 torch.testing.assert_close(snapshot[key], value, atol=2e-4, rtol=2e-2)
-
-
-def test_samples_of_a_step_are_of_like_length(random_llava):
-    lmm = Lmm(ModelSettings(id=str(random_llava)), LoraSettings(rank=4, alpha=8))
-    samples = [
-        Sample(str(n), SQUARE, Answer(answers=("yes",)), "why " * (1 + n % 40)) for n in range(120)
-    ]
-    data = DomainData(
-        make_task(domain(Task.VQA, prompt="{}"), HeadSettings(), lmm), samples, {}, lmm, False
-    )
-    spread = {}
-    for grouped in (False, True):
-        trainer = Trainer(lmm, {"some": data}, TrainSettings(group_by_length=grouped))
-        generator = torch.Generator().manual_seed(1)
-        padded = []
-        for _ in range(30):
-            rows = trainer._rows(data.inputs, 8, generator)
-            lengths = [data.inputs[row].length for row in rows.tolist()]
-            padded.append(max(lengths) * len(lengths) / sum(lengths))
-        spread[grouped] = sum(padded) / len(padded)
-    assert spread[True] < 1.1 < 1.3 < spread[False]

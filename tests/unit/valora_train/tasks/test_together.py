@@ -41,7 +41,6 @@ def test_heads_of_one_prompt_share_passes_and_answer_as_alone(monkeypatch):
     ("task", "labels", "own", "found"),
     [
         ("detection", ["cat"], "detect cat", "detect thing"),
-        ("classification", ["cat", "dog"], "which?", "detect thing"),
         ("vqa", ["no", "yes"], "{}", "{}"),
         ("caption", [], "describe it", "describe it"),
     ],

@@ -6,7 +6,7 @@ from valora_train.errors import SettingsError
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.base import Probe
-from valora_train.fusion.strategies.registry import STRATEGIES, make_strategy
+from valora_train.fusion.strategies.registry import make_strategy
 
 EMPTIEST_FIRST = """
 from valora_train.fusion.strategies.base import Strategy
@@ -27,7 +27,6 @@ extension = EmptiestFirst
 
 def test_a_strategy_of_another_package_packs_a_simulated_fusion(installed):
     installed("valora.strategies", "emptiest_first", EMPTIEST_FIRST)
-    assert "emptiest_first" in set(STRATEGIES)
     required = dict.fromkeys(["a", "b", "hard", "c"], 0.5)
     probes = {name: Probe(0.5, -0.1 if name == "hard" else 0.4) for name in required}
     requirements = {name: Requirement(least) for name, least in required.items()}
@@ -41,11 +40,6 @@ def test_a_strategy_of_another_package_packs_a_simulated_fusion(installed):
         ("hard", "adapter-2", False), ("c", "adapter-2", True),
     ]  # fmt: skip
     assert plan.packing == {"adapter-1": ("a", "b"), "adapter-2": ("hard", "c")}
-
-
-def test_an_unknown_strategy_lists_what_there_is():
-    known = "affinity, first_fit, joint, paper, rehearsal"
-    with pytest.raises(
-        SettingsError, match=f"unknown fusion strategy 'best': choose one of {known}"
-    ):
+    known = "affinity, emptiest_first, first_fit, joint, paper, rehearsal"
+    with pytest.raises(SettingsError, match=f"unknown fusion strategy 'best': .* {known}"):
         make_strategy("best")

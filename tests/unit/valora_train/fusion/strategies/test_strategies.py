@@ -37,9 +37,7 @@ def test_joint_leaves_out_and_halves():
     ]  # fmt: skip
     assert plan.packing == {"adapter-1": ("b", "d"), "adapter-2": ("a",), "adapter-3": ("c",)}
     assert not any(decision.attempt.rehearse for decision in plan.decisions)
-
-
-def test_joint_goes_on_after_training_that_diverged():
+    # And goes on after training that diverged.
     plan = plan_of("joint", "abc")
     made = play(plan, lambda name, group: float("nan") if len(group) == 3 else 0.9)
     assert made[0].endswith("rolled back") and len(plan.packing) == 2
@@ -95,12 +93,6 @@ def test_what_an_earlier_fusion_packed_stays():
     assert not any(decision.attempt.moved for decision in plan.decisions), made
     assert {"a"} <= set(plan.packing["adapter-1"]) and {"b"} <= set(plan.packing["adapter-2"])
     assert len(plan.packing) == 2
-
-
-def test_a_strategy_may_override_nothing_at_all():
-    plan = FusionPlan({name: Requirement(0.5) for name in "ab"}, Strategy())
-    play(plan, lambda name, group: 0.9)
-    assert plan.packing == {"adapter-1": ("a", "b")}
 
 
 def test_two_that_are_out_of_reach_share_an_adapter():

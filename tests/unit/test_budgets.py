@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 4_946,
     "tests/*/valora_teachers": 1_187,
     "tests/*/valora_kernels": 2_194,
-    "tests/*/valora_serve": 29_294,
+    "tests/*/valora_serve": 28_940,
     "tests/unit/bench": 1_844,
     BENCH: 11_468,
 }

@@ -303,7 +303,7 @@ def test_adapters_that_do_not_fit_their_slot_are_refused() -> None:
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize(("terms", "value"), [(1, float("inf")), (2, float("nan")), (2, 6e4)])
+@pytest.mark.parametrize(("terms", "value"), [(1, float("inf")), (2, 6e4)])
 def test_rows_that_overflow_leave_the_others_alone(
     tiling: Tiling, terms: int, value: float
 ) -> None:

@@ -16,7 +16,6 @@ from tests.support.engine_reference import (
     question,
     run,
 )
-from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, make_adapter
 from valora_kernels.operators import OPERATORS
 from valora_serve.engine.settings import EngineSettings
@@ -25,11 +24,6 @@ from valora_serve.orchestrator.decision import Decision, PolicySettings, View
 from valora_serve.types import Mode, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=7))
 
 
 @pytest.fixture(scope="module")

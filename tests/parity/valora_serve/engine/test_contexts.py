@@ -54,11 +54,6 @@ NAMES: list[str | None] = [*CONTEXTS, None, "documents/always", "documents/late"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=7))
-
-
-@pytest.fixture(scope="module")
 def bundle(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / "documents"
     return make_context_bundle(folder, base, CONTEXTS, ADAPTERS)

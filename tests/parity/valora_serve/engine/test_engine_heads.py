@@ -308,8 +308,7 @@ def test_a_head_can_be_left_out(others: Path) -> None:
     "settings",
     [
         {"policy": "unmerge_only", "overlap": True},
-        {"policy": "valora", "overlap": False, "chunk": 19},
-        {"policy": "merge_only", "block_size": 32},
+        {"policy": "merge_only", "block_size": 32, "chunk": 19},
     ],
     ids=lambda settings: str(settings["policy"]),
 )

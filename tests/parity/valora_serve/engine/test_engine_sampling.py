@@ -17,17 +17,11 @@ from tests.support.engine_reference import (
     question,
     run,
 )
-from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import LANGUAGE, make_adapter
 from valora_serve.errors import RequestError
 from valora_serve.types import Finish, PromptLogprobs, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=7))
 
 
 @pytest.fixture(scope="module")

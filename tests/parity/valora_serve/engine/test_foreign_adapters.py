@@ -146,18 +146,21 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize("case", SERVED)
-def test_adapters_that_are_served(case, base, tmp_path):
-    make_adapter(tmp_path / "a", base, seed=4, rank=4, targets=r".*language_model.*(q|up)_proj")
-    before = load_file(tmp_path / "a" / WEIGHTS)
-    SERVED[case](tmp_path / "a")
-    after = load_file(tmp_path / "a" / WEIGHTS)
-    # PEFT gets the same values in its own names: it knows no module of another model.
-    peft = shutil.copytree(tmp_path / "a", tmp_path / "peft")
-    save_file({name: after.get(name, before[name]).float() for name in before}, peft / WEIGHTS)
-    engine = make_engine(base, {"a": tmp_path / "a"})
-    reference = Reference(base, {"a": peft})
-    requests = [question(f"{model} {n}", model) for n in range(4) for model in ("a", None)]
+def test_adapters_that_are_served(base, tmp_path):
+    adapters, pefts = {}, {}
+    for seed, (case, change) in enumerate(SERVED.items()):
+        name = case.replace(" ", "_").replace("'", "")
+        folder = tmp_path / name
+        make_adapter(folder, base, seed=seed, rank=4, targets=r".*language_model.*(q|up)_proj")
+        before = load_file(folder / WEIGHTS)
+        change(folder)
+        after = load_file(folder / WEIGHTS)
+        # PEFT gets the same values in its own names: it knows no module of another model.
+        peft = shutil.copytree(folder, tmp_path / f"peft {name}")
+        save_file({name: after.get(name, before[name]).float() for name in before}, peft / WEIGHTS)
+        adapters[name], pefts[name] = folder, peft
+    engine, reference = make_engine(base, adapters), Reference(base, pefts)
+    requests = [question(f"{name} {n}", name) for n in range(3) for name in (*adapters, None)]
     check_answers(run(engine, requests), reference, *requests)
 
 

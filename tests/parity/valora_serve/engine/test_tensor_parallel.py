@@ -35,7 +35,6 @@ from tests.support.engine_reference import (
     relative,
     run,
 )
-from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import (
     EVERYTHING,
     LANGUAGE,
@@ -57,12 +56,6 @@ TOLERANCE = 1e-5
 """Relative Frobenius error of log probabilities against one process, in fp32."""
 
 MODES = {"unmerged": unmerged, "merged": merged, "mixture": mixture}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Four query heads on two heads of keys and values."""
-    return str(save_llava(tmp_path_factory.mktemp("llava"), seed=7))
 
 
 def make_adapters(base: str, folder: Path) -> dict[str, Path]:
@@ -104,7 +97,9 @@ def bundle(base: str, folder: Path) -> Path:
     return make_bundle(folder / "heads", base, name="heads", domains=domains, seed=1)
 
 
-@pytest.fixture(scope="module", params=["slora", "replicate_a"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("slora", marks=pytest.mark.slow), "replicate_a"]
+)
 def pair(
     request: pytest.FixtureRequest,
     base: str,

@@ -95,7 +95,7 @@ def served(
     return base, adapters, Rounding(base, adapters)
 
 
-@pytest.mark.parametrize("policy", ["cost", "valora", "merge_only", "slora"])
+@pytest.mark.parametrize("policy", ["cost", "merge_only"])
 def test_answers_are_those_of_peft_on_rounded_layers(
     served: tuple[str, dict[str, Path], Rounding], policy: str
 ) -> None:

@@ -14,7 +14,6 @@ from tests.support.engine_reference import (
     Reference,
     ask,
     assert_empty,
-    check_answers,
     collect,
     make_engine,
     question,
@@ -24,7 +23,6 @@ from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.errors import (
     AdapterError,
-    CancelledRequestError,
     RequestError,
     ServeError,
     StoppedError,
@@ -61,19 +59,6 @@ def served(
     result = asyncio.run(main())
     assert not inner.busy
     return result
-
-
-def test_many_clients(base: str, adapters: dict[str, Path], reference: Reference) -> None:
-    requests = [question(f"{n}", [None, "a", "b", "c"][n % 4]) for n in range(20)]
-
-    async def body(engine: AsyncEngine, inner: Engine) -> list[Got]:
-        found = await asyncio.gather(*(outputs_of(engine, one) for one in requests))
-        assert engine.healthy
-        assert_empty(inner)
-        return list(found)
-
-    found = served(base, adapters, body, overlap=True)
-    check_answers(dict(zip((one.id for one in requests), found, strict=True)), reference, *requests)
 
 
 def test_an_answer_that_is_not_streamed_comes_at_its_end(
@@ -168,19 +153,6 @@ def test_closing_the_iterator_cancels(base: str, adapters: dict[str, Path]) -> N
         assert_empty(inner)
 
     served(base, adapters, body, overlap=True)
-
-
-def test_cancelling_by_id(base: str, adapters: dict[str, Path]) -> None:
-    async def body(engine: AsyncEngine, inner: Engine) -> None:
-        stream = engine.generate(question("long", tokens=500))
-        await anext(stream)
-        assert await engine.cancel("long") is True
-        last = [output async for output in stream][-1]
-        assert last.finish is Finish.CANCELLED
-        assert isinstance(last.error, CancelledRequestError)
-        assert_empty(inner)
-
-    served(base, adapters, body)
 
 
 @pytest.mark.parametrize("books", [False, True])

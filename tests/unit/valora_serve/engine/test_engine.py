@@ -34,7 +34,7 @@ from valora_serve.errors import (
 )
 from valora_serve.orchestrator.decision import Decision, PolicySettings, View
 from valora_serve.orchestrator.registry import POLICIES
-from valora_serve.types import Finish, Request
+from valora_serve.types import Finish, Mode, Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,8 +84,9 @@ def test_an_id_that_is_in_use(base: str, reference: Reference) -> None:
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("when", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("overlap", "when"), [(False, 0), (True, 1), (False, 2), (True, 2), (True, 4)]
+)
 @pytest.mark.parametrize("kind", ["text", "image", "head"])
 def test_cancelled(
     base: str, reference: Reference, scene: Path, overlap: bool, when: int, kind: str
@@ -148,8 +149,7 @@ def test_deadlines(base: str, reference: Reference, monkeypatch: pytest.MonkeyPa
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("policy", ["cost", "valora"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("policy", "overlap"), [("cost", True), ("valora", False)])
 def test_a_deadline_steers_the_policy(
     base: str, reference: Reference, monkeypatch: pytest.MonkeyPatch, policy: str, overlap: bool
 ) -> None:
@@ -215,8 +215,9 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten(base: str) -> None:
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("places", [1, 3])
+@pytest.mark.parametrize(
+    ("policy", "places"), [(name, 1 + n % 2 * 2) for n, name in enumerate(sorted(POLICIES))]
+)
 def test_requests_that_hold_all_places_and_wait_to_be_read(
     base: str, adapters: dict[str, Path], policy: str, places: int
 ) -> None:
@@ -235,8 +236,9 @@ def test_requests_that_hold_all_places_and_wait_to_be_read(
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("policy", ["cost", "slora", "valora"])
-@pytest.mark.parametrize("room", [2, 14])
+@pytest.mark.parametrize(
+    ("policy", "room"), [("cost", 2), ("cost", 14), ("slora", 2), ("valora", 14)]
+)
 def test_requests_that_have_waited_too_long_take_turns(
     base: str, adapters: dict[str, Path], policy: str, room: int
 ) -> None:
@@ -309,3 +311,20 @@ def test_each_name_of_an_adapter_has_an_account_of_its_own(
     asked = [question("x", name) for name in ("one", "two", None)]
     clients = [engine._preprocessing.sequence(engine.prepare(one)).view.client for one in asked]
     assert clients == ["one", "two", "base"]
+
+
+def test_what_is_said_of_a_step(base: str, adapters: dict[str, Path]) -> None:
+    engine = make_engine(base, {"a": adapters["a"]}, policy="merge_only")
+    found = run(engine, [question("one", "a"), question("two", "a")])
+    last = found["one"].last
+    assert last is not None
+    assert last.mode is Mode.MERGED
+    assert last.usage is not None
+    assert (last.usage.prompt, last.usage.completion) == (12, 6)
+    times = last.times
+    assert times is not None
+    assert times.arrival <= (times.started or 0) <= (times.first_token or 0) <= times.finished  # type: ignore[operator]
+    stats = engine.stats()
+    assert (stats.mode, stats.finished) == (Mode.MERGED, {"length": 2})
+    assert stats.merged_adapter is not None
+    assert_empty(engine)

@@ -91,34 +91,6 @@ def test_the_image_cache_keeps_its_bound(base: str) -> None:
     assert not len(engine.images)
 
 
-def test_a_group_that_is_too_large_is_logged_and_answered(
-    base: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each image alone fits into the memory: all are answered, and the operator is told."""
-    engine = make_engine(base, policy="unmerge_only")
-    reference = Reference(base, {})
-    requests = [
-        replace(
-            question(f"{n}"), token_ids=None, messages=ask("Look", images=1),
-            images=[noise(20, 20, n)],
-        )
-        for n in range(3)
-    ]  # fmt: skip
-    encode = engine.runner.encode
-
-    def fails(visuals: Any, slots: Any) -> Any:
-        if len(visuals) > 1:
-            raise MemoryError("too many")
-        return encode(visuals, slots)
-
-    monkeypatch.setattr(engine.runner, "encode", fails)
-    add_requests(engine, *requests)
-    check_answers(finish(engine), reference, *requests)
-    [said] = [record for record in caplog.records if record.exc_info]
-    assert "3 images together failed" in said.getMessage()
-    assert "too many" in str(said.exc_info)
-
-
 def test_cached_images_keep_no_others_in_memory(base: str) -> None:
     """Images that are encoded together lie in one tensor."""
     engine = make_engine(base, policy="unmerge_only", image_cache_bytes=1 << 30)

@@ -57,12 +57,6 @@ def test_costs_that_cannot_be_saved_are_used_all_the_same(
     assert "--cost-folder" in said
 
 
-def test_nothing_is_measured_without_the_setting(base: str) -> None:
-    engine = make_engine(base)
-    profile.ensure_costs(engine)
-    assert not engine.cost.measured
-
-
 @pytest.mark.parametrize(
     "limits",
     [

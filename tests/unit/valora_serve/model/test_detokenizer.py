@@ -77,7 +77,7 @@ class OtherLibrary:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_pieces_add_up(name: str, data: st.DataObject) -> None:
     """Tokenizers of other libraries give the same pieces."""
     tokenizer = TOKENIZERS[name]
@@ -98,7 +98,7 @@ PIECES = [[0], [1], *([n] for n in range(259, 259 + len(WORDS)))]
         max_size=20,
     )
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_pieces_add_up_with_bytes_among_words(parts: list[list[int]]) -> None:
     """Bytes that are no characters are left out: such a tokenizer then takes back what it said."""
     tokenizer = TOKENIZERS["metaspace"]
@@ -107,18 +107,9 @@ def test_pieces_add_up_with_bytes_among_words(parts: list[list[int]]) -> None:
     assert "".join(pieces) == whole(tokenizer, tokens)
 
 
-def test_wrong_bytes_harm_nothing_that_was_said() -> None:
-    tokenizer = TOKENIZERS["metaspace"]
-    cat = tokenizer.convert_tokens_to_ids("▁cat")
-    tokens = [cat, *_bytes(tokenizer, "你"), 3 + 0xFF, cat, cat]
-    pieces, _ = pushed(tokenizer, tokens)
-    assert "".join(pieces).startswith("cat你")
-    assert "".join(pieces).endswith("\ufffd cat cat")
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_characters_are_never_given_in_parts(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -136,28 +127,6 @@ def _bytes(tokenizer: Any, text: str) -> list[int]:
     if tokenizer is TOKENIZERS["metaspace"]:
         return [3 + byte for byte in text.encode()]
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def test_an_unfinished_character_comes_with_the_flush() -> None:
-    tokenizer = TOKENIZERS["bytes"]
-    tokens = [*_bytes(tokenizer, "ab"), *_bytes(tokenizer, "😀")[:2]]
-    pieces, _ = pushed(tokenizer, tokens)
-    assert pieces[:-1] == ["a", "b", "", ""]
-    assert "".join(pieces) == whole(tokenizer, tokens)
-    assert pieces[-1].endswith("\ufffd")
-
-
-def test_spaces_between_words_stay() -> None:
-    tokenizer = TOKENIZERS["metaspace"]
-    the, cat, s, sat, space = (
-        tokenizer.convert_tokens_to_ids(word) for word in ("▁the", "▁cat", "s", "▁sat", "▁")
-    )
-    eos = tokenizer.eos_token_id
-    assert pushed(tokenizer, [the, cat, s, sat])[0] == ["the", " cat", "s", " sat", ""]
-    assert "".join(pushed(tokenizer, [the, eos, cat])[0]) == "the cat"
-    assert "".join(pushed(tokenizer, [eos, the, eos, eos, cat])[0]) == "the cat"
-    assert "".join(pushed(tokenizer, [space, space, the])[0]) == "  the"
-    assert "".join(pushed(tokenizer, [the, space, cat])[0]) == "the  cat"
 
 
 def _tokens(text: str) -> list[int]:
@@ -199,7 +168,7 @@ OF_LETTERS.decoder = decoders.Fuse()
     tokens=st.lists(st.integers(0, len(LETTERS) - 1), max_size=16),
     stop=st.lists(st.text("ab", min_size=1, max_size=6), max_size=3),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_answer_ends_before_the_first_stop_text(tokens: list[int], stop: list[str]) -> None:
     """The one that is complete first, the longest of them, however the text is divided."""
     text = "".join(LETTERS[token] for token in tokens)

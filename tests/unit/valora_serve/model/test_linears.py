@@ -59,32 +59,6 @@ def test_adapters_apply_inside_their_scope_only():
     assert scope.batch("text", 4) is None and scope.batch("vision", 4) is None
 
 
-def test_compiled_layers_compute_each_group_once_and_know_its_widths(model):
-    """A kernel that does not know them divides by them, and loads 2 bytes at a time."""
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    layer, rows = model["text"], (3, 5, 7)
-    inputs = [torch.randn(n, 8) for n in rows]
-    with torch.inference_mode():
-        expected = [layer(x) for x in inputs]
-        linears = Linears.of(model, {"text": "text"})
-        torch._dynamo.reset()
-        compiled = torch.compile(layer, dynamic=True, backend=keep)
-        for x, y in zip(inputs, expected, strict=True):
-            torch.testing.assert_close(compiled(x), y)
-    [graph] = graphs  # for any number of rows
-    found = [n for n in graph.graph.nodes if n.target is torch.ops.valora.linears]
-    shapes = [n.meta["example_value"] for n in found]
-    assert [(one.shape[1], *one.stride()) for one in shapes] == [(16, 16, 1), (8, 8, 1)]
-    assert all(isinstance(one.shape[0], torch.SymInt) for one in shapes)
-    assert linears.scope.last is None  # and keep none of their outputs
-    assert all(group._whole is None for group in linears.groups.values())
-
-
 def test_layers_of_the_same_sizes_are_compiled_once(model):
     graphs = []
 

@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from valora_serve.model import sampler
@@ -111,25 +106,6 @@ def test_neighbours_with_other_wishes() -> None:
         assert sample(logits, choices).tolist() == [0, 7, 0, 6]
 
 
-def test_a_seed_repeats_whatever_runs_beside() -> None:
-    params: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "seed": 42}
-    alone = choice(**params)
-    first = [int(sample(LOGITS[None], [alone])[0]) for _ in range(50)]
-    beside = choice(**params)
-    generator = torch.Generator().manual_seed(0)
-    again = []
-    for step in range(50):
-        others = [choice(temperature=1.0 + step % 3) for _ in range(step % 4)]
-        place = step % (len(others) + 1)
-        choices = [*others[:place], beside, *others[place:]]
-        logits = torch.randn(len(choices), 8, generator=generator)
-        logits[place] = LOGITS
-        again.append(int(sample(logits, choices)[place]))
-    assert first == again
-    other = choice(**{**params, "seed": 43})
-    assert first != [int(sample(LOGITS[None], [other])[0]) for _ in range(50)]
-
-
 def test_seeds() -> None:
     """Large ones are told apart, too, and without one every request draws its own."""
     flat = torch.zeros(1, 1000)
@@ -186,17 +162,6 @@ def test_the_tail_of_a_large_vocabulary_can_come() -> None:
     assert len(set(found.tolist())) > 55
 
 
-def test_temperature_and_cuts_agree_with_transformers() -> None:
-    generator = torch.Generator().manual_seed(6)
-    logits = torch.randn(24, generator=generator) * 2
-    wanted: Any = LogitsProcessorList([
-        TemperatureLogitsWarper(0.7), TopKLogitsWarper(15), TopPLogitsWarper(0.93),
-        MinPLogitsWarper(0.03),
-    ])(torch.zeros(1, 1, dtype=torch.int64), logits[None])  # fmt: skip
-    one = choice(temperature=0.7, top_k=15, top_p=0.93, min_p=0.03, seed=14)
-    assert_drawn(shares(logits, one), wanted[0].softmax(-1))
-
-
 PROMPT, ANSWER = [4, 6, 6, 1], [2, 0, 2, 3, 2, 6]
 
 
@@ -234,27 +199,6 @@ def test_bias_comes_after_penalties_and_before_what_is_allowed() -> None:
     early = choice([6], logit_bias=((6, 100.0),))
     found = sample(LOGITS.expand(4, -1), [forced, banned, masked, early]).tolist()
     assert found == [6, 2, 5, 0]
-
-
-def test_penalties_of_neighbours_do_not_mix() -> None:
-    logits = LOGITS.expand(4, -1)
-    choices = [
-        choice(answer=[0], frequency_penalty=1.0),  # 2 is next
-        choice(),
-        choice(prompt=[0, 2, 4], repetition_penalty=5.0),  # 7 is next
-        choice(logit_bias=((1, 1.6),)),
-    ]
-    assert [one.is_argmax for one in choices] == [False, True, False, False]
-    assert sample(logits, choices).tolist() == [2, 0, 7, 1]
-
-
-def test_greedy_takes_the_likeliest_and_leaves_the_logits() -> None:
-    logits = torch.stack([LOGITS, LOGITS.flip(0)])
-    before = logits.clone()
-    assert sample(logits, [choice(), choice()]).tolist() == [0, 7]
-    assert sample(logits, [choice([0]), choice(allowed=[1, 3])]).tolist() == [2, 3]
-    sample(logits, [choice(temperature=2.0, top_k=3), choice([7], temperature=1.0)])
-    assert torch.equal(logits, before)
 
 
 def test_zero_noise_draws_nothing_impossible(monkeypatch: pytest.MonkeyPatch) -> None:

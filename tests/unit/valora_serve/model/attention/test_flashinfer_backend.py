@@ -245,7 +245,7 @@ SEQUENCES = st.lists(
 """Sequences: tokens that are cached, and rows of the step."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(SEQUENCES, min_size=1, max_size=3),
     st.sampled_from([("plan", True, HEADS), ("plan", False, HEADS), ("mixed_plan", True, HEADS),

@@ -23,13 +23,14 @@ def make(
     clip=1.0,
     precision="float32",
     device="cpu",
+    threads=1,
     **more,
 ):
     """A trainer on a base model in a folder, and the model."""
     lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=vision)
     train = TrainSettings(
         steps=steps, steps_per_held=3, batch_size=batch_size, rehearsal_share=rehearsal_share,
-        probe_steps=5, clip=clip, lora=lora, **more,
+        probe_steps=5, clip=clip, lora=lora, threads=threads, **more,
     )  # fmt: skip
     lmm = Lmm(ModelSettings(id=str(base), precision=precision, device=device), lora)
     data = {}

@@ -15,7 +15,7 @@ BUDGETS = {
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_143,
     "valora_serve": 32_210,
-    "tests/*/valora_train": 8_032,
+    "tests/*/valora_train": 7_816,
     "tests/*/valora_data": 4_946,
     "tests/*/valora_teachers": 1_187,
     "tests/*/valora_kernels": 2_194,

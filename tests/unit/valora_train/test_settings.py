@@ -34,7 +34,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def plain():
-    return OmegaConf.to_container(configured("task=detection", "task.only=[person]"))
+    return OmegaConf.to_container(configured("task=detection", "task.only=[person]"), resolve=True)
 
 
 def check_all(config) -> None:
@@ -43,24 +43,23 @@ def check_all(config) -> None:
     check_with_libraries(made)
 
 
-def test_the_default_settings_pass(plain) -> None:
-    check_all(OmegaConf.create(plain))
-
-
 def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     given = {"fusion.parent": "b", "paths.work": "w", "domains.person.teacher": "t.pt"}
     made = from_config(configured(*(f"++{place}='~/{end}'" for place, end in given.items())))
     found = made.fusion.parent, made.paths.work, made.domains["person"].teacher
     assert found == ("/home/me/b", "/home/me/w", "/home/me/t.pt")
+    check_all(configured("task=detection", "task.only=[person]"))  # the default settings pass
 
 
 def refused(plain, place: str, value: object) -> str:
     values = json.loads(json.dumps(plain))
     *groups, last = place.split(".")
     reduce(lambda group, name: group.setdefault(name, {}), groups, values)[last] = value
-    with pytest.raises(ValoraError) as caught:
-        check_all(OmegaConf.create(values))
+    with pytest.raises(ValoraError) as caught, pytest.MonkeyPatch.context() as patch:
+        # Hydra's objects of so many settings take a tenth of a second.
+        patch.setattr(settings.OmegaConf, "to_container", lambda given, **_: given)
+        check_all(values)
     said = str(caught.value)
     assert "\n" not in said
     return said
@@ -81,19 +80,11 @@ NUMBERS = [
 ]
 
 
-def test_the_table_has_all_numbers() -> None:
-    assert {
-        "model.batch_size", "train.lora.rank", "train.warmup", "train.augment.views", "heads.soft",
-        "fusion.margin", "teacher.threshold", "domains.person.required", "task.of_teacher",
-        "domains.person.source.max_faulty",
-    } <= set(NUMBERS)  # fmt: skip
+def test_numbers(plain) -> None:
     assert len(NUMBERS) > 40
-
-
-@pytest.mark.parametrize("place", NUMBERS)
-def test_numbers(plain, place: str) -> None:
-    for value in [-1, float("nan"), float("inf"), "many", True, [1], -(10**30)]:
-        assert place.rpartition(".")[2] in refused(plain, place, value)
+    for place in NUMBERS:
+        for value in [-1, float("nan"), "many", True, [1]]:
+            assert place.rpartition(".")[2] in refused(plain, place, value), (place, value)
 
 
 @pytest.mark.parametrize(
@@ -103,23 +94,17 @@ def test_numbers(plain, place: str) -> None:
         ("train.lora.targets", [], "train.lora.targets=.*at least 1"),
         ("train.lora.targets", ["query"], "has no projection query"),
         ("train.lora.target", ["q_proj"], "did you mean targets"),
-        ("train.steps", 2.5, "bad setting train.steps=2.5"),
         ("train.flip", "perhaps", "bad setting train.flip='perhaps'"),
-        ("train.optimizer", "adam", "bad setting train.optimizer='adam': there is no such setting"),
-        ("heads.pooling", "best", "bad setting heads.pooling='best'"),
         ("heads.options", {"poetry": {}}, "poetry"),
         ("heads.options", {"context": {"token": 3}}, "heads.options.context.token=3.*mean tokens"),
         ("heads.options", {"context": {"tokens": True}}, "heads.options.context.tokens=True"),
-        ("fusion.strategy", "best", "unknown fusion strategy 'best'"),
         ("fusion.parent", "~nobody-here/b", "fusion.parent=~nobody-here/b holds no bundle"),
         ("model.id", "~nobody-here/m", "base model folder ~nobody-here/m does not exist"),
         ("model.id", "", "bad setting model.id=''"),
         ("model.id", "owner/no-such-model", "model.id=owner/no-such-model is no folder"),
         ("model.device", "gpu", "bad setting model.device='gpu'.*cpu"),
-        ("model.device", "cuda:99", "model.device=cuda:99: this machine.* set model.device=cpu"),
         ("model.attention", "flash_attention_2", "needs the package flash-attn"),
         ("paths.work", "", "paths.work=''"),
-        ("paths.work", "/proc/version/deep/er", "/proc/version is a file"),
         ("paths.bundles", "/dev/null/x", "paths.bundles=/dev/null/x: /dev/null is a file"),
         ("paths.work", "x" * 300, "paths.work=x.*[Nn]ame too long.*choose another"),
         ("task.name", "a/b", "task.name='a/b'"),
@@ -132,10 +117,8 @@ def test_numbers(plain, place: str) -> None:
         ("domains.person.source.counts", {"valid": 3}, "bad setting .*counts"),
         ("domains.person.source.fractions", {"val": 2}, "fractions.val must be less .* 2 % is 0.0"),
         ("domains.person.source.fractions", {"val": 0}, "domains.person.source: fractions are all"),
-        ("teacher.kind", "oracle", "unknown teacher kind 'oracle'"),
         ("teacher.kind", "huggingface", "huggingface is not trained here: set domains.person"),
         ("teacher.options.epoch", 3, "unknown option epoch of teacher yolo"),
-        ("teacher.options.epochs", "many", "teacher.options.epochs='many'"),
         ("context.encoder_steps", 3, "set context.form=memory_tokens"),
         ("context.start", "nowhere", "context.start=nowhere is no folder"),
         ("domains.dog", {"required": 0.8}, "domains.dog.name is missing: .* leave domains.dog out"),
@@ -150,7 +133,6 @@ def test_each_wrong_value_is_named(plain, place: str, value: object, said: str) 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+domains.person.relative=true"], "domains.person.relative was removed: leave it out"),
         (["domains.person.required=null", "task.of_teacher=null"],
          "person has no contract: set domains.person.required"),
         (["domains.person.teacher=labels", "domains.person.of_teacher=0.9"],
@@ -158,15 +140,9 @@ def test_each_wrong_value_is_named(plain, place: str, value: object, said: str) 
          "learns from labels"),
         (["task=vqa", "task.only=[]", "experiment=teacher97"],
          "task.of_teacher=0.97 asks for nothing, because every domain of task vqa learns from"),
-        (["task=counting", "task.only=[]", "experiment=relative"],
-         "domains.license_plate.name is missing"),
-        (["task=own", "+domain@domains.cells=yolo", "task.only=[]", "domains.cells.name=cells",
-          "domains.cells.labels=[red]", "domains.cells.source.path=data.yaml"],
-         "domains.cells.source.path=data.yaml does not exist"),
         (["teacher.kind=function", "domains.person.teacher=labeller"], "names no function"),
         (["teacher.kind=function", "domains.person.teacher=no_such_module:label"],
          "write module:function"),
-        (["teacher.kind=huggingface", "domains.person.teacher=./vit"], "=./vit does not exist"),
         (["teacher.kind=small", "domains.person.teacher=best"], "teacher=best does not exist"),
         (["model.quantize=nf4", "model.shard=true"], "set model.shard=false, or model.quantize"),
     ],
@@ -181,9 +157,8 @@ def test_settings_that_contradict_each_other(overrides: list[str], message: str)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["experiment=paper", "task.of_teacher=0.9"], "experiment=paper asks .* keep 0.9 of its"),
         (["+experiment=[paper,quick]", "domains.license_plate.of_teacher=0.9"],
-         "experiment=paper asks"),
+         "experiment=paper asks .* keep 0.9 of its"),
         (["fusion=paper", "task.of_teacher=0.9"], None),
         (["fusion.of_dedicated=0.95", "domains.person.required=0.9"],
          "so that domains.person.required=0.9 would be ignored"),
@@ -198,11 +173,6 @@ def test_contracts_of_experiments(overrides: list[str], message: str | None) -> 
         return
     with pytest.raises(SettingsError, match=message):
         check_contracts_asked(given, overrides)
-
-
-@pytest.mark.parametrize("experiment", ["paper", "relative", "teacher97"])
-def test_experiments_with_contracts_replace_shares_of_dedicated_adapters(experiment: str) -> None:
-    assert configured("task=detection", f"experiment={experiment}").fusion.of_dedicated is None
 
 
 def test_models_that_are_no_models(plain, tmp_path: Path) -> None:
@@ -220,16 +190,12 @@ def test_models_that_are_no_models(plain, tmp_path: Path) -> None:
     assert "has no projection k_proj" in refused(plain, "model.id", str(folder))
 
 
-def test_a_base_model_in_4_bits_needs_its_package(plain, monkeypatch) -> None:
+def test_packages_that_are_missing_and_folders_that_cannot_be_written(plain, monkeypatch) -> None:
     monkeypatch.setattr(checks.quantized, "is_installed", lambda: False)
     said = refused(plain, "model.quantize", "nf4")
     assert "needs the package bitsandbytes: pip install 'valora[quantize]'" in said
-
-
-def test_folders_that_cannot_be_written(plain, monkeypatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ValoraError, match=r"paths\.work=\.valora: .* cannot write to: choose"):
-        check(from_config(OmegaConf.create(plain)))
+    assert "paths.work=.valora: " in refused(plain, "paths.work", ".valora")
 
 
 def test_nothing_heavy_is_imported_before_the_checks() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tests.support.helpers import coloured_squares
 from tests.support.stores import new_store
 from tests.support.tiny_sweep import CONFIG
 from tests.unit.valora_train.test_cli import write_coco
@@ -20,7 +19,6 @@ from valora_train.stage import write_json
 ROOT = Path(__file__).parents[3]
 RAY = ["hydra/launcher=ray", "hydra.launcher.num_gpus=0"]
 LAUNCHERS = {
-    "basic": [],
     "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
     "submitit": ["hydra/launcher=submitit_local", "hydra.launcher.gpus_per_node=2"],
     "ray": RAY,
@@ -44,11 +42,12 @@ def written(folder):
     return {p.stem: ast.literal_eval(p.read_text()) for p in folder.glob("*.txt")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", ["basic", *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS)]
+)
 def test_the_others_end_when_a_job_fails(launcher, tmp_path):
     given = ["name=a,b,c", "+do={b:refuse,c:write_late}"]
-    status, said = sweep(tmp_path, *LAUNCHERS[launcher], *given, CUDA_VISIBLE_DEVICES="3")
+    status, said = sweep(tmp_path, *LAUNCHERS.get(launcher, []), *given, CUDA_VISIBLE_DEVICES="3")
     assert status == 1
     assert "b is refused: choose another" in said[-1]
     assert not any("Traceback" in line for line in said)
@@ -60,25 +59,15 @@ def test_the_others_end_when_a_job_fails(launcher, tmp_path):
         assert {one["gpus"] for one in found.values()} == {"3"}
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ["joblib", "submitit", pytest.param("ray", marks=pytest.mark.slow)],
-)
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("submitit", "ray")]
+
+
+@pytest.mark.parametrize("launcher", ["joblib", *SLOWER])
 def test_a_job_that_is_killed(launcher, tmp_path):
     status, found = sweep(tmp_path, *LAUNCHERS[launcher], "name=a,b", "+do={a:die,b:write_late}")
     assert status == 1
     assert found[-1].startswith("error: ") and "run the same command again" in found[-1]
     assert set(written(tmp_path)) == (set() if launcher == "joblib" else {"b"})
-
-
-@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit"])
-def test_all_is_well(launcher, tmp_path):
-    status, said = sweep(tmp_path, *LAUNCHERS[launcher], "name=a,b")
-    assert (status, said) == (0, [])
-    found = written(tmp_path)
-    assert set(found) == {"a", "b"}
-    if launcher == "submitit":
-        assert len({one["pid"] for one in found.values()}) == 2
 
 
 @pytest.mark.parametrize(
@@ -108,7 +97,7 @@ def test_a_missing_library_is_named(tmp_path):
     assert said[-1] == "error: hydra/launcher=ray needs Ray: pip install 'valora[cluster]'"
 
 
-def test_figures_are_of_validation(tmp_path):
+def test_figures_are_of_validation_and_the_table_shows_what_differs(tmp_path):
     domains = {
         "a": {"accuracy": {"val": 0.9, "test": 0.1}, "required": 0.8},
         "b": {"accuracy": {"val": 0.5, "test": 0.99}, "required": 0.7},
@@ -121,9 +110,6 @@ def test_figures_are_of_validation(tmp_path):
     assert found["accuracy"] == pytest.approx(0.7)
     assert (found["adapters"], found["attempts"], found["met"]) == (1, 3, 1)
     assert (found["minutes"], found["run"]) == (1.5, "r")
-
-
-def test_the_table_shows_what_differs():
     jobs = {
         "10": {"overrides": {"task": "own", "lr": "2"}, "figures": {"adapters": 2, "run": "x"}},
         "9": {"overrides": {"task": "own", "lr": "1"}, "figures": {"adapters": 3, "run": "y"}},
@@ -153,7 +139,6 @@ def test_no_password_is_left_on_the_disk(tmp_path, monkeypatch, store):
 @pytest.mark.slow
 def test_jobs_lie_below_a_parent_with_a_table(tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
-    assert coloured_squares(1, 1, "cat")
     given = write_coco(tmp_path / "cats", count=60)
     more = ["command=fuse", "domains.cat.teacher=labels", "train.steps=2", "train.probe_steps=2",
             "fusion.unreachable=keep", "fusion.head_only=false", "train.threads=1",

@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 PROGRAM = """
 import atexit
 from valora_train.model.distributed import end_process
@@ -20,13 +18,10 @@ end_process()
 """
 
 
-@pytest.mark.parametrize(
-    ("processes", "said"), [("1", ["at exit", "taken down"]), ("2", ["at exit"])]
-)
-def test_the_interpreter_is_not_taken_down_where_others_train_too(processes, said):
+def test_the_interpreter_is_not_taken_down_where_others_train_too():
     """A thread of gloo that wants the lock of an interpreter that ends aborts the process."""
-    environment = {**os.environ, "WORLD_SIZE": processes}
+    environment = {**os.environ, "WORLD_SIZE": "2"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split("\n")[:-1] == said
+    assert done.stdout == "at exit\n"

@@ -1,7 +1,6 @@
 """Strategies played on tables of what every group reaches, beside the fewest adapters."""
 
 import itertools
-import math
 import random
 
 import pytest
@@ -15,7 +14,6 @@ from tests.bench.valora_train.oracle_table import (
     Measured,
     OracleTable,
     exact_packing,
-    lower_bound,
     random_requirements,
     replay,
     served,
@@ -54,7 +52,7 @@ def drawn_table(count, seed):
     return table, draw
 
 
-@examples(60)
+@examples(30)
 @given(st.integers(1, 5), st.integers(0, 10**6), st.booleans(), st.floats(0, 0.05))
 def test_the_optimum_is_that_of_all_partitions(count, seed, head_only, margin):
     table, draw = drawn_table(count, seed)
@@ -92,26 +90,6 @@ def test_the_optimum_is_that_of_all_partitions(count, seed, head_only, margin):
         assert len(packed.packing) >= fewest
 
 
-def test_training_that_diverges_alone_takes_no_adapter():
-    table = made_up_table("ab", lambda name, group: math.nan if name == "a" else 0.9, 0.1)
-    for head_only in (True, False):
-        found = exact_packing(table, dict.fromkeys("ab", Requirement(0.5)), 0, head_only)
-        assert found.packing == [("b",)]
-
-
-@examples(60)
-@given(st.integers(1, 7), st.data())
-def test_the_bound_is_the_optimum_when_all_conflicts_are_known(count, data):
-    names = [f"d{n}" for n in range(count)]
-    sizes = [g for size in (2, 3) for g in itertools.combinations(names, size)]
-    conflicts = data.draw(st.lists(st.sampled_from(sizes), max_size=12)) if sizes else []
-    legal = lambda group: not any(set(c) <= set(group) for c in conflicts)  # noqa: E731
-    best = min(len(one) for one in partitions(names) if all(map(legal, one)))
-    assert lower_bound(names, conflicts) == best
-    packing = data.draw(st.sampled_from(list(partitions(names))))
-    assert lower_bound(names, conflicts, packing) <= min(best, len(packing))
-
-
 def compared(table, asked, *names):
     """How often each strategy finds the fewest adapters, and its most above them."""
     best = [len(exact_packing(table, of, table.seeds[0]).packing) for of in asked]
@@ -126,7 +104,7 @@ def compared(table, asked, *names):
 @pytest.mark.parametrize(("seed", "strength"), [(1, 0.06), (2, 0.15)])
 def test_affinity_finds_the_optimum_where_first_fit_does_not(seed, strength):
     table = interference_table(SIX, seed, strength)
-    asked = list(random_requirements(table, 60, seed=0))
+    asked = list(random_requirements(table, 30, seed=0))
     best, first_fit, paper = compared(table, asked, "affinity", "first_fit", "paper")
     assert best[0] >= 0.9 and best[1] <= 1
     assert best[0] > first_fit[0] > paper[0]
@@ -137,7 +115,7 @@ def test_affinity_finds_the_optimum_where_first_fit_does_not(seed, strength):
 @pytest.mark.parametrize("seed", [0, 7])
 def test_strategies_end_where_domains_are_out_of_reach(seed):
     table, draw = interference_table(SIX, seed), random.Random(seed)
-    for _ in range(40):
+    for _ in range(15):
         asked = {n: Requirement(table.alone(0, n).val - draw.uniform(0, 0.03), 0.02) for n in SIX}
         for name in ("joint", "affinity"):
             assert replay(make_strategy(name), table, asked, 0).unreachable
@@ -165,7 +143,7 @@ def test_the_default_strategy_finds_the_fewest_adapters(task):
         settings = from_config(compose("config", [f"task={task}"]))
     table, default = OracleTable.read(ORACLES / f"{task}.json"), settings.fusion.strategy
     assert table.domains == [domain.name for domain in settings.chosen()]
-    asked = list(random_requirements(table, 60, 0))
+    asked = list(random_requirements(table, 30, 0))
     best, first_fit, paper = compared(table, asked, default, "first_fit", "paper")
     assert best[0] >= 0.9 and best[1] <= 1 and best[0] >= first_fit[0] >= paper[0]
     above, missed = 0, 0

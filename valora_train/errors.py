@@ -42,14 +42,9 @@ def explain(error: ValidationError, known: Iterable[str], *above: str) -> str:
     if kind == "missing":
         return f"{path} is missing: set it, or leave {path.rpartition('.')[0]} out"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        places = {
-            name.rpartition(".")[2]: name
-            for name in sorted(known, key=lambda name: -name.count("."))
-        }
-        close = get_close_matches(str(first["loc"][-1]), places)
-        hint = "leave it out"
-        if close:
-            hint = f"did you mean {' or '.join(places[name] for name in close)}?"
+        places = {n.rpartition(".")[2]: n for n in sorted(known, key=lambda n: -n.count("."))}
+        close = [places[name] for name in get_close_matches(str(first["loc"][-1]), places)]
+        hint = f"did you mean {' or '.join(close)}?" if close else "leave it out"
         return f"{bad}: there is no such setting, {hint}"
     if kind.startswith(("greater_than", "less_than", "finite")):
         percent = first.get("ctx", {}).get("le") == 1 and 2 <= given <= 100

@@ -81,8 +81,6 @@ class Trainer:
         self._lanes = (settings.threads or usable_cores()) if apart else 1
         self._pool = ThreadPoolExecutor(self._lanes, initializer=partial(torch.set_num_threads, 1))
 
-    # --- adapters -----------------------------------------------------------------------------
-
     def open(self, adapter: str, seed: int, rank: int | None = None) -> None:
         """Add a fresh adapter, whose weights and training batches depend on `seed` alone."""
         self._lmm.adapters.add(adapter, seed, rank)
@@ -129,8 +127,6 @@ class Trainer:
         opened.optimizer.add_param_group(
             {"params": list(head.parameters()), "peak": peak, "weight_decay": 0.0}
         )
-
-    # --- training -----------------------------------------------------------------------------
 
     def train(
         self,
@@ -313,8 +309,6 @@ class Trainer:
         best.tensors = self.snapshot(adapter)
         return False
 
-    # --- batches ------------------------------------------------------------------------------
-
     def _draw(
         self, generator: torch.Generator, new: Sequence[str], rehearsed: Sequence[str]
     ) -> dict[str, Tensor]:
@@ -438,8 +432,6 @@ class Trainer:
         finally:
             torch.set_num_threads(threads)
 
-    # --- evaluation ---------------------------------------------------------------------------
-
     def evaluate(
         self,
         adapter: str | None,
@@ -497,8 +489,6 @@ class Trainer:
             rounds = math.ceil(len(inputs) / (FROZEN_BATCH * self._lanes))
             size = math.ceil(len(inputs) / (rounds * self._lanes))
         return [inputs[start : start + size] for start in range(0, len(inputs), size)]
-
-    # --- snapshots ----------------------------------------------------------------------------
 
     def snapshot(self, adapter: str) -> dict[str, Tensor]:
         """Copy all that later training depends on, by the names that fusions have on disk."""

@@ -94,8 +94,6 @@ class Lmm(BaseModel):
         cut = getattr(images, "do_center_crop", False)
         return bool(cut) and not self.architecture.in_crops
 
-    # --- encoding -----------------------------------------------------------------------------
-
     def encode(self, examples: Sequence[Example], whole: bool = True) -> list[Encoded]:
         """Turn examples, whose images may have any size, into the language model's inputs.
 
@@ -257,8 +255,6 @@ class Lmm(BaseModel):
             replace(item, features=first, deep=tuple(others), pixels={})
             for item, (first, *others) in zip(batch, rows, strict=True)
         ]
-
-    # --- hidden states and answers ------------------------------------------------------------
 
     def states(self, batch: Sequence[Encoded], training: bool | None = None) -> HiddenStates:
         """Compute the last hidden states with the active adapter; `training`: see `precision`."""

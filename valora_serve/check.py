@@ -13,7 +13,6 @@ from typing import Any
 
 from valora_data.contract.base_model import base_folder
 from valora_data.cpu import usable_cores
-from valora_data.models.registry import VISION_MODULES
 from valora_data.wording import first_line
 from valora_serve.engine.settings import UNMERGEABLE, EngineSettings
 from valora_serve.errors import SettingsError
@@ -23,6 +22,7 @@ from valora_serve.types import Mode
 
 Findings = Iterator[tuple[str, str]]
 FINE, NOTE, WRONG = "✓–✗"
+VISION_MODULES = ("vision_tower", "visual", "multi_modal_projector")
 DRIVER = Path("/proc/driver/nvidia/version")
 GIB = 1 << 30
 SHARES = {"nf4_packed": 0.3, "fp8": 0.5}  # of the memory in 16 bits, with scales

@@ -1,41 +1,201 @@
-"""`valora-data check`: look at a data set before it is used."""
+"""`valora-data check`: counts, labels, faults and copies of a data set before it is used."""
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from valora_data.drawing import contact_sheet
+from valora_data.duplicates import Duplicates, Pair
 from valora_data.errors import DataError
-from valora_data.schema import Task
+from valora_data.faults import described
+from valora_data.schema import Sample, Split, Task
+from valora_data.sources.base import Source
+from valora_data.sources.formats.labelled import ImageReader
+from valora_data.sources.registry import FORMATS, detect_kind, open_source
 from valora_data.sources.shelf import is_shelf, read_shelf
-from valora_data.tasks import task_names
-from valora_data.wording import plural
+from valora_data.tasks import TaskSpec, task_names
+from valora_data.wording import agreeing, examples, plural
 
-if TYPE_CHECKING:
-    from rich.console import Console
+NAMED = 5  # faults of each kind, and pairs of copies, that the report names
+SHOWN_SAMPLES, SHOWN_LABELS = 18, 20
+BAR = 30  # letters
 
-    from valora_data.sources.base import Source
 
-SHOWN_LABELS = 20
+@dataclass(slots=True)
+class SplitFacts:
+    """Numbers of samples, images or frames, labels, and samples without an answer; examples."""
+
+    samples: int = 0
+    images: int = 0
+    labels: Counter[str] = field(default_factory=Counter)
+    unanswered: int = 0
+    examples: list[Sample] = field(default_factory=list)
+
+    def add(self, sample: Sample, spec: TaskSpec, rng: random.Random) -> None:
+        """Count a sample, and perhaps keep it as one of the examples."""
+        answer = sample.answer
+        self.samples += 1
+        self.images += len(sample.images)
+        choice = () if spec.detects or answer.choice is None else (answer.choice,)
+        self.labels.update([box.label for box in answer.boxes] if spec.detects else choice)
+        self.unanswered += not (answer.boxes or choice or answer.captions)
+        if len(self.examples) < SHOWN_SAMPLES:
+            self.examples.append(sample)
+        elif (place := rng.randrange(self.samples)) < SHOWN_SAMPLES:
+            self.examples[place] = sample
+
+
+def check(source: Source, out: Path, console: Console) -> bool:
+    """Read a data set from end to end, show what is in it, and say if nothing must be mended."""
+    spec, duplicates, rng = source.task.spec, Duplicates(), random.Random(0)
+    reader = ImageReader.for_check(source.path or source.name)
+    streams = open_source(replace(source, reader=reader))
+    whole = Split.TRAIN if len(streams) > 1 else "all"
+    splits = {str(split or whole): SplitFacts() for split in streams}
+    problems = list[str]()
+    with console.status(f"Reading {source.path} …"):
+        for (name, facts), stream in zip(splits.items(), streams.values(), strict=True):
+            try:
+                for sample in stream():
+                    facts.add(sample, spec, rng)
+                    duplicates.add(name, sample)
+            except DataError as error:
+                problems.append(f"split {name} cannot be read: {error}")
+                if len(problems) == len(streams):
+                    raise
+    pairs = sorted(duplicates.pairs(), key=lambda pair: not pair.equal)
+    problems += described([fault for fault in reader.found if fault.kind.skips], NAMED)
+    for name, facts in splits.items():
+        problems += _missing_answers(name, facts, spec)
+    problems += [*_copies(pairs, leaks=True), *_strange_labels(splits, spec)]
+    notes = described([fault for fault in reader.found if not fault.kind.skips], NAMED)
+    notes += _copies(pairs, leaks=False)
+    _show_counts(source.task, splits, console)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, facts in splits.items():
+        if facts.samples:
+            contact_sheet(facts.examples).save(out / f"{name}.png", compress_level=1)
+            _say(console, "[dim]wrote[/]", str(out / f"{name}.png"))
+    lines = [f"{fault.kind.name.lower()}\t{fault.text}\n" for fault in reader.found]
+    if lines := [*lines, *(f"copy\t{pair}\n" for pair in pairs)]:
+        (out / "faults.tsv").write_text("".join(lines), encoding="utf-8")
+        _say(console, "[dim]wrote[/]", str(out / "faults.tsv"))
+    for sign, sentences in (("[yellow]![/]", notes), ("[red]✗[/]", problems)):
+        for sentence in sentences:
+            _say(console, sign, sentence)
+    if not problems:
+        noted = f"no faults; {plural(len(notes), 'note')} above" if notes else "nothing is wrong"
+        _say(console, "[green]✓[/]", noted)
+    return not problems
+
+
+def _say(console: Console, sign: str, text: str) -> None:
+    console.print(f"{sign} {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def _show_table(
+    console: Console, title: str, columns: Mapping[str, bool], rows: Iterable[Iterable[object]]
+) -> None:
+    table = Table(title=title, title_justify="left")
+    for name, numbers in columns.items():
+        table.add_column(name, overflow="fold", justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console.print(table)
+
+
+def _show_counts(task: str, splits: Mapping[str, SplitFacts], console: Console) -> None:
+    columns = {"split": False, "samples": True, "images": True, "answered": True}
+    rows: list[list[object]] = [
+        [split, facts.samples, facts.images, facts.samples - facts.unanswered]
+        for split, facts in splits.items()
+    ]
+    _show_table(console, f"task {task}", columns, rows)
+    total: Counter[str] = sum((facts.labels for facts in splits.values()), start=Counter())
+    if not total:
+        return
+    most = max(total.values())
+    rows = [
+        [label, *(facts.labels[label] for facts in splits.values()),
+         "█" * max(1, round(BAR * count / most))]
+        for label, count in total.most_common(SHOWN_LABELS)
+    ]  # fmt: skip
+    if len(total) > SHOWN_LABELS:
+        rows.append([f"… {len(total) - SHOWN_LABELS} more"])
+    columns = {"label": False, **dict.fromkeys(splits, True), "": False}
+    _show_table(console, plural(len(total), "label"), columns, rows)
+
+
+def _copies(pairs: Sequence[Pair], *, leaks: bool) -> Iterator[str]:
+    for equal, how in ((True, "equal"), (False, "resized, recompressed or mirrored")):
+        found = [pair for pair in pairs if (pair.leaks, pair.equal) == (leaks, equal)]
+        if found and leaks:
+            yield (
+                f"{plural(len(found), 'picture|pictures is|are in two splits')}, {how} "
+                f"({examples([*map(str, found)], NAMED)}): keep each in one split, or set "
+                "domains.NAME.source.leaks=keep_test"
+            )
+        elif found:
+            shown = examples([f"{pair.second[1]} is {pair.first[1]}" for pair in found], NAMED)
+            yield (
+                f"{plural(len(found), 'picture|pictures occurs|occur again in its|their')} own "
+                f"split, {how} ({shown}): they go to the same split, and one of each is enough"
+            )
+
+
+def _missing_answers(name: str, facts: SplitFacts, spec: TaskSpec) -> Iterator[str]:
+    if not facts.samples:
+        yield f"split {name} holds no samples: add some"
+    elif name == Split.UNLABELLED:
+        return
+    elif facts.unanswered == facts.samples:
+        yield (
+            f"none of the {plural(facts.samples, 'image')} of split {name} has "
+            f"{'objects' if spec.detects else 'answers'}: check where the labels are, or use "
+            "kind `images` for images without labels"
+        )
+    elif facts.unanswered and not spec.detects:
+        yield (
+            f"{facts.unanswered} of {plural(facts.samples, 'sample')} of split {name} "
+            f"{agreeing(facts.unanswered, 'has|have')} no answer: add it or remove them"
+        )
+
+
+def _strange_labels(splits: Mapping[str, SplitFacts], spec: TaskSpec) -> Iterator[str]:
+    labels = {name: facts.labels for name, facts in splits.items() if facts.labels}
+    learnt = labels.get(str(Split.TRAIN), labels.get("all"))
+    if not spec.choice or spec.labels != "required" or learnt is None:
+        return
+    if len(learnt) == 1:
+        yield f"there is only one class, {next(iter(learnt))!r}: add another"
+    for name, used in labels.items():
+        if strange := sorted(set(used) - set(learnt)):
+            yield (
+                f"split {name} has labels that are not in {Split.TRAIN} "
+                f"({', '.join(strange[:5])}): give all splits the same label set"
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; 0, 1 if something is wrong with the data, or 2 for invalid arguments."""
     options = _parser().parse_args(arguments)
-    from rich.console import Console
-
-    from valora_data.check import check, say
-
     console, out = Console(), Path(options.out)
     try:
         if options.kind is None and is_shelf(Path(options.path)):
             return _check_shelf(Path(options.path), out, console)
         return 0 if check(_source(options), out, console) else 1
     except DataError as error:
-        say(Console(stderr=True), "[red]error:[/]", str(error))
+        _say(Console(stderr=True), "[red]error:[/]", str(error))
         return 1
 
 
@@ -59,9 +219,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _source(options: argparse.Namespace) -> Source:
-    from valora_data.sources.base import Source
-    from valora_data.sources.registry import FORMATS, detect_kind
-
     kind = options.kind or detect_kind(options.path)
     for column in options.column:
         if "=" not in column:
@@ -76,10 +233,6 @@ def _source(options: argparse.Namespace) -> Source:
 
 
 def _check_shelf(folder: Path, out: Path, console: Console) -> int:
-    """Show which domains a folder of small models would become, and check their data."""
-    from valora_data.check import check, say, show_table
-    from valora_data.sources.base import Source
-
     shelf = read_shelf(folder)
     rows = [
         [name, model.task, ", ".join(model.labels[:SHOWN_LABELS]), model.weights,
@@ -88,15 +241,15 @@ def _check_shelf(folder: Path, out: Path, console: Console) -> int:
     ]  # fmt: skip
     names = ("domain", "task", "labels", "teacher", "its score", "data")
     columns = {name: name == "its score" for name in names}
-    show_table(console, f"{plural(len(rows), 'domain')} in {folder}", columns, rows)
+    _show_table(console, f"{plural(len(rows), 'domain')} in {folder}", columns, rows)
     for note in shelf.notes:
-        say(console, "[yellow]![/]", note)
+        _say(console, "[yellow]![/]", note)
     sound = True
     for name, model in shelf.models.items():
         console.print(f"\n[bold]{name}[/]")
         source = Source(model.kind, model.task, model.labels, name=name, path=str(model.data))
         sound &= check(source, out / name, console)
-    say(console, "\nfuse them:", f"make fuse TASK=own ARGS=shelf={folder}")
+    _say(console, "\nfuse them:", f"make fuse TASK=own ARGS=shelf={folder}")
     return 0 if sound else 1
 
 

@@ -15,15 +15,10 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     try:
-        if (CGROUP / "cpu.max").is_file():  # version 2
-            most, period = (CGROUP / "cpu.max").read_text().split()
-        else:
-            most = (CGROUP / "cpu/cpu.cfs_quota_us").read_text()
-            period = (CGROUP / "cpu/cpu.cfs_period_us").read_text()
-        quota = int(most) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # no control groups, or "max"
+        most, period = map(int, (CGROUP / "cpu.max").read_text().split())
+    except (OSError, ValueError):  # no control groups of version 2, or "max"
         return cores
-    return max(1, min(cores, round(quota))) if quota > 0 else cores  # version 1: -1 for no limit
+    return max(1, min(cores, round(most / period)))
 
 
 def cpu_multiplies_bfloat16() -> bool:

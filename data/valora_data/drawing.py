@@ -1,15 +1,13 @@
-"""Draws samples for people: images with boxes (by supervision), captions, sheets of tiles."""
+"""Draws samples for people: images with boxes, captions, sheets of tiles."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import textwrap
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from valora_data.schema import Box, Sample
@@ -20,7 +18,7 @@ COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9
 MAX_FRAMES = 4
 MAX_STRETCH = 3  # longest side of a photograph, in sides of a square of the same area
 LETTER_WIDTH, ROW_HEIGHT = 6, 12  # of Pillow's default font
-LABEL_SIZE, LABEL_PADDING = 12, 2
+LABEL_SIZE = 12
 
 
 def show_photograph(images: Sequence[Image.Image], side: int) -> tuple[Image.Image, float]:
@@ -55,34 +53,23 @@ def draw_boxes(
     below: bool = False,
 ) -> Image.Image:
     """Draw boxes of the unscaled image with a dark edge, and labels that stay inside it."""
-    if not boxes:
-        return tile
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="OpenCV .* is not installed")
-        import supervision as sv
-
-    edges = np.array([box.xyxy for box in boxes], dtype=np.float64) * scale
-    detections = sv.Detections(edges, class_id=np.arange(len(boxes)))
-    palette = sv.ColorPalette.from_hex(list(colours))
-    # A dark edge makes light boxes visible on light photographs.
-    drawn = sv.BoxAnnotator(sv.Color.BLACK, thickness=4).annotate(tile.copy(), detections)
-    drawn = sv.BoxAnnotator(palette, thickness=2).annotate(drawn, detections)
-    if labels is not None:
-        annotator = sv.RichLabelAnnotator(
-            palette,
-            text_color=sv.Color.BLACK,
-            font_size=LABEL_SIZE,
-            text_padding=LABEL_PADDING,
-            text_position=sv.Position.BOTTOM_LEFT if below else sv.Position.TOP_LEFT,
-            smart_position=True,  # inside the image, and apart from each other
-        )
-        room = tile.width - 2 * LABEL_PADDING - 1
-        drawn = annotator.annotate(drawn, detections, [_cut(text, room) for text in labels])
+    drawn, font = tile.copy(), ImageFont.load_default(LABEL_SIZE)
+    draw = ImageDraw.Draw(drawn)
+    edges = [tuple(edge * scale for edge in box.xyxy) for box in boxes]
+    for x0, y0, x1, y1 in edges:  # a dark edge makes light boxes visible on light photographs
+        draw.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline="black", width=4)
+    for box, colour in zip(edges, colours, strict=True):
+        draw.rectangle(box, outline=colour, width=2)
+    for (x0, y0, _, y1), colour, text in zip(edges, colours, labels or (), strict=False):
+        cut = _cut(text, tile.width - 2)
+        x = max(0.0, min(x0, tile.width - font.getlength(cut) - 1))
+        y = max(0.0, min(y1 if below else y0 - LABEL_SIZE - 3, tile.height - LABEL_SIZE - 3.0))
+        draw.rectangle((x, y, x + font.getlength(cut), y + LABEL_SIZE + 2), fill=colour)
+        draw.text((x, y), cut, "black", font)
     return drawn
 
 
 def _cut(text: str, room: int) -> str:
-    """Shorten a label to a width."""
     font = ImageFont.load_default(LABEL_SIZE)
     shorter = (f"{text[:end]}…" for end in range(len(text) - 1, -1, -1))
     return next((cut for cut in (text, *shorter) if font.getlength(cut) <= room), "…")
@@ -145,7 +132,6 @@ def contact_sheet(samples: Sequence[Sample]) -> Image.Image:
 
 
 def _answer_text(sample: Sample) -> str:
-    """The true answer of a sample in one line."""
     answer = sample.answer
     if answer.choice is not None:
         return answer.choice + (f" ({max(answer.soft):.2f})" if answer.soft else "")

@@ -36,7 +36,6 @@ class Pair(NamedTuple):
         return self.first[0] != self.second[0]
 
     def __str__(self) -> str:
-        """The pair in words."""
         (split, one), (other_split, other) = self.first, self.second
         if one == other and self.leaks:
             return f"id {one} is in {split} and {other_split}"
@@ -83,7 +82,7 @@ class Duplicates:
         known = np.array([bits for *_, bits in self._prints], np.uint64)
         for place, (key, thumb, _) in enumerate(self._prints):
             for shown in (thumb, ImageOps.mirror(thumb)):
-                bits = perceptual_hash(shown)
+                bits = perceptual_hash(shown) or np.uint64()
                 near = np.flatnonzero(np.bitwise_count(known[:place] ^ bits) <= NEAR_BITS)
                 copies = [first for first in near if _alike(self._prints[first][1], shown)]
                 if copies:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from valora_data.sources.formats.files import files_below
@@ -21,17 +22,15 @@ MISSING = "missing"  # hash of a file that does not exist
 def hash_files(paths: Iterable[Path], root: Path, cache: Path | None = None) -> str:
     """Hash the names, relative to a root, and the contents of files: 64 hexadecimal digits.
 
-    Missing files count, too. `cache` remembers the hashes of single files, which are read again
-    only if their size, one of their times, or their number on the file system changed. An OSError
-    says that a file cannot be read.
+    Missing files count, too. `cache` remembers hashes of files: those whose size, times or inode
+    changed are read again. An OSError says that a file cannot be read.
     """
     known, now = _load(cache), time.time_ns()
     files = {os.path.abspath(path): path for path in paths}  # noqa: PTH100
     facts = {name: _facts(files[name]) for name in sorted(files)}
     unread = [n for n, fact in facts.items() if fact and known.get(n, (None,))[0] != fact]
     with ThreadPoolExecutor() as pool:
-        hashed = pool.map(file_hash, [files[name] for name in unread])
-        read = dict(zip(unread, hashed, strict=True))
+        read = dict(zip(unread, pool.map(file_hash, map(files.__getitem__, unread)), strict=True))
     hashes = {
         name: MISSING if fact is None else read.get(name) or known[name][1]
         for name, fact in facts.items()
@@ -42,12 +41,10 @@ def hash_files(paths: Iterable[Path], root: Path, cache: Path | None = None) -> 
     }  # fmt: skip
     if cache is not None and settled != known:
         temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
-        try:
+        with suppress(OSError):  # without a cache everything works, only slower
             cache.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(settled), encoding="utf-8")
             temporary.replace(cache)
-        except OSError:  # without a cache everything works, only slower
-            temporary.unlink(missing_ok=True)
     base = os.path.abspath(root)  # noqa: PTH100
     listing = [(os.path.relpath(name, base), found) for name, found in hashes.items()]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()

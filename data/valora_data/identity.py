@@ -43,10 +43,9 @@ def hub_commit(name: str, kind: Literal["model", "dataset"] = "model") -> str:
 
 
 def code_hash(module: str) -> str:
-    """Hash the source files of a module's package, or beside a module that is in none, and files.
+    """Hash the sources of a module's package, or beside a module in none, and files that it names.
 
-    The files are those that the module itself names. Our own modules, which have versions, and
-    missing ones have no hash.
+    Our own modules, which have versions, and missing ones have no hash.
     """
     top = module.partition(".")[0]
     if top in OURS or top in sys.stdlib_module_names:

@@ -56,10 +56,7 @@ def decode_image(content: bytes) -> Image.Image:
     try:
         with Image.open(BytesIO(content)) as file:
             if file.format in PROGRAMS:
-                raise DataError(
-                    f"it is {file.format}, which another program would have to draw; save it as "
-                    "PNG or JPEG"
-                )
+                raise DataError(f"it is {file.format}, a drawing; save it as PNG or JPEG")
             size = file.size
             file.load()
             orientation = int(file.getexif().get(Base.Orientation, 1) or 1)
@@ -83,17 +80,13 @@ def to_rgb(image: Image.Image, file_format: str | None = None) -> Image.Image:
     if mode.startswith("I;16") or (mode == "I" and file_format in ("PNG", "PPM")):
         return _from_levels(np.asarray(image).astype(np.float64) / 257)
     if mode == "I":
-        raise DataError(
-            "it holds 32-bit integers, of which the white is not known; save it with 8 or 16 bits"
-        )
+        raise DataError("it holds 32-bit integers: save it with 8 or 16 bits")
     if mode == "F":
         values = np.asarray(image)
         least, most = float(values.min()), float(values.max())
         if not (least >= 0 and most <= 255):  # or not a number
-            raise DataError(
-                f"it holds values from {least:g} to {most:g}, of which the white is not known; "
-                "scale them to 0 to 1, or save it with 8 or 16 bits"
-            )
+            text = f"it holds values from {least:g} to {most:g}, of which the white is not known"
+            raise DataError(f"{text}; scale them to 0 to 1, or save it with 8 or 16 bits")
         return _from_levels(values * 255.0 if most <= 1 else values)
     if image.has_transparency_data:
         shown = (image.convert("LA") if mode == "La" else image).convert("RGBA")

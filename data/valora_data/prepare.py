@@ -27,7 +27,6 @@ UNANSWERED: Mapping[str, Any] = {
     "label": None, "soft": [], "answers": [], "captions": [], "count": None,
     "objects": {"bbox": [], "category": [], "score": []},
 }  # fmt: skip
-"""Columns of a sample without an answer."""
 Leaks = Literal["refuse", "keep_test", "keep_train"]
 
 
@@ -44,18 +43,10 @@ def prepare(
 ) -> dict[Split, int]:
     """Write every split of a domain as a shard, and return the number of samples of each.
 
-    Missing splits are taken from the part without a split (key None) by `fractions`; copies of a
-    picture stay together. Answers of the unlabelled split go to `TRUTH`: they measure teachers.
-
-    Args:
-        splits: From `valora_data.sources.registry.open_source`.
-        labels: The domain's labels; empty where answers are language.
-        fractions: Share of each missing split; 0.25 where none is given.
-        folder: Where the shards go, named after the splits.
-        seed: Seed of the division.
-        on_sample: Called with the number of samples so far.
-        leaks: Refuse an image that given splits share, or keep its copy in the last or first split.
-        near: Whether resized, recompressed and mirrored copies count, too.
+    Missing splits are taken from the part without a split (key None) by `fractions` (0.25 where
+    none is given); copies of a picture, also changed ones if `near`, stay together. Answers of the
+    unlabelled split go to `TRUTH`: they measure teachers. `leaks` refuses an image that given
+    splits share, or keeps its copy in the last or first split.
 
     Raises:
         DataError: A split is empty or leaks, a label is stray, or the source cannot be read.
@@ -106,7 +97,6 @@ def _divide(
     leaders: Mapping[Key, Key],
     leaks: Leaks,
 ) -> dict[Split, list[int]]:
-    """The samples of every split, by their place in what was read."""
     kept: dict[Key, str] = {}  # the part in which each group of copies stays
     if leaks != "refuse":
         order = [Split.TRAIN, WHOLE, Split.UNLABELLED, Split.VAL, Split.TEST]
@@ -129,7 +119,6 @@ def _divide(
 
 
 def _check(plan: Mapping[Split, Sequence[int]], known: Sequence[bool]) -> None:
-    """Check that no split is empty, and none without answers that is measured on."""
     for split, rows in plan.items():
         if not rows:
             raise _empty(split)
@@ -155,22 +144,17 @@ def split_of(sample_id: str, shares: Mapping[Split, float], seed: int = 0) -> Sp
 
 def check_leaks(pairs: Sequence[Pair]) -> None:
     """Warn of pairs in two splits that are alike; raise a `DataError` that names equal ones."""
-    for equal in (True, False):
-        found = [pair for pair in pairs if pair.equal == equal]
-        if not found:
-            continue
-        shown = examples([*map(str, found)], SHOWN_PAIRS)
-        remedy = (
-            "keep each in one split, or set domains.NAME.source.leaks=keep_test (or keep_train) to "
-            "leave the other copy out; `valora-data check` lists all pairs"
-        )
-        if equal:
-            leak = plural(len(found), "sample|samples leaks|leak between splits")
-            raise DataError(f"{leak} ({shown}): {remedy}")
-        alike = plural(len(found), "sample|samples looks|look")
-        log.warning(
-            "%s like one of another split (%s): if they are the same, %s", alike, shown, remedy
-        )
+    remedy = (
+        "keep each in one split, or set domains.NAME.source.leaks=keep_test (or keep_train) to "
+        "leave the other copy out; `valora-data check` lists all pairs"
+    )
+    if equal := [str(pair) for pair in pairs if pair.equal]:
+        leak = plural(len(equal), "sample|samples leaks|leak between splits")
+        raise DataError(f"{leak} ({examples(equal, SHOWN_PAIRS)}): {remedy}")
+    if alike := [str(pair) for pair in pairs]:
+        looks = plural(len(alike), "sample|samples looks|look like one of another split")
+        text = "%s (%s): if they are the same, %s"
+        log.warning(text, looks, examples(alike, SHOWN_PAIRS), remedy)
 
 
 def _empty(split: Split) -> DataError:

@@ -64,29 +64,24 @@ for _name in BUILTIN:
 
 
 class Split(StrEnum):
-    """Role of a sample.
+    """Role of a sample."""
 
-    Teachers are trained on `train`, the LMM on `unlabelled` (labelled by a teacher). Decisions are
-    made on `val`; the accuracy that a bundle promises is measured once on `test`.
-    """
-
-    TRAIN = "train"
-    UNLABELLED = "unlabelled"
-    VAL = "val"
-    TEST = "test"
+    TRAIN = "train"  # teachers are trained on it
+    UNLABELLED = "unlabelled"  # the LMM is, labelled by a teacher
+    VAL = "val"  # decisions are made on it
+    TEST = "test"  # the accuracy that a bundle promises is measured on it, once
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
     """An axis-aligned box in pixels of its image: x to the right, y down, x1 and y1 exclusive."""
 
-    x0: float  # left edge
-    y0: float  # top edge
-    x1: float  # right edge, greater than `x0`
-    y1: float  # bottom edge, greater than `y0`
+    x0: float
+    y0: float
+    x1: float  # greater than `x0`
+    y1: float  # greater than `y0`
     label: str  # name of the class, one of the domain's labels; for grounding the phrase
-    # 1 for a ground-truth box, otherwise the teacher's or the model's confidence
-    confidence: float = 1.0
+    confidence: float = 1.0  # 1 for the truth, otherwise the teacher's or the model's
 
     @property
     def xyxy(self) -> tuple[float, float, float, float]:
@@ -112,18 +107,15 @@ class Answer:
 
     boxes: tuple[Box, ...] = ()  # objects (detection), or what a phrase refers to (grounding)
     label: str | None = None  # one of the domain's labels (classification, video)
-    # a probability for each of the domain's labels, in their order; empty if unknown
-    soft: tuple[float, ...] = ()
+    soft: tuple[float, ...] = ()  # a probability for each of the domain's labels, or empty
     answers: tuple[str, ...] = ()  # answers of all annotators, repeated ones included (VQA)
     captions: tuple[str, ...] = ()  # reference captions
     count: int | None = None  # number of objects (counting)
 
     def __post_init__(self) -> None:
         if self.soft and (min(self.soft) < 0 or not isclose(sum(self.soft), 1.0, abs_tol=1e-3)):
-            raise DataError(
-                "soft labels must be probabilities that add up to 1, got a sum of "
-                f"{sum(self.soft):g} and a least one of {min(self.soft):g}: apply a softmax"
-            )
+            text = f"got a sum of {sum(self.soft):g} and a least one of {min(self.soft):g}"
+            raise DataError(f"soft labels must add up to 1, {text}: apply a softmax")
         if self.count is not None and self.count < 0:
             raise DataError(f"a count must not be negative, got {self.count}: fix the data set")
 
@@ -161,11 +153,9 @@ class Sample:
     id: str  # unique and stable within the domain and split, e.g. ``person/val/00012``
     image: Image  # RGB image; the first one if there are several; `no_image()` if there is none
     answer: Answer  # the true answer, or a teacher's
-    # this sample's own question or phrase; None to use the domain's prompt
-    prompt: str | None = None
+    prompt: str | None = None  # its own question or phrase; None to use the domain's prompt
     rest: tuple[Image, ...] = ()  # the images or frames after the first, in order
-    # the document that the sample asks about; None where there is none
-    document: Document | None = None
+    document: Document | None = None  # that it asks about
 
     @property
     def images(self) -> tuple[Image, ...]:
@@ -186,13 +176,9 @@ class Domain:
     """One unit of knowledge that an application asks for (VaLoRA §4.2)."""
 
     name: str  # identifier, e.g. ``license_plate``; used in file, adapter and API names
-    task: Task  # task type
-    # the label set, in the order of class indices; empty where answers are language; counts
-    # are labels in digits
-    labels: tuple[str, ...]
-    # text of the prompt, without the image; a sample's own prompt replaces it, or replaces
-    # ``{}`` in it, as in ``locate {}``
-    prompt: str
+    task: Task
+    labels: tuple[str, ...]  # in the order of class indices; empty where answers are language
+    prompt: str  # a sample's own prompt replaces it, or ``{}`` in it, as in ``locate {}``
     required: float  # required accuracy on the task's metric, in (0, 1] (CIDEr: (0, 10])
 
     def __post_init__(self) -> None:

@@ -1,16 +1,11 @@
 """Samples of one domain and split on disk: a Hugging Face data set that any tool can open.
 
-Columns: `id` (string), `images` (the files' own bytes, or PNGs where there is no file: one,
-several, or the frames of a video in order), `prompt` (the sample's own question, or null), `label`
-(class index, or null), `soft` (a probability per label), `answers` and `captions` (strings),
-`count` (or null), `objects` = {`bbox`: COCO's (x, y, width, height) in pixels, `category`: class
-index, `score`: confidence}. The label names travel as the data set's features; where a domain has
-no label set, `label` and `category` are strings.
-
-Samples are written one by one and read through a memory map, so a set may be larger than memory.
-A shard may refer to the images of another one beside it (`images_of.json`), whose samples it
-answers differently; its own `images` are empty then. The document that all samples of a shard ask
-about is in `document.json`, with the images of an album as `document-0.png`, ….
+Columns: `id`, `images` (files' own bytes, or PNGs), `prompt`, `label` (class index), `soft` (a
+probability per label), `answers`, `captions`, `count`, `objects` = {`bbox`: COCO's (x, y, width,
+height) in pixels, `category`: class index, `score`: confidence}. Label names are among the
+features; where a domain has none, `label` and `category` are strings. A shard may refer to the
+images of another one beside it (`images_of.json`), whose samples it answers differently; the
+document that all samples ask about is in `document.json`, with `document-0.png`, ….
 """
 
 from __future__ import annotations
@@ -71,15 +66,11 @@ class ShardWriter:
         answer, labels = sample.answer, self._labels
         for label in (*(box.label for box in answer.boxes), answer.label):
             if labels and label is not None and label not in labels:
-                raise DataError(
-                    f"sample {sample.id}: label {label!r} is not one of {', '.join(labels)}: add "
-                    "it to the domain's labels or leave the sample out"
-                )
+                text = f"sample {sample.id}: label {label!r} is not one of {', '.join(labels)}"
+                raise DataError(f"{text}: add it to the domain's labels or leave the sample out")
         if answer.soft and len(answer.soft) != len(labels):
-            raise DataError(
-                f"sample {sample.id} has {plural(len(answer.soft), 'soft label')}, expected "
-                f"{len(labels)}: give one probability for each label of the domain"
-            )
+            text = f"sample {sample.id} has {plural(len(answer.soft), 'soft label')}, expected"
+            raise DataError(f"{text} {len(labels)}: give a probability for each label")
         row = {
             "id": sample.id, "prompt": sample.prompt, "label": answer.label, "count": answer.count,
             "soft": list(answer.soft), "answers": list(answer.answers),
@@ -129,17 +120,16 @@ class ShardWriter:
         table = Dataset.from_file(str(self._table)).data
         # The library would store a fingerprint of the file's time: equal samples give equal files.
         Dataset(table, fingerprint=hash_path(self._table)[:16]).save_to_disk(self._folder)
+        facts: dict[str, Any] = {}
         if self._document is not None:
-            text, images = self._document.text, self._document.images
-            for place, image in enumerate(images):
+            for place, image in enumerate(self._document.images):
                 image.save(self._folder / f"document-{place}.png")
-            self._write(DOCUMENT, {"text": text, "images": len(images)})
+            facts[DOCUMENT] = {"text": self._document.text, "images": len(self._document.images)}
         if self._images_of is not None:
-            self._write(IMAGES_OF, {"folder": self._images_of})
-
-    def _write(self, name: str, facts: dict[str, Any]) -> None:
-        text = json.dumps(facts, ensure_ascii=False)
-        (self._folder / name).write_text(text, encoding="utf-8")
+            facts[IMAGES_OF] = {"folder": self._images_of}
+        for name, content in facts.items():
+            text = json.dumps(content, ensure_ascii=False)
+            (self._folder / name).write_text(text, encoding="utf-8")
 
 
 def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int:

@@ -14,15 +14,12 @@ class TaskSpec:
     """What is declared about a task type."""
 
     metric: str  # name of the standard metric
-    # the field of `Answer` that holds the truth of a sample
-    answer: Literal["label", "boxes", "count", "answers", "captions"]
-    # whether domains of this type list the possible answers
-    labels: Literal["required", "optional", "none"] = "none"
+    answer: Literal["label", "boxes", "count", "answers", "captions"]  # the field of `Answer`
+    labels: Literal["required", "optional", "none"] = "none"  # whether domains list the answers
     largest: float = 1.0  # largest value of the metric
     video: bool = False  # whether samples are videos
     detects: bool = False  # whether an answer is any number of boxes of the domain's labels
-    # whether samples have prompts of their own, so that an image may occur in several
-    prompted: bool = False
+    prompted: bool = False  # whether samples have prompts, so that an image may occur in several
 
     @property
     def choice(self) -> bool:

@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here
 COUNTS = {"train": 8, "unlabelled": 4, "val": 6, "test": 6}
 EVERY_TASK = {
     "person": Task.DETECTION,
-    "weather": Task.CLASSIFICATION,
+    "plant_type": Task.CLASSIFICATION,
     "people_count": Task.COUNTING,
     "ball_path": Task.VIDEO,
     "street_presence": Task.VQA,
@@ -152,14 +152,14 @@ def test_domains_of_every_task_share_an_adapter(everything: Path) -> None:
     assert list(bundle.adapters) == ["adapter-1"]
     kinds = {name: facts["metric"] for name, facts in bundle.domains.items()}
     assert kinds == {
-        "person": "f1@0.5", "weather": "top1", "people_count": "exact", "ball_path": "top1",
+        "person": "f1@0.5", "plant_type": "top1", "people_count": "exact", "ball_path": "top1",
         "street_presence": "vqa", "vehicle_color": "vqa", "place_caption": "cider",
         "color_reference": "acc@iou0.5",
     }  # fmt: skip
     headless = {name for name, facts in bundle.domains.items() if facts["head"] is None}
     assert headless == {"vehicle_color", "place_caption", "color_reference"}
     assert bundle.domains["ball_path"]["media"] == "video"
-    assert bundle.domains["weather"]["pooling"] in POOLINGS
+    assert bundle.domains["plant_type"]["pooling"] in POOLINGS
     assert "within_one" in " ".join(bundle.domains["people_count"]["accuracy"])
     golden = json.loads((everything / GOLDEN).read_text())
     assert {example["domain"] for example in golden} == set(EVERY_TASK)

@@ -10,18 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_603,
-    "data/valora_data": 10_658,
+    "valora_train": 10_604,
+    "data/valora_data": 9_590,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_143,
     "valora_serve": 32_210,
-    "tests/*/valora_train": 7_816,
-    "tests/*/valora_data": 4_946,
+    "tests/*/valora_train": 7_819,
+    "tests/*/valora_data": 4_386,
     "tests/*/valora_teachers": 1_187,
     "tests/*/valora_kernels": 2_194,
     "tests/*/valora_serve": 28_940,
-    "tests/unit/bench": 1_844,
-    BENCH: 11_468,
+    "tests/unit/bench": 1_852,
+    BENCH: 11_754,
 }
 
 

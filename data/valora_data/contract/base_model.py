@@ -32,10 +32,7 @@ MANY_PIXELS = 4_000_000  # images of more together are processed one by one, in 
 
 
 def base_folder(base: str) -> str:
-    """Return the folder, or the name on the hub, that a base model's id stands for.
-
-    A `BundleError` says that it is empty, a folder without a model, or a path to nothing.
-    """
+    """The folder or the name on the hub that a base model's id stands for; or a `BundleError`."""
     if not base:
         raise BundleError("the base model's name is empty: name a folder, or a model on the hub")
     if base in SHIPPED:
@@ -106,8 +103,7 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Load model and processor, onto the CPU; or one rounded to 4 bits (``nf4``) onto its device.
 
-    `read` stands for ``from_pretrained``, which takes the `options`; `plain` refuses a model that
-    is saved in a quantised form. A `BundleError` says why it cannot be loaded.
+    `read` stands for ``from_pretrained``; `plain` refuses a quantised model; or a `BundleError`.
     """
     from transformers import PretrainedConfig
 
@@ -201,9 +197,8 @@ class _ImageProcessor:
 class PlainText:
     """Marks the special tokens of a tokenizer in texts of users: ``<image>`` in them is plain text.
 
-    They are marked before a chat template writes special tokens around them, and the tokenizer
-    drops the mark again when special tokens have been found. `placeholders` are ids of tokens that
-    are special here, whatever the tokenizer says, and `words` texts that need not be tokens.
+    The tokenizer drops the marks when it has found the special tokens of the chat template.
+    `placeholders` are ids of tokens that are special here, `words` texts that need not be tokens.
     """
 
     def __init__(
@@ -255,17 +250,12 @@ def _check_attention(base: str, text: Any) -> None:
     window = getattr(text, "sliding_window", None)
     uses = getattr(text, "use_sliding_window", window is not None)
     if window and uses and window < text.max_position_embeddings:
-        raise BundleError(
-            f"base model {base} attends in windows of {window} tokens, which paged attention here "
-            "does not do: use a model with full attention"
-        )
+        text = f"base model {base} attends in windows of {window} tokens, which paged attention"
+        raise BundleError(f"{text} does not do: use a model with full attention")
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     if rope in ("dynamic", "longrope"):
-        raise BundleError(
-            f"base model {base} turns positions by the length of the prompt (rope_type {rope}), "
-            "which the requests of a batch would change for each other: use another model, or one "
-            "with a fixed scaling"
-        )
+        text = f"base model {base} turns positions by the length of the prompt (rope_type {rope})"
+        raise BundleError(f"{text}: use another model, or one with a fixed scaling")
 
 
 class BaseModel:
@@ -358,10 +348,9 @@ class BaseModel:
         *,
         special: bool | None = None,
     ) -> Any:
-        """Return the processor's output for a prompt with a placeholder for each image and video.
+        """The processor's output for a prompt with a placeholder for each image and video.
 
-        Videos are all their frames; `special` is as in `tokenize`. A `ValueError` says that images
-        do not fit the prompt, or each other.
+        Videos are all their frames; a `ValueError` says that images do not fit it, or each other.
         """
         import numpy as np
 

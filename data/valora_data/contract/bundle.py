@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from valora_data.contract.base_model import base_hash
-from valora_data.contract.files import (
-    UnreadableError,
-    first_fault,
-    open_regular,
-    read_json,
-    shown,
-)
+from valora_data.contract.files import UnreadableError, first_fault, open_regular, read_json, shown
 from valora_data.errors import BundleError
 from valora_data.hashing import file_hash
 
@@ -78,16 +72,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = read_json(folder / MANIFEST)
     except UnreadableError as error:
-        raise BundleError(
-            f"{folder} is no bundle: it holds no readable {MANIFEST}, as that {error.reason}; name "
-            "a folder that make fuse exported"
-        ) from error
+        text = f"{folder} is no bundle: it holds no readable {MANIFEST}, as that {error.reason}"
+        raise BundleError(f"{text}; name a folder that make fuse exported") from error
     version = manifest.get("schema_version") if isinstance(manifest, dict) else FIRST
     if isinstance(version, bool) or version not in READABLE:
-        raise BundleError(
-            f"bundle {folder} has schema version {shown(version)}, expected at most "
-            f"{WITH_CONTEXTS}: export it again with this version of VaLoRA"
-        )
+        text = f"bundle {folder} has schema version {shown(version)}, expected at most"
+        raise BundleError(f"{text} {WITH_CONTEXTS}: export it again with this version of VaLoRA")
     try:
         Manifest.model_validate(manifest)
     except ValueError as error:  # pydantic's

@@ -1,8 +1,7 @@
 """Contexts: documents that were learnt once and are answered about without being read again.
 
-A prompt has a *head*, the system turn with the document, and a *tail*, the conversation. A memory
-replaces the head: keys and values (`prefix`), embeddings in place of the document
-(`memory_tokens`), or nothing (`adapter`). See docs/reference/bundle.md.
+A prompt has a *head*, the system turn with the document, which a memory replaces, and a *tail*,
+the conversation. See docs/reference/bundle.md.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def around_memory(model: BaseModel) -> tuple[list[int], list[int]]:
 
 
 def _marked_head(model: BaseModel, prompt: str | None = None) -> str:
-    """The head with a mark in place of the document, with which a prompt must begin."""
     head = head_text(model, _MARK)
     if _MARK not in head or not (prompt or head).startswith(head):
         raise BundleError(
@@ -81,9 +79,8 @@ def source_hash(document: str, images: Sequence[Image] = ()) -> str:
 class Memory:
     """The tensors of a context.
 
-    With `PREFIX` they are `keys` and `values`, each [layers, kv_heads, tokens, head_dim], as
-    transformers caches them: keys after their rotary positions. With `MEMORY_TOKENS` they are
-    `embeddings` [tokens, width].
+    With `PREFIX` `keys` and `values`, each [layers, kv_heads, tokens, head_dim], keys after their
+    rotary positions; with `MEMORY_TOKENS` `embeddings` [tokens, width].
     """
 
     form: str
@@ -122,10 +119,8 @@ def read_memory(file: Path, base: str, config: Any) -> Memory:
     elif form == MEMORY_TOKENS:
         shapes = {"embeddings": (tokens, int(config.hidden_size))}
     if facts.get("base") != base:
-        raise BundleError(
-            f"{file} was made for base model {facts.get('base', '')[:12]}, got {base[:12]}: use "
-            "that base model, or make the context again"
-        )
+        text = f"{file} was made for base model {facts.get('base', '')[:12]}, got {base[:12]}"
+        raise BundleError(f"{text}: use that base model, or make the context again")
     _check_tensors(file, "memory", tensors, shapes)
     if position < (form == PREFIX):
         raise BundleError(f"{file} has {tokens} tokens before position {position}: make it again")
@@ -155,9 +150,8 @@ def _check_tensors(
 class Encoder:
     """What an encoder has beside its adapter: it compresses documents to memory tokens.
 
-    The base model with the encoder's adapter reads `around_memory`'s tokens before the memory, the
-    document's (tokenised alone, without special tokens), and then `queries` as input embeddings, at
-    consecutive positions. `memory` is made of its last hidden states, after the final norm.
+    The base model reads `around_memory`'s tokens before the memory, the document's, and `queries`.
+    `memory` is made of its last hidden states, after the final norm.
     """
 
     queries: Tensor  # [tokens, width]

@@ -16,10 +16,7 @@ from valora_data.contract.results import HeadResult, Size
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Head(ABC):
-    """A trained head: a linear layer on last hidden states. Every kind of head is a subclass.
-
-    A kind is registered by its name in `heads.HEAD_KINDS`. One class may stand for several kinds.
-    """
+    """A trained linear layer on last hidden states; kinds are registered in `heads.HEAD_KINDS`."""
 
     finds_boxes: ClassVar[bool] = False  # whether results are boxes, which `min_score` can filter
     kind: str
@@ -47,10 +44,9 @@ class Head(ABC):
     def parse(
         cls, kind: str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], width: int
     ) -> Self:
-        """Build the head from its file's metadata and tensors (float32 on the CPU).
+        """Build the head from a file (float32 on the CPU) for hidden states of a `width`.
 
-        `width` is the size of the base model's hidden states. A `KeyError` names what is missing, a
-        `ValueError` says what does not fit.
+        A `KeyError` names what is missing, a `ValueError` says what does not fit.
         """
 
     @abstractmethod

@@ -52,9 +52,8 @@ def pool(
 ) -> Tensor:
     """Pool the hidden states of n prompts: (n, `pooled_width`) float32.
 
-    `last` is (n, width); `visual` (n, tokens, width) are padded where `real` is False; `places` (n,
-    tokens) int64 as in `places_of`: one without tokens is zeros, shared ones are means; `query`
-    (width,) is the weighting of `Pooling.ATTENTION`. What a pooling does not need is not read.
+    `last` is (n, width); `visual` (n, tokens, width), padded where `real` is False; `places` (n,
+    tokens) int64 as in `places_of`; `query` (width,) is the weighting of `Pooling.ATTENTION`.
     """
     if pooling == Pooling.LAST:
         return last.float()

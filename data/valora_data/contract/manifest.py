@@ -24,9 +24,7 @@ Figure = Annotated[float, Field(allow_inf_nan=False)] | None
 class ContextEntry:
     """A context in the manifest; the domain of the same name says how well it answers.
 
-    With `PREFIX`, `position` is that of the tail's first token. It may be more than `tokens` (keys
-    may keep the positions that they had in the document) or less (where positions have three parts,
-    those of images grow more slowly than their tokens).
+    `position`, with `PREFIX` that of the tail's first token, may be more or less than `tokens`.
     """
 
     form: Annotated[str, Field(pattern="^(adapter|prefix|memory_tokens)$")]

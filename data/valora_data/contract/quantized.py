@@ -28,11 +28,7 @@ def is_installed() -> bool:
 def loading_options(
     base: str, source: str, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Any]:
-    """Return the arguments of transformers' ``from_pretrained`` that round a base model to NF4.
-
-    The linear layers of the language model are rounded while they are read; the rest stays in
-    `dtype`. A `BundleError` says that library or model cannot do it.
-    """
+    """Arguments of ``from_pretrained`` that round the language model to NF4; or a `BundleError`."""
     import torch
     from transformers import AutoConfig, BitsAndBytesConfig
 
@@ -66,18 +62,14 @@ def check_plain(base: str, described: Mapping[str, Any]) -> None:
 def check_library(device: str) -> None:
     """Check that the library is installed and rounds weights on a device."""
     if not is_installed():
-        raise BundleError(
-            f"a base model in 4 bits ({NF4}) needs the package {PACKAGE}: {INSTALL}, or set "
-            "quantize to null"
-        )
+        text = f"a base model in 4 bits ({NF4}) needs the package {PACKAGE}: {INSTALL}"
+        raise BundleError(f"{text}, or set quantize to null")
     import bitsandbytes
 
     known = sorted(bitsandbytes.supported_torch_devices)
     if device not in known:
-        raise BundleError(
-            f"{PACKAGE} {bitsandbytes.__version__} holds no 4-bit weights on device {device}: use "
-            f"one of {', '.join(known)}, or set quantize to null"
-        )
+        text = f"{PACKAGE} {bitsandbytes.__version__} holds no 4-bit weights on device {device}"
+        raise BundleError(f"{text}: use one of {', '.join(known)}, or set quantize to null")
 
 
 def _linears(model: Any) -> set[str]:
@@ -87,22 +79,10 @@ def _linears(model: Any) -> set[str]:
 
 
 def _rounded(base: str, model: Any) -> set[str]:
-    """Paths of all linear layers in the language model's layers; experts in one tensor are none."""
+    """Paths of all linear layers in the language model's layers."""
     parts = architecture_of(model, base).adaptable(model)
     inside = tuple(f"{path}." for path, part in parts.items() if part is ModelPart.LANGUAGE)
-    found = {path for path in _linears(model) if path.startswith(inside)}
-    others = [
-        name
-        for name, weight in model.named_parameters()
-        if name.startswith(inside) and weight.ndim > 1 and name.rpartition(".")[0] not in found
-    ]
-    if others or not found:
-        what = f"weights such as {min(others)} are no" if others else "there are no"
-        raise BundleError(
-            f"base model {base} cannot be held in 4 bits, because {what} linear layers: set "
-            "quantize to null"
-        )
-    return found
+    return {path for path in _linears(model) if path.startswith(inside)}
 
 
 def prepare_packed(model: Any) -> None:
@@ -145,10 +125,9 @@ def shape_of(weight: Any) -> torch.Size:
 
 
 class PackedMatrix:
-    """Matrices of 4 bits one below the other, which are multiplied without being unpacked for good.
+    """Matrices [outputs, inputs] of 4 bits one below the other, multiplied without being unpacked.
 
-    Each is [outputs, inputs], packed or to be rounded, and filled by blocks. Scales are kept in 32
-    bits: a weight takes 4.5 bits. `dtype` is the type of the computation.
+    They are packed already or rounded now; scales are kept in 32 bits; `dtype` computes.
     """
 
     def __init__(self, weights: Sequence[Any], dtype: torch.dtype) -> None:

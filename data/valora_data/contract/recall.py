@@ -94,10 +94,9 @@ def write_on(
     most: int,
     precision: AbstractContextManager[Any] | None = None,
 ) -> list[str]:
-    """Write the likeliest answers of at most `most` tokens, token by token.
+    """Write the likeliest answers of at most `most` tokens behind `hidden` (n, length, width).
 
-    They follow `hidden` (n, length, width), states of prompts of one length with this cache; their
-    first token has this position. `precision` is what the model computes in.
+    They are states of prompts of one length with this cache, the first answered at `position`.
     """
     stops = torch.tensor(sorted(model.stop_ids), device=hidden.device)
     tokens = [model.logits(hidden[:, -1]).argmax(-1)]
@@ -116,6 +115,5 @@ def write_on(
 
 
 def _positions(model: BaseModel, first: int, count: int, rows: int) -> Tensor:
-    """Consecutive positions: (rows, count), or (3, rows, count) where they have three parts."""
     found = torch.arange(first, first + count, device=model.device).expand(rows, -1)
     return found.expand(3, -1, -1) if model.three_positions else found

@@ -94,7 +94,6 @@ class BoxesResult(HeadResult):
         return {"detections": rows}
 
     def prompt_fields(self, sizes: Sequence[Size]) -> dict[str, Any]:
-        """Every image with its size, which the boxes refer to, and its boxes."""
         images = [
             {"width": width, "height": height, **self.image_fields(number)}
             for number, (width, height) in enumerate(sizes[: len(self.detections)])

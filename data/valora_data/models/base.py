@@ -41,10 +41,8 @@ class EncoderInput:
 class LinearNames:
     """Names of the linear layers in a decoder layer, and how tensor parallelism splits them.
 
-    `column` layers read the hidden states and are split by their outputs; those of one tuple share
-    their input and are computed as one product. `row` layers write the hidden states and are split
-    by their inputs. The outputs of `kv` are the heads of keys and values, and `head_norms` are
-    norms of single heads, which every process holds whole.
+    `column` layers are split by outputs, those of one tuple share their input; `row` layers by
+    inputs. Outputs of `kv` are heads; `head_norms` are norms of single heads, held whole.
     """
 
     column: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -59,9 +57,8 @@ LLAMA = LinearNames()  # also those of Mistral, Qwen and most others
 class Architecture:
     """A family of base models: what differs between families and transformers does not unify.
 
-    A subclass, without state, is registered under the ``model_type`` of its configuration. Models
-    have ``model.model`` with ``get_image_features`` and ``language_model``, and ``model.lm_head``;
-    or, where they take no images, the parts of `valora_data.models.text`.
+    A subclass is registered under its ``model_type``. Models have ``model.model`` with
+    ``get_image_features`` and ``language_model``, and ``model.lm_head``; or those of `text`.
     """
 
     takes_images: bool = True
@@ -159,10 +156,9 @@ class Architecture:
     def positions(
         self, model: Any, inputs: Mapping[str, Any], config: Any
     ) -> tuple[Tensor, int] | None:
-        """Return the rotary positions of one prompt with images or videos, a processor's output.
+        """Rotary positions [3, tokens] int64 of a prompt; None if they are indices.
 
-        They are [3, tokens] int64, and the position minus the index of every token that follows the
-        prompt; None if a token's position is its index.
+        With them, the position minus the index of every token that follows the prompt.
         """
         return None
 

@@ -49,7 +49,6 @@ class Conv(nn.Conv2d):
         super().__init__(inputs, outputs, kernel, stride, padding, groups=groups)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, channels, height, width) → (n, outputs, height / stride, width / stride)."""
         if self.stride[0] > 1:
             kernel, stride = self.kernel_size[0], self.stride[0]
             edges = [max(kernel - (side % stride or stride), 0) for side in x.shape[:1:-1]]
@@ -70,7 +69,6 @@ class Block(nn.Module):
         self.residual = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, inputs, height, width) → (n, outputs, height / stride, width / stride)."""
         y = x if self.expand is None else F.relu6(self.expand(x), inplace=True)
         y = self.project(F.relu6(self.depthwise(y), inplace=True))
         out: Tensor = x + y if self.residual else y

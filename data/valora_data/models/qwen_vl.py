@@ -88,9 +88,8 @@ class Arrangement:
 class WindowEncoder:
     """Qwen2.5-VL's encoder on windows of one fixed size, which a CUDA graph can hold.
 
-    transformers splits attention into windows on the host. Here every window of an image has as
-    many slots as the largest one, those at the edges are filled up, and masks say which slots hold
-    a patch: all shapes follow from the number of windows.
+    Every window has as many slots as the largest one, and masks say which slots hold a patch: all
+    shapes follow from the number of windows.
     """
 
     def __init__(self, visual: Any) -> None:
@@ -107,12 +106,10 @@ class WindowEncoder:
         self.columns = int(config.in_channels) * pixels  # numbers of a patch
 
     def windows(self, rows: int, columns: int) -> int:
-        """Return the number of windows of so many rows and columns of patches."""
         side = self._side * self._merge
         return -(-rows // side) * -(-columns // side)
 
     def arrange(self, rows: int, columns: int) -> Arrangement:
-        """Return where the patches of so many rows and columns lie."""
         merge, side = self._merge, self._side
         down, across = np.divmod(np.arange(rows * columns // merge**2), columns // merge)
         window = down // side * -(-columns // (side * merge)) + across // side
@@ -127,9 +124,8 @@ class WindowEncoder:
     def encode(self, pixels: Tensor, places: Tensor, present: Tensor) -> Tensor:
         """Encode an image to [windows · tokens, width]; nothing waits for the device.
 
-        `pixels` [windows · slots, columns] are zeros where there is no patch, `places` [windows ·
-        slots, 2] row and column of each patch, `present` [windows · slots] says which slots hold
-        one.
+        `pixels` [windows · slots, columns] are zeros without a patch; `places` [windows · slots, 2]
+        row and column of each patch; `present` [windows · slots] says which slots hold one.
         """
         from torch.nn import functional as F
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
@@ -156,7 +152,6 @@ class WindowEncoder:
         return encoded
 
     def _rotations(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary positions: [slots, head_dim] float32."""
         import torch
 
         half = self._head_dim // 2

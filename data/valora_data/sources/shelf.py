@@ -71,12 +71,12 @@ def read_shelf(folder: Path) -> Shelf:
             notes.append(f"run {file.parent} left out: {error}")
     best: dict[tuple[Path, Task], ShelfModel] = {}
     for model in sorted(found, key=lambda model: model.weights.stat().st_mtime):
-        other = best.setdefault((model.data, model.task), model)
+        kept = other = best.get((model.data, model.task), model)
+        if other.score is None or model.score is None or other.score <= model.score:
+            kept = model
+        best[model.data, model.task] = kept
         if other is not model:
-            scored = other.score is not None and model.score is not None
-            better = scored and other.score > model.score  # type: ignore[operator]
-            kept, left = (other, model) if better else (model, other)
-            best[model.data, model.task] = kept
+            left = model if kept is other else other
             notes.append(f"run {left.run} left out: {kept.run} is a better one of the same data")
     if not best:
         reason = "; ".join(notes) or f"no run with {ARGS} and weights/{WEIGHTS[0]} lies in it"
@@ -102,7 +102,6 @@ def _weights(run: Path) -> Path | None:
 
 
 def _read(run: Path, shelf: Path) -> ShelfModel:
-    """The model of one run; a `DataError` says why it cannot be used."""
     try:
         content = yaml.safe_load(read_text(run / ARGS))
     except yaml.YAMLError as error:
@@ -142,14 +141,11 @@ def _find_data(given: str, run: Path, shelf: Path) -> Path:
         for part in (expanded(given), *ends):
             if (folder / part).exists():
                 return (folder / part).resolve()
-    raise DataError(
-        f"its data {given} is not there any more: put it where it was, or "
-        f"{ends[-1] if ends else given} beside the shelf"
-    )
+    text = f"its data {given} is not there any more: put it where it was, or"
+    raise DataError(f"{text} {ends[-1] if ends else given} beside the shelf")
 
 
 def _score(run: Path) -> float | None:
-    """The best score in a run's `results.csv`."""
     file, found = run / "results.csv", []
     for row in csv.DictReader(read_text(file).splitlines()) if file.is_file() else ():
         for column, value in row.items():

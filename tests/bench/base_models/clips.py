@@ -9,12 +9,14 @@ from tests.bench.base_models.scenes import (
     compose,
     draw_background,
     draw_clutter,
+    draw_sprite,
     draw_sprites,
     finish,
     is_reserved,
+    moved,
 )
-from valora_data.sources.generic.scenes import COLORS, SIZE, draw_sprite
-from valora_data.sources.generic.shapes import SHAPES
+from tests.bench.base_models.shapes import SHAPES
+from valora_data.sources.generic.scenes import COLORS, SIZE
 
 DOMAIN_WORDS = frozenset(
     re.findall(
@@ -61,14 +63,14 @@ def draw_clip(seed: int, frames: int) -> tuple[tuple[Scene, ...], str, str]:
         rng.integers(0, SIZE - w - path * dx + 1))  # fmt: skip
     start_y = int(rng.integers(path, SIZE - h)) if dy < 0 else int(
         rng.integers(0, SIZE - h - path * dy + 1))  # fmt: skip
-    mover = mover.moved(start_x - int(mover.thing.box[0]), start_y - int(mover.thing.box[1]))
+    mover = moved(mover, start_x - int(mover.thing.box[0]), start_y - int(mover.thing.box[1]))
     others = [s for s in draw_sprites(rng, 3) if s.thing.shape != shape]
     state = rng.bit_generator.state
     scenes = []
     for i in range(frames):
         rng.bit_generator.state = state  # one camera: the same shadow, light and blur
         step = round(path * i / (frames - 1))
-        sprites = [*others, mover.moved(dx * step, dy * step)]
+        sprites = [*others, moved(mover, dx * step, dy * step)]
         pixels = finish(compose(background, sprites, rng), rng)
         scenes.append(Scene(pixels, tuple(sprite.thing for sprite in sprites)))
     return tuple(scenes), shape, way

@@ -36,8 +36,8 @@ from tests.bench.base_models.questions import (
     vocabulary,
 )
 from tests.bench.base_models.scenes import MAX_THINGS, TRAINING_SEEDS, Scene, draw_scene
+from tests.bench.base_models.shapes import SHAPES
 from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE
-from valora_data.sources.generic.shapes import SHAPES
 
 VOCABULARY = 2048
 NAME = os.environ.get("BASE_MODEL", "tiny")

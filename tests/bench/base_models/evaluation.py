@@ -36,7 +36,7 @@ from tests.bench.base_models.scenes import MAX_THINGS, Scene, draw_scene
 from valora_data.contract.boxes import decode, suppress
 from valora_data.contract.contexts import system_turn
 from valora_data.models import smol
-from valora_data.sources.documents.records import RECORD_TOKENS, draw_document
+from valora_data.sources.formats.documents import RECORD_TOKENS, draw_document
 from valora_data.sources.generic.scenes import SIZE
 
 GRID = (CELLS, CELLS)

@@ -64,12 +64,12 @@ from tests.bench.base_models.data import (
 from tests.bench.base_models.lookup import LookupTutor
 from tests.bench.base_models.records import LENGTHS, Curriculum, RecordBatch, RecordDrawer
 from tests.bench.base_models.retention import Retention
+from tests.bench.base_models.shapes import SHAPES
 from valora_data.contract.boxes import LOG_SIZE, cell_centres, decode
 from valora_data.cpu import usable_cores
 from valora_data.models import smol
 from valora_data.models.lite_tower import LiteTowerConfig, tower_of
 from valora_data.sources.generic.scenes import COLORS, PATTERNS
-from valora_data.sources.generic.shapes import SHAPES
 
 GRID = (CELLS, CELLS)
 ZOOMED = 0.7

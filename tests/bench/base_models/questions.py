@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.bench.base_models.albums import WORDINGS, AlbumFact
-from tests.bench.base_models.scenes import Scene
-from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE, Thing, plural
-from valora_data.sources.generic.shapes import SHAPES
+from tests.bench.base_models.scenes import Scene, Thing, center, longer_side, plural
+from tests.bench.base_models.shapes import SHAPES
+from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE
 
 ORDINALS = ("first", "second", "third", "fourth")
 """How answers name one of several images."""
@@ -116,7 +116,7 @@ def _where(scene: Scene, rng: np.random.Generator) -> Question | None:
     """Asks for one of nine regions, where it is clear which one it is."""
     known = []
     for thing, name in _unique(scene):
-        thirds = [edge * 3 / SIZE for edge in thing.center]
+        thirds = [edge * 3 / SIZE for edge in center(thing)]
         if all(min(abs(t - 1), abs(t - 2)) > 0.13 for t in thirds):
             row = ("top", "", "bottom")[int(thirds[1])]
             column = ("left", "", "right")[int(thirds[0])]
@@ -137,7 +137,7 @@ def _color(scene: Scene, rng: np.random.Generator) -> Question | None:
 
 
 def _pattern(scene: Scene, rng: np.random.Generator) -> Question | None:
-    known = [(t, n) for t, n in _unique(scene) if t.length >= 18]
+    known = [(t, n) for t, n in _unique(scene) if longer_side(t) >= 18]
     if not known:
         return None
     rare = [(t, n) for t, n in known if t.pattern != "plain"]
@@ -147,11 +147,12 @@ def _pattern(scene: Scene, rng: np.random.Generator) -> Question | None:
 
 
 def _size(scene: Scene, rng: np.random.Generator) -> Question | None:
-    known = [(t, n) for t, n in _unique(scene) if not 21 < t.length < 27]
+    known = [(t, n) for t, n in _unique(scene) if not 21 < longer_side(t) < 27]
     if not known:
         return None
     thing, name = known[int(rng.integers(len(known)))]
-    return Question("size", f"is the {name} big or small?", "big" if thing.length > 24 else "small")
+    size = "big" if longer_side(thing) > 24 else "small"
+    return Question("size", f"is the {name} big or small?", size)
 
 
 def _yes_no(scene: Scene, rng: np.random.Generator) -> Question:
@@ -173,7 +174,7 @@ def _relation(scene: Scene, rng: np.random.Generator) -> Question | None:
     i, j = (int(k) for k in rng.choice(len(known), 2, replace=False))
     (a, a_name), (b, b_name) = known[i], known[j]
     axis = int(rng.integers(2))
-    gap = a.center[axis] - b.center[axis]
+    gap = center(a)[axis] - center(b)[axis]
     if abs(gap) < 8:
         return None
     side = (("left of", "right of"), ("above", "below"))[axis][int(rng.integers(2))]
@@ -199,7 +200,7 @@ def _caption(scene: Scene, rng: np.random.Generator) -> Question | None:
     del rng
     if len(scene.things) > CAPTIONED:
         return None
-    ordered = sorted(scene.things, key=lambda thing: thing.center)
+    ordered = sorted(scene.things, key=center)
     phrases = [f"{'an' if t.color[0] in 'aeiou' else 'a'} {t.name}" for t in ordered]
     text = " and ".join([", ".join(phrases[:-1]), phrases[-1]] if phrases[1:] else phrases)
     return Question("caption", "describe the image.", text)
@@ -213,7 +214,7 @@ def _box(scene: Scene, rng: np.random.Generator) -> Question:
     name, meant = (
         (thing.shape, shapes) if len(shapes) == 1 and rng.random() < 0.5 else (thing.name, names)
     )
-    boxes = [t.box for t in sorted(meant, key=lambda t: t.center)[:3]]
+    boxes = [t.box for t in sorted(meant, key=center)[:3]]
     return Question("box", f"locate {name}", write_boxes(name, boxes))
 
 

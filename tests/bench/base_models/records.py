@@ -1,6 +1,6 @@
 """Record documents with questions, drawn as token ids a batch at a time on the training's device.
 
-The documents are those of `valora_data.sources.documents.records`, and the ids are those that the
+The documents are those of `valora_data.sources.formats.documents`, and the ids are those that the
 tokenizer gives for their text. Drawn as text, a document of 1,900 tokens takes a processor core
 longer than a GPU takes to learn from it.
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from valora_data.sources.documents.records import (
+from valora_data.sources.formats.documents import (
     KEYS,
     LINKED_WORDINGS,
     RECORD_TOKENS,

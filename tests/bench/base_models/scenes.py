@@ -7,26 +7,26 @@ edges, tilings, gradients) among unnamed clutter, and is blurred, lit and grainy
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
+from tests.bench.base_models.shapes import SHAPES
+from valora_data.sources.generic import scenes as generic
 from valora_data.sources.generic.scenes import (
     COLORS,
+    OVERSAMPLING,
     PATTERNS,
     SIZE,
     Floats,
     Pixels,
     Rng,
-    Sprite,
-    Thing,
-    draw_sprite,
     grainy,
     softened,
     windows,
 )
-from valora_data.sources.generic.shapes import SHAPES
 
 TRAINING_SEEDS = 1_000_000_000
 """Scenes that the base model is trained on have this seed and larger ones; all else smaller."""
@@ -34,6 +34,31 @@ MAX_THINGS = 6  # named things in a scene
 SMALLEST = 15.0  # shortest long side of a named thing in pixels: little more than a visual token
 RESERVED_EVERY = 23
 """One in so many pairs of colour and shape is kept from training, to test new combinations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """One named thing of a scene; its box is (x0, y0, x1, y1) in pixels."""
+
+    shape: str
+    color: str
+    pattern: str
+    box: tuple[float, float, float, float]
+
+    @property
+    def name(self) -> str:
+        """Colour and shape, as questions name it."""
+        return f"{self.color} {self.shape}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sprite:
+    """A thing: coverage (h, w) and colours (h, w, 3) in [0, 1], its corner at (x, y)."""
+
+    thing: Thing
+    alpha: Floats
+    rgb: Floats
+    corner: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +152,69 @@ def draw_clutter(image: Floats, rng: Rng) -> Floats:
     return np.asarray(canvas, dtype=np.float32) / 255.0
 
 
+def plural(shape: str) -> str:
+    """More than one of a shape."""
+    if shape in ("glasses", "scissors", "dice"):
+        return shape
+    if shape.startswith("letter "):
+        return shape.replace("letter", "letters")
+    return generic.plural(shape)
+
+
+def center(thing: Thing) -> tuple[float, float]:
+    """Middle of a thing's box in pixels."""
+    return (thing.box[0] + thing.box[2]) / 2, (thing.box[1] + thing.box[3]) / 2
+
+
+def longer_side(thing: Thing) -> float:
+    """Longer side of a thing's box in pixels."""
+    return max(thing.box[2] - thing.box[0], thing.box[3] - thing.box[1])
+
+
+def moved(sprite: Sprite, dx: int, dy: int) -> Sprite:
+    """The same sprite, (dx, dy) pixels further right and down."""
+    x0, y0, x1, y1 = sprite.thing.box
+    thing = replace(sprite.thing, box=(x0 + dx, y0 + dy, x1 + dx, y1 + dy))
+    return replace(sprite, thing=thing, corner=(sprite.corner[0] + dx, sprite.corner[1] + dy))
+
+
+def _pattern(name: str, shape: tuple[int, int], rng: Rng) -> Floats:
+    """Where the second tone of a pattern goes, in [0, 1], (h, w)."""
+    y, x = np.mgrid[: shape[0], : shape[1]].astype(np.float32)
+    angle = rng.uniform(0, np.pi)
+    period = max(4.0, max(shape) * rng.uniform(0.18, 0.3))
+    u = 2 * np.pi * (np.cos(angle) * x + np.sin(angle) * y) / period + rng.uniform(0, 6)
+    v = 2 * np.pi * (np.cos(angle) * y - np.sin(angle) * x) / period + rng.uniform(0, 6)
+    wave = {
+        "striped": np.sin(u), "dotted": np.cos(u) + np.cos(v) - 0.9,
+        "checked": 1.5 * np.sin(u) * np.sin(v),
+    }[name]  # fmt: skip
+    return np.asarray(np.clip(0.5 + 1.6 * wave, 0, 1), dtype=np.float32)
+
+
+def _toned(
+    pattern: str, rng: Rng, fill: Image.Image, rgb: Floats, length: float
+) -> tuple[Image.Image, Floats, bool]:
+    if pattern == "outlined":
+        inner = fill.filter(ImageFilter.GaussianBlur(max(length * OVERSAMPLING * 0.055, 3.5)))
+        ring = inner.point(lambda level: 255 if level > 225 else 0)
+        return ImageChops.subtract(fill, ring), rgb, False
+    main = rgb[0, 0]
+    strong = rng.uniform(0.5, 0.75)
+    dark = float(main.mean()) <= 0.35
+    second = main + (1 - main) * strong * 0.7 if dark else main * (1 - strong)
+    return fill, rgb + _pattern(pattern, rgb.shape[:2], rng)[:, :, None] * (second - main), True
+
+
+def draw_sprite(shape: str, color: str, pattern: str, length: float, rng: Rng) -> Sprite:
+    """Draws one specimen of a named thing in a pattern, see `generic.draw_sprite`."""
+    tone = None if pattern == "plain" else partial(_toned, pattern, rng)
+    cover, rgb = generic.draw_sprite(shape, color, length, rng, SHAPES[shape], tone)
+    rows, columns = np.flatnonzero(cover.max(1) > 0.4), np.flatnonzero(cover.max(0) > 0.4)
+    box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
+    return Sprite(Thing(shape, color, pattern, box), cover, rgb, (0, 0))
+
+
 def _covered(a: Thing, b: Thing) -> float:
     """Share of the smaller of two things' boxes that lies in the other's."""
     w = min(a.box[2], b.box[2]) - max(a.box[0], b.box[0])
@@ -143,9 +231,9 @@ def place(sprite: Sprite, others: list[Sprite], rng: Rng) -> Sprite | None:
     allowed = 0.25 if rng.random() < 0.4 else 0.03
     for _ in range(12):
         dx, dy = rng.integers(-x0, SIZE - x1 + 1), rng.integers(-y0, SIZE - y1 + 1)
-        moved = sprite.moved(int(dx), int(dy))
-        if all(_covered(moved.thing, other.thing) <= allowed for other in others):
-            return moved
+        there = moved(sprite, int(dx), int(dy))
+        if all(_covered(there.thing, other.thing) <= allowed for other in others):
+            return there
     return None
 
 

@@ -54,7 +54,7 @@ from valora_train.settings import (
 )
 
 DOMAINS = {
-    "weather": Task.CLASSIFICATION,
+    "plant_type": Task.CLASSIFICATION,
     "street_presence": Task.VQA,
     "person": Task.DETECTION,
 }
@@ -63,8 +63,8 @@ SHAPES = ("llava", "qwen2.5-vl")
 
 
 def guess(samples: list[Any]) -> list[str]:
-    """A teacher: one of the labels of `weather`, by the sample's id."""
-    labels = builtin_domain(DOMAINS["weather"], "weather").labels
+    """A teacher: one of the labels of `plant_type`, by the sample's id."""
+    labels = builtin_domain(DOMAINS["plant_type"], "plant_type").labels
     return [labels[hashlib.sha256(one.id.encode()).digest()[0] % len(labels)] for one in samples]
 
 
@@ -79,7 +79,7 @@ def settings_of(given: argparse.Namespace, base: Path, folder: Path) -> Settings
             labels=list(builtin_domain(task, name).labels),
             prompt=builtin_domain(task, name).prompt,
             required=0.999 if name == IMPOSSIBLE else 0.001,
-            teacher=f"{__spec__.name}:guess" if name == "weather" else "labels",
+            teacher=f"{__spec__.name}:guess" if name == "plant_type" else "labels",
             source=SourceSettings(kind="scenes", counts=counts),
         )
         for name, task in DOMAINS.items()

@@ -24,8 +24,8 @@ SHORT = [
 ]  # fmt: skip
 SHELF = [
     "task=shelf", *(f"domains.{name}.source.counts={FEW}" for name in (
-        "digits", "person", "coin_count", "ball_path", "place_reference", "sign_facts",
-        "weather_caption")),
+        "digits", "person", "coin_count", "ball_path", "place_reference", "vehicle_color",
+        "count_caption")),
     "domains.person.teacher=labels", "domains.coin_count.teacher=labels",
     "domains.ball_path.teacher=labels", "domains.digits.teacher=labels", *SHORT,
 ]  # fmt: skip
@@ -71,10 +71,10 @@ def test_tasks_are_fused_exported_and_extended(train):
     easy = [f"domains.{name}.required=1e-6" for name in ("person", "coin_count", "ball_path")]
     everything = [*SHELF, *easy, "fusion=rehearsal", "fusion.margin=0", "fusion.head_only=false",
                   "fusion.of_dedicated=null"]  # fmt: skip
-    out = train(*everything, "task.only=[person,coin_count,ball_path,sign_facts]")
+    out = train(*everything, "task.only=[person,coin_count,ball_path,vehicle_color]")
     assert "rolled back" in out
     assert "of 4 domains at their requirement" in out
-    out = train(*everything, "task.only=[person,weather_caption]", "fusion.parent=bundles/shelf")
+    out = train(*everything, "task.only=[person,count_caption]", "fusion.parent=bundles/shelf")
     assert "of 2 domains at their requirement" in out
 
 

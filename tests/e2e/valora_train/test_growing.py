@@ -52,12 +52,12 @@ def files(bundle: Bundle, part: str) -> dict[str, str]:
 
 def test_a_bundle_grows_shrinks_and_changes(base: Path, tmp_path: Path) -> None:
     shop = Shop(base, tmp_path)
-    first = shop.fuse(shop.settings(("weather", "people_count")))
-    assert shop.attempts(first) == ["weather", "people_count"]
+    first = shop.fuse(shop.settings(("plant_type", "people_count")))
+    assert shop.attempts(first) == ["plant_type", "people_count"]
     assert first.manifest["lineage"]["parent"] is None
 
     # One more that nothing can satisfy: the open adapter is tried and left as it was.
-    names = ("weather", "people_count", "ball_path")
+    names = ("plant_type", "people_count", "ball_path")
     wish = shop.settings(names, margin=0.0, unreachable="keep")
     wish.domains["ball_path"] = replace(wish.domains["ball_path"], required=1.0)
     second = shop.fuse(wish)
@@ -69,9 +69,9 @@ def test_a_bundle_grows_shrinks_and_changes(base: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     assert list(second.domains) == list(names)
     assert {name: facts["adapter"] for name, facts in second.domains.items()} == {
-        "weather": "adapter-1", "people_count": "adapter-1", "ball_path": "adapter-2",
+        "plant_type": "adapter-1", "people_count": "adapter-1", "ball_path": "adapter-2",
     }  # fmt: skip
-    for name in ("weather", "people_count"):
+    for name in ("plant_type", "people_count"):
         # The target is that of the run's own margin.
         assert second.domains[name] | {"bar": 0.0} == first.domains[name] | {"bar": 0.0}
         assert files(second, f"heads/{name}") == files(first, f"heads/{name}")
@@ -108,8 +108,8 @@ def test_a_bundle_grows_shrinks_and_changes(base: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_one_sentence(base: Path, tmp_path: Path) -> None:
     shop = Shop(base, tmp_path)
-    shop.fuse(shop.settings(("weather",)))
-    other = shop.settings(("weather", "people_count"))
+    shop.fuse(shop.settings(("plant_type",)))
+    other = shop.settings(("plant_type", "people_count"))
     train = replace(other.train, lora=replace(other.train.lora, rank=8))
     with pytest.raises(SettingsError, match=r"other settings of train\.lora"):
         shop.fuse(replace(other, train=train))

@@ -58,7 +58,7 @@ def fuse(settings: Settings) -> str:
 
 
 def test_a_bundle_without_any_adapter(base: Path, tmp_path: Path, trained: list[str]) -> None:
-    required = {"weather": 0.1, "people_count": 0.1, "vehicle_color": 0.1}
+    required = {"plant_type": 0.1, "people_count": 0.1, "vehicle_color": 0.1}
     said = fuse(asks(base, tmp_path, required, margin=-1.0))
     assert trained == []
     bundle = read_bundle(tmp_path / "bundles" / "all")
@@ -92,7 +92,7 @@ def test_a_bundle_without_any_adapter(base: Path, tmp_path: Path, trained: list[
 def test_what_is_trained_is_kept_when_a_domain_is_out_of_reach(
     base: Path, tmp_path: Path, trained: list[str]
 ) -> None:
-    required = {"weather": 0.01, "vehicle_color": 0.9, "people_count": 1.0}
+    required = {"plant_type": 0.01, "vehicle_color": 0.9, "people_count": 1.0}
     settings = asks(base, tmp_path, required)
     keep = replace(settings, fusion=replace(settings.fusion, unreachable="keep"))
     for attempts in (["vehicle_color"], []):  # the second time, all that was tried is known
@@ -100,8 +100,8 @@ def test_what_is_trained_is_kept_when_a_domain_is_out_of_reach(
             fuse(settings)
         assert re.search(
             r"vehicle_color reached 0\.000 < 0\.900 \(required 0\.900\).*"
-            r"unreachable=keep to export the domains that met \(weather\) after trying the others "
-            r"\(people_count\)",
+            r"unreachable=keep to export the domains that met \(plant_type\) after trying the "
+            r"others \(people_count\)",
             str(found.value),
         )
         assert trained == attempts
@@ -112,7 +112,7 @@ def test_what_is_trained_is_kept_when_a_domain_is_out_of_reach(
     trained.clear()
     bundle = read_bundle(tmp_path / "bundles" / "all")
     status = {name: (facts["adapter"], facts["status"]) for name, facts in bundle.domains.items()}
-    assert status["weather"][0] is None
+    assert status["plant_type"][0] is None
     # A random model writes no colour, with LoRA or without: the adapter would be worth nothing.
     assert status["vehicle_color"] == (None, "missed")
     assert "even alone" in bundle.domains["vehicle_color"]["reason"]

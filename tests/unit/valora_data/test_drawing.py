@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from valora_data.drawing import add_caption, arrange, draw_boxes, show_photograph, widen
+from valora_data.drawing import add_caption, draw_boxes, show_photograph, widen
 from valora_data.schema import Box
 
 GREEN, RED = (0, 255, 0), (255, 0, 0)
@@ -18,16 +18,6 @@ def bounds(image, colour):
     """Left, top, right and bottom of the pixels of a colour."""
     rows, columns = np.nonzero((np.asarray(image) == colour).all(axis=2))
     return columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
-
-
-def test_of_a_video_the_first_and_the_last_frame_are_shown():
-    frames = [new((40, 40), (50 * n, 0, 255)) for n in range(6)]
-    tile, scale = show_photograph(frames, 80)
-    assert scale == 1
-    assert bounds(tile, (0, 0, 255)) == (0, 0, 40, 40)
-    assert bounds(tile, (250, 0, 255)) == (40, 40, 80, 80)
-    pair, _ = show_photograph(frames[:2], 80)
-    assert bounds(pair, (50, 0, 255)) == (40, 0, 80, 40)
 
 
 def test_boxes_are_drawn_to_scale_with_their_labels_above():
@@ -64,27 +54,3 @@ def test_photographs_of_any_shape_are_large_and_not_distorted(size):
         assert shown.width * shown.height == pytest.approx(256 * 256, rel=0.03)
         assert min(shown.size) > 100
     assert widen(shown, 300, "black").width == max(300, shown.width)
-
-
-@pytest.mark.parametrize("size", [(500, 3000), (3000, 500)])
-@pytest.mark.parametrize("corner", [(0, 0), (1, 0), (0, 1), (1, 1)])
-@pytest.mark.parametrize("below", [False, True])
-def test_labels_stay_whole_inside_the_picture(size, corner, below):
-    tile, scale = show_photograph([new(size)], 256)
-    x, y = (0.8 * place * side for place, side in zip(corner, size, strict=True))
-    box = [Box(x, y, x + size[0] / 5, y + size[1] / 5, "cell")]
-    plain = draw_boxes(tile, box, scale, ["#00ff00"])
-    drawn = draw_boxes(tile, box, scale, ["#00ff00"], ["0.93"], below=below)
-    rows, columns = np.nonzero((np.asarray(drawn) != np.asarray(plain)).any(axis=2))
-    assert drawn.size == tile.size
-    assert columns.max() - columns.min() >= 20  # all four characters
-    assert rows.max() - rows.min() >= 8
-
-
-def test_wide_tiles_take_the_room_of_several():
-    tiles = [new((10, 20)), new((34, 8), GREEN), new((10, 20), RED), new((90, 5), "white")]
-    sheet = arrange(tiles, 4, 4, "black")
-    assert bounds(sheet, GREEN) == (18, 4, 52, 12)
-    assert bounds(sheet, RED) == (56, 4, 66, 24)
-    assert bounds(sheet, (255, 255, 255)) == (4, 28, 94, 33)
-    assert sheet.size == (98, 37)

@@ -13,11 +13,11 @@ from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Sample, Split
 
 
-def sample(name: str, level: int) -> Sample:
+def sample(name, level):
     return Sample(name, Image.new("RGB", (4, 4), (level, 0, 0)), Answer())
 
 
-def clip(name: str, *levels: int) -> Sample:
+def clip(name, *levels):
     first, *rest = (sample(name, level).image for level in levels)
     return Sample(name, first, Answer(), rest=tuple(rest))
 
@@ -34,21 +34,19 @@ def clip(name: str, *levels: int) -> Sample:
         ([sample(str(i), i) for i in range(14)],) * 2 + ("14 samples leak .*; and 4 more",),
     ],
 )
-def test_equal_images_and_ids_in_two_splits(
-    train: list[Sample], val: list[Sample], message: str | None
-) -> None:
+def test_equal_images_and_ids_in_two_splits(train, val, message):
     with pytest.raises(DataError, match=message) if message else nullcontext() as caught:
         check_no_leak({Split.TRAIN: train, Split.VAL: val})
     assert caught is None or str(caught.value).count("is in train and val") <= 10
 
 
-def test_hash_sees_pixels_and_shape_alone() -> None:
+def test_hash_sees_pixels_and_shape_alone():
     flat = Sample("a", Image.new("RGB", (2, 8), (1, 0, 0)), Answer())
     assert content_hash(sample("a", 1)) == content_hash(sample("b", 1))
     assert len({content_hash(one) for one in (sample("a", 1), sample("a", 2), flat)}) == 3
 
 
-def test_different_pictures_do_not_look_the_same() -> None:
+def test_different_pictures_do_not_look_the_same():
     hashes = [perceptual_hash(natural_picture(i)) for i in range(60)]
     kept = np.array([h for h in hashes if h is not None])
     apart = np.bitwise_count(kept[:, None] ^ kept[None])
@@ -64,7 +62,7 @@ COPIES = {
 }
 
 
-def pairs(*samples: Sample, near: bool = True) -> list[Pair]:
+def pairs(*samples, near=True):
     found = Duplicates(near)
     for one in samples:
         found.add("all", one)
@@ -73,7 +71,7 @@ def pairs(*samples: Sample, near: bool = True) -> list[Pair]:
 
 @pytest.mark.parametrize("seed", [0, 1, 5, 8, 16, 21])
 @pytest.mark.parametrize("how", COPIES)
-def test_copies_are_found(seed: int, how: str) -> None:
+def test_copies_are_found(seed, how):
     others = [Sample(f"other{i}", natural_picture(100 + i), Answer()) for i in range(8)]
     image = natural_picture(seed)
     first = Sample("first", image, Answer(label="a"))
@@ -84,11 +82,11 @@ def test_copies_are_found(seed: int, how: str) -> None:
     assert pairs(first, second, near=False) == []
 
 
-def test_a_fixed_camera_is_no_copy() -> None:
+def test_a_fixed_camera_is_no_copy():
     """What moves in front of it differs."""
     ground = natural_picture(3).resize((320, 240))
 
-    def frame(number: int, x: int, side: int) -> Sample:
+    def frame(number, x, side):
         image = ground.copy()
         image.paste((200, 40, 40), (x, 100, x + side, 100 + side))
         return Sample(f"frame{number}", image, Answer((Box(x, 100, x + side, 100 + side, "cat"),)))
@@ -101,7 +99,7 @@ def test_a_fixed_camera_is_no_copy() -> None:
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_a_copy_with_other_labels_is_a_copy(flip: bool) -> None:
+def test_a_copy_with_other_labels_is_a_copy(flip):
     """The same photograph, recompressed, that another person labelled."""
     image = natural_picture(5).resize((200, 100))
     one = Sample("one", image, Answer((Box(10, 20, 50, 60, "cat"), Box(90, 5, 120, 30, "dog"))))
@@ -111,7 +109,7 @@ def test_a_copy_with_other_labels_is_a_copy(flip: bool) -> None:
     assert len(pairs(one, two)) == 1
 
 
-def test_pairs_chain_to_groups() -> None:
+def test_pairs_chain_to_groups():
     keys = [("all", name) for name in ("a#0", "b", "c#1", "d", "e")]
     equal = [Pair(keys[0], keys[1], equal=True), Pair(keys[1], keys[2], equal=False)]
     groups = groups_of([*equal, Pair(keys[3], keys[4], equal=False)])

@@ -45,13 +45,6 @@ def test_content_and_names_decide(folder, tmp_path):
     assert hashed(tmp_path / "moved") == first
 
 
-def test_a_missing_file_is_part_of_the_hash(folder):
-    paths = [folder / "0" / "0.txt", folder / "none.txt"]
-    hashes = [hash_files(paths, folder), hash_files(paths[:1], folder)]
-    (folder / "none.txt").write_text("")
-    assert len({*hashes, hash_files(paths, folder)}) == 3
-
-
 def test_unchanged_files_are_not_read(folder, monkeypatch):
     monkeypatch.setattr("valora_data.hashing.SETTLED", 0)
     time.sleep(0.05)

@@ -25,7 +25,7 @@ def stream(start, count, labelled=True):
 
 
 def test_a_set_in_one_piece(tmp_path):
-    seen: list[int] = []
+    seen = []
     counts = prepare(
         {None: partial(stream, 0, 300)}, LABELS, SHARES, tmp_path, on_sample=seen.append
     )
@@ -41,14 +41,6 @@ def test_a_set_in_one_piece(tmp_path):
     for one, other in zip(truth, found[Split.UNLABELLED], strict=True):
         assert (one.id, one.image.tobytes()) == (other.id, other.image.tobytes())
     assert all(s.answer.label == LABELS[int(s.id[1:]) % 2] for s in truth)
-
-
-def test_named_splits_stay_as_they_are(tmp_path):
-    splits = {None: partial(stream, 0, 100), Split.TEST: partial(stream, 500, 9)}
-    counts = prepare(splits, LABELS, SHARES, tmp_path)
-    assert counts[Split.TEST] == 9
-    assert [s.id for s in shards.read(tmp_path / "test")] == [f"s{i}" for i in range(500, 509)]
-    assert sum(counts.values()) == 109
 
 
 def test_images_that_nobody_labelled(tmp_path):
@@ -111,7 +103,7 @@ def test_copies_of_a_picture_go_to_one_split(tmp_path):
 
     counts = prepare({None: stream}, LABELS, SHARES, tmp_path)
     assert sum(counts.values()) == 48
-    splits: dict[str, set[Split]] = {}
+    splits = {}
     for name, split in where(tmp_path).items():
         splits.setdefault(name.split("/")[1].split("-")[0], set()).add(split)
     assert all(len(found) == 1 for found in splits.values())

@@ -17,14 +17,6 @@ def test_builtin_extensions_are_imported_when_looked_up():
         things["broken"]
 
 
-def test_another_package_adds_one(installed):
-    things = registry()
-    assert list(things) == ["one", "two"]
-    installed("valora.tests", "three", "extension = 3")
-    assert things["three"] == 3
-    assert set(things) == {"one", "two", "three"} and len(things) == 3 and "three" in things
-
-
 def test_a_builtin_name_cannot_be_taken_over(installed):
     installed("valora.tests", "one", "extension = 'mine'")
     assert registry()["one"] == pytest.approx(3.14159, abs=1e-5)

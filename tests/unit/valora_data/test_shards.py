@@ -3,8 +3,6 @@
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from valora_data import shards
@@ -66,26 +64,6 @@ def test_samples_are_decoded_one_by_one(tmp_path):
     assert same(shard[149], made[149])
     assert all(map(same, shard, made))
     assert shard.answers() == [sample.answer for sample in made]
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    st.lists(
-        st.builds(
-            Answer,
-            label=st.sampled_from([None, *LABELS]),
-            answers=st.lists(st.text(max_size=4), max_size=3).map(tuple),
-            count=st.none() | st.integers(0, 9),
-        ),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_any_mixture_of_answers(tmp_path_factory, answers):
-    folder = tmp_path_factory.mktemp("any") / "set"
-    made = [Sample(str(i), picture(i), answer) for i, answer in enumerate(answers)]
-    shards.write(made, LABELS, folder)
-    assert all(map(same, shards.read(folder), made))
 
 
 @pytest.mark.parametrize(

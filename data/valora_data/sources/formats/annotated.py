@@ -59,15 +59,12 @@ class Record:
 
     @property
     def file_name(self) -> str:
-        """Name of the first file, for messages."""
         return next((readable(file.name) for file in self.files), "")
 
     def open(self, frames: int) -> list[Image]:
         """The images, or so many frames of the videos."""
-        if not self.media:
-            return [no_image()]
-        if not self.video:
-            return [load_image(one, self.item) for one in self.media]
+        if not (self.video and self.media):
+            return [load_image(one, self.item) for one in self.media] or [no_image()]
         name = self.file_name or self.item
         videos = [one for one in self.media if isinstance(one, Path | bytes)]
         return [image for one in videos for image in read_frames(one, frames, name)]
@@ -96,7 +93,6 @@ class AnnotatedFormat(SourceFormat):
         return {split: partial(self.read, source, part) for split, part in parts.items()}
 
     def reads(self, source: Source) -> Iterator[Path]:
-        """The files that list images, the images, and their own files of labels."""
         found = dict.fromkeys(self.lists(source))
         for part in self.parts(source).values():
             for record in self.records(source, part, ImageReader(tolerance=math.inf)):
@@ -134,7 +130,6 @@ class _Validator:
         self._boxes, self._right, self._bottom, self._side = 0, 0.0, 0.0, math.inf
 
     def checked(self, records: Iterable[Record]) -> Iterator[tuple[Record, Shapes]]:
-        """Records with their objects, but those that ask the same of an image again."""
         seen: set[Path] = set()
         for record in records:
             item, file = record.item, record.file
@@ -186,7 +181,6 @@ class _Validator:
         return None if record.prompt and not boxes else Answer(tuple(boxes))
 
     def _on_image(self, edges: Edges | Scaled, image: Image, file: EncodedFile | None) -> Edges:
-        """Edges on the image as it is shown; a box over its edge is clipped."""
         width, height = image.size
         if callable(edges):
             edges = edges(*(file.size if file else image.size))
@@ -203,10 +197,10 @@ class _Validator:
             raise FaultError(kind if finite else FaultKind.BOX_NOT_FINITE, f"{text} has no area")
         inside = min(x0, y0) >= -TOLERANCE and x1 <= width + TOLERANCE and y1 <= height + TOLERANCE
         x0, y0, x1, y1 = max(0.0, x0), max(0.0, y0), min(float(width), x1), min(float(height), y1)
-        if not inside or x1 <= x0 or y1 <= y0:
-            text = f"{text} lies outside its {width} × {height} image"
-            raise FaultError(FaultKind.BOX_OUTSIDE, text)
-        return x0, y0, x1, y1
+        if inside and x1 > x0 and y1 > y0:
+            return x0, y0, x1, y1
+        text = f"{text} lies outside its {width} × {height} image"
+        raise FaultError(FaultKind.BOX_OUTSIDE, text)
 
     def check_unit(self) -> None:
         """Refuse boxes that are shares of the image, or on a grid, where pixels are meant."""
@@ -216,10 +210,8 @@ class _Validator:
             if self._side > 1.1 * grid and all(0.98 * grid < edge <= grid for edge in edges):
                 found = f"on a grid of {grid}"
         if found:
-            raise DataError(
-                f"{self._name}: all boxes are {found}, where the format has pixels: export them "
-                "in pixels of the image"
-            )
+            text = f"{self._name}: all boxes are {found}, where the format has pixels"
+            raise DataError(f"{text}: export them in pixels of the image")
 
 
 def _stored(image: Image, record: Record) -> EncodedFile | None:
@@ -233,11 +225,8 @@ def _stored(image: Image, record: Record) -> EncodedFile | None:
     file = encoded_file(image)
     if file is not None and file.size == (width, height):  # so it is turned when it is shown
         return file
-    text = (
-        f"{record.item}: the image has {image.width} × {image.height} pixels, its annotation says "
-        f"{width} × {height}"
-    )
-    raise FaultError(FaultKind.SIZE_DIFFERS, text)
+    text = f"{record.item}: the image has {image.width} × {image.height} pixels, its annotation"
+    raise FaultError(FaultKind.SIZE_DIFFERS, f"{text} says {width} × {height}")
 
 
 def stray_label(label: str, labels: Sequence[str]) -> FaultError:
@@ -317,10 +306,8 @@ def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> No
     missing = [label for label in labels if label not in names]
     if missing:
         shown = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
-        raise DataError(
-            f"{source} has no category {', '.join(map(repr, missing))}, only {shown}: "
-            "make the domain's labels and the data set's names match"
-        )
+        text = f"{source} has no category {', '.join(map(repr, missing))}, only {shown}"
+        raise DataError(f"{text}: make the domain's labels and the data set's names match")
     if unused := len(set(names) - set(labels)):
         log.info("%s: %d categories that the domain does not ask for are left out", source, unused)
 

@@ -20,12 +20,10 @@ from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.voc import child_text, parse_xml
 
 SHAPES = ("box", "mask", "polygon", "polyline", "points", "ellipse")
-"""Shapes of CVAT."""
 Result = Mapping[str, Any]
 
 
 def _around(points: Iterable[complex]) -> Edges:
-    """The upright box around points (x + iy)."""
     xs, ys = zip(*((point.real, point.imag) for point in points), strict=True)
     return min(xs), min(ys), max(xs), max(ys)
 
@@ -39,11 +37,7 @@ def _around_turned(edges: Edges, degrees: float, about: complex) -> Edges:
 
 
 class CvatFormat(AnnotatedFormat):
-    """`CVAT for images 1.1`: one XML file for all images, or the folder that holds it.
-
-    `subset` of an image is its split. Polygons, masks, points and turned boxes count as the upright
-    box around them.
-    """
+    """`CVAT for images 1.1`: an XML file or its folder; shapes count as the box around them."""
 
     answers = frozenset({"objects"})
     task = Task.DETECTION
@@ -53,18 +47,17 @@ class CvatFormat(AnnotatedFormat):
         return file.is_file() and file.suffix.lower() == ".xml"
 
     def parts(self, source: Source) -> Mapping[Split | None, tuple[Path, str | None]]:
-        file, root = _cvat_file(source.location), _cvat_root(source.location)
-        names = sorted(image.get("subset") or "" for image in root.iter("image"))
-        splits = {files.SPLIT_NAMES.get(name.lower()): (file, name) for name in names}
-        return files.with_rest(
-            {split: part for split, part in splits.items() if split}, (file, None)
-        )
+        file = _cvat_file(source.location)
+        names = sorted(image.get("subset") or "" for image in _cvat_root(file).iter("image"))
+        found = ((files.SPLIT_NAMES.get(name.lower()), name) for name in names)
+        splits = {split: (file, name) for split, name in found if split}
+        return files.with_rest(splits, (file, None))
 
     def records(
         self, source: Source, part: tuple[Path, str | None], reading: ImageReader
     ) -> Iterator[Record]:
-        """Images with their shapes; ids are the names that CVAT gives them."""
-        (file, wanted), root = part, _cvat_root(source.location)
+        file, wanted = part
+        root = _cvat_root(file)
         entries = [one for one in root.iter("image") if wanted in (None, one.get("subset"))]
         if not entries:
             raise DataError(f"{file.name} lists no images: the data set is empty")
@@ -94,21 +87,17 @@ def _cvat_file(path: str) -> Path:
     return Path(path) / "annotations.xml" if Path(path).is_dir() else Path(path)
 
 
-def _cvat_root(path: str) -> Element:
-    file = _cvat_file(path)
+def _cvat_root(file: Path) -> Element:
     root = parse_xml(file)
     tracks = next(root.iter("track"), None) is not None
     if root.tag != "annotations" or tracks:
         found = "holds tracks of a video" if tracks else f"is no export of CVAT (it is {root.tag})"
-        raise DataError(
-            f"{file.name} {found}: export the task in the format `CVAT for images 1.1`, with its "
-            "images"
-        )
+        text = f"{file.name} {found}: export the task in the format `CVAT for images 1.1`"
+        raise DataError(f"{text}, with its images")
     return root
 
 
 def _cvat_shape(shape: Element) -> Shape:
-    """The label of a shape, and the upright box around it in pixels."""
     label, given = shape.get("label"), shape.attrib
     if shape.tag == "ellipse":
         raise ValueError("ellipses are not read, draw a box")
@@ -126,10 +115,8 @@ def _cvat_shape(shape: Element) -> Shape:
 class LabelStudioFormat(AnnotatedFormat):
     """An export as `JSON`; `Source.images` is the folder of the images.
 
-    Of several annotations of a task the ground truth is taken, or else the first that was not
-    cancelled. Tasks without one are left out. Polygons and turned rectangles, in percent of the
-    image, count as the upright box around them. Paths are those of the server that the images were
-    labelled on: images are looked for by ever shorter ends of them.
+    The ground truth counts, or the first annotation that was not cancelled; polygons and turned
+    rectangles as the box around them. Images are looked for by ever shorter ends of their paths.
     """
 
     answers = frozenset({"objects", "label"})
@@ -144,7 +131,6 @@ class LabelStudioFormat(AnnotatedFormat):
         return Task.CLASSIFICATION if next(kinds, "") == "choices" else Task.DETECTION
 
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
-        """Images of the tasks that are labelled; ids are their paths as they were found."""
         entries = _tasks(part)
         reading.total += len(entries)
         folder = source.image_folder
@@ -182,7 +168,6 @@ def _tasks(path: Path) -> list[Any]:
 
 
 def _results(entry: Any) -> list[Result] | None:
-    """Results of the annotation that counts; None if there is none."""
     given = entry.get("annotations") if isinstance(entry, dict) else None
     sound = [one for one in given or () if isinstance(one, dict) and not one.get("was_cancelled")]
     sound.sort(key=lambda annotation: not annotation.get("ground_truth"))
@@ -190,7 +175,6 @@ def _results(entry: Any) -> list[Result] | None:
 
 
 def _place(entry: Result, columns: Mapping[str, str]) -> str:
-    """Path of a task's image on the server."""
     data = files.as_object(entry["data"])
     texts = {key: value for key, value in data.items() if isinstance(value, str)}
     names = [columns["image"]] if "image" in columns else ["image", "img", "image_url", *texts]
@@ -205,7 +189,6 @@ def _place(entry: Result, columns: Mapping[str, str]) -> str:
 
 
 def _studio_shape(result: Result) -> Shape:
-    """The label of a result, and the upright box around its shape."""
     value = result["value"]
     label = (value.get(str(result["type"])) or value.get("labels") or [None])[0]
     if result.get("image_rotation"):
@@ -218,9 +201,8 @@ def _studio_shape(result: Result) -> Shape:
     x0, y0, x1, y1 = annotated.corners([value[side] for side in ("x", "y", "width", "height")])
     turn = float(value.get("rotation") or 0)
 
-    def edges(width: float, height: float) -> Edges:
-        """The edges of a rectangle, which turns about its upper left corner, in pixels."""
-        x, y = width / 100, height / 100
-        return _around_turned((x0 * x, y0 * y, x1 * x, y1 * y), turn, complex(x0 * x, y0 * y))
+    def edges(width: float, height: float) -> Edges:  # it turns about its upper left corner
+        box = x0 * width / 100, y0 * height / 100, x1 * width / 100, y1 * height / 100
+        return _around_turned(box, turn, complex(*box[:2]))
 
     return label, edges

@@ -55,9 +55,8 @@ class CocoFormat(AnnotatedFormat):
         return files.with_rest(parts, _Part(file, images or file.parent))
 
     def records(self, source: Source, part: _Part, reading: ImageReader) -> Iterator[Record]:
-        """Images in the file's order; crowd regions are left out, as they are no single objects."""
         name, captions = part.file.name, source.task.spec.answer == "captions"
-        content = _tables(part.file, "images", "annotations", *([] if captions else ["categories"]))
+        content = _tables(part.file, "images", "annotations", *["categories"] * (not captions))
         reading.total += len(content["images"])
         images: dict[Any, Entry] = {}
         for where, entry in _entries(content, "images", name, reading, "id", "file_name"):
@@ -122,10 +121,8 @@ def _parts(whole: Path, kind: str, images: Path | None = None) -> dict[Split, _P
     """Files of a folder by split, such as `annotations/instances_train2017.json`."""
     parts: dict[Split, _Part] = {}
     for file in sorted((whole / "annotations").glob(f"{kind}*.json")):
-        split, last = (
-            files.split_in(re.split(r"[^a-z]+", file.stem.lower())),
-            file.stem.split("_")[-1],
-        )
+        last = file.stem.split("_")[-1]
+        split = files.split_in(re.split(r"[^a-z]+", file.stem.lower()))
         if split is not None and split not in parts:
             places = (whole / last, whole / "images" / last, whole / "images", whole)
             parts[split] = _Part(file, images or next(filter(Path.is_dir, places)), f"{split}/")
@@ -139,7 +136,6 @@ def _parts(whole: Path, kind: str, images: Path | None = None) -> dict[Split, _P
 
 
 def _tables(file: Path, *required: str) -> Mapping[str, Any]:
-    """The content of a file with the required tables, the first of which is not empty."""
     content = files.load_json(file)
     for table in required:
         if not isinstance(content, dict) or not isinstance(content.get(table), list):

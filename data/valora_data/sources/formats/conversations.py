@@ -37,8 +37,7 @@ ROLES = {"user": "human", "assistant": "gpt"}
 class LlavaFormat(AnnotatedFormat):
     """One file of conversations, each question of which is asked about the same images.
 
-    Boxes in `<box>` are on Qwen-VL's grid; those in brackets are in shares of the image. A file
-    without any image holds questions about text, each of which is asked alone.
+    Boxes in `<box>` are on Qwen-VL's grid, those in brackets in shares of the image.
     """
 
     texts = True
@@ -52,12 +51,12 @@ class LlavaFormat(AnnotatedFormat):
         return lines or bool(location.keys & {"conversations", "messages"})
 
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
-        """A record for each question, in order; ids of several questions end in ``#number``."""
         entries = files.load_rows(part, "conversations")
         shown = [entry for entry in entries if not isinstance(entry, dict) or _media_of(entry)]
-        if source.task.spec.answer != "boxes" and not any(map(_is_object, shown)):
-            shown = entries
-        if not any(map(_is_object, shown)):
+        some = any(isinstance(entry, dict) for entry in shown)
+        if source.task.spec.answer != "boxes" and not some:
+            shown, some = entries, any(isinstance(entry, dict) for entry in entries)
+        if not some:
             raise DataError(f"{part.name}: no conversation has an image: the data set is empty")
         if len(shown) < len(entries):
             log.info("%s: %d conversations have no image", part.name, len(entries) - len(shown))
@@ -71,10 +70,8 @@ class LlavaFormat(AnnotatedFormat):
                 media = tuple(finder.find(path) for path in _media_of(entry))
                 places = sum(len(PLACE.findall(question)) for question, _ in pairs)
                 if places not in (0, len(media)):
-                    raise ValueError(
-                        f"has {plural(len(media), 'image')} and {places} <image>, which must be "
-                        "equally many"
-                    )
+                    text = f"has {plural(len(media), 'image')} and {places} <image>"
+                    raise ValueError(f"{text}, which must be equally many")
                 video = not (entry.get("image") or entry.get("images"))
                 for number, (question, text) in enumerate(pairs):
                     name = key if len(pairs) == 1 else f"{key}#{number}"
@@ -88,19 +85,13 @@ class LlavaFormat(AnnotatedFormat):
                         yield record
 
 
-def _is_object(entry: Any) -> bool:
-    return isinstance(entry, dict)
-
-
 def _media_of(entry: dict[str, Any]) -> list[str]:
-    """Paths of an entry's images, or of its videos."""
     value: Any = next((entry[key] for key in MEDIA if entry.get(key)), [])
     places = value if isinstance(value, list) else [value]
     return [str(one.get("path") if isinstance(one, dict) else one) for one in places]
 
 
 def _pairs(entry: dict[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of question and answer, in either form of a conversation."""
     if "objects" in entry:
         raise ValueError("has objects beside its messages, which are not read")
     said = []

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Sample, Split, Task, no_image
 from valora_data.sources.base import Location, Source, SourceFormat, Splits
-from valora_data.sources.documents.records import Fact, Link, draw_document
 from valora_data.sources.formats.files import files_below, read_lines, read_text
 from valora_data.sources.formats.rows import ImagesFormat
+from valora_data.sources.generic.scenes import COLORS, PATTERNS
 from valora_data.wording import plural
 
 TEXTS = frozenset({".txt", ".md", ".markdown", ".rst", ".pdf"})
 QUESTIONS = "questions.jsonl"
-MAX_BYTES = 64 << 20  # Most bytes of a document's text
 SELF_STUDY = 400  # Most questions of self-study where `source.counts` does not say how many
 MIN_FACTS = 4  # Fewest facts of a drawn document: two to decide with, two to measure with
 MIN_WORDS = 5  # Words of the shortest sentence that is asked about
@@ -32,8 +31,7 @@ SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n+")
 WORD = re.compile(r"\w+")
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A question with its right answers, the one to learn first, and the split that it names."""
 
     question: str
@@ -60,7 +58,7 @@ class DocumentsFormat(ContextFormat):
 
     def open(self, source: Source) -> Splits:
         file = Path(source.location)
-        found: dict[str, tuple[str, Any, str]] = {}
+        found: dict[str, tuple[dict[str, Any], str]] = {}
         for number, entry in read_lines(file):
             where = f"{file.name}, line {number}"
             if entry is None or not isinstance(entry.get("text"), str):
@@ -68,19 +66,18 @@ class DocumentsFormat(ContextFormat):
             name = str(entry.get("id", number))
             if name in found:
                 raise DataError(f"two documents are named {name}: give each an id of its own")
-            found[name] = (entry["text"], entry.get("questions") or [], where)
+            found[name] = (entry, where)
         name = source.document or (next(iter(found)) if len(found) == 1 else "")
         if name not in found:
             shown = ", ".join(list(found)[:10]) + (", …" if len(found) > 10 else "")
-            raise DataError(
-                f"{file.name} holds {plural(len(found), 'document')} ({shown}): name one of them "
-                "in source.document"
-            )
-        text, asked, where = found[name]
+            text = f"{file.name} holds {plural(len(found), 'document')} ({shown})"
+            raise DataError(f"{text}: name one of them in source.document")
+        entry, where = found[name]
+        asked = entry.get("questions") or []
         if not isinstance(asked, list):
             raise DataError(f"{where}: `questions` is no list: correct it")
         questions = [_asked(one, f"{where}, question {i}") for i, one in enumerate(asked, 1)]
-        return _splits_of(Document(_checked(name, text)), questions, source)
+        return _splits_of(_document(name, entry["text"]), questions, source)
 
 
 class TextsFormat(ContextFormat):
@@ -95,7 +92,7 @@ class TextsFormat(ContextFormat):
         if not files:
             raise DataError(f"{place} holds no .txt, .md or .pdf file: check the path")
         text = "\n\n".join(filter(None, map(_text_of, files)))
-        return _splits_of(Document(_checked(place.name, text)), _questions(place), source)
+        return _splits_of(_document(place.name, text), _questions(place), source)
 
     def reads(self, source: Source) -> Iterator[Path]:
         place = Path(source.location)
@@ -114,11 +111,101 @@ class AlbumFormat(ContextFormat):
         images = tuple(sample.image for sample in ImagesFormat().read(source, (folder, "")))
         asked = _questions(folder)
         if not asked:
-            raise DataError(
-                f"album {folder} has no {QUESTIONS}, and pictures alone ask nothing: add "
-                "questions with answers"
-            )
+            text = f"album {folder} has no {QUESTIONS}, and pictures alone ask nothing"
+            raise DataError(f"{text}: add questions with answers")
         return _splits_of(Document("", images), asked, source)
+
+
+# Drawn documents, such as ``417 color red``, that nobody knows otherwise: words of valora-tiny.
+THINGS = (
+    "anchor", "arrow", "bell", "bolt", "bone", "bow", "candle", "castle", "chair", "circle",
+    "clock", "cloud", "comb", "cross", "crown", "drop", "fish", "flag", "fork", "gear", "hammer",
+    "hat", "heart", "house", "key", "kite", "lamp", "mug", "ring", "star", "sun", "tent",
+)  # fmt: skip
+VALUES: dict[str, tuple[str, ...]] = {
+    "color": tuple(COLORS), "pattern": tuple(PATTERNS), "thing": THINGS,
+    "table": tuple(str(number) for number in range(10, 100)),
+}  # fmt: skip
+
+
+def _wordings(given: str, asked: str) -> tuple[str, ...]:
+    return (f"{given} {asked}?", f"which {asked} has {given}?",
+            f"{given} has which {asked}?", f"what {asked} has {given}?")  # fmt: skip
+
+
+WORDINGS = {attribute: _wordings("{key}", attribute) for attribute in VALUES}
+"""Wordings of a question about an attribute; the last one is for measuring."""
+LINKED_WORDINGS = {
+    (given, asked): _wordings(f"{given} {{value}}", asked)
+    for given in VALUES
+    for asked in VALUES
+    if given != asked
+}
+KEYS = range(100, 1000)  # Numbers of letters
+RECORD_TOKENS = 17  # Tokens of all facts about a letter with valora-tiny's tokenizer
+
+
+class Fact(NamedTuple):
+    """One fact of a document: the number of its letter, a key of `VALUES`, and its value."""
+
+    key: int
+    attribute: str
+    value: str
+
+    def question(self, wording: int) -> str:
+        """Ask for the value; wording −1 is the one for measuring."""
+        return WORDINGS[self.attribute][wording].format(key=self.key)
+
+
+class Link(NamedTuple):
+    """Two facts about a letter: one that no other letter shares, and one that is asked about."""
+
+    given: Fact
+    asked: Fact
+
+    @property
+    def value(self) -> str:
+        """The answer."""
+        return self.asked.value
+
+    def question(self, wording: int) -> str:
+        """Ask for the value without naming the letter; wording −1 is the one for measuring."""
+        wordings = LINKED_WORDINGS[self.given.attribute, self.asked.attribute]
+        return wordings[wording].format(value=self.given.value)
+
+
+class RecordDocument(NamedTuple):
+    """A document, and its facts in the order of the text."""
+
+    text: str
+    facts: tuple[Fact, ...]
+
+    def links(self) -> list[Link]:
+        """All links between facts about the same letter, in the order of the text."""
+        times = Counter((fact.attribute, fact.value) for fact in self.facts)
+        unique: dict[int, list[Fact]] = defaultdict(list)
+        for fact in self.facts:
+            if times[fact.attribute, fact.value] == 1:
+                unique[fact.key].append(fact)
+        return [
+            Link(given, asked)
+            for asked in self.facts
+            for given in unique[asked.key]
+            if given != asked
+        ]
+
+
+def draw_document(rng: np.random.Generator, records: int) -> RecordDocument:
+    """Draw a document of so many letters, at most 900."""
+    keys = rng.choice(np.array(KEYS), records, replace=False)
+    facts = [
+        Fact(key, name, str(rng.choice(choices)))
+        for key in keys.tolist()
+        for name, choices in VALUES.items()
+    ]
+    facts = [facts[place] for place in rng.permutation(len(facts))]
+    text = "\n".join(f"{fact.key} {fact.attribute} {fact.value}" for fact in facts)
+    return RecordDocument(text, tuple(facts))
 
 
 class RecordsFormat(ContextFormat):
@@ -136,12 +223,9 @@ class RecordsFormat(ContextFormat):
                 f"domain {source.name} has {plural(len(facts), 'fact')} to ask about, too few to "
                 "decide and to measure with: raise source.entries, or change source.seed"
             )
-        studied = [
-            Asked(fact.question(wording), (fact.value,)) for wording in range(3) for fact in facts
-        ]
+        studied = [Asked(one.question(way), (one.value,)) for way in range(3) for one in facts]
         held = [facts[number] for number in rng.permutation(len(facts))]
-        asked = [Asked(fact.question(-1), (fact.value,)) for fact in held]
-        half = len(asked) // 2
+        asked, half = [Asked(one.question(-1), (one.value,)) for one in held], len(held) // 2
         parts = {Split.TRAIN: studied, Split.UNLABELLED: studied}
         parts |= {Split.VAL: asked[:half], Split.TEST: asked[half:]}
         return _streams(Document(document.text), parts, source)
@@ -181,7 +265,6 @@ def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Sp
 
 
 def _rng(source: Source) -> np.random.Generator:
-    """The random numbers of a document, by its name and the source's seed."""
     key = sha256(f"{source.seed}/{source.name}".encode()).digest()
     return np.random.default_rng(int.from_bytes(key[:16], "little"))
 
@@ -198,26 +281,18 @@ def _streams(document: Document, parts: Mapping[Split, list[Asked]], source: Sou
 
 
 def _questions(folder: Path) -> list[Asked]:
-    """Questions in `questions.jsonl` of a folder, if there is one."""
     file = folder / QUESTIONS
     rows = read_lines(file) if file.is_file() else []
     return [_asked(item, f"{QUESTIONS}, line {number}") for number, item in rows]
 
 
-def _checked(name: str, text: str) -> str:
-    """A document's text without what surrounds it, which is neither empty nor huge."""
-    text = text.strip()
-    if not text:
+def _document(name: str, text: str) -> Document:
+    if not (text := text.strip()):
         raise DataError(f"document {name} is empty: add its text, or leave it out")
-    if len(text) > MAX_BYTES:
-        raise DataError(
-            f"document {name} has {len(text):,} characters, more than {MAX_BYTES:,}: split it"
-        )
-    return text
+    return Document(text)
 
 
 def _asked(item: Any, where: str) -> Asked:
-    """A question of an entry, which has words and an answer."""
     question = _words(item.get("question")) if isinstance(item, dict) else ""
     if not question:
         raise DataError(f"{where} has no `question`: add it or remove the entry")
@@ -231,7 +306,6 @@ def _asked(item: Any, where: str) -> Asked:
 
 
 def _words(value: Any) -> str:
-    """A text or number as text; what is neither has no words."""
     known = isinstance(value, str | int | float) and not isinstance(value, bool)
     return str(value).strip() if known else ""
 
@@ -251,16 +325,13 @@ def _text_of(file: Path) -> str:
         ) from error
     text = "\n\n".join(filter(None, pages))
     if not text:
-        raise DataError(
-            f"{file.name} holds no text on {plural(len(pages), 'page')}, as if it were scanned: "
-            "run OCR on it first"
-        )
+        text = f"{file.name} holds no text on {plural(len(pages), 'page')}, as if it were scanned"
+        raise DataError(f"{text}: run OCR on it first")
     return text
 
 
 def _sentences(text: str) -> list[str]:
-    """Sentences and lines of a text with enough words to ask about."""
-    parts = (part.strip() for part in SENTENCE.split(text))
+    parts = map(str.strip, SENTENCE.split(text))
     return [part for part in parts if len(WORD.findall(part)) >= MIN_WORDS]
 
 

@@ -28,14 +28,12 @@ IMAGES = frozenset({
 })  # fmt: skip
 """Suffixes of image files, in lower case; those that Pillow cannot read become faults."""
 AUXILIARY = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found"})
-"""Folders that systems put beside data."""
 SPLIT_NAMES: Mapping[str, Split] = {
     "train": Split.TRAIN, "training": Split.TRAIN, "unlabelled": Split.UNLABELLED,
     "unlabeled": Split.UNLABELLED, "unsupervised": Split.UNLABELLED, "val": Split.VAL,
     "validation": Split.VAL, "valid": Split.VAL, "dev": Split.VAL, "test": Split.TEST,
     "testing": Split.TEST, "testA": Split.TEST, "testB": Split.TEST,
 }  # fmt: skip
-"""Split by the names that other tools use."""
 UPLOADED = re.compile(r"^[0-9a-f]{8}-")
 """What Label Studio puts before the name of a file that is uploaded."""
 
@@ -93,10 +91,8 @@ def folder_splits(folder: Path) -> dict[Split, Path]:
     for item in sorted(filter(Path.is_dir, folder.iterdir())):
         split = SPLIT_NAMES.get(item.name)
         if split is not None and found.setdefault(split, item) is not item:
-            raise DataError(
-                f"{folder.name} has folders {found[split].name} and {item.name} for the split "
-                f"{split}: keep one"
-            )
+            text = f"{folder.name} has folders {found[split].name} and {item.name} for the split"
+            raise DataError(f"{text} {split}: keep one")
     return found
 
 
@@ -166,7 +162,6 @@ class Finder:
 
     @cached_property
     def files(self) -> list[Path]:
-        """All files of these suffixes below the folder."""
         return files_below(self._folder, self._suffixes)
 
     @cached_property

@@ -32,9 +32,8 @@ AHEAD = 3  # images per core that are decoded before they are needed
 class ImageReader:
     """Collects the faults of one data set, the `source` of messages.
 
-    `total` images are listed, of which a share of `tolerance` may be `faulty`, skipped in whole or
-    in part; `found` are all faults in order. If `thorough`, files that belong to nothing are looked
-    for.
+    A share of `tolerance` of the `total` images may be `faulty`, skipped at least in part; `found`
+    are all faults in order. If `thorough`, files that belong to nothing are looked for.
     """
 
     source: str = ""
@@ -92,13 +91,11 @@ class ImageReader:
 
     def finish(self) -> None:
         """Warn of what was skipped, and of what may have lost labels."""
-        skipped = [fault for fault in self.found if fault.kind.skips]
-        if skipped:
-            log.warning(
-                "%s: %d of %s skipped in whole or in part: %s; `valora-data check` lists all "
-                "faults", self.source, len(self.faulty), plural(self.total, "image"),
-                "; ".join(described(skipped, 1, "such as ")),
-            )  # fmt: skip
+        if skipped := [fault for fault in self.found if fault.kind.skips]:
+            images = plural(self.total, "image")
+            texts = "; ".join(described(skipped, 1, "such as "))
+            text = "%s: %d of %s skipped in whole or in part: %s; `valora-data check` lists all"
+            log.warning(text + " faults", self.source, len(self.faulty), images, texts)
         self.warn_of_lost()
 
     def warn_of_lost(self) -> None:

@@ -1,14 +1,7 @@
 """Tables of images or videos: folders with `metadata.jsonl`, and data sets on the hub.
 
-A task reads these columns, which have the names that are customary on the hub; the first one that
-exists is used. `Source.columns` maps a field to another name.
-
-- classification, video: `label` (a name, or a class index where the names are declared)
-- detection: `objects` with `bbox` (x, y, width, height in pixels) and `category`
-- vqa: `question`; `answers` or `answer` (a text, texts, or objects with `answer`)
-- caption: `captions`, `caption` or `text`
-- grounding: `phrase`, `expression`, `sentence` or `text`; `bbox`
-- counting: `count` or `label`
+Detection reads `objects` with `bbox` (x, y, width, height in pixels) and `category`, the other
+tasks the columns of `NAMES`, the first that exists. `Source.columns` maps a field to another name.
 """
 
 from __future__ import annotations
@@ -16,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +18,13 @@ from PIL import Image
 from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Split, Task
-from valora_data.sources.base import ANSWERS, Location, Source, SourceFormat
+from valora_data.schema import Answer, Sample, Split, Task
+from valora_data.shards import is_shard, open_shard
+from valora_data.sources.base import ANSWERS, Location, Source, SourceFormat, Splits
 from valora_data.sources.formats import annotated, files, videos
 from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Shape
 from valora_data.sources.formats.labelled import ImageReader, Media
-from valora_data.wording import first_line, plural
+from valora_data.wording import first_line
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "label": ("label", "labels", "class"),
@@ -48,8 +43,7 @@ TASKS: Mapping[str, Task] = {
     "captions": Task.CAPTION, "text": Task.CAPTION, "count": Task.COUNTING,
 }  # fmt: skip
 """Columns that tell the task, the most specific first."""
-TEXTS = {"answers": ("answer",), "captions": ("raw", "caption", "text"),
-         "phrase": ("sent", "raw", "phrase")}  # fmt: skip
+TEXTS = ("answer", "sent", "raw", "caption", "text", "phrase")
 """Keys of texts in objects, where a field has objects instead of texts."""
 CATEGORIES = ("category", "categories", "label")  # Keys of the classes of objects
 PATIENCE = 100
@@ -71,8 +65,7 @@ def task_of_columns(columns: Collection[str], labelled: Task) -> Task:
 class RowReader:
     """Reads the rows of one data set, called `name` in messages, for a domain.
 
-    Data sets may declare `names` of class indices: rows of other classes than the domain's are left
-    out then, and are faults otherwise.
+    With declared `names` of class indices, rows of other classes than the domain's are left out.
     """
 
     def __init__(self, source: Source, name: str, names: Sequence[str] | None = None) -> None:
@@ -108,9 +101,7 @@ class RowReader:
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
         value = files.whole(value) if isinstance(value, float) else value  # as pandas writes them
         text = ""
-        if isinstance(value, list):
-            text = f"expected one label, got {value}"
-        elif isinstance(value, bool) or not isinstance(value, int | str):
+        if isinstance(value, bool) or not isinstance(value, int | str):
             text = f"label {value!r} is no name and no number"
         elif isinstance(value, int) and self._names and not 0 <= value < len(self._names):
             text = f"class index {value} lies outside the {len(self._names)} declared names"
@@ -123,7 +114,6 @@ class RowReader:
         return self._names[value] if self._names and isinstance(value, int) else str(value)
 
     def _objects(self, row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-        """Boxes and classes, given as an object of lists or as a list of objects."""
         objects = self._get(row, "objects")
         if isinstance(objects, list) and all(isinstance(one, dict) for one in objects):
             return [(one.get("bbox"), _first(one, CATEGORIES)) for one in objects]
@@ -131,8 +121,7 @@ class RowReader:
             raise TypeError("objects are no object of lists, and no list of objects")
         boxes, labels = objects.get("bbox", []), _first(objects, CATEGORIES) or []
         if len(boxes) != len(labels):
-            words = "category|categories"
-            raise ValueError(f"{plural(len(boxes), 'box|boxes')} with {plural(len(labels), words)}")
+            raise ValueError(f"{len(boxes)} bbox with {len(labels)} category")
         return list(zip(boxes, labels, strict=True))
 
     def _object(self, entry: tuple[Any, Any]) -> Shape:
@@ -156,9 +145,9 @@ class RowReader:
 
     def _texts(self, row: Mapping[str, Any], name: str) -> tuple[str, ...]:
         """Texts of a field that is a text, texts, or objects that hold one under some key."""
-        value, keys = self._get(row, name), TEXTS[name]
+        value = self._get(row, name)
         entries = value if isinstance(value, list | tuple) else [value]
-        found = [_first(one, keys) if isinstance(one, dict) else one for one in entries]
+        found = [_first(one, TEXTS) if isinstance(one, dict) else one for one in entries]
         texts = [str(text).strip() for text in found if text is not None]
         if not any(texts):
             raise FaultError(FaultKind.ROW_INCOMPLETE, f"the {name.removesuffix('s')} is empty")
@@ -166,7 +155,6 @@ class RowReader:
 
 
 def _first(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """The first value that is there."""
     return next((row[key] for key in keys if row.get(key) is not None), None)
 
 
@@ -213,7 +201,6 @@ class ImageFolderFormat(ImagesFormat):
         return location.path.is_dir() and bool(location.suffixes & files.IMAGES)
 
     def guess_task(self, path: str) -> Task:
-        """The task that the columns of the first `metadata.jsonl` belong to."""
         tables = sorted(Path(path).glob(f"**/{METADATA}"))
         rows = files.read_lines(tables[0]) if tables else []
         columns = next((row for _, row in rows if row), {})
@@ -227,10 +214,8 @@ class ImageFolderFormat(ImagesFormat):
     def _by_class(self, source: Source, part: Part, reading: ImageReader) -> Iterator[Record]:
         (folder, prefix), counts = part, source.task.spec.answer == "count"
         if not counts and source.task.spec.answer != "label":
-            raise DataError(
-                f"{folder.name} has no {METADATA}, which task {source.task} needs: write one row "
-                "with file_name and the answer for each file"
-            )
+            text = f"{folder.name} has no {METADATA}, which task {source.task} needs: write a row"
+            raise DataError(f"{text} with file_name and the answer for each file")
         what = "videos" if self.video else "images"
         found = files.images_below(folder, self.suffixes, what)
         class_of = {path: path.relative_to(folder).parts[0] for path in found}
@@ -328,15 +313,14 @@ class HubFormat(AnnotatedFormat):
             raise DataError(f"{name} has splits {', '.join(splits)}: name one")
         rows: Any = splits[part] if part is not None else next(iter(splits.values()))
         known = _columns(rows)
-        wanted = [columns["image"]] if "image" in columns else NAMES["image"]
+        wanted, questions = (
+            [columns[key]] if key in columns else NAMES[key] for key in ("image", "question")
+        )
         column = next((each for each in wanted if each in known), None)
-        questions = [columns["question"]] if "question" in columns else NAMES["question"]
         alone = source.task.spec.answer == "answers" and any(one in known for one in questions)
         if column is None and not (alone and "image" not in columns):
-            raise DataError(
-                f"{name} has no column {' or '.join(wanted)}, only {', '.join(known)}: name the "
-                "column of the images in source.columns.image"
-            )
+            text = f"{name} has no column {' or '.join(wanted)}, only {', '.join(known)}"
+            raise DataError(f"{text}: name the column of the images in source.columns.image")
         names = _class_names(rows.features or {}, columns, source.task)
         if names is not None and source.labels:
             annotated.check_labels(name, names, source.labels)
@@ -376,7 +360,6 @@ def _encoded(rows: Any) -> Any:
 
 
 def _load(name: str) -> dict[str, Any]:
-    """The data set's splits as streams."""
     import datasets
 
     path, _, configuration = name.partition(":")
@@ -391,21 +374,18 @@ def _load(name: str) -> dict[str, Any]:
         streams = datasets.load_dataset(source, configuration or None, streaming=True)
         return {str(split): rows for split, rows in streams.items()}
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"data set {name} cannot be loaded ({first_line(error)}): check the name, the network, "
-            "and that HF_HUB_OFFLINE is not set"
-        ) from error
+        text = f"data set {name} cannot be loaded ({first_line(error)}): check the name, the"
+        raise DataError(f"{text} network, and that HF_HUB_OFFLINE is not set") from error
 
 
 def _class_names(
     features: Mapping[str, Any], columns: Mapping[str, str], task: Task
 ) -> list[str] | None:
     """Names that the data set declares for its class indices."""
-    candidates: list[Any] = [features.get(columns.get("label", "label"))]
-    if task.spec.detects:
-        objects: Any = features.get(columns.get("objects", "objects"), {})
-        objects = getattr(objects, "feature", objects)  # a list of objects
-        candidates = list(objects.values()) if isinstance(objects, dict) else []
+    field = "objects" if task.spec.detects else "label"
+    held: Any = features.get(columns.get(field, field))
+    held = getattr(held, "feature", held) if task.spec.detects else held  # a list of objects
+    candidates = list(held.values()) if isinstance(held, dict) else [held]
     inner = (getattr(candidate, "feature", candidate) for candidate in candidates)
     return next((list(one.names) for one in inner if hasattr(one, "names")), None)
 
@@ -424,3 +404,28 @@ def _media(value: Any) -> tuple[tuple[Media, ...], bool]:
     if not found:
         raise FaultError(FaultKind.IMAGE_MISSING, "has no image")
     return tuple(found), video
+
+
+class ShardsFormat(SourceFormat):
+    """The folder of one split, or a folder with one folder for each split."""
+
+    texts = True
+
+    def recognises(self, location: Location) -> bool:
+        return any(is_shard(location.path / (split or "")) for split in (None, *Split))
+
+    def open(self, source: Source) -> Splits:
+        found = _shards(source.location)
+        return {split: partial(_samples, folder) for split, folder in found.items()}
+
+
+def _samples(folder: Path) -> Iterator[Sample]:
+    yield from open_shard(folder)
+
+
+def _shards(path: str) -> dict[Split | None, Path]:
+    places = {split: Path(path, split or "") for split in (None, *Split)}
+    found = {split: place for split, place in places.items() if is_shard(place)}
+    if not found:
+        raise DataError(f"{path} holds no shards: name the folder of a `data` stage, or one split")
+    return {None: found[None]} if None in found else found

@@ -55,7 +55,6 @@ def _packets(av: Any, video: Path | bytes) -> int:
 
 
 def _decode(av: Any, video: Path | bytes, places: list[int]) -> tuple[dict[int, Any], int]:
-    """Frames by index, and how many were decoded until the last of them."""
     frames: dict[int, Any] = {}
     decoded = 0
     with _open(av, video) as container:

@@ -35,7 +35,6 @@ class VocFormat(AnnotatedFormat):
             return True
 
     def parts(self, source: Source) -> Mapping[Split | None, list[Path]]:
-        """Images by the splits that lists or folders are named after, or all as one piece."""
         folder = Path(source.images or source.location)
         images = files.images_below(folder)
         named = {files.spelling(path.stem): path for path in images}
@@ -43,12 +42,10 @@ class VocFormat(AnnotatedFormat):
         for file in self.lists(source):  # in the order of names: train before trainval
             split = files.SPLIT_NAMES.get(file.stem.replace("trainval", "train"))
             if split is not None and split not in parts:
-                rows = {
-                    line.split()[0] for line in files.read_text(file).splitlines() if line.strip()
-                }
+                lines = filter(str.strip, files.read_text(file).splitlines())
                 parts[split] = [
                     named.get(files.spelling(name), images[0].parent / f"{name}.jpg")
-                    for name in sorted(rows)
+                    for name in sorted({line.split()[0] for line in lines})
                 ]
         for path in () if parts else images:
             split = files.split_in(path.relative_to(folder).parts[:-1])
@@ -61,7 +58,6 @@ class VocFormat(AnnotatedFormat):
         yield from sorted(Path(source.location).glob("ImageSets/Main/*.txt"))
 
     def records(self, source: Source, part: list[Path], reading: ImageReader) -> Iterator[Record]:
-        """Images with the boxes of their XML files; ids are paths below the folder."""
         whole, below = Path(source.location), Path(source.images or source.location)
         if not files.files_below(whole, XML):
             raise DataError(

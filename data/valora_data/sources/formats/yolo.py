@@ -22,17 +22,15 @@ from valora_data.wording import plural
 
 
 class YoloFormat(AnnotatedFormat):
-    """A YAML file with the folders of the splits.
+    """A YAML file with the folders of the splits; `…/images/….jpg` has rows in `…/labels/….txt`.
 
-    Each image `…/images/….jpg` has its boxes in `…/labels/….txt`, one row per object; no file means
-    no objects. Rows of a polygon count as the box around it; of a pose the box is taken.
+    No file means no objects. A polygon counts as the box around it; of a pose the box is taken.
     """
 
     answers = frozenset({"objects"})
     task = Task.DETECTION
 
     def recognises(self, location: Location) -> bool:
-        """YAML files, and folders that hold one with `names`, or `images/` beside label files."""
         file = location.file
         if file.is_dir():
             labels = files.files_below(file / "labels", frozenset({".txt"}))
@@ -59,7 +57,6 @@ class YoloFormat(AnnotatedFormat):
         yield from [source.file, *filter(files.is_file, places)]
 
     def records(self, source: Source, part: Split, reading: ImageReader) -> Iterator[Record]:
-        """Images of a split in the order of paths; ids are paths below the data set's folder."""
         data = YoloSet(source.file)
         if source.labels:
             annotated.check_labels(data.name, data.names.values(), source.labels)
@@ -76,11 +73,7 @@ class YoloFormat(AnnotatedFormat):
 
 
 class YoloSet:
-    """A data set's YAML file.
-
-    It has `names`, and for each split a folder, a list of folders, or a text file of image paths,
-    relative to `path`. All raise a `DataError` for what they find missing or corrupt.
-    """
+    """A data set's YAML file: `names`, and for each split folders, or a text file of paths."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.name = file, file.name
@@ -114,10 +107,8 @@ class YoloSet:
                 f"{self.name} has no 'names': list the class names in the order of their ids"
             ) from error
         if any(isinstance(name, bool) for name in found.values()):
-            raise DataError(
-                f"{self.name}: YAML reads the class names yes, no, on and off as true and false: "
-                "write them in quotes"
-            )
+            text = f"{self.name}: YAML reads the names yes, no, on and off as true and false"
+            raise DataError(f"{text}: write them in quotes")
         return {key: str(name) for key, name in found.items()}
 
     @cached_property
@@ -149,10 +140,8 @@ class YoloSet:
                     elif line:
                         found.append(finder.find(line))
             else:
-                raise DataError(
-                    f"{self.name}: split '{split}' names {place}, which does not exist: correct "
-                    "it, or the `path` that it is relative to"
-                )
+                text = f"{self.name}: split '{split}' names {place}, which does not exist"
+                raise DataError(f"{text}: correct it, or the `path` that it is relative to")
         if not found:
             raise DataError(f"{self.name}: split '{split}' holds no images: the data set is empty")
         return sorted(found)
@@ -177,14 +166,12 @@ class YoloSet:
             xs, ys = numbers[0::2], numbers[1::2]
             return label, shares(min(xs), min(ys), max(xs), max(ys))
         more = f"{self._keypoints} of keypoints" if self._keypoints else "a polygon"
-        confidence = ", of which the last may be a confidence" if count == 5 else ""
-        text = f"a class and 4 numbers (centre x, y, width, height) or {more}"
-        text = f"expected {text}, got {plural(count, 'number')}{confidence}"
+        text = f"expected a class and 4 numbers (centre x, y, width, height) or {more}, got "
+        text += plural(count, "number") + ", of which the last may be a confidence" * (count == 5)
         raise FaultError(FaultKind.ROW_MALFORMED, text)
 
     @cached_property
     def _keypoints(self) -> int:
-        """Numbers of all keypoints of a row."""
         match shape := self.content.get("kpt_shape"):
             case None:
                 return 0
@@ -211,3 +198,39 @@ def _label_file(image: Path) -> Path:
     """`…/images/a/b.jpg` → `…/labels/a/b.txt`: the last folder of that name counts."""
     before, found, after = f"/{image}".rpartition("/images/")
     return Path(f"{before}/labels/{after}"[1:] if found else image).with_suffix(".txt")
+
+
+class KittiFormat(AnnotatedFormat):
+    """`image_2/` and `label_2/`, or `training/` with both: type, …, edges in pixels, … in a row."""
+
+    answers = frozenset({"objects"})
+    task = Task.DETECTION
+
+    def recognises(self, location: Location) -> bool:
+        return (_root(location.path) / "label_2").is_dir()
+
+    def parts(self, source: Source) -> Mapping[Split | None, Path]:
+        return {None: Path(source.images or _root(Path(source.location)) / "image_2")}
+
+    def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
+        images, folder = files.images_below(part), _root(Path(source.location)) / "label_2"
+        reading.total += len(images)
+        labels = annotated.label_files(
+            images, lambda image: folder / f"{image.stem}.txt", reading, folder
+        )
+        for image, file in labels.items():
+            yield Record((image,), image.name, annotated.rows_of(file), _kitti_shape, file=file)
+
+
+def _root(folder: Path) -> Path:
+    return folder / "training" if (folder / "training" / "label_2").is_dir() else folder
+
+
+def _kitti_shape(row: str) -> annotated.Shape | None:
+    cells = row.split()
+    if not cells or cells[0] == "DontCare":
+        return None
+    if len(cells) not in (15, 16):
+        text = f"expected a type and 14 numbers, got {len(cells)} cells"
+        raise FaultError(FaultKind.ROW_MALFORMED, text)
+    return cells[0], annotated.four_numbers(cells[4:8])

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageChops, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw, ImageFilter
 
-from valora_data.sources.generic.shapes import FREE_TURN, KEEP_ASPECT, KEEP_SIDE, SHAPES
+from valora_data.sources.generic.shapes import FREE_TURN, KEEP_ASPECT, KEEP_SIDE, SHAPES, Outline
 
 Rng = np.random.Generator
 Floats = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.uint8]
 Window = tuple[slice, slice]
+Tone = Callable[[Image.Image, Floats, float], tuple[Image.Image, Floats, bool]]
+"""What changes silhouette and colours of a thing of some length; and whether it keeps details."""
 
 SIZE = 96  # width and height of a scene in pixels
 OVERSAMPLING = 3  # things are drawn this many times larger and averaged down: smooth edges
@@ -37,47 +39,6 @@ COLORS: dict[str, tuple[Range, Range, Range]] = {
 PATTERNS = ("plain", "striped", "dotted", "checked", "outlined")
 
 
-@dataclass(frozen=True, slots=True)
-class Thing:
-    """One named thing of a scene; its box is (x0, y0, x1, y1) in pixels."""
-
-    shape: str
-    color: str
-    pattern: str
-    box: tuple[float, float, float, float]
-
-    @property
-    def name(self) -> str:
-        """Colour and shape, as questions name it."""
-        return f"{self.color} {self.shape}"
-
-    @property
-    def center(self) -> tuple[float, float]:
-        """Middle of the box in pixels."""
-        return (self.box[0] + self.box[2]) / 2, (self.box[1] + self.box[3]) / 2
-
-    @property
-    def length(self) -> float:
-        """Longer side of the box in pixels."""
-        return max(self.box[2] - self.box[0], self.box[3] - self.box[1])
-
-
-@dataclass(frozen=True, slots=True)
-class Sprite:
-    """A thing: coverage (h, w) and colours (h, w, 3) in [0, 1], its corner at (x, y)."""
-
-    thing: Thing
-    alpha: Floats
-    rgb: Floats
-    corner: tuple[int, int]
-
-    def moved(self, dx: int, dy: int) -> Sprite:
-        """The same sprite, (dx, dy) pixels further right and down."""
-        x0, y0, x1, y1 = self.thing.box
-        thing = replace(self.thing, box=(x0 + dx, y0 + dy, x1 + dx, y1 + dy))
-        return replace(self, thing=thing, corner=(self.corner[0] + dx, self.corner[1] + dy))
-
-
 def windows(shape: tuple[int, ...], left: int, top: int, side: int = SIZE) -> tuple[Window, Window]:
     """The part of an image that a sheet at (left, top) covers, and that part of the sheet."""
     x0, y0 = max(0, left), max(0, top)
@@ -94,11 +55,6 @@ def softened(coverage: Floats, radius: float) -> Floats:
 
 
 def plural(shape: str) -> str:
-    """More than one of a shape."""
-    if shape in ("glasses", "scissors", "dice"):
-        return shape
-    if shape.startswith("letter "):
-        return shape.replace("letter", "letters")
     return re.sub("ys$", "ies", shape + ("es" if re.search(r"(s|sh|ch|x)$", shape) else "s"))
 
 
@@ -111,10 +67,9 @@ def color_of(name: str, rng: Rng) -> Floats:
 
 
 def _draw_masks(
-    shape: str, length: float, rng: Rng
+    shape: str, outline: Outline, length: float, rng: Rng
 ) -> tuple[Image.Image, Image.Image, Image.Image]:
     """Oversampled silhouette, dark and light details of one specimen, turned and bent at random."""
-    outline = SHAPES[shape]
     parts = outline(rng) if callable(outline) else outline
     turn = rng.uniform(0, 2 * np.pi) if shape in FREE_TURN else np.radians(rng.normal(0, 9))
     stretch = rng.normal(0, 0.03 if shape in KEEP_ASPECT else 0.12)
@@ -155,39 +110,22 @@ def _draw_masks(
     return masks["fill"], masks["dark"], masks["light"]
 
 
-def _pattern(name: str, shape: tuple[int, int], rng: Rng) -> Floats:
-    """Where the second tone of a pattern goes, in [0, 1], (h, w)."""
-    y, x = np.mgrid[: shape[0], : shape[1]].astype(np.float32)
-    angle = rng.uniform(0, np.pi)
-    period = max(4.0, max(shape) * rng.uniform(0.18, 0.3))
-    u = 2 * np.pi * (np.cos(angle) * x + np.sin(angle) * y) / period + rng.uniform(0, 6)
-    v = 2 * np.pi * (np.cos(angle) * y - np.sin(angle) * x) / period + rng.uniform(0, 6)
-    wave = {
-        "striped": np.sin(u),
-        "dotted": np.cos(u) + np.cos(v) - 0.9,
-        "checked": 1.5 * np.sin(u) * np.sin(v),
-    }[name]
-    return np.asarray(np.clip(0.5 + 1.6 * wave, 0, 1), dtype=np.float32)
-
-
-def draw_sprite(shape: str, color: str, pattern: str, length: float, rng: Rng) -> Sprite:
-    """Draws one specimen of a named thing, about `length` pixels long, at (0, 0)."""
-    fill, dark, light = _draw_masks(shape, length, rng)
-    if pattern == "outlined":
-        inner = fill.filter(ImageFilter.GaussianBlur(max(length * OVERSAMPLING * 0.055, 3.5)))
-        fill = ImageChops.subtract(fill, inner.point(lambda level: 255 if level > 225 else 0))
+def draw_sprite(
+    shape: str, color: str, length: float, rng: Rng, outline: Outline | None = None,
+    tone: Tone | None = None,
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """Coverage (h, w) and colours (h, w, 3) in [0, 1] of a specimen, about `length` pixels long."""
+    fill, dark, light = _draw_masks(shape, outline or SHAPES[shape], length, rng)
+    main = color_of(color, rng)
+    size = (fill.height // OVERSAMPLING, fill.width // OVERSAMPLING)
+    rgb, toned, detailed = np.full((*size, 3), main, np.float32), float(main.mean()), True
+    if tone is not None:
+        fill, rgb, detailed = tone(fill, rgb, length)
     cover, shade, shine = (
         np.asarray(mask.reduce(OVERSAMPLING), dtype=np.float32) / 255.0
         for mask in (fill, dark, light)
     )
-    main = color_of(color, rng)
-    rgb = np.broadcast_to(main, (*cover.shape, 3)).astype(np.float32)
-    toned = float(main.mean())
-    if pattern in ("striped", "dotted", "checked"):
-        strong = rng.uniform(0.5, 0.75)
-        second = main * (1 - strong) if toned > 0.35 else main + (1 - main) * strong * 0.7
-        rgb += _pattern(pattern, cover.shape, rng)[:, :, None] * (second - main)
-    if pattern != "outlined":
+    if detailed:
         rgb += shade[:, :, None] * (main * 0.25 + (0.35 if toned < 0.15 else 0.0) - rgb) * 0.9
         rgb += shine[:, :, None] * (main * 0.25 + 0.75 - (0.5 if toned > 0.85 else 0.0) - rgb) * 0.9
     if rng.random() < 0.5:  # a border, as of cut paper
@@ -198,9 +136,7 @@ def draw_sprite(shape: str, color: str, pattern: str, length: float, rng: Rng) -
         y, x = np.mgrid[-1 : 1 : cover.shape[0] * 1j, -1 : 1 : cover.shape[1] * 1j]
         angle, depth = rng.uniform(0, 2 * np.pi), rng.uniform(0, 0.18)
         rgb *= (1 + depth * (np.cos(angle) * x + np.sin(angle) * y))[:, :, None].astype(np.float32)
-    rows, columns = np.flatnonzero(cover.max(1) > 0.4), np.flatnonzero(cover.max(0) > 0.4)
-    box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
-    return Sprite(Thing(shape, color, pattern, box), cover, np.clip(rgb, 0, 1), (0, 0))
+    return cover, np.clip(rgb, 0, 1)
 
 
 def grainy(pixels: Pixels, rng: Rng, blur: float, strength: float) -> Pixels:

@@ -1,4 +1,4 @@
-"""Boards that the scenes of every task but detection are put on; weather over them."""
+"""Boards that the scenes of every task but detection are put on."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from valora_data.schema import Answer, Split, Task
 from valora_data.sources.generic.scenes import (
     SIZE,
     Floats,
     Rng,
-    Thing,
     draw_sprite,
     grainy,
     softened,
@@ -29,6 +28,14 @@ PLACEMENTS = 30
 GAP = 2  # pixels that stay free between things
 FAINT = 30.0  # mean difference of colour, of 255, below which a rim sets a thing off
 EVERYWHERE: Edges = (0.0, 0.0, 1.0, 1.0)
+
+
+class Thing(NamedTuple):
+    """One of the base model's named things on a board."""
+
+    shape: str
+    color: str
+    box: Edges
 
 
 class Drawn(NamedTuple):
@@ -51,7 +58,6 @@ class SceneDomain(NamedTuple):
 
 
 SCENES: dict[Task, dict[str, SceneDomain]] = {}
-"""Domains by task and name, each registered by `scene` where it is drawn."""
 
 
 def scene(
@@ -68,7 +74,6 @@ def scene(
 
 
 def scene_rng(domain: str, split: Split, index: int, seed: int) -> Rng:
-    """The random numbers of one sample, whatever was drawn before it."""
     key = sha256(f"{seed}/{domain}/{split.value}/{index}".encode()).digest()
     return np.random.default_rng(int.from_bytes(key[:16], "little"))
 
@@ -107,12 +112,12 @@ class Board:
         return None
 
     def put(
-        self, rng: Rng, shape: str, color: str, *, pattern: str = "plain",
+        self, rng: Rng, shape: str, color: str, *,
         length: tuple[float, float] = (18.0, 32.0), region: Edges = EVERYWHERE,
     ) -> Thing | None:  # fmt: skip
         """Draw one of the base model's named things where there is room; None if there is none."""
-        box = self.add(rng, thing(rng, shape, color, rng.uniform(*length), pattern), region)
-        return None if box is None else Thing(shape, color, pattern, box)
+        box = self.add(rng, thing(rng, shape, color, rng.uniform(*length)), region)
+        return None if box is None else Thing(shape, color, box)
 
     def paste(self, layer: Floats, left: int, top: int) -> None:
         """Put a thing with its sheet's corner at (left, top); it may reach over the edge."""
@@ -142,82 +147,27 @@ class Board:
 
 
 def extent(layer: Floats) -> tuple[int, int, int, int]:
-    """Box around the solid pixels of a layer; of all of it if none is solid."""
     solid = layer[..., 3] > SOLID
     return bounds(solid if solid.any() else np.ones_like(solid))
 
 
-def thing(rng: Rng, shape: str, color: str, length: float, pattern: str = "plain") -> Floats:
-    """One of the base model's named things as a layer; `length` in pixels."""
-    sprite = draw_sprite(shape, color, pattern, length, rng)
-    return np.dstack([sprite.rgb * 255, sprite.alpha]).astype(np.float32)
+def thing(rng: Rng, shape: str, color: str, length: float) -> Floats:
+    cover, rgb = draw_sprite(shape, color, length, rng)
+    return np.dstack([rgb * 255, cover]).astype(np.float32)
 
 
 def resized(layer: Floats, factor: float) -> Floats:
-    """The layer at another size."""
-    height, width = layer.shape[:2]
-    size = (max(1, round(width * factor)), max(1, round(height * factor)))
+    width, height = (max(1, round(side * factor)) for side in layer.shape[1::-1])
     cover = layer[..., 3:]
     # Colours are weighted by coverage, so that what is transparent does not bleed in.
-    weighted = np.dstack([layer[..., :3] * cover, cover])
-    planes = [Image.fromarray(weighted[..., i]) for i in range(4)]
-    scaled = np.dstack([np.asarray(p.resize(size, Image.Resampling.BILINEAR)) for p in planes])
+    planes = map(Image.fromarray, np.moveaxis(np.dstack([layer[..., :3] * cover, cover]), 2, 0))
+    sized = [plane.resize((width, height), Image.Resampling.BILINEAR) for plane in planes]
+    scaled: Floats = np.dstack([np.asarray(plane) for plane in sized])
     scaled[..., :3] /= np.maximum(scaled[..., 3:], 1e-3)
-    result: Floats = np.clip(scaled, 0, 255).astype(np.float32)
-    return result
+    return np.asarray(np.clip(scaled, 0, 255), dtype=np.float32)
 
 
 def fitted(rng: Rng, layer: Floats, length: tuple[float, float] = (20.0, 30.0)) -> Floats:
     """The layer at a size of which the longer side lies in a range of pixels."""
     x0, y0, x1, y1 = extent(layer)
     return resized(layer, rng.uniform(*length) / max(x1 - x0, y1 - y0))
-
-
-WEATHERS = ("clear", "rain", "snow", "fog", "night")
-
-
-def add_weather(rng: Rng, board: Board, weather: str) -> None:
-    """Change a board so that it shows one of `WEATHERS`."""
-    pixels = board.pixels
-    if weather == "rain":
-        pixels *= rng.uniform(0.6, 0.8)
-        pixels += np.array([0, 4, 14], np.float32)
-        streaks = _streaks(rng, int(rng.integers(35, 60)), rng.uniform(0.1, 0.5))
-        pixels += streaks * (np.array([205, 215, 230], np.float32) - pixels) * np.float32(0.7)
-    elif weather == "snow":
-        pixels += (np.float32(235) - pixels) * np.float32(rng.uniform(0.15, 0.35))
-        pixels += _flakes(rng, int(rng.integers(50, 90))) * (np.float32(252) - pixels)
-    elif weather == "fog":
-        height = np.linspace(1, rng.uniform(0.6, 0.9), SIZE, dtype=np.float32)[:, None, None]
-        grey = np.float32(rng.uniform(165, 215))
-        pixels += (grey - pixels) * height * np.float32(rng.uniform(0.55, 0.72))
-    elif weather == "night":
-        pixels *= np.float32(rng.uniform(0.26, 0.38))
-        pixels += np.array([0, 2, 16], np.float32)
-        at = np.arange(SIZE, dtype=np.float32)
-        for _ in range(int(rng.integers(1, 4))):  # lamps
-            x, y = rng.uniform(8, SIZE - 8, 2)
-            distance = (at[None, :] - x) ** 2 + (at[:, None] - y) ** 2
-            glow = np.exp(-(distance / np.float32(rng.uniform(15, 60))))
-            pixels += (glow[..., None] * np.array([255, 225, 150], np.float32)).astype(np.float32)
-
-
-def _streaks(rng: Rng, count: int, slant: float) -> Floats:
-    """Parallel strokes as coverage, (SIZE, SIZE, 1)."""
-    sheet = Image.new("L", (SIZE, SIZE))
-    pen = ImageDraw.Draw(sheet)
-    lean = slant if rng.random() < 0.5 else -slant
-    xs, ys = rng.uniform(0, SIZE, count), rng.uniform(-8, SIZE, count)
-    for x, y, length in zip(xs, ys, rng.uniform(7, 15, count), strict=True):
-        pen.line(((x, y), (x + lean * length, y + length)), fill=int(rng.integers(120, 255)))
-    return np.asarray(sheet, dtype=np.float32)[..., None] / np.float32(255)
-
-
-def _flakes(rng: Rng, count: int) -> Floats:
-    """Soft dots as coverage, (SIZE, SIZE, 1)."""
-    sheet = Image.new("L", (SIZE * 2, SIZE * 2))
-    pen = ImageDraw.Draw(sheet)
-    xs, ys = rng.uniform(0, SIZE * 2, count), rng.uniform(0, SIZE * 2, count)
-    for x, y, r in zip(xs, ys, rng.uniform(1.2, 3.4, count), strict=True):
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=int(rng.integers(190, 255)))
-    return np.asarray(sheet.reduce(2), dtype=np.float32)[..., None] / np.float32(255)

@@ -86,7 +86,6 @@ class _Canvas:
     taken: Mask = field(default_factory=lambda: np.zeros((SIZE, SIZE), np.bool_))
 
     def add(self, rng: Rng, pen: Pen, is_target: bool) -> None:
-        """Put a thing where it fits; leave it out where none of some random places does."""
         thing = lit(pen.layer(), self.light, self.lighting)
         solid = thing[..., 3] > MASK_COVERAGE
         if not solid.any():
@@ -152,7 +151,6 @@ class _Canvas:
 
 
 def _tell_apart(masks: list[Mask], areas: list[int]) -> bool:
-    """Whether targets of some whole areas stay visible, large, apart, and one to a cell."""
     shown = zip(masks, areas, strict=True)
     if any(np.count_nonzero(mask) < MIN_VISIBLE * area for mask, area in shown):
         return False
@@ -172,7 +170,6 @@ def _placed(solid: Mask, left: int, top: int) -> Mask:
 
 
 def _photographed(rng: Rng, pixels: Floats) -> Image.Image:
-    """What a camera makes of the scene: exposure, tint, blur, noise and compression."""
     gain = 1 + rng.uniform(-EXPOSURE, EXPOSURE)
     contrast = 1 + rng.uniform(-EXPOSURE, EXPOSURE / 2)
     tint = 1 + rng.uniform(-0.06, 0.06, size=3).astype(np.float32)

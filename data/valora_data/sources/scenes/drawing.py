@@ -37,15 +37,12 @@ GLYPHS = {
     "N": ((0, 1, 0, 0, 1, 1, 1, 0),), "P": ((0, 1, 0, 0, 1, 0, 1, 0.5, 0, 0.5),),
     "T": ((0, 0, 1, 0), (0.5, 0, 0.5, 1)), "X": ((0, 0, 1, 1), (1, 0, 0, 1)),
 }  # fmt: skip
-"""Strokes of the characters of plates in a unit square, y down."""
 
 
 class Pen:
     """Draws on a sheet of `width` × `height` pixels that unit coordinates span.
 
-    Everything is drawn `SUPERSAMPLING` times as large and reduced at the end. Coordinates are
-    x, y, x, y, …; they may lie outside the unit square by `margin`. Widths of strokes and radii are
-    pixels.
+    Coordinates are x, y, x, y, …, at most `margin` outside the unit square; widths are pixels.
     """
 
     behind: Pen | None = None  # The pen of what the thing is mounted on
@@ -54,10 +51,7 @@ class Pen:
         self, width: float, height: float, *, turn: float = 0.0, slant: float = 0.0,
         rise: float = 0.0, mirrored: bool = False, margin: float = 0.1,
     ) -> None:  # fmt: skip
-        """Start with a transparent sheet, turned by degrees clockwise, then mirrored.
-
-        `slant` is a shift to the side per unit of height, `rise` one upwards per unit of width.
-        """
+        """Start with a transparent sheet, turned by degrees clockwise, slanted, then mirrored."""
         self.width, self.height = width, height
         angle = radians(turn)
 
@@ -98,28 +92,22 @@ class Pen:
         ]
 
     def fill(self, colour: Colour, *at: float) -> None:
-        """A filled polygon."""
         self._draw.polygon(self._place(at), fill=colour)
 
     def box(self, colour: Colour, x0: float, y0: float, x1: float, y1: float) -> None:
-        """A filled rectangle; the pose may make it a parallelogram."""
         self.fill(colour, x0, y0, x1, y0, x1, y1, x0, y1)
 
     def oval(self, colour: Colour, x: float, y: float, rx: float, ry: float) -> None:
-        """A filled ellipse with centre (x, y)."""
         self.fill(colour, *arc(x, y, rx, ry))
 
     def disc(self, colour: Colour, x: float, y: float, radius: float) -> None:
-        """A filled circle."""
         self.oval(colour, x, y, radius / self.width, radius / self.height)
 
     def line(self, colour: Colour, width: float, *at: float) -> None:
-        """A stroke through points."""
         thickness = max(1, round(width * SUPERSAMPLING))
         self._draw.line(self._place(at), fill=colour, width=thickness, joint="curve")
 
     def limb(self, colour: Colour, width: float, *at: float) -> None:
-        """A stroke with round ends."""
         self.line(colour, width, *at)
         for x, y in (at[:2], at[-2:]):
             self.disc(colour, x, y, width / 2)
@@ -179,7 +167,6 @@ def blob(rng: Rng, x: float, y: float, rx: float, ry: float) -> list[float]:
 
 
 def chosen(rng: Rng, options: Sequence[T]) -> T:
-    """One of some things."""
     return options[int(rng.integers(len(options)))]
 
 
@@ -194,12 +181,10 @@ def varied(rng: Rng, colour: Colour, spread: int = 25) -> Colour:
 
 
 def pick(rng: Rng, options: Sequence[Colour], spread: int = 18) -> Colour:
-    """One of some colours, varied."""
     return varied(rng, chosen(rng, options), spread)
 
 
 def scaled(colour: Colour, factor: float) -> Colour:
-    """A darker (factor < 1) or lighter colour."""
     r, g, b = (int(min(255, max(0, channel * factor))) for channel in colour)
     return (r, g, b)
 
@@ -213,13 +198,11 @@ def lit(layer: Floats, direction: Point, strength: float) -> Floats:
 
 
 def shade(pixels: Floats, factor: npt.NDArray[np.floating]) -> None:
-    """Multiply colours in place."""
     for channel in range(3):  # a loop over three channels would be the innermost one
         pixels[..., channel] *= factor
 
 
 def bounds(mask: npt.NDArray[np.bool_]) -> tuple[int, int, int, int]:
-    """The box around what is true; all zeros if nothing is."""
     columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
     if not len(columns):
         return (0, 0, 0, 0)

@@ -68,13 +68,10 @@ def _sheet(
     return with_pen
 
 
-# ---- license plates ----------------------------------------------------------------------------
-
 PLATES = (
     (WHITE, BLACK), (WHITE, BLACK), (YELLOW, BLACK), (WHITE, BLUE), (WHITE, (150, 30, 30)),
     (BLACK, WHITE), (BLUE, WHITE), ((190, 220, 190), (20, 70, 40)),
 )  # fmt: skip
-"""Colours of ground and characters."""
 
 
 def _board(rng: Rng, width: float, height: float, mounted: float) -> Pen:
@@ -136,12 +133,9 @@ def _plain_board(rng: Rng) -> Pen:
     return pen
 
 
-# ---- traffic signs -----------------------------------------------------------------------------
-
 SIGNS = (
     "prohibition", "no entry", "stop", "warning", "give way", "mandatory", "priority", "information"
 )  # fmt: skip
-"""Kinds of road signs, by number."""
 TRIANGLE = (0.5, 0.04, 1.0, 0.94, 0.0, 0.94)
 INNER_TRIANGLE = (0.5, 0.25, 0.82, 0.84, 0.18, 0.84)
 FLIPPED, INNER_FLIPPED = (
@@ -266,9 +260,6 @@ def _sign_like(rng: Rng) -> Pen:
     return _on_pole(rng, pen, 0.5)
 
 
-# ---- vehicles ----------------------------------------------------------------------------------
-
-
 def _wheels(pen: Pen, y: float, share: float, *xs: float) -> None:
     radius = pen.height * share
     for x in xs:
@@ -353,7 +344,6 @@ def _van_or_bus(rng: Rng) -> Pen:
 VEHICLES: Mapping[str, Callable[..., Pen]] = {
     "car": _car, "van": _van, "bus": _bus, "truck": _truck,
 }  # fmt: skip
-"""Painters of each type of vehicle; they take its colour, too."""
 
 
 def vehicle(rng: Rng) -> Pen:
@@ -385,9 +375,6 @@ def _box_like(rng: Rng, pen: Pen) -> None:
         for y in (0.02, 0.36, 0.7):
             pen.box(varied(rng, (186, 142, 92), 12), 0.02, y, 0.98, y + 0.27)
         pen.line((130, 94, 56), 2.0, 0.04, 0.96, 0.96, 0.04)
-
-
-# ---- vegetation --------------------------------------------------------------------------------
 
 
 def _foliage(rng: Rng, pen: Pen, leaf: Colour, x: float, y: float, rx: float, ry: float) -> None:
@@ -474,7 +461,6 @@ PLANTS: Mapping[str, Painter] = {
     "tree": _tree, "conifer": _conifer, "bush": _bush, "palm": _palm, "cactus": _cactus,
     "grass": _tuft,
 }  # fmt: skip
-"""Painters of each type of plant."""
 
 
 def vegetation(rng: Rng) -> Pen:
@@ -506,8 +492,6 @@ def _plant_like(rng: Rng, pen: Pen) -> None:
         pen.fill(green, *arc(0.5, 0.5, 0.5, 0.48, start=pi))
         pen.fill(WHITE, *arc(0.5, 0.5, 0.18, 0.48, start=pi))
 
-
-# ---- bicycles ----------------------------------------------------------------------------------
 
 # Seen obliquely a bicycle gets shorter, not lower.
 _bicycle_sheet = _sheet("width", (32, 60), (0.56, 0.78), "facing")
@@ -572,9 +556,6 @@ def _bicycle_like(rng: Rng, pen: Pen) -> None:
         pen.fill(paint, 0.2, 0.3, 0.85, 0.3, 0.7, 0.7, 0.32, 0.7)
         pen.line(WOOD, 1.6, 0.0, 0.2, 0.3, 0.6)
         _spoked(pen, 0.62, 0.97 - radius * 0.7 / pen.height, radius * 0.7, tyre)
-
-
-# ---- people ------------------------------------------------------------------------------------
 
 
 @_sheet("height", (30, 60), 0.42, "facing", margin=0.3)

@@ -1,7 +1,4 @@
-"""Real images that lie inside the scikit-image and scikit-learn wheels; nothing is downloaded.
-
-Parts that show what built-in domains look for are left out: all there is to find is drawn.
-"""
+"""Real images inside the scikit-image and scikit-learn wheels, without what domains look for."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ PHOTOGRAPHS = {  # package and file, and the part (x0, y0, x1, y1) that is shown
 
 
 def region_of(photograph: int, split: Split) -> tuple[int, int, int, int]:
-    """The strip of a photograph that one split alone may show; the order of strips rotates."""
     x0, y0, x1, y1 = list(PHOTOGRAPHS.values())[photograph]
     splits = list(Split)
     strip = (splits.index(split) + photograph) % len(splits)
@@ -94,10 +90,8 @@ def digit_samples(split: Split, count: int, seed: int = 0) -> Iterator[Sample]:
     """The first `count` digits of a split, in an order that `seed` decides: grey on black."""
     places = _places(split)
     if count > len(places):
-        raise DataError(
-            f"split {split} of the digits holds {len(places)} images, fewer than {count}: lower "
-            f"source.counts.{split}"
-        )
+        text = f"split {split} of the digits holds {len(places)} images, fewer than {count}"
+        raise DataError(f"{text}: lower source.counts.{split}")
     for place in np.random.default_rng(seed).permutation(places)[:count]:
         image, digit = _digit(place, SIZE)
         yield Sample(f"digits/{place:04d}", image.convert("RGB"), Answer(label=digit))
@@ -111,7 +105,6 @@ def _digit(place: int, side: int) -> tuple[Image.Image, str]:
 
 @cache
 def _places(split: Split) -> npt.NDArray[np.int64]:
-    """Indices of a split: a fixed random part of all."""
     total = len(_digits()[1])
     order = np.random.default_rng(1797).permutation(total)
     ends = np.round(np.cumsum([0.0, *SHARES.values()]) * total).astype(int)
@@ -121,7 +114,6 @@ def _places(split: Split) -> npt.NDArray[np.int64]:
 
 @cache
 def _digits() -> tuple[Pixels, list[int]]:
-    """Images, (1797, 8, 8), and digits."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

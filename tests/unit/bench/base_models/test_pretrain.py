@@ -51,8 +51,8 @@ from tests.bench.base_models.pretrain import (
     schedule,
 )
 from tests.bench.base_models.scenes import TRAINING_SEEDS, draw_scene
+from tests.bench.base_models.shapes import SHAPES
 from valora_data.sources.generic.scenes import COLORS, PATTERNS
-from valora_data.sources.generic.shapes import SHAPES
 
 TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
 KINDS = [list(SHAPES), list(COLORS), PATTERNS]

@@ -17,9 +17,9 @@ from tests.bench.base_models.questions import (
     vocabulary,
     write_boxes,
 )
-from tests.bench.base_models.scenes import draw_scene
-from valora_data.sources.generic.scenes import PATTERNS, SIZE, plural
-from valora_data.sources.generic.shapes import SHAPES
+from tests.bench.base_models.scenes import center, draw_scene, longer_side, plural
+from tests.bench.base_models.shapes import SHAPES
+from valora_data.sources.generic.scenes import PATTERNS, SIZE
 
 SCENES = [draw_scene(seed) for seed in range(120)]
 
@@ -87,12 +87,12 @@ def test_counts():
 def test_attributes_and_places(task, prompt):
     for scene, question in asked(task):
         (thing,) = named(scene, re.fullmatch(prompt, question.prompt).group(1))
-        x, y = thing.center
+        x, y = center(thing)
         if task == "where":  # thirds of the image
             said = [place in question.answer for place in ("left", "right", "top", "bottom")]
             assert said == [x < SIZE / 3, x > SIZE * 2 / 3, y < SIZE / 3, y > SIZE * 2 / 3]
         else:
-            size = "big" if thing.length > 24 else "small"
+            size = "big" if longer_side(thing) > 24 else "small"
             truth = {"color": thing.color, "pattern": thing.pattern, "size": size}
             assert question.answer == truth[task]
 
@@ -108,7 +108,7 @@ def test_yes_and_no_are_true_and_balanced():
         pattern = r"is the (.+) (left of|right of|above|below) the (.+)\?"
         a, side, b = re.fullmatch(pattern, question.prompt).groups()
         (first,), (second,) = named(scene, a), named(scene, b)
-        dx, dy = (p - q for p, q in zip(first.center, second.center, strict=True))
+        dx, dy = (p - q for p, q in zip(center(first), center(second), strict=True))
         truth = {"left of": dx < 0, "right of": dx > 0, "above": dy < 0, "below": dy > 0}[side]
         assert question.answer == ("yes" if truth else "no")
 
@@ -158,7 +158,7 @@ def test_series_ask_for_the_only_image_and_the_true_motion():
         assert question.answer == ("first", "second", "third")[has.index(True)]
     for seed in range(20):
         frames, shape, way = draw_clip(seed, 2 + seed % 3)
-        path = [next(t for t in f.things if t.shape == shape).center for f in frames]
+        path = [center(next(t for t in f.things if t.shape == shape)) for f in frames]
         dx, dy = path[-1][0] - path[0][0], path[-1][1] - path[0][1]
         words = [(dx, "right"), (-dx, "left"), (dy, "down"), (-dy, "up")]
         assert ask_motion(shape, way).answer == max(words)[1]

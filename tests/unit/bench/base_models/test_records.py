@@ -6,7 +6,7 @@ import torch
 from tests.bench.base_models.data import build_processor
 from tests.bench.base_models.pretrain import Pretraining, load
 from tests.bench.base_models.records import LENGTHS, Curriculum, RecordDrawer
-from valora_data.sources.documents.records import LINKED_WORDINGS, VALUES, WORDINGS
+from valora_data.sources.formats.documents import LINKED_WORDINGS, VALUES, WORDINGS
 
 TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
 CPU = torch.device("cpu")

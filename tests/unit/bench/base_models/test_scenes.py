@@ -5,9 +5,17 @@ import pytest
 
 from tests.bench.base_models.albums import draw_album
 from tests.bench.base_models.questions import ask_about_album
-from tests.bench.base_models.scenes import MAX_THINGS, compose, draw_scene, is_reserved
-from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE, draw_sprite
-from valora_data.sources.generic.shapes import SHAPES
+from tests.bench.base_models.scenes import (
+    MAX_THINGS,
+    compose,
+    draw_scene,
+    draw_sprite,
+    is_reserved,
+    longer_side,
+    moved,
+)  # fmt: skip
+from tests.bench.base_models.shapes import SHAPES
+from valora_data.sources.generic.scenes import COLORS, PATTERNS, SIZE
 
 
 def test_scenes_hold_a_few_things_inside_the_image():
@@ -17,7 +25,7 @@ def test_scenes_hold_a_few_things_inside_the_image():
         assert 1 <= len(scene.things) <= MAX_THINGS
         for thing in scene.things:
             assert 0 <= min(thing.box) < max(thing.box) <= SIZE
-            assert 9 <= thing.length <= 70
+            assert 9 <= longer_side(thing) <= 70
             assert not is_reserved(thing.shape, thing.color)
     assert np.array_equal(draw_scene(7).pixels, scenes[7].pixels)
     first = [draw_scene(seed, novel=True).things[0] for seed in range(10)]
@@ -31,7 +39,7 @@ def test_a_box_is_where_the_thing_changes_the_picture(pattern):
     rng = np.random.default_rng(1)
     empty = np.full((SIZE, SIZE, 3), 0.5, dtype=np.float32)
     for shape in list(SHAPES)[:: 3 if pattern == "plain" else 9]:
-        sprite = draw_sprite(shape, "yellow", pattern, 40.0, rng).moved(20, 20)
+        sprite = moved(draw_sprite(shape, "yellow", pattern, 40.0, rng), 20, 20)
         # Yellow on grey is set off by no halo, and a dark shadow never is lighter than the ground.
         image = compose(empty, [sprite], rng)
         x0, y0, x1, y1 = (int(edge) for edge in sprite.thing.box)

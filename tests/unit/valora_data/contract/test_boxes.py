@@ -57,13 +57,6 @@ def test_boxes_are_placed_by_votes_of_their_class(count, sigma, seed):
         np.testing.assert_allclose(box, votes @ edges / votes.sum(), atol=2e-5)
 
 
-def test_a_box_without_area_or_neighbours_stays_where_it_is():
-    edges = torch.tensor([[0.2, 0.2, 0.2, 0.6], [0.2, 0.2, 0.2, 0.6], [0.7, 0.7, 0.9, 0.8]])
-    scores = torch.tensor([-90.0, -0.1, -200.0])  # whose exponentials may be 0
-    found = boxes.vote(edges, scores, torch.zeros(3), torch.tensor([0, 2]), 0.05)
-    torch.testing.assert_close(found, edges[[0, 2]])
-
-
 def test_where_a_box_lies_does_not_depend_on_the_least_confidence():
     raw = torch.randn(64, 5 + 2, generator=torch.Generator().manual_seed(1))
     raw[:, 3:5] += 1  # boxes of some cells, which overlap

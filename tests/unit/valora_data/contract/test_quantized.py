@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from valora_data.contract import quantized
@@ -73,20 +72,6 @@ def test_what_cannot_be_rounded_is_refused(base, tmp_path, monkeypatch):
     refused(r"saved in a quantised form already \(bitsandbytes\)", folder=tmp_path)
     monkeypatch.setattr(quantized, "is_installed", lambda: False)
     refused(r"needs the package bitsandbytes: pip install 'valora\[quantize\]'")
-
-
-def test_experts_in_one_tensor_are_refused():
-    text = {
-        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
-        "num_key_value_heads": 2, "intermediate_size": 32, "moe_intermediate_size": 16,
-        "num_experts": 2, "num_experts_per_tok": 1, "vocab_size": 64,
-    }  # fmt: skip
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    with torch.device("meta"):
-        config = Qwen3VLMoeConfig(text_config=text, vision_config=vision)
-        model = Qwen3VLMoeForConditionalGeneration(config)
-    with pytest.raises(BundleError, match=r"experts\.\w+ are no linear layers: set quantize"):
-        quantized._rounded("this", model)
 
 
 def test_a_bundle_is_served_on_the_weights_that_it_was_trained_on():

@@ -28,13 +28,6 @@ def test_splits_of_a_folder(tmp_path):
     assert [s.answer for s in stream()] == [s.answer for s in stream()] == [Answer()]
 
 
-def test_built_in_scenes():
-    source = Source("scenes", Task.COUNTING, name="coin_count", counts={"train": 3, "val": 0})
-    splits = open_source(source)
-    assert set(splits) == {Split.TRAIN}
-    assert [s.id for s in splits[Split.TRAIN]()] == [f"coin_count/train/{i:05d}" for i in range(3)]
-
-
 def test_kinds_are_recognised(tmp_path):
     for name, content, kind in (
         ("a.json", {"images": [], "annotations": []}, "coco"),
@@ -78,13 +71,6 @@ def test_the_only_annotation_file_of_a_folder_is_found(tmp_path):
     (tmp_path / "other.yaml").write_text("{}")  # which of them?
     with pytest.raises(DataError, match=lacking):
         open_source(bare)
-
-
-def test_a_folder_of_classes_with_settings_beside_them_is_one(tmp_path):
-    picture(tmp_path / "cat" / "a.png", 0)
-    (tmp_path / "settings.yaml").write_text("{version: 1}")
-    (tmp_path / "numbers.json").write_text("[1, 2]")
-    assert detect_kind(tmp_path) == "imagefolder"
 
 
 def test_what_does_not_fit():

@@ -7,7 +7,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from tests.support.data_sets import natural_picture
-from valora_data.cli import main
 from valora_data.errors import DataError
 from valora_data.schema import Task
 from valora_data.sources.shelf import is_shelf, read_shelf
@@ -108,16 +107,6 @@ def test_what_cannot_be_used_is_a_sentence(tmp_path):
             (folder / "args.yaml").write_text(args)
         with pytest.raises(DataError, match=message):
             read_shelf(tmp_path / "runs")
-
-
-def test_check_shows_what_it_would_fuse(tmp_path, capsys):
-    run(tmp_path / "runs" / "cats", data_set(tmp_path / "pets", "cat"))
-    run(tmp_path / "runs" / "saws", data_set(tmp_path / "tools", "saw"))
-    assert main(["check", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    for part in ("2 domains", "cats", "saws", f"make fuse TASK=own ARGS=shelf={tmp_path / 'runs'}"):
-        assert part in said.replace("\n", "") or part in said
-    assert (tmp_path / "out" / "cats" / "train.png").is_file()
 
 
 def test_the_factory_reads_a_shelf(tmp_path):

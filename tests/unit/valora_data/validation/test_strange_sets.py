@@ -3,9 +3,7 @@
 import json
 import os
 import unicodedata
-from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
@@ -28,19 +26,19 @@ COUNTS = {"train": 12, "val": 4}
 SHARES = dict.fromkeys(Split, 0.25)
 
 
-def boxes_of(number: int) -> list[tuple[int, tuple[int, int, int, int]]]:
+def boxes_of(number):
     """Class and edges of each object of an image."""
     x, y = 5 + number, 7 + 2 * number
     return [(number % 2, (x, y, x + 30, y + 20)), (1 - number % 2, (50, 60, 90, 95 - number % 3))]
 
 
-def row(number: int, place: int, more: str = "") -> str:
+def row(number, place, more=""):
     index, (x0, y0, x1, y1) = boxes_of(number)[place]
     numbers = ((x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0)
     return " ".join(map(str, (index, *(value / SIDE for value in numbers)))) + more + "\n"
 
 
-def plain(folder: Path, name: Callable[[str, int], str] = "{}_{:03d}".format) -> Path:
+def plain(folder, name="{}_{:03d}".format):
     """An Ultralytics set; every other one here is made from it."""
     number = 0
     for split, count in COUNTS.items():
@@ -58,20 +56,20 @@ def plain(folder: Path, name: Callable[[str, int], str] = "{}_{:03d}".format) ->
     return folder / "data.yaml"
 
 
-def edit(file: Path, **changes: object) -> None:
+def edit(file, **changes):
     file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | changes))
 
 
-def thumbnail(image: Image.Image) -> np.ndarray:
+def thumbnail(image):
     return np.asarray(image.resize((8, 8)).convert("L"), float)
 
 
 @cache
-def thumbnails() -> list[np.ndarray]:
+def thumbnails():
     return [thumbnail(natural_picture(number)) for number in range(sum(COUNTS.values()))]
 
 
-def read(path: Path) -> dict[int, list]:
+def read(path):
     """Label and edges of the objects of each image, whose number its pixels tell."""
     reader = ImageReader("set", tolerance=0.0)
     source = Source(detect_kind(path), Task.DETECTION, path=str(path), reader=reader)
@@ -96,27 +94,27 @@ EXPECTED = {
 }
 
 
-def pose(file: Path) -> None:
+def pose(file):
     edit(file, kpt_shape=[5, 2])
     for label in (file.parent / "labels").rglob("*.txt"):
         lines = label.read_text().splitlines()
         label.write_text("".join(f"{line}{' 0.9 0.8' * 5}\n" for line in lines))
 
 
-def as_format(file: Path, suffix: str, form: str) -> None:
+def as_format(file, suffix, form):
     for path in sorted((file.parent / "images").rglob("*.png"))[::3]:
         Image.open(path).save(path.with_suffix(suffix), form)
         path.unlink()
 
 
-def auxiliary(file: Path) -> None:
+def auxiliary(file):
     for name in (".ipynb_checkpoints", "__MACOSX", "@eaDir", ".thumbs"):
         folder = file.parent / "images" / "train" / name
         folder.mkdir()
         natural_picture(70).save(folder / "train_000-checkpoint.png")
 
 
-def linked(file: Path) -> None:
+def linked(file):
     images = file.parent / "images" / "train"
     (file.parent / "elsewhere").mkdir()
     for path in sorted(images.glob("*.png"))[:3]:
@@ -128,16 +126,16 @@ def linked(file: Path) -> None:
     (images / "round").symlink_to(images)  # which must not be followed for ever
 
 
-def renamed(change: Callable[[str], str], file: Path) -> None:
+def renamed(change, file):
     for label in sorted((file.parent / "labels").rglob("*.txt"))[::2]:
         label.rename(label.with_name(change(label.stem) + ".txt"))
 
 
-def odd(split: str, position: int) -> str:
+def odd(split, position):
     return unicodedata.normalize("NFC", f"Écran d’{split} {position:03d}")
 
 
-STRANGE: dict[str, Callable[[Path], object]] = {
+STRANGE = {
     "pose": pose,
     "AVIF": lambda file: as_format(file, ".avif", "AVIF"),
     "JPEG 2000": lambda file: as_format(file, ".jp2", "JPEG2000"),
@@ -156,9 +154,7 @@ STRANGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", list(STRANGE))
-def test_strange_sets_are_read_like_the_plain_one(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strange_sets_are_read_like_the_plain_one(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = plain(tmp_path / "set", odd)
     assert read(file) == EXPECTED
@@ -166,11 +162,11 @@ def test_strange_sets_are_read_like_the_plain_one(
     assert read(file) == EXPECTED
 
 
-def coco(folder: Path, split: str | None = None, place: str = "{}", unit: float = 1) -> dict:
+def coco(folder, split=None, place="{}", unit=1):
     """Content of a COCO file of the plain set."""
     numbers = {"train": range(12), "val": range(12, 16), None: range(16)}[split]
     categories = [{"id": number, "name": name} for number, name in enumerate(NAMES)]
-    found: dict = {"images": [], "annotations": [], "categories": categories}
+    found = {"images": [], "annotations": [], "categories": categories}
     for number in numbers:
         name = f"{number}.png"
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +179,7 @@ def coco(folder: Path, split: str | None = None, place: str = "{}", unit: float 
     return found
 
 
-def standard(folder: Path) -> Path:
+def standard(folder):
     (folder / "annotations").mkdir(parents=True)
     for split in ("train", "val"):
         content = coco(folder / f"{split}2017", split)
@@ -191,13 +187,13 @@ def standard(folder: Path) -> Path:
     return folder
 
 
-def upload(folder: Path) -> Path:
+def upload(folder):
     content = coco(folder / "images", place="../../label-studio/data/media/upload/4/{}")
     (folder / "instances.json").write_text(json.dumps(content))
     return folder / "instances.json"
 
 
-def voc(annotations: str, images: str, suffix: str, folder: Path) -> Path:
+def voc(annotations, images, suffix, folder):
     (folder / annotations).mkdir(parents=True)
     (folder / images).mkdir(parents=True, exist_ok=True)
     for number in range(16):
@@ -214,7 +210,7 @@ def voc(annotations: str, images: str, suffix: str, folder: Path) -> Path:
     return folder
 
 
-LAYOUTS: dict[str, tuple[str, Callable[[Path], Path]]] = {
+LAYOUTS = {
     "COCO as it is published": ("coco", standard),
     "COCO with paths of a server": ("coco", upload),
     "VOC in lower case": ("voc", partial(voc, "annotations", "images", ".JPG")),
@@ -224,25 +220,25 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path], Path]]] = {
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_layouts(layout: str, tmp_path: Path) -> None:
+def test_layouts(layout, tmp_path):
     kind, write = LAYOUTS[layout]
     path = write(tmp_path / "set")
     assert detect_kind(path) == kind
     assert read(path) == EXPECTED
 
 
-def in_shares(file: Path) -> Path:
+def in_shares(file):
     folder = file.parent
     (folder / "instances.json").write_text(json.dumps(coco(folder, unit=1 / SIDE)))
     return folder / "instances.json"
 
 
-def empty(split: str, file: Path) -> None:
+def empty(split, file):
     for label in (file.parent / "labels" / split).iterdir():
         label.write_text("")
 
 
-REFUSED: dict[str, Callable[[Path], object]] = {
+REFUSED = {
     "none of the 4 val samples has an object": partial(empty, "val"),
     "write them in quotes": lambda file: edit(file, names=[False, True]),
     "all boxes are shares of the image": in_shares,
@@ -250,7 +246,7 @@ REFUSED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("message", list(REFUSED))
-def test_what_is_refused_before_training(message: str, tmp_path: Path) -> None:
+def test_what_is_refused_before_training(message, tmp_path):
     file = plain(tmp_path / "set")
     path = REFUSED[message](file)
     source = Source("coco" if path else "yolo", Task.DETECTION, NAMES, path=str(path or file))
@@ -258,7 +254,7 @@ def test_what_is_refused_before_training(message: str, tmp_path: Path) -> None:
         prepare(open_source(source), NAMES, SHARES, tmp_path / "out")
 
 
-def test_an_archive_is_refused(tmp_path: Path) -> None:
+def test_an_archive_is_refused(tmp_path):
     path = tmp_path / "set.zip"
     path.write_bytes(b"PK")
     with pytest.raises(DataError, match="is an archive: unpack it"):
@@ -267,7 +263,7 @@ def test_an_archive_is_refused(tmp_path: Path) -> None:
         open_source(Source("yolo", Task.DETECTION, path=str(path)))
 
 
-def test_val_that_is_train_is_taken_from_it(tmp_path: Path) -> None:
+def test_val_that_is_train_is_taken_from_it(tmp_path):
     file = plain(tmp_path / "set")
     edit(file, val="images/train", test="images/val")
     splits = open_source(Source("yolo", Task.DETECTION, NAMES, path=str(file)))
@@ -277,17 +273,19 @@ def test_val_that_is_train_is_taken_from_it(tmp_path: Path) -> None:
     assert all(counts.values())
 
 
-def test_boxes_on_a_grid(tmp_path: Path) -> None:
+def test_boxes_on_a_grid(tmp_path):
     content = coco(tmp_path, unit=1000 / SIDE)
     for number in range(16):
-        natural_picture(number).resize((1400, 1200)).save(tmp_path / f"{number}.png")
+        natural_picture(number).resize((1400, 1200)).save(
+            tmp_path / f"{number}.png", compress_level=1
+        )
     content["annotations"][0]["bbox"] = [900, 900, 100, 100]
     (tmp_path / "instances.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match="on a grid of 1000"):
         read(tmp_path / "instances.json")
 
 
-def test_names_that_are_no_utf8_are_faults(tmp_path: Path) -> None:
+def test_names_that_are_no_utf8_are_faults(tmp_path):
     file = plain(tmp_path / "set")
     image = file.parent / "images" / "train" / "train_000.png"
     os.rename(image, os.fsencode(image.with_name("caf")) + b"\xe9.png")  # noqa: PTH104

@@ -26,7 +26,7 @@ from valora_train.stages.distill import (
 )
 
 SEEN: dict[str, tuple[Box, ...]] = {}  # the boxes that the teacher gave, by sample
-WEATHER = list(builtin_domain(Task.CLASSIFICATION, "weather").labels)
+PLANTS = list(builtin_domain(Task.CLASSIFICATION, "plant_type").labels)
 
 
 def jitter(samples):
@@ -48,8 +48,8 @@ def jitter(samples):
 
 def guess(samples):
     """A classifier that always says the first label, rather surely."""
-    rest = [0.3 / (len(WEATHER) - 1)] * (len(WEATHER) - 1)
-    return [dict(zip(WEATHER, [0.7, *rest], strict=True)) for _ in samples]
+    rest = [0.3 / (len(PLANTS) - 1)] * (len(PLANTS) - 1)
+    return [dict(zip(PLANTS, [0.7, *rest], strict=True)) for _ in samples]
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ PERSON = DomainSettings(
     source=SourceSettings(counts={"train": 4, "unlabelled": 40, "val": 40, "test": 50}),
 )  # fmt: skip
 SKY = DomainSettings(
-    name="weather", task=Task.CLASSIFICATION, labels=WEATHER, prompt="how?",
+    name="plant_type", task=Task.CLASSIFICATION, labels=PLANTS, prompt="how?",
     teacher="teaching:guess",
     source=SourceSettings(counts={"train": 40, "unlabelled": 12, "val": 12, "test": 12}),
 )  # fmt: skip
@@ -139,8 +139,8 @@ def test_a_classifier_has_a_calibration_error(data, tmp_path):
     out = distilled(SKY, data, tmp_path / "out")
     figures = teacher_figures(out)
     assert figures["teacher_ece"] == pytest.approx(abs(0.7 - figures["teacher"]), abs=1e-5)
-    assert answers_on_test(out) == [{"label": WEATHER[0], "confidence": pytest.approx(0.7)}] * 12
-    assert {sample.answer.label for sample in shards.read(out / PSEUDO_LABELLED)} == {WEATHER[0]}
+    assert answers_on_test(out) == [{"label": PLANTS[0], "confidence": pytest.approx(0.7)}] * 12
+    assert {sample.answer.label for sample in shards.read(out / PSEUDO_LABELLED)} == {PLANTS[0]}
 
 
 def test_a_small_teacher_is_distilled_with_its_soft_labels(data, tmp_path):
@@ -152,6 +152,6 @@ def test_a_small_teacher_is_distilled_with_its_soft_labels(data, tmp_path):
     build_distilled(domain, teacher, data(SKY), taught, out)
     samples = shards.read(out / PSEUDO_LABELLED)
     assert len(samples) == 12 + 40
-    assert all(len(sample.answer.soft) == len(WEATHER) for sample in samples[:12])
+    assert all(len(sample.answer.soft) == len(PLANTS) for sample in samples[:12])
     assert all(sample.answer.choice for sample in samples)
     assert set(json.loads((out / REPORT).read_text())["accuracy"]) == {"unlabelled", "val", "test"}

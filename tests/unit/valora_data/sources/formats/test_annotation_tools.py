@@ -1,7 +1,6 @@
 """Exports of annotation tools: what is read equals what independent readers find."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,13 @@ from tests.support.detection_sets import (
     write_voc,
 )
 from valora_data.errors import DataError
-from valora_data.schema import Sample, Split, Task
+from valora_data.schema import Split, Task
 from valora_data.sources.base import Source
 from valora_data.sources.formats import labelled
 from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import FORMATS, detect_kind, files_of, open_source
 
-EXPORTS: dict[str, Callable[[Path], Path]] = {
+EXPORTS = {
     "roboflow": write_roboflow, "voc": write_voc, "cvat": write_cvat,
     "labelstudio": write_labelstudio,
 }  # fmt: skip
@@ -33,12 +32,12 @@ SPLITS = {"a": None, "c": None, "b": Split.VAL, "d": Split.TEST}
 """The split of each image; None for the part from which the unlabelled split is taken."""
 
 
-def source_of(kind: str, path: Path, task: Task = Task.DETECTION, **more: object) -> Source:
+def source_of(kind, path, task=Task.DETECTION, **more):
     folder = str(path.parent / "images") if kind == "labelstudio" else None
     return Source(kind, task, path=str(path), **({"images": folder} | more))
 
 
-def read(source: Source) -> dict[str, tuple[Split | None, Sample]]:
+def read(source):
     """Split and sample of every image, by the first letter of its name."""
     found = {}
     for split, stream in open_source(source).items():
@@ -47,7 +46,7 @@ def read(source: Source) -> dict[str, tuple[Split | None, Sample]]:
     return found
 
 
-def _name(sample: Sample) -> str:
+def _name(sample):
     shown = np.asarray(sample.image.convert("RGB")).astype(float)
     for name in SIZES:
         if sample.image.size == SIZES[name]:
@@ -57,7 +56,7 @@ def _name(sample: Sample) -> str:
 
 
 @pytest.mark.parametrize("kind", list(EXPORTS))
-def test_boxes_and_splits(kind: str, tmp_path: Path) -> None:
+def test_boxes_and_splits(kind, tmp_path):
     path = EXPORTS[kind](tmp_path / "set")
     assert detect_kind(path) == kind
     assert FORMATS[kind]().guess_task(str(path)) is Task.DETECTION
@@ -75,17 +74,15 @@ def test_boxes_and_splits(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", list(EXPORTS))
-def test_every_file_that_is_read_is_hashed(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_file_that_is_read_is_hashed(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(labelled, "usable_cores", lambda: 2)  # it reads files of the machine
     path = EXPORTS[kind](tmp_path / "set")
     listed = {file.resolve() for file in files_of(source_of(kind, path))}
-    opened: set[Path] = set()
+    opened = set()
     for method in ("read_bytes", "read_text", "open"):
         original = getattr(Path, method)
 
-        def watched(self: Path, *args: object, original=original, **kwargs: object) -> object:
+        def watched(self, *args, original=original, **kwargs):
             opened.add(self.resolve())
             return original(self, *args, **kwargs)
 
@@ -96,40 +93,7 @@ def test_every_file_that_is_read_is_hashed(
     assert pictures <= listed
 
 
-def test_voc_agrees_with_supervision(tmp_path: Path) -> None:
-    import supervision as sv
-
-    path = write_voc(tmp_path / "set")
-    theirs = sv.DetectionDataset.from_pascal_voc(
-        str(path / "JPEGImages"), str(path / "Annotations")
-    )
-    found = {sample.id: sample for _, sample in read(source_of("voc", path)).values()}
-    for place, detections in theirs.annotations.items():
-        expected = [
-            (theirs.classes[index], *edges)
-            for index, edges in zip(detections.class_id, detections.xyxy.tolist(), strict=True)
-        ]
-        boxes = found[f"JPEGImages/{Path(place).name}"].answer.boxes
-        assert sorted((box.label, *box.xyxy) for box in boxes) == sorted(expected)
-
-
-def test_voc_with_files_beside_the_images(tmp_path: Path) -> None:
-    path = write_voc(tmp_path / "set")
-    for split, names in (("train", "ac"), ("valid", "b"), ("test", "d")):
-        (path / split).mkdir()
-        for name in names:
-            (path / "JPEGImages" / f"{name}.jpg").rename(path / split / f"{name}.jpg")
-            (path / "Annotations" / f"{name}.xml").rename(path / split / f"{name}.xml")
-    (path / "JPEGImages").rmdir()
-    (path / "Annotations").rmdir()
-    assert detect_kind(path) == "voc"
-    found = read(source_of("voc", path))
-    for name, (split, sample) in found.items():
-        assert split == SPLITS[name]
-        assert [(b.label, b.xyxy) for b in sample.answer.boxes] == BOXES[name]
-
-
-def test_cvat_shapes(tmp_path: Path) -> None:
+def test_cvat_shapes(tmp_path):
     write_pictures(tmp_path / "images", "c")
     shapes = """
       <polygon label="cat" points="10.0,20.0;30.5,8.0;25.0,40.0"/>
@@ -158,7 +122,7 @@ def test_cvat_shapes(tmp_path: Path) -> None:
             read(source_of("cvat", tmp_path))
 
 
-def studio(folder: Path, *results: object, place: str = "/data/upload/1/c.jpg", **more) -> Path:
+def studio(folder, *results, place="/data/upload/1/c.jpg", **more):
     write_pictures(folder / "images", "c")
     annotation = {"result": list(results), "was_cancelled": False}
     task = {"id": 1, "data": {"image": place}, "annotations": [annotation]} | more
@@ -166,7 +130,7 @@ def studio(folder: Path, *results: object, place: str = "/data/upload/1/c.jpg", 
     return folder / "export.json"
 
 
-def test_shapes_of_label_studio(tmp_path: Path) -> None:
+def test_shapes_of_label_studio(tmp_path):
     turned = {"x": 50, "y": 25, "width": 25, "height": 12.5, "rotation": 90}
     results = [
         {"type": "rectanglelabels", "value": turned | {"rectanglelabels": ["cat"]}},
@@ -180,7 +144,7 @@ def test_shapes_of_label_studio(tmp_path: Path) -> None:
         assert box.xyxy == pytest.approx(edges, abs=1e-6)
 
 
-def test_choices_of_label_studio(tmp_path: Path) -> None:
+def test_choices_of_label_studio(tmp_path):
     choice = {"type": "choices", "value": {"choices": ["cat"]}}
     path = studio(tmp_path, choice, place="s3://bucket/x/c.jpg")
     assert FORMATS["labelstudio"]().guess_task(str(path)) is Task.CLASSIFICATION
@@ -195,7 +159,7 @@ def test_choices_of_label_studio(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", list(EXPORTS))
 @pytest.mark.parametrize("stored", [True, False], ids=["as stored", "as shown"])
-def test_boxes_follow_exif(kind: str, stored: bool, tmp_path: Path) -> None:
+def test_boxes_follow_exif(kind, stored, tmp_path):
     """The size in an annotation says whether it was made on the stored or the shown image."""
     path = EXPORTS[kind](tmp_path / "set")
     for file in (tmp_path / "set").rglob("a.jpg"):
@@ -219,7 +183,7 @@ def test_boxes_follow_exif(kind: str, stored: bool, tmp_path: Path) -> None:
         assert box.xyxy == pytest.approx(edges, abs=1e-6)
 
 
-def test_images_alone(tmp_path: Path) -> None:
+def test_images_alone(tmp_path):
     write_pictures(tmp_path / "raw" / "day 1", "ab")
     write_pictures(tmp_path / "raw", "c")
     (tmp_path / "raw" / "._c.jpg").write_bytes(b"a Mac's note")

@@ -1,8 +1,6 @@
 """COCO: read like pycocotools reads them, refused with a clear sentence."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -11,7 +9,7 @@ from pycocotools.coco import COCO
 from tests.support.data_sets import picture, write_json
 from tests.support.detection_sets import read_split
 from valora_data.errors import DataError
-from valora_data.schema import Sample, Task
+from valora_data.schema import Task
 
 # Sparse ids in no order, a category that nobody asks for, a crowd, images of two shapes.
 CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 3, "name": "dog"}, {"id": 17, "name": "cow"}]
@@ -36,7 +34,7 @@ CONTENT = {"images": IMAGES, "annotations": ANNOTATIONS, "categories": CATEGORIE
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "sub").mkdir()
     for position, entry in enumerate(IMAGES):
         size = (int(entry["width"]), int(entry["height"]))
@@ -44,13 +42,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def read(folder: Path, content: object) -> list[Sample]:
+def read(folder, content):
     path = folder / "instances.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return list(read_split("coco", path, None, ("dog", "cat")))
 
 
-def test_agrees_with_pycocotools(folder: Path) -> None:
+def test_agrees_with_pycocotools(folder):
     samples = {sample.id: sample for sample in read(folder, CONTENT)}
     reference = COCO(str(folder / "instances.json"))
     assert list(samples) == [str(entry["id"]) for entry in IMAGES]
@@ -71,15 +69,15 @@ def test_agrees_with_pycocotools(folder: Path) -> None:
         assert sample.image.mode == "RGB"
 
 
-def test_box_over_the_edge_by_rounding_is_clipped(folder: Path) -> None:
+def test_box_over_the_edge_by_rounding_is_clipped(folder):
     annotations = [ANNOTATIONS[0] | {"bbox": [-0.6, 1, 31.5, 49.9]}]
     (box,) = read(folder, CONTENT | {"annotations": annotations})[1].answer.boxes
     assert box.xyxy == (0, 1, 30, 50)
 
 
-FAULTS: dict[str, dict[str, Any] | str] = {  # more in tests/unit/valora_data/validation
+FAULTS = {  # more in tests/unit/valora_data/validation
     r"box \(25, 0, 35, 10\) lies outside its 30 .*check the unit": {
-        "annotations": [ANNOTATIONS[0] | {"bbox": [25, 0, 10, 10]}],
+        "annotations": [ANNOTATIONS[0] | {"bbox": [25, 0, 10, 10]}]
     },
     r"instances\.json is not valid JSON .*export it again": '{"images": [',
     "has no list 'images': expected COCO JSON": "[1, 2]",
@@ -91,13 +89,13 @@ FAULTS: dict[str, dict[str, Any] | str] = {  # more in tests/unit/valora_data/va
 
 
 @pytest.mark.parametrize("message", list(FAULTS))
-def test_what_is_refused(folder: Path, message: str) -> None:
+def test_what_is_refused(folder, message):
     change = FAULTS[message]
     with pytest.raises(DataError, match=message):
         read(folder, CONTENT | change if isinstance(change, dict) else change)
 
 
-def test_captions_agree_with_pycocotools(tmp_path: Path) -> None:
+def test_captions_agree_with_pycocotools(tmp_path):
     for index in range(3):
         picture(tmp_path / f"{index}.png", index)
     images = [{"id": 40 + i, "file_name": f"{i}.png"} for i in range(3)]

@@ -1,7 +1,6 @@
 """Conversations of LLaVA: what they say comes out, what is wrong is named."""
 
 import json
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -9,13 +8,11 @@ from PIL import Image
 from tests.support.data_sets import picture, write_video
 from tests.support.detection_sets import read_split
 from valora_data.errors import DataError
-from valora_data.schema import Answer, Box, Sample, Task
+from valora_data.schema import Answer, Box, Task
 from valora_data.sources.registry import detect_kind
 
 
-def read(
-    folder: Path, entries: list, task: Task = Task.GROUNDING, name: str = "set.json", **more: object
-) -> list[Sample]:
+def read(folder, entries, task=Task.GROUNDING, name="set.json", **more):
     """What is read of a file of these entries, whose kind is recognised."""
     for image in ("a.png", "b.png"):
         picture(folder / image, ord(image[0]), (200, 100))
@@ -25,12 +22,12 @@ def read(
     return list(read_split(detect_kind(file), file, task=task, **more))
 
 
-def talk(*turns: str, **entry: object) -> dict[str, object]:
+def talk(*turns, **entry):
     said = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns)]
     return {"id": "x", "image": "a.png", "conversations": said} | entry
 
 
-def test_conversations_become_questions(tmp_path: Path) -> None:
+def test_conversations_become_questions(tmp_path):
     said = [{"role": "user", "content": "<image>Who?"}, {"role": "assistant", "content": "me"}]
     entries = [
         talk("<image>\nWho is it?", "me", "And where?", "here", id="first"),
@@ -47,9 +44,7 @@ def test_conversations_become_questions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", [Task.VQA, Task.CLASSIFICATION])
-def test_conversations_without_any_image_are_questions_about_text(
-    tmp_path: Path, task: Task
-) -> None:
+def test_conversations_without_any_image_are_questions_about_text(tmp_path, task):
     entries = [talk("Is it fine? The day is mild.", "yes", "Sure?", "no", image=None)]
     samples = read(tmp_path, entries, task)
     assert [(s.id, s.prompt, s.answer.choice) for s in samples] == [
@@ -59,7 +54,7 @@ def test_conversations_without_any_image_are_questions_about_text(
 
 
 CAT = Answer((Box(50, 50, 100, 100, "the cat"),))
-TASKS: list[tuple[Task, str, str, str | None, Answer]] = [
+TASKS = [
     (Task.CAPTION, "Describe.", "a cat", "Describe.", Answer(captions=("a cat",))),
     (Task.CAPTION, "", "a cat", None, Answer(captions=("a cat",))),
     (Task.CLASSIFICATION, "What?", "cat", "What?", Answer(label="cat")),
@@ -70,14 +65,12 @@ TASKS: list[tuple[Task, str, str, str | None, Answer]] = [
 
 
 @pytest.mark.parametrize(("task", "asked", "said", "prompt", "answer"), TASKS)
-def test_conversations_for_every_task(
-    tmp_path: Path, task: Task, asked: str, said: str, prompt: str | None, answer: Answer
-) -> None:
+def test_conversations_for_every_task(tmp_path, task, asked, said, prompt, answer):
     (sample,) = read(tmp_path, [talk(f"<image>\n{asked}", said)], task, "talk.jsonl")
     assert (sample.id, sample.prompt, sample.answer) == ("x", prompt, answer)
 
 
-def test_several_images_and_videos(tmp_path: Path) -> None:
+def test_several_images_and_videos(tmp_path):
     write_video(tmp_path / "c.mp4", [20, 60, 100, 140])
     entries = [
         talk("<image> and <image>\nsame?", "no", image=["a.png", "b.png"]),
@@ -89,7 +82,7 @@ def test_several_images_and_videos(tmp_path: Path) -> None:
     assert (len(video.images), video.prompt) == (2, "what?")
 
 
-FAULTS: dict[str, tuple[Task, dict[str, object]]] = {
+FAULTS = {
     "told by human, expected human and gpt in turn": (Task.VQA, talk("hi")),
     "told by nobody": (Task.VQA, talk()),
     "has 1 image and 2 <image>": (Task.VQA, talk("<image><image>?", "b")),
@@ -107,7 +100,7 @@ FAULTS: dict[str, tuple[Task, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("message", list(FAULTS))
-def test_conversations_of_no_use(tmp_path: Path, message: str) -> None:
+def test_conversations_of_no_use(tmp_path, message):
     task, entry = FAULTS[message]
     labels = ["cat", "dog"] if task is Task.CLASSIFICATION else []
     with pytest.raises(DataError, match=message):

@@ -181,13 +181,6 @@ def test_bad_texts_are_refused_in_one_sentence(name, content, words, tmp_path):
         read("texts", tmp_path)
 
 
-def test_files_that_hold_no_document(tmp_path):
-    for content, words in (("no json", "line 1 is no JSON"), ("", "holds 0 documents")):
-        (tmp_path / "d.jsonl").write_text(content)
-        with pytest.raises(DataError, match=words):
-            read("documents", tmp_path / "d.jsonl")
-
-
 def test_drawn_documents_measure_in_a_wording_that_is_not_studied():
     source = Source("records", Task.CONTEXT, name="trip", entries=6)
     found = {split: list(stream()) for split, stream in open_source(source).items()}
@@ -202,17 +195,3 @@ def test_drawn_documents_measure_in_a_wording_that_is_not_studied():
     assert next(iter(open_source(other)[Split.TEST]())).document != document
     with pytest.raises(DataError, match=r"domain trip has 0 facts .* raise source\.entries"):
         open_source(Source("records", Task.CONTEXT, name="trip", entries=0))
-
-
-def test_linked_questions_are_about_the_same_document_and_do_not_name_the_letter():
-    source = Source("linked_records", Task.CONTEXT, name="vardo", entries=5)
-    found = {split: list(stream()) for split, stream in open_source(source).items()}
-    direct = Source("records", Task.CONTEXT, name="vardo", entries=5)
-    (other,) = list(open_source(direct)[Split.TEST]())[:1]
-    measured = [*found[Split.VAL], *found[Split.TEST]]
-    document = measured[0].document
-    assert document == other.document and len(found[Split.UNLABELLED]) == 3 * len(measured)
-    letters = {line.split(" ")[0] for line in document.text.splitlines()}
-    for sample in [*measured, *found[Split.UNLABELLED]]:
-        assert not letters & set(sample.prompt.replace("?", "").split(" "))
-        assert sample.prompt.startswith("what ") == (sample in measured)

@@ -1,12 +1,9 @@
 """Videos: the right frames, turned upright, and one sentence for each broken file."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from tests.support.data_sets import write_video
 from valora_data.errors import DataError
@@ -16,12 +13,12 @@ from valora_data.sources.formats.videos import frame_places, read_frames
 av = pytest.importorskip("av")
 
 
-def level(image: Image.Image) -> float:
+def level(image):
     return float(np.asarray(image)[4:-4, 16:-4].mean())
 
 
 @given(st.integers(1, 500), st.integers(1, 64))
-def test_places_are_the_middles_of_equal_parts(total: int, count: int) -> None:
+def test_places_are_the_middles_of_equal_parts(total, count):
     places = frame_places(total, count)
     assert len(places) == count
     assert places == sorted(places)
@@ -32,7 +29,7 @@ def test_places_are_the_middles_of_equal_parts(total: int, count: int) -> None:
         assert place <= middle < place + 1
 
 
-def test_frames_are_taken_uniformly(tmp_path: Path) -> None:
+def test_frames_are_taken_uniformly(tmp_path):
     levels = [20 + 7 * i for i in range(24)]
     video = write_video(tmp_path / "a.mp4", levels)
     assert frame_places(24, 4) == [3, 9, 15, 21]
@@ -45,12 +42,12 @@ def test_frames_are_taken_uniformly(tmp_path: Path) -> None:
         )
 
 
-def test_a_short_video_repeats_frames(tmp_path: Path) -> None:
+def test_a_short_video_repeats_frames(tmp_path):
     frames = read_frames(write_video(tmp_path / "a.mp4", [40, 200]), 5)
     assert [level(f) > 120 for f in frames] == [False, False, True, True, True]
 
 
-def test_frames_are_turned_as_a_player_shows_them(tmp_path: Path) -> None:
+def test_frames_are_turned_as_a_player_shows_them(tmp_path):
     """A phone writes what it sees lying down, and says how to turn it."""
     video = write_video(tmp_path / "a.mp4", [60] * 6)
     content = bytearray(video.read_bytes())
@@ -66,7 +63,7 @@ def test_frames_are_turned_as_a_player_shows_them(tmp_path: Path) -> None:
     assert pixels[:6].mean() > 230 > 120 > pixels[-6:].mean()  # what was left is now on top
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_what_cannot_be_read(tmp_path):
     (tmp_path / "broken.mp4").write_bytes(b"no video at all" * 40)
     with av.open(str(tmp_path / "sound.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=16000)
@@ -87,7 +84,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
             read_frames(tmp_path / name, count)
 
 
-def test_packets_without_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packets_without_frames(tmp_path, monkeypatch):
     """Some codecs have packets that show nothing: what counts is what decodes."""
     video = write_video(tmp_path / "a.mp4", [10 * i for i in range(20)])
     right = [frame.tobytes() for frame in read_frames(video, 4)]

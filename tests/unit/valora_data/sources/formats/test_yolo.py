@@ -17,7 +17,7 @@ from valora_teachers.yolo import load_ultralytics
 LABELS = ("dog", "cat")
 
 
-def sample(name: str, size: tuple[int, int], *boxes: Box) -> Sample:
+def sample(name, size, *boxes):
     return Sample(name, Image.new("RGB", size, (len(name), 0, 0)), Answer(boxes))
 
 
@@ -32,17 +32,17 @@ SAMPLES = {
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     return write_yolo(SAMPLES, LABELS, tmp_path / "set")
 
 
-def edit(file: Path, /, **changes: object) -> Path:
+def edit(file, /, **changes):
     content = yaml.safe_load(file.read_text())
     file.write_text(yaml.safe_dump({**content, **changes}))
     return file
 
 
-def test_agrees_with_ultralytics(data: Path) -> None:
+def test_agrees_with_ultralytics(data):
     load_ultralytics()  # imported otherwise, it would change PIL for all tests after this one
     from ultralytics.data.dataset import YOLODataset
     from ultralytics.data.utils import check_det_dataset
@@ -67,14 +67,14 @@ def test_agrees_with_ultralytics(data: Path) -> None:
             assert box.xyxy == pytest.approx(edges, abs=1e-3)
 
 
-def test_polygon_counts_as_the_box_around_it(data: Path) -> None:
+def test_polygon_counts_as_the_box_around_it(data):
     (data.parent / "labels/val/000000.txt").write_text("1 0.5 0.1 0.9 0.6 0.2 0.4\n")
     (box,) = next(read_split("yolo", data, "val", LABELS)).answer.boxes
     assert box.label == "cat"
     assert box.xyxy == pytest.approx((4, 2, 18, 12))
 
 
-def test_names_as_a_list_and_images_as_a_text_file(data: Path) -> None:
+def test_names_as_a_list_and_images_as_a_text_file(data):
     (data.parent / "some.txt").write_text("./images/train/000002.png\nimages/train/000000.png\n\n")
     edit(data, names=["dog", "cat"], train="some.txt", val="images/train")
     reader = ImageReader.for_check("set")
@@ -88,12 +88,12 @@ def test_names_as_a_list_and_images_as_a_text_file(data: Path) -> None:
     [({"train": ["images/train", "images/val"]}, 4), ({"path": None}, 3), ({"path": "/gone"}, 3)],
     ids=["several folders", "no path", "moved"],
 )
-def test_folders(data: Path, changes: dict[str, object], count: int) -> None:
+def test_folders(data, changes, count):
     edit(data, **changes)
     assert len(list(read_split("yolo", data, "train", LABELS))) == count
 
 
-FAULTS: dict[str, dict[str, object] | str] = {  # more in tests/unit/valora_data/validation
+FAULTS = {  # more in tests/unit/valora_data/validation
     "or 10 of keypoints, got 6": {"kpt_shape": [5, 2]},
     r"kpt_shape \[5\] is not": {"kpt_shape": [5]},
     "no category 'cat', only dog, pig": {"names": ["dog", "pig"]},
@@ -106,7 +106,7 @@ FAULTS: dict[str, dict[str, object] | str] = {  # more in tests/unit/valora_data
 
 
 @pytest.mark.parametrize("message", list(FAULTS))
-def test_what_is_refused(data: Path, message: str) -> None:
+def test_what_is_refused(data, message):
     (data.parent / "labels/val/000000.txt").write_text("0 0.5 0.5 0.1 0.1 0 0\n")
     change = FAULTS[message]
     if isinstance(change, str):
@@ -120,7 +120,7 @@ def test_what_is_refused(data: Path, message: str) -> None:
 REST = "1.5 1.6 3.9 0.1 1.7 20.0 -1.6"
 
 
-def write_kitti(folder: Path) -> Path:
+def write_kitti(folder):
     write_pictures(folder / "training" / "image_2")
     (folder / "training" / "label_2").mkdir()
     for name, boxes in BOXES.items():
@@ -132,7 +132,7 @@ def write_kitti(folder: Path) -> Path:
     return folder
 
 
-def test_boxes_of_kitti(tmp_path: Path) -> None:
+def test_boxes_of_kitti(tmp_path):
     path = write_kitti(tmp_path)
     assert detect_kind(path) == detect_kind(path / "training") == "kitti"
     assert FORMATS["kitti"]().guess_task(str(path)) is Task.DETECTION
@@ -140,7 +140,7 @@ def test_boxes_of_kitti(tmp_path: Path) -> None:
     assert {k: [(b.label, b.xyxy) for b in boxes] for k, boxes in found.items()} == BOXES
 
 
-def test_faults_of_kitti_are_named(tmp_path: Path) -> None:
+def test_faults_of_kitti_are_named(tmp_path):
     path = write_kitti(tmp_path)
     labels = path / "training" / "label_2"
     with (labels / "a.txt").open("a") as file:

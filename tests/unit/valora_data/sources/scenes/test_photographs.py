@@ -9,19 +9,6 @@ from valora_data.sources.scenes import photographs
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS, photograph_crop, region_of
 
 
-@pytest.mark.parametrize("photograph", range(len(PHOTOGRAPHS)))
-def test_regions_of_splits_are_disjoint_and_inside_the_photograph(photograph):
-    width, height = photographs._pixels(photograph).size
-    covered = np.zeros((height, width), dtype=int)
-    for split in Split:
-        x0, y0, x1, y1 = region_of(photograph, split)
-        assert 0 <= x0 < x1 <= width
-        assert 0 <= y0 < y1 <= height
-        assert min(x1 - x0, y1 - y0) >= photographs.MIN_SIDE
-        covered[y0:y1, x0:x1] += 1
-    assert covered.max() == 1
-
-
 def test_crops_stay_inside_their_region(monkeypatch):
     """Each region painted in one grey level: a crop of a split shows its level alone."""
     levels = {split: 40 + 50 * place for place, split in enumerate(Split)}

@@ -6,20 +6,7 @@ import numpy as np
 
 from tests.bench.base_models.clips import domain_words_in
 from valora_data.contract.base_model import base_folder
-from valora_data.sources.documents.records import (
-    RECORD_TOKENS,
-    VALUES,
-    WORDINGS,
-    draw_document,
-)
-
-
-def test_every_fact_is_in_the_text_once():
-    document = draw_document(np.random.default_rng(1), 20)
-    lines = document.text.splitlines()
-    assert len(lines) == len(document.facts) == 20 * len(VALUES)
-    assert lines == [f"{fact.key} {fact.attribute} {fact.value}" for fact in document.facts]
-    assert len({(fact.key, fact.attribute) for fact in document.facts}) == len(lines)
+from valora_data.sources.formats.documents import RECORD_TOKENS, WORDINGS, draw_document
 
 
 def test_a_linked_question_has_one_answer_and_does_not_name_the_letter():
@@ -38,16 +25,6 @@ def test_a_linked_question_has_one_answer_and_does_not_name_the_letter():
     times = Counter((name, value) for (_, name), value in told.items())
     own = Counter(key for (key, name), value in told.items() if times[name, value] == 1)
     assert len(links) == len(set(links)) == 3 * sum(own.values()) > 0
-
-
-def test_values_are_drawn_alike_whatever_the_key():
-    rng = np.random.default_rng(2)
-    facts = [fact for _ in range(200) for fact in draw_document(rng, 10).facts]
-    for name, choices in VALUES.items():
-        counts = Counter(fact.value for fact in facts if fact.attribute == name)
-        assert set(counts) <= set(choices)
-        # A question alone can do no better than the commonest value.
-        assert max(counts.values()) / sum(counts.values()) < 2 / len(choices) + 0.02
 
 
 def test_documents_are_made_of_the_base_models_tokens():

@@ -1,1 +1,0 @@
-"""Documents that are learnt once and asked about: drawn ones, and those of users."""

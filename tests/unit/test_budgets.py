@@ -18,8 +18,8 @@ BUDGETS = {
     "tests/*/valora_train": 7_819,
     "tests/*/valora_data": 4_386,
     "tests/*/valora_teachers": 1_187,
-    "tests/*/valora_kernels": 2_194,
-    "tests/*/valora_serve": 28_940,
+    "tests/*/valora_kernels": 2_182,
+    "tests/*/valora_serve": 28_927,
     "tests/unit/bench": 1_852,
     BENCH: 11_754,
 }

@@ -12,7 +12,7 @@ import torch
 
 from valora_kernels.arrangements import ALL, default_tiling, fits
 from valora_kernels.gpus import H200, generic
-from valora_kernels.lookup import TilingTable, choose, table_of, use_table, using
+from valora_kernels.lookup import TilingTable, table_of
 from valora_kernels.search import Job
 from valora_kernels.tiling import Case, ProjectionGroup, Shape, Tiling
 from valora_kernels.tune import ADAPTERS, ROWS, Compiler, Piece, Tuner, candidates, cases
@@ -142,18 +142,6 @@ def test_few_adapters_have_tilings_of_their_own_where_lora_comes_first(most_adap
     measured = {GROUP.shape(*case) for case in cases(4096, most_adapters, SMALL)}
     for rows in (256, 1024, 4096):
         assert GROUP.shape(rows, most_adapters, True) in measured
-
-
-def test_another_table_from_now_on() -> None:
-    gpu = replace(SMALL, table=None)
-    shape, tiling = GROUP.shape(16, 4), Tiling("fused", 64)
-    new = TilingTable(gpu, [(shape, tiling)])
-    before = choose(gpu, shape).tiling
-    with using(new):
-        assert choose(gpu, shape).tiling == tiling
-    assert choose(gpu, shape).tiling == before != tiling
-    use_table(new)
-    assert choose(gpu, shape).tiling == tiling
 
 
 def test_another_process_compiles() -> None:

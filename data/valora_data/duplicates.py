@@ -18,6 +18,7 @@ SAME_LEVELS = 18.0
 levels in grey: halving with recompression to quality 20 stays below 16. What differs in one place
 only has moved before a fixed camera."""
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
+NEAR_LEVELS = 6.0  # largest mean difference between thumbnails of copies
 FLAT = 4.0
 """Standard deviation of the grey levels below which an image is too uniform to be recognised."""
 Key = tuple[str, str]  # Name of the split and id of a sample
@@ -110,6 +111,8 @@ def perceptual_hash(image: Image.Image) -> np.uint64 | None:
 
 def _alike(one: Image.Image, other: Image.Image) -> bool:
     gaps = np.asarray(one, np.float32) - np.asarray(other)
+    if np.abs(gaps).mean() > NEAR_LEVELS:
+        return False
     gaps -= gaps.mean()
     most, usual = np.abs(gaps).max(), np.sqrt(np.square(gaps).mean())
     return bool(np.abs(gaps @ GREY).max() <= SAME_LEVELS and most <= max(8, 10 * usual))

@@ -87,11 +87,7 @@ def parser() -> argparse.ArgumentParser:
 def read(
     arguments: Sequence[str],
 ) -> tuple[list[str], ServerSettings, EngineSettings, ReplicaSettings]:
-    """Bundles and settings from command line, environment and file.
-
-    Raises:
-        SettingsError: A name is unknown, or a value is invalid.
-    """
+    """Bundles and settings from command line, environment and file, or a SettingsError."""
     from valora_serve import options
 
     classes = (ServerSettings, EngineSettings, ReplicaSettings)
@@ -108,12 +104,8 @@ def serve(
 ) -> int:
     """Load and verify the bundles, print what is served, and serve until a signal comes.
 
-    Args:
-        bundles: Bundle folders, folders of bundles, or MLflow URIs.
-        settings: Settings of the server.
-        engine_settings: Settings of the engine.
-        replica_settings: Settings of replicas.
-        on_started: Called with the server's address once it answers.
+    `bundles` are folders of bundles, or MLflow URIs. `on_started` is called with the server's
+    address once it answers.
     """
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.listen import bind, check_certificate
@@ -319,12 +311,7 @@ def _append(file: Path, line: str) -> None:
 def main(
     arguments: Sequence[str] | None = None, on_started: Callable[[str], None] | None = None
 ) -> int:
-    """Entry point.
-
-    Args:
-        arguments: Arguments of the command; those of the process if None.
-        on_started: Called with the server's address once it answers.
-    """
+    """Run the command; `on_started` is called with the server's address once it answers."""
     encode_all_output()
     given: list[Any] = list(sys.argv[1:] if arguments is None else arguments)
     try:

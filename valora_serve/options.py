@@ -87,12 +87,9 @@ def load(
 ) -> tuple[dict[str, Any], list[Any]]:
     """Read settings; the command line takes precedence over the environment, that over the file.
 
-    Args:
-        parser: Command line with an option ``--config`` for a YAML or TOML file; it gets an option
-            for every field of `classes`.
-        arguments: Command-line arguments.
-        classes: Settings dataclasses; no two have a field of the same name.
-        lists: Arguments of the parser that the environment and the file may set as well.
+    The parser has an option ``--config`` for a YAML or TOML file, and gets one for every field of
+    the settings dataclasses `classes`, no two of which share a name. `lists` are arguments of the
+    parser that the environment and the file may set as well.
 
     Returns:
         Values of the parser's own arguments, and one object of each of the classes.

@@ -49,45 +49,21 @@ MAX_CHANGE = 1e3
 weights of language models do; one that a thousand times exceeds that has diverged."""
 
 HONOURED = {
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "init_lora_weights",
-    "modules_to_save",
-    "peft_type",
-}
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights",
+    "modules_to_save", "peft_type",
+}  # fmt: skip
 """Options of PEFT's configuration that change the result, and are followed or checked."""
 
 WITHOUT_EFFECT = {
     # Origin of the adapter.
-    "auto_mapping",
-    "base_model_name_or_path",
-    "peft_version",
-    "revision",
-    "task_type",
-    # Training only.
-    "corda_config",
-    "ensure_weight_tying",  # of embeddings and output layer, which cannot be adapted here
-    "eva_config",
-    "inference_mode",
-    "loftq_config",
-    "lora_dropout",
-    "lora_ga_config",
-    "monteclora_config",
-    "velora_config",
+    "auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type",
+    # Training only; `ensure_weight_tying` is of layers that cannot be adapted here.
+    "corda_config", "ensure_weight_tying", "eva_config", "inference_mode", "loftq_config",
+    "lora_dropout", "lora_ga_config", "monteclora_config", "velora_config",
     # Storage and parallelism; A and B of a linear layer are the same.
-    "fan_in_fan_out",
-    "megatron_config",
-    "megatron_core",
-    "qalora_group_size",
-    "runtime_config",
-}
+    "fan_in_fan_out", "megatron_config", "megatron_core", "qalora_group_size", "runtime_config",
+}  # fmt: skip
 """Options of PEFT's configuration that do not change the result."""
 
 KEEPS_BASE = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
@@ -144,12 +120,7 @@ class ModelTargets:
 
     @classmethod
     def of(cls, model: Any, architecture: Architecture) -> ModelTargets:
-        """Return the targets of a transformers model, before its linears are replaced.
-
-        Args:
-            model: The model; it may lie on the meta device.
-            architecture: Its architecture, which names the modules that can be adapted.
-        """
+        """Return the targets of a transformers model; it may lie on the meta device."""
         within = architecture.adaptable(model)
         linears, parts, others = {}, {}, {}
         for path, module in model.named_modules():
@@ -192,13 +163,7 @@ def _renaming(model: Any) -> Callable[[str], str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraPair:
-    """The matrices of one linear.
-
-    Attributes:
-        a: [rank, inputs], in the dtype of the file.
-        b: [outputs, rank], in the dtype of the file.
-        scaling: Factor of B·A.
-    """
+    """The matrices of one linear, a [rank, inputs] and b [outputs, rank], as in the file."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -305,32 +270,18 @@ def _unmatched(folder: Path, name: str, targets: ModelTargets) -> AdapterError:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The options of `adapter_config.json` that change the result, with their types checked.
-
-    Attributes:
-        rank: Rank of modules that no pattern names.
-        alpha: Alpha of modules that no pattern names.
-        ranks: Ranks by pattern.
-        alphas: Alphas by pattern.
-        rslora: Whether the scaling is alpha / √rank, not alpha / rank.
-        targets: Pattern or names of the modules that are adapted; None for none.
-        excluded: Pattern or names of modules that are not; None for none.
-        layers: Numbers of the layers that are adapted; None for all.
-        layers_pattern: Patterns of the module list that the numbers count in.
-        saved: Names of modules that were trained whole.
-        task: PEFT's name of the task; None if it does not say.
-    """
+    """The options of `adapter_config.json` that change the result, with their types checked."""
 
     rank: int
     alpha: float
-    ranks: dict[str, int]
+    ranks: dict[str, int]  # by pattern
     alphas: dict[str, float]
-    rslora: bool
-    targets: str | frozenset[str] | None
+    rslora: bool  # the scaling is alpha / √rank, not alpha / rank
+    targets: str | frozenset[str] | None  # pattern or names
     excluded: str | frozenset[str] | None
-    layers: frozenset[int] | None
-    layers_pattern: tuple[str, ...]
-    saved: tuple[str, ...]
+    layers: frozenset[int] | None  # None for all
+    layers_pattern: tuple[str, ...]  # of the module list that they count in
+    saved: tuple[str, ...]  # modules that were trained whole
     task: Any
 
 
@@ -378,12 +329,7 @@ def _read_options(folder: Path) -> _Options:
 
 
 def _options(config: dict[str, Any]) -> _Options:
-    """Check the types of the options, which are those of PEFT's `LoraConfig`.
-
-    Raises:
-        TypeError: An option has another type; the message names it.
-        ValueError: An option has an impossible value; the message names it.
-    """
+    """Check the types of the options, which are those of PEFT's `LoraConfig`; errors name them."""
     layers = config.get("layers_to_transform")
     layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
     pattern = config.get("layers_pattern") or []
@@ -501,15 +447,7 @@ def _take_score(
 
 
 class _Rules:
-    """What the options say of module paths, as PEFT reads them.
-
-    Args:
-        options: The options.
-        paths: All paths that will be asked for.
-
-    Raises:
-        AdapterError: A pattern is invalid, or takes too long to match.
-    """
+    """What the options say of module paths, all of which are given, as PEFT reads them."""
 
     def __init__(self, options: _Options, paths: tuple[str, ...]) -> None:
         self.rslora = options.rslora
@@ -532,15 +470,15 @@ class _Rules:
             for expression, row in zip(expressions, rows, strict=True)
         }
 
-    def rank(self, paths: tuple[str, str]) -> int:
-        """Return a module's rank: that of the first matching pattern, else the general one."""
-        found = self._first("rank_pattern", self._options.ranks, paths)
-        return self._options.rank if found is None else self._options.ranks[found]
-
-    def alpha(self, paths: tuple[str, str]) -> float:
-        """Return a module's alpha: that of the first matching pattern, else the general one."""
-        found = self._first("alpha_pattern", self._options.alphas, paths)
-        return self._options.alpha if found is None else self._options.alphas[found]
+    def rank_and_alpha(self, paths: tuple[str, str]) -> tuple[int, float]:
+        """Those of the first matching pattern, else the general ones."""
+        options = self._options
+        rank = self._first("rank_pattern", options.ranks, paths)
+        alpha = self._first("alpha_pattern", options.alphas, paths)
+        return (
+            options.rank if rank is None else options.ranks[rank],
+            options.alpha if alpha is None else options.alphas[alpha],
+        )
 
     def _first(
         self, option: str, patterns: Mapping[str, object], paths: tuple[str, str]
@@ -608,15 +546,7 @@ def _pair(
     tensors: dict[str, tuple[str, torch.Tensor]],
     shape: tuple[int, int],
 ) -> LoraPair:
-    """Return the matrices of a linear after checking them.
-
-    Args:
-        folder: Folder of the adapter.
-        rules: What its configuration says of module paths.
-        paths: Module path in the model, and in the adapter's file.
-        tensors: Name and tensor of ``A`` and ``B``.
-        shape: (outputs, inputs) of the linear.
-    """
+    """The matrices of a linear, checked; `paths` are those in the model and in the file."""
     if set(tensors) != {"A", "B"}:
         only = next(iter(tensors.values()))[0]
         raise AdapterError(f"adapter {folder}: {only} has no partner; save the adapter again")
@@ -625,7 +555,7 @@ def _pair(
             f"adapter {folder}: tensor {tensors['A'][0]} is of a module that target_modules does "
             f"not name; correct its {CONFIG}"
         )
-    rank, alpha = rules.rank(paths), rules.alpha(paths)
+    rank, alpha = rules.rank_and_alpha(paths)
     if rank > MAX_RANK:
         raise AdapterError(
             f"adapter {folder}: expected a rank of at most {MAX_RANK}, got {rank}; train it again"

@@ -26,15 +26,9 @@ MOST_LABELS = 4096
 
 
 def make_classifier(adapter: Adapter, score: Tensor, width: int) -> Head:
-    """Make the head of an adapter that has an output layer.
+    """Make the head of an adapter with an output layer `score` [labels, width].
 
-    Args:
-        adapter: The adapter.
-        score: [labels, width], its output layer.
-        width: Size of the base model's hidden states.
-
-    Raises:
-        AdapterError: The output layer does not fit the model or the configuration.
+    Raises an AdapterError if the output layer does not fit the model or the configuration.
     """
     shape, score = tuple(score.shape), score.float()
     if len(shape) != 2 or not 2 <= shape[0] <= MOST_LABELS or not (score.abs() <= LARGEST).all():

@@ -66,20 +66,10 @@ class Context:
 def read_context(
     name: str, entry: ContextEntry, folder: Path, base: str, config: Any
 ) -> tuple[Context, Memory | None]:
-    """Read a context of a bundle.
+    """Read a context of a bundle, whose manifest has `entry`; `base` is the base model's hash.
 
-    Args:
-        name: Its name.
-        entry: Its entry in the manifest.
-        folder: Folder that its file is named relative to.
-        base: `base_hash` of the base model.
-        config: transformers' configuration of the language model.
-
-    Returns:
-        The context, and the memory whose keys and values are to be packed; None if it has none.
-
-    Raises:
-        AdapterError: The file is damaged, or was made for another base model.
+    Returns the context, and the memory whose keys and values are to be packed; None if it has none.
+    Raises an AdapterError if the file is damaged, or was made for another base model.
     """
     if entry.form == ADAPTER or entry.file is None:
         return Context(name, ADAPTER, source_tokens=entry.source_tokens), None
@@ -109,14 +99,7 @@ def read_context(
 
 
 def reread_context(context: Context, file: Path, base: str, config: Any) -> tuple[str, Memory]:
-    """Read the file of a context again.
-
-    Returns:
-        Its content hash now, and its memory.
-
-    Raises:
-        AdapterError: The file is missing or damaged.
-    """
+    """Read the file of a context again; return its content hash now, and its memory."""
     try:
         return file_hash(file), read_memory(file, base, config)
     except (BundleError, OSError) as error:
@@ -124,28 +107,14 @@ def reread_context(context: Context, file: Path, base: str, config: Any) -> tupl
 
 
 def write_context(folder: Path, memory: Memory, entry: ContextEntry, adapter: str | None) -> None:
-    """Write a context that was made at run time into a folder.
-
-    Args:
-        folder: The folder, which does not exist yet.
-        memory: Its memory.
-        entry: What a manifest would say of it.
-        adapter: Name of the adapter that answers, None for the base model.
-    """
+    """Write a context that was made at run time into a new folder, with what answers about it."""
     memory.write(folder / MEMORY_FILE)
     text = json.dumps({**asdict(entry), "adapter": adapter}, indent=1)
     (folder / FACTS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_facts(folder: Path) -> tuple[ContextEntry, str | None]:
-    """Read what `write_context` wrote besides the memory.
-
-    Returns:
-        The entry, and the name of the adapter that answers.
-
-    Raises:
-        AdapterError: It is missing or damaged.
-    """
+    """Read what `write_context` wrote besides the memory: the entry and the adapter's name."""
     try:
         return _parse_facts(read_json(folder / FACTS_FILE))
     except (BundleError, TypeError, ValueError) as error:

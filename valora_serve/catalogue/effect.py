@@ -75,21 +75,14 @@ def check_effect(
 
 
 class _Bounds:
-    """Norms of the matrices of one linear, in float64.
-
-    Attributes:
-        shrink: Largest norm of a row of A.
-        expand: Bound of the norm of a row of B·A.
-        spread: Norm of a row of B·A if the rows of A are orthogonal; rounding errors of the rank
-            rows are independent, and add up like this.
-        b: Largest absolute value in B.
-    """
+    """Norms of the matrices of one linear, in float64."""
 
     def __init__(self, pair: LoraPair) -> None:
         rows = torch.linalg.vector_norm(pair.a, dim=1, dtype=torch.float64)
         b = pair.b.abs().double()
-        self.shrink = float(rows.max())
-        self.expand = float((b @ rows).max())
+        self.shrink = float(rows.max())  # largest norm of a row of A
+        self.expand = float((b @ rows).max())  # bounds the norm of a row of B·A
+        # That norm if the rows of A are orthogonal: independent rounding errors add up so.
         self.spread = float((b.square() @ rows.square()).max().sqrt())
         self.b = float(b.max())
 

@@ -55,13 +55,7 @@ json.dump(found, sys.stdout)
 
 
 class Expression(NamedTuple):
-    """A regular expression, as PEFT applies it.
-
-    Attributes:
-        option: Option of the adapter's configuration that it comes from, for messages.
-        how: Method of `re`: ``match`` or ``fullmatch``.
-        pattern: The expression.
-    """
+    """A regular expression of an `option`, as PEFT applies it: by `re`'s method `how`."""
 
     option: str
     how: str
@@ -78,16 +72,8 @@ def match_all(
 ) -> list[list[str | None]]:
     """Match every expression against every path.
 
-    Args:
-        expressions: The expressions.
-        paths: Module paths.
-
-    Returns:
-        For each expression and path, what its group ``idx`` matched (empty if it has none), or
-        None if it does not match.
-
-    Raises:
-        AdapterError: An expression is invalid, or the limits are exceeded.
+    Returns for each expression and path what its group ``idx`` matched (empty if it has none), or
+    None if it does not match. Raises an AdapterError if one is invalid, or a limit is exceeded.
     """
     return [list(row) for row in _matched(expressions, paths)] if expressions else []
 

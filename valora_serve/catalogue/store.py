@@ -47,9 +47,7 @@ NAME_LENGTH = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedModel:
-    """What a name stands for.
-
-    A request keeps the one that it was prepared with, also if the name is unloaded meanwhile.
+    """What a name stands for; a request keeps the one that it was prepared with.
 
     Attributes:
         model: Entry in the list of models.
@@ -88,12 +86,8 @@ class ResolvedModel:
 class Staged:
     """A bundle or adapter that was read and checked, and cannot be named yet.
 
-    Attributes:
-        bundle: Name of the bundle, None for a plain adapter.
-        targets: What it adds: adapters, of which there may be none, then domains.
-        adapters: Its adapters with their matrices, by content hash.
-        folder: Folder of the bundle or adapter.
-        memories: Keys and values of its contexts that have a prefix, by content hash.
+    `adapters`, with matrices, and `memories`, keys and values of contexts, are by content hash;
+    `bundle` is None for a plain adapter. In `targets`, adapters come before domains.
     """
 
     bundle: str | None
@@ -110,16 +104,12 @@ class Store:
     two bundles may share.
 
     Args:
-        base: Id of the base model.
+        base: Id of the base model: its name on the hub, or its folder, whose name is one, too.
         targets: Linears of the base model that can be adapted.
         width: Size of its hidden states.
         device: Device for heads.
         quantize: How the base model's weights were rounded; None if they were not.
         config: transformers' configuration of its language model; None if it reads no contexts.
-
-    Attributes:
-        base: Id of the base model: its name on the hub, or its folder.
-        base_name: What requests may also call it: the name of the folder, if it is one.
     """
 
     def __init__(
@@ -143,20 +133,12 @@ class Store:
         self._bundles: dict[str, frozenset[str]] = {}  # names that each bundle brought
 
     def base_hash(self) -> str:
-        """Return the hash of the base model, which is computed once.
-
-        Raises:
-            BundleError: It has no weights in safetensors.
-        """
+        """Return the hash of the base model; BundleError if it has no weights."""
         self._base_hash = self._base_hash or base_hash(self.base)
         return self._base_hash
 
     def resolve(self, name: str | None) -> ResolvedModel:
-        """Return what a name stands for; None stands for the base model.
-
-        Raises:
-            UnknownModelError: Nothing has this name; the message lists all names.
-        """
+        """Return what a name stands for, None for the base model; UnknownModelError if nothing."""
         if name is None or name in (self.base, self.base_name):
             return self._base
         if name not in self._named:
@@ -232,13 +214,8 @@ class Store:
     def stage_adapter(self, name: str, folder: Path, *, decode_only: bool = False) -> Staged:
         """Read and check a PEFT folder, without making it nameable.
 
-        Args:
-            name: Its name.
-            folder: Its folder.
-            decode_only: Whether it is applied only to the last token of a prompt and those after.
-
-        Raises:
-            AdapterError: The adapter cannot be served, or the name is not allowed.
+        With `decode_only` it is applied only to the last token of a prompt and those after. Raises
+        an AdapterError if the adapter cannot be served, or the name is not allowed.
         """
         adapter, target = self._adapter(name, folder, decode_only=decode_only)
         return Staged(None, (target,), {adapter.content: adapter}, folder)
@@ -252,7 +229,11 @@ class Store:
         head = None
         if adapter.score is not None:
             head = make_classifier(adapter, adapter.score, self._width).to(self._device)
-        _check_decode_only(adapter, facts.get("decode_only", False))
+        if facts.get("decode_only") and adapter.vision_content:
+            raise AdapterError(
+                f"adapter {folder} changes how images are encoded, which decode_only leaves to the "
+                "base model: load it without decode_only"
+            )
         model = ServedModel(
             name=name,
             kind="adapter",
@@ -265,7 +246,7 @@ class Store:
             labels=() if head is None else head.labels,
             **{"loaded_at": time.time(), **facts},
         )
-        return adapter, ResolvedModel(model, _without_matrices(adapter), head)
+        return adapter, ResolvedModel(model, replace(adapter, modules={}, score=None), head)
 
     def stage_bundle(self, folder: Path) -> Staged:
         """Read a bundle, verify all its files, and check its adapters and heads.
@@ -344,14 +325,9 @@ class Store:
         return replace(listed, encoder=encoder)
 
     def stage_context(self, name: str, folder: Path) -> Staged:
-        """Read a context that was made at run time, without making it nameable.
+        """Read a context of `contexts.write_context`, without making it nameable.
 
-        Args:
-            name: Its name.
-            folder: Its folder, see `contexts.write_context`.
-
-        Raises:
-            AdapterError: It cannot be served, or its adapter is not served.
+        Raises an AdapterError if it cannot be served, or its adapter is not served.
         """
         self._check_name(name)
         entry, adapter = read_facts(folder)
@@ -361,13 +337,10 @@ class Store:
             name=name,
             kind="domain",
             root=str(folder),
-            parent=self.base if by is None else by.model.name,
-            adapter=None if by is None else by.model.name,
+            **self._answered_by(by),
             task=CONTEXT_TASK,
             prompt="{}",
             prompted=True,
-            rank=None if by is None else by.model.rank,
-            decode_only=by is not None and by.model.decode_only,
             loaded_at=time.time(),
         )
         used = None if by is None else by.adapter
@@ -376,11 +349,7 @@ class Store:
         return Staged(None, (target,), {}, folder, memories)
 
     def adapter_of(self, context: str, name: str) -> ResolvedModel:
-        """Return the adapter that answers about a context.
-
-        Raises:
-            MissingAdapterError: No adapter has this name.
-        """
+        """Return the adapter that answers about a context; MissingAdapterError if there is none."""
         found = self._named.get(name)
         if found is None or found.model.kind != "adapter":
             raise MissingAdapterError(
@@ -391,13 +360,9 @@ class Store:
         return found
 
     def encoder(self, name: str | None) -> ResolvedModel:
-        """Return an encoder of memory tokens.
+        """Return an encoder of memory tokens, ``bundle/encoder``; the only one for None.
 
-        Args:
-            name: Its name, ``bundle/encoder``; None for the only one.
-
-        Raises:
-            UnknownModelError: There is no such encoder, or several.
+        Raises an UnknownModelError if there is no such encoder, or several.
         """
         known = {n: one for n, one in self._named.items() if one.encoder is not None}
         if name is None and len(known) == 1:
@@ -409,10 +374,7 @@ class Store:
         return known[name]
 
     def unregister_context(self, name: str) -> ServedModel:
-        """Forget a context that was made at run time.
-
-        Returns:
-            Its entry in the list of models.
+        """Forget a context that was made at run time; return its entry in the list of models.
 
         Raises:
             UnknownModelError: No context has this name.
@@ -422,10 +384,15 @@ class Store:
         if target is None or target.context is None:
             known = ", ".join(self.contexts()) or "none"
             raise UnknownModelError(f"no context is named {shown(name)}: known are {known}")
+        return self._forget("context", name)
+
+    def _forget(self, kind: str, name: str) -> ServedModel:
         if (bundle := self._bundle_of(name)) is not None:
-            raise BusyError(f"context {name} belongs to bundle {bundle}: unload the bundle")
+            raise BusyError(f"{kind} {name} belongs to bundle {bundle}: unload the bundle")
+        gone = self._named[name].model
+        # A new dict, as other threads may be iterating over the old one.
         self._named = {key: one for key, one in self._named.items() if key != name}
-        return target.model
+        return gone
 
     def _domain(
         self,
@@ -461,34 +428,39 @@ class Store:
         if facts.get("media") == "text":
             counts.clear()
         accuracy = facts.get("accuracy") or {}
-        test, required = accuracy.get("test"), facts.get("required")
-        teacher = accuracy.get("teacher")
+        given = (accuracy.get("test"), facts.get("required"), accuracy.get("teacher"))
+        test, required, teacher = (None if one is None else float(one) for one in given)
         model = ServedModel(
             name=name,
             kind="domain",
             root=str(bundle.folder),
-            parent=self.base if by is None else by.model.name,
-            adapter=None if by is None else by.model.name,
+            **self._answered_by(by),
             head=None if head is None else head.kind,
             boxes=head is not None and head.finds_boxes,
             task=facts.get("task"),
             labels=labels or (() if head is None else head.labels),
             metric=facts.get("metric"),
-            accuracy=None if test is None else float(test),
-            required=None if required is None else float(required),
-            teacher=None if teacher is None else float(teacher),
+            accuracy=test,
+            required=required,
+            teacher=teacher,
             prompt=facts.get("prompt"),
             prompted="{}" in str(facts.get("prompt")) or any("question" in one for one in golden),
             media=facts.get("media"),
             images=counts.pop() if len(counts) == 1 else None,
             max_tokens=facts.get("max_tokens"),
             bundle=f"{bundle.name}@{bundle.version}",
-            rank=None if by is None else by.model.rank,
-            decode_only=by is not None and by.model.decode_only,
             loaded_at=loaded_at,
         )
         adapter = None if by is None else by.adapter
         return ResolvedModel(_about(model, contexts.get(name)), adapter, head, contexts.get(name))
+
+    def _answered_by(self, by: ResolvedModel | None) -> dict[str, Any]:
+        """The fields of a domain that say which adapter answers."""
+        if by is None:
+            return {"parent": self.base}
+        model = by.model
+        fields = {"rank": model.rank, "decode_only": model.decode_only}
+        return {"parent": model.name, "adapter": model.name, **fields}
 
     def _check_name(self, name: str) -> None:
         if not name or name != name.strip() or not name.isprintable() or len(name) > NAME_LENGTH:
@@ -499,10 +471,7 @@ class Store:
             raise AdapterError(f"{name} is the base model's name: choose another one")
 
     def check(self, staged: Staged) -> frozenset[str]:
-        """Check that what was staged can be made nameable.
-
-        Returns:
-            The names of the bundle or adapter of the same name, which it replaces.
+        """Return the names that a staged bundle or adapter replaces: those of its own name.
 
         Raises:
             AdapterError: Another bundle or adapter has one of the names.
@@ -524,11 +493,7 @@ class Store:
         return replaced
 
     def commit(self, staged: Staged) -> list[ServedModel]:
-        """Make what was staged nameable; a bundle or adapter of the same name is replaced.
-
-        Raises:
-            AdapterError: As for `check`; nothing has changed then.
-        """
+        """Make what was staged nameable; AdapterError, and nothing has changed, as for `check`."""
         names = [target.model.name for target in staged.targets]
         replaced = self.check(staged)
         kept = {name: target for name, target in self._named.items() if name not in replaced}
@@ -538,10 +503,7 @@ class Store:
         return [target.model for target in staged.targets]
 
     def unregister_adapter(self, name: str) -> ServedModel:
-        """Forget an adapter.
-
-        Returns:
-            Its entry in the list of models.
+        """Forget an adapter; return its entry in the list of models.
 
         Raises:
             UnknownModelError: No adapter has this name.
@@ -551,23 +513,12 @@ class Store:
         if target is None or target.model.kind != "adapter":
             known = [model.name for model in self.models() if model.kind == "adapter"]
             raise UnknownModelError(f"no adapter is named {name}: known are {known}")
-        if (bundle := self._bundle_of(name)) is not None:
-            raise BusyError(f"adapter {name} belongs to bundle {bundle}: unload the bundle")
-        # A new dict, as other threads may be iterating over the old one.
-        self._named = {key: one for key, one in self._named.items() if key != name}
-        return target.model
+        return self._forget("adapter", name)
 
     def unregister_bundle(self, name: str) -> list[ServedModel]:
-        """Forget a bundle with its adapters and domains.
+        """Forget a bundle, named with or without ``@version``, with its adapters and domains.
 
-        Args:
-            name: Name of the bundle, with or without ``@version``.
-
-        Returns:
-            Their entries in the list of models.
-
-        Raises:
-            UnknownModelError: No bundle has this name.
+        Returns their entries in the list of models; raises an UnknownModelError if there is none.
         """
         short, _, version = name.partition("@")
         names = self._bundles.get(short)
@@ -584,15 +535,6 @@ class Store:
         return next((bundle for bundle, names in self._bundles.items() if name in names), None)
 
 
-def _check_decode_only(adapter: Adapter, decode_only: bool) -> None:
-    """Refuse an adapter that changes images, which are read before anything is decoded."""
-    if decode_only and adapter.vision_content:
-        raise AdapterError(
-            f"adapter {adapter.folder} changes how images are encoded, which decode_only leaves to "
-            "the base model: load it without decode_only"
-        )
-
-
 def _about(model: ServedModel, context: Context | None) -> ServedModel:
     """A domain's entry in the list of models, with the facts of its context."""
     if context is None:
@@ -604,10 +546,6 @@ def _about(model: ServedModel, context: Context | None) -> ServedModel:
         memory_bytes=context.bytes,
         source_tokens=context.source_tokens,
     )
-
-
-def _without_matrices(adapter: Adapter) -> Adapter:
-    return replace(adapter, modules={}, score=None)
 
 
 def _golden_examples(bundle: Bundle) -> list[dict[str, Any]]:

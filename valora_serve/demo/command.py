@@ -29,11 +29,7 @@ console. Nothing is downloaded. All options of valora-serve can be given, e.g. -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point.
-
-    Args:
-        arguments: Arguments of the command; those of the process if None.
-    """
+    """Run the command with its arguments; those of the process if None."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(given):
         print(_ABOUT)
@@ -46,11 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_bundle() -> Path:
-    """The folder of the bundles that ship with the package.
-
-    Raises:
-        SettingsError: The package was built without them.
-    """
+    """The folder of the bundles that ship with the package; SettingsError if there are none."""
     if not any(BUNDLES.glob(f"*/{MANIFEST}")):
         raise SettingsError(
             f"{BUNDLES} holds no bundle: install the wheel again, or make one with `valora fuse` "

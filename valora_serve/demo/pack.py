@@ -16,27 +16,16 @@ from pathlib import Path
 from valora_data.contract.bundle import MANIFEST, read_bundle, write_manifest
 from valora_serve.demo.command import BUNDLES
 
-LEFT_OUT = ("pictures",)
-"""Folders of a bundle that only its README shows."""
-
 _ALL = re.MULTILINE | re.DOTALL
 
 
 def pack(folder: Path, place: Path) -> Path:
-    """Copy a bundle without its pictures.
-
-    Args:
-        folder: The bundle; its files are verified.
-        place: Folder of bundles; one of the same name is replaced.
-
-    Returns:
-        The copy.
-    """
+    """Copy a bundle, whose files are verified, into a folder of bundles, without its pictures."""
     bundle = read_bundle(folder)
     target = place / bundle.name
     shutil.rmtree(target, ignore_errors=True)
     for name in bundle.manifest["files"]:
-        if name.partition("/")[0] not in LEFT_OUT:
+        if not name.startswith("pictures/"):  # which only its README shows
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, target / name)  # without its permissions
     card = target / "README.md"

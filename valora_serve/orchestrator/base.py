@@ -30,10 +30,6 @@ URGENT = 1.5  # a request is urgent while its time left is below this multiple o
 class BasePolicy:
     """Decides before each step what it computes; a subclass implements `plan`.
 
-    Args:
-        cost_model: Predicts the seconds of steps, switches and loads.
-        settings: Settings of the policies.
-
     Attributes:
         modes: Inference modes that the decisions can have. The engine prepares only these: it keeps
             no pristine copy of the weights for a policy that never merges.
@@ -54,12 +50,10 @@ class BasePolicy:
         self._shares = FairShares(settings.shares) if settings.fair else None
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        """Plan a step.
+        """Plan a step; at least one request is running or waiting.
 
-        Args:
-            view: State before the step; at least one request is running or waiting.
-            waiting: Waiting requests that may be admitted, in the order of `view.waiting` unless
-                early abort reverses it or `PolicySettings.fair` orders it by share.
+        `waiting` may be admitted: in the order of `view.waiting` unless early abort reverses it or
+        `PolicySettings.fair` orders it by share.
         """
         raise NotImplementedError
 

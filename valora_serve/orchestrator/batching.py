@@ -70,12 +70,8 @@ class BatchPlan:
 class BatchBuilder:
     """A batch that is filled by a plan within the limits of a view.
 
-    Args:
-        view: State before the step.
-        plan: The policy's plan of the batch.
-        queue: Waiting requests in the order in which their adapters are prefetched, after those
-            that are urgent.
-        starved: Requests that arrived before this time may not be overtaken.
+    Adapters of the waiting requests in `queue` are prefetched in its order, after those of urgent
+    ones. Requests that arrived before the time `starved` may not be overtaken.
     """
 
     def __init__(
@@ -223,7 +219,7 @@ class BatchBuilder:
         return victims
 
     def _fits(self, adapter: str | None) -> bool:
-        """Return whether the batch may use an adapter, and count the adapter if so."""
+        """Whether the batch may use an adapter, which is counted if so."""
         if adapter in self.adapters:
             return True
         if adapter not in self.view.resident or len(self.adapters) >= self._max_adapters:

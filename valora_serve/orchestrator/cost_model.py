@@ -74,14 +74,7 @@ def step_shape(
     batch: Iterable[tuple[RequestView, int]],
     ranks: Mapping[str, int],
 ) -> StepShape:
-    """Count a batch.
-
-    Args:
-        mode: Inference mode of the step.
-        merged: Adapter merged into the base weights, None if they are pristine.
-        batch: Requests in their state before the step, each with the number of tokens to compute.
-        ranks: Ranks by adapter, of which that of `merged` is read in mixture mode.
-    """
+    """Count a batch of (request, tokens) in a mode; `ranks` are those of adapters by name."""
     mixture = mode is Mode.MIXTURE and merged is not None
     merged_rank = ranks[merged] if mixture and merged is not None else 0
     decode = prefill = images = kv_tokens = pairs = terms = work = 0
@@ -252,21 +245,9 @@ class CostModel:
     ) -> CostModel:
         """Fit a cost model to measurements, by non-negative least squares of the relative errors.
 
-        A coefficient that occurs in no measurement keeps the value of this model; for example the
-        cost of an image, if no image was measured.
-
-        Args:
-            points: Measured steps and their seconds.
-            machine: Name of the machine.
-            model: Name of the base model.
-            merges: Ranks of merged adapters and the seconds of the merges.
-            unmerges: Seconds of the unmerges.
-            loads: Ranks of loaded adapters and the seconds of the loads.
-            captured_rows: See `CostModel`.
-            uncaptured_seconds: See `CostModel`.
-
-        Raises:
-            CostModelError: A time is not a positive number.
+        `points` are steps with their seconds, `merges` and `loads` ranks with theirs. A coefficient
+        that occurs in no measurement keeps the value of this model, such as the cost of an image if
+        none was measured. Raises a CostModelError if a time is not a positive number.
         """
         times = [t for _, t in (*points, *merges, *loads)] + list(unmerges)
         if not all(0 < t < math.inf for t in times):
@@ -313,11 +294,7 @@ class CostModel:
 
     @staticmethod
     def read(path: Path) -> CostModel:
-        """Read a file of costs.
-
-        Raises:
-            CostModelError: The file is missing, damaged or of another version.
-        """
+        """Read a file of costs; CostModelError if it is missing, damaged or of another version."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version = content.pop("version")
@@ -360,11 +337,7 @@ def cache_path(folder: Path, machine: str, model: str) -> Path:
 
 
 def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
-    """Read the cached costs of a model on a machine; the estimate for an H200 if there are none.
-
-    Raises:
-        CostModelError: The cached file is damaged.
-    """
+    """Read the cached costs of a model on a machine; the estimate for an H200 if there are none."""
     path = cache_path(folder, machine, model)
     try:
         return CostModel.read(path) if path.exists() else H200_7B

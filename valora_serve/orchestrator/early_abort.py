@@ -37,9 +37,7 @@ class EarlyAbort:
     ) -> tuple[Sequence[RequestView], tuple[tuple[str, str], ...]]:
         """Return the requests to keep, in order of admission, and the ids to abort with reasons.
 
-        Args:
-            view: State before the step.
-            arrived: Number of requests that have arrived since the last call.
+        So many requests have `arrived` since the last call.
         """
         now, settings = view.now, self._settings
         self._measure(view, arrived)

@@ -34,11 +34,7 @@ class _Account:
 
 
 class FairShares:
-    """Counts what clients are served, and orders waiting requests by it.
-
-    Args:
-        shares: Share of each client; 1 for those that it does not name.
-    """
+    """Counts what clients are served, and orders waiting requests by it."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self._shares = dict(shares)

@@ -34,13 +34,7 @@ POLICIES: Registry[type[BasePolicy]] = Registry(
 def make_policy(
     name: str, cost_model: CostModel, settings: PolicySettings | None = None
 ) -> BasePolicy:
-    """Create a policy by name; raises SettingsError if there is none.
-
-    Args:
-        name: One of `POLICIES`.
-        cost_model: Predicts the seconds of steps, switches and loads on this machine.
-        settings: Settings of the policy; the defaults if None.
-    """
+    """Create a policy by name, with the default settings if None; SettingsError if unknown."""
     return POLICIES[name](cost_model, settings or PolicySettings())
 
 

@@ -22,7 +22,8 @@ from valora_serve.errors import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from valora_serve.predict.records import DomainFacts, Prediction
+    from valora_serve.predict.records import Prediction
+    from valora_serve.types import ServedModel
 
 PICTURES = 24  # shown, those that differ most
 _IOU = 0.5
@@ -119,14 +120,21 @@ def _overlap(one: Sequence[float], other: Sequence[float]) -> float:
     return shared / (areas - shared)
 
 
-def answers_of(model: str, folder: Path, domain: DomainFacts, out: Path) -> dict[str, Found]:
+def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict[str, Found]:
     """The small model's answers by file: of a file of predictions, or by `valora label`."""
     if not domain.labels:
         raise SettingsError(f"{domain.name} answers in words: --beside compares boxes and labels")
     if not model.endswith(".jsonl"):
         made = out / "beside.jsonl"
         command = [sys.executable, "-m", "valora_serve.commands", "label", model, str(folder)]
-        command += ["--labels", ",".join(domain.labels), "--task", domain.task, "--out", str(made)]
+        command += [
+            "--labels",
+            ",".join(domain.labels),
+            "--task",
+            str(domain.task),
+            "--out",
+            str(made),
+        ]
         if subprocess.run([*command, "--domain", domain.name], check=False).returncode:
             raise SettingsError(
                 f"{model} did not answer, see above: run valora label yourself (its --help names "

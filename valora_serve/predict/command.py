@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import signal
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
 
 from valora_data.contract.bundle import MANIFEST, read_manifest
 from valora_data.errors import ValoraError
@@ -20,11 +24,9 @@ from valora_data.wording import plural
 from valora_serve.errors import SettingsError
 from valora_serve.pauses import short_pauses
 from valora_serve.predict import beside
-from valora_serve.predict.formats.registry import WRITERS
+from valora_serve.predict.formats import WRITERS
 from valora_serve.predict.records import (
     PREDICTIONS,
-    DomainFacts,
-    Journal,
     Prediction,
     Results,
     check_run,
@@ -33,8 +35,6 @@ from valora_serve.predict.records import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rich.progress import Progress
 
     from valora_serve.predict.run import Question
     from valora_serve.types import EngineClient, ServedModel
@@ -46,11 +46,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point.
-
-    Returns:
-        0; 1 if a file could not be answered or something is wrong; 130 if interrupted.
-    """
+    """Return 0; 1 if a file could not be answered or something is wrong; 130 if interrupted."""
     options = _parser().parse_args(arguments)
     try:
         return asyncio.run(_run(options))
@@ -135,7 +131,7 @@ async def _run(options: argparse.Namespace) -> int:
         options.out,
         (options.folder if options.folder.is_dir() else options.folder.parent).resolve(),
         ", ".join(used),
-        {m.name: DomainFacts(m.name, m.task or "text", m.labels, m.boxes) for m in asked},
+        {model.name: model for model in asked},
     )
     _summary(results, console)
     for name in formats:
@@ -183,11 +179,7 @@ async def _load(
 def _chosen(
     models: Sequence[ServedModel], options: argparse.Namespace, console: Console
 ) -> list[ServedModel]:
-    """The domains to ask.
-
-    Raises:
-        SettingsError: A name is unknown, or a domain needs words and there are none.
-    """
+    """The domains to ask."""
     from valora_serve.predict.run import needs_words
 
     named = [name.strip() for name in (options.domain or "").split(",") if name.strip()]
@@ -216,11 +208,7 @@ async def _answer(
     question: Question,
     console: Console,
 ) -> int:
-    """Answer what is left.
-
-    Returns:
-        Number of answers that failed.
-    """
+    """Answer what is left; returns the number of answers that failed."""
     from valora_serve.predict.run import answer_all, find_jobs
 
     done = {
@@ -233,18 +221,22 @@ async def _answer(
         console.print(f"{plural(answered, 'answer')} of an earlier run kept", highlight=False)
     if not jobs:
         return 0
-    journal, failed = Journal(options.out / PREDICTIONS), 0
-    task = asyncio.current_task()
+    failed, task = 0, asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    bars = Progress(
+        "[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(),
+        TimeRemainingColumn(), console=console,
+    )  # fmt: skip
     try:
-        with _progress(console) as progress:
+        with bars as progress, (options.out / PREDICTIONS).open("ab", buffering=0) as file:
             bar = progress.add_task("answers", total=sum(len(job.domains) for job in jobs))
 
             def note(made: Prediction) -> None:
                 nonlocal failed
-                journal.add(made)
+                line = json.dumps(asdict(made), ensure_ascii=False)
+                file.write(line.encode() + b"\n")  # at once: a kill loses nothing
                 progress.advance(bar)
                 if made.error is not None:
                     failed += 1
@@ -254,26 +246,14 @@ async def _answer(
             await answer_all(engine, jobs, question, note, options.at_once)
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
-        journal.close()
     if failed:
         text = f"{plural(failed, 'answer')} failed; the next run tries them again"
         console.print(text, style="yellow", highlight=False)
     return failed
 
 
-def _progress(console: Console) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    return Progress(
-        "[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(),
-        TimeRemainingColumn(), console=console,
-    )  # fmt: skip
-
-
 def _summary(results: Results, console: Console) -> None:
     """Print how many answers there are, by domain and label."""
-    from rich.table import Table
-
     answers: Counter[str] = Counter()
     labels: dict[str, Counter[str]] = {name: Counter() for name in results.domains}
     for made in results.predictions():
@@ -287,7 +267,7 @@ def _summary(results: Results, console: Console) -> None:
         table.add_column(name, justify="right" if name == "files" else "left")
     for name, facts in results.domains.items():
         found = ", ".join(f"{label} {count}" for label, count in labels[name].most_common(8))
-        table.add_row(name, facts.task, str(answers[name]), found)
+        table.add_row(name, facts.task or "text", str(answers[name]), found)
     console.print(table)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from valora_serve.errors import SettingsError
@@ -11,6 +11,8 @@ from valora_serve.errors import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from valora_serve.types import ServedModel
 
 PREDICTIONS = "predictions.jsonl"
 """File of the predictions, in the output folder."""
@@ -51,23 +53,6 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class DomainFacts:
-    """What the writers of formats need to know about a domain.
-
-    Attributes:
-        name: Its name.
-        task: Its task type.
-        labels: Its labels, in the order of class indices; empty where answers are language.
-        boxes: Whether its answers are boxes.
-    """
-
-    name: str
-    task: str
-    labels: tuple[str, ...]
-    boxes: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Results:
     """A finished run, as the writers of formats read it.
 
@@ -81,83 +66,44 @@ class Results:
     out: Path
     source: Path
     model: str
-    domains: dict[str, DomainFacts]
+    domains: dict[str, ServedModel]
 
     def predictions(self) -> Iterator[Prediction]:
         """All answers, sorted by file and domain; failures are left out."""
         order = {name: place for place, name in enumerate(self.domains)}
-        found = [made for made in read_predictions(self.out / PREDICTIONS) if made.error is None]
-        found = [made for made in found if made.domain in order]
-        yield from sorted(found, key=lambda made: (made.file, order[made.domain]))
+        found = read_predictions(self.out / PREDICTIONS)
+        kept = [made for made in found if made.error is None and made.domain in order]
+        yield from sorted(kept, key=lambda made: (made.file, order[made.domain]))
 
 
-def read_predictions(path: Path) -> Iterator[Prediction]:
-    """The predictions of a file; the newest of each file and domain, in the order of the file.
+def read_predictions(path: Path) -> list[Prediction]:
+    """Return the predictions of a file, the newest of each file and domain.
 
-    A last line that was cut off, as by a full disk or a killed process, is left out.
+    A last line that was cut off, as by a full disk or a killed process, is removed from the file.
 
     Raises:
-        SettingsError: Another line is damaged.
+        SettingsError: A line is damaged.
     """
-    if not path.is_file():
-        return
+    content = path.read_bytes() if path.is_file() else b""
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        with path.open("rb+") as file:
+            file.truncate(end)
     found: dict[tuple[str, str], Prediction] = {}
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
+    for number, line in enumerate(content[:end].splitlines(), start=1):
         try:
             fields = json.loads(line)
             made = Prediction(**fields | {"version": tuple(fields["version"])})
         except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines):
-                break
             raise SettingsError(
                 f"line {number} of {path} is damaged: remove it, or name another folder with --out"
             ) from error
-        found.pop((made.file, made.domain), None)
         found[made.file, made.domain] = made
-    yield from found.values()
-
-
-class Journal:
-    """Appends predictions to a file as they come, each with a line of its own.
-
-    Args:
-        path: The file. A last line that was cut off is removed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        _drop_cut_line(path)
-        self._file = path.open("ab")
-
-    def add(self, made: Prediction) -> None:
-        """Append a prediction and hand it to the system, so that a kill loses nothing."""
-        line = json.dumps(asdict(made), ensure_ascii=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _drop_cut_line(path: Path) -> None:
-    if not path.is_file():
-        return
-    with path.open("rb+") as file:
-        content = file.read()
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
-            file.truncate(end)
+    return list(found.values())
 
 
 def check_run(out: Path, facts: dict[str, Any]) -> None:
-    """Keep what the predictions of a folder depend on, and refuse to mix them with others.
-
-    Args:
-        out: Output folder; it exists.
-        facts: JSON values.
+    """Keep the JSON values that a folder's predictions depend on; refuse to mix them with others.
 
     Raises:
         SettingsError: The folder holds predictions that depend on something else.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,29 +25,23 @@ if TYPE_CHECKING:
     from valora_serve.types import EngineClient, ServedModel
 
 STILLS = IMAGES - SUFFIXES
-AHEAD = 8
-"""Decoded files that wait for the engine."""
 FRAMES = 8
 """Frames of a video, for domains that were measured with an unknown number."""
-
-Version = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A file and the domains that have not answered it yet.
-
-    Attributes:
-        path: The file.
-        name: Its path below the folder, with slashes.
-        version: Its size in bytes, and its time of change in nanoseconds.
-        domains: The domains.
-    """
+    """A file, its name below the folder, its size and time, and who has not answered it yet."""
 
     path: Path
     name: str
-    version: Version
+    version: tuple[int, int]
     domains: tuple[ServedModel, ...]
+
+    @property
+    def video(self) -> bool:
+        """Whether the file is a video."""
+        return self.path.suffix.lower() not in STILLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,51 +59,44 @@ class Question:
     max_tokens: int | None = None
 
 
-def find_files(source: Path, *, images: bool, videos: bool) -> list[Path]:
-    """The images and videos in a folder and below it, or the file itself, in the order of paths.
-
-    Raises:
-        SettingsError: There are none.
-    """
-    wanted = (STILLS if images else frozenset()) | (SUFFIXES if videos else frozenset())
-    if source.is_file():
-        found = [source] if source.suffix.lower() in wanted else []
-    else:
-        found = files_below(source, wanted)
-    if not found:
-        what = " or ".join(
-            name for name, asked in (("images", images), ("videos", videos)) if asked
-        )
-        reason = f"holds no {what}" if source.exists() else "does not exist"
-        raise SettingsError(f"{source} {reason}: check the path")
-    return found
-
-
 def find_jobs(
-    source: Path, domains: Sequence[ServedModel], done: Mapping[tuple[str, str], Version]
+    source: Path,
+    domains: Sequence[ServedModel],
+    done: Mapping[tuple[str, str], tuple[int, int]],
 ) -> tuple[list[Job], int]:
-    """What is left to ask.
+    """Return what is left to ask, and the number of answers that there are already.
 
     Args:
-        source: Folder of the files, or one file.
+        source: Folder of images and videos, or one file.
         domains: Domains to ask.
         done: Version of each file that was answered, by (name of the file, domain).
 
-    Returns:
-        The jobs, and the number of answers that there are already.
+    Raises:
+        SettingsError: There are no files that one of the domains answers.
     """
-    of_videos = [model for model in domains if model.media == "video"]
-    of_images = [model for model in domains if model.media not in ("video", "text")]
+    asked = {
+        "videos": tuple(model for model in domains if model.media == "video"),
+        "images": tuple(model for model in domains if model.media not in ("video", "text")),
+    }
+    none: frozenset[str] = frozenset()
+    wanted = (STILLS if asked["images"] else none) | (SUFFIXES if asked["videos"] else none)
     root = source.parent if source.is_file() else source
+    if source.is_file():
+        files = [source] if source.suffix.lower() in wanted else []
+    else:
+        files = files_below(source, wanted)
+    if not files:
+        what = " or ".join(kind for kind in ("images", "videos") if asked[kind])
+        raise SettingsError(f"{source} holds no {what}: check the path")
     jobs, answered = [], 0
-    for path in find_files(source, images=bool(of_images), videos=bool(of_videos)):
+    for path in files:
         name, facts = path.relative_to(root).as_posix(), path.stat()
-        version = (facts.st_size, facts.st_mtime_ns)
-        asked = of_images if path.suffix.lower() in STILLS else of_videos
-        left = tuple(model for model in asked if done.get((name, model.name)) != version)
-        answered += len(asked) - len(left)
+        job = Job(path, name, (facts.st_size, facts.st_mtime_ns), ())
+        able = asked["videos" if job.video else "images"]
+        left = tuple(model for model in able if done.get((name, model.name)) != job.version)
+        answered += len(able) - len(left)
         if left:
-            jobs.append(Job(path, name, version, left))
+            jobs.append(replace(job, domains=left))
     return jobs, answered
 
 
@@ -122,62 +107,37 @@ async def answer_all(
     note: Callable[[Prediction], None],
     at_once: int,
 ) -> None:
-    """Answer all jobs; files are decoded ahead in threads, and `at_once` of them are asked about.
+    """Answer all jobs; at most `at_once` files are in the engine, and others are decoded ahead.
 
-    Args:
-        engine: Running engine that serves the domains.
-        jobs: The jobs.
-        question: What every request has in common.
-        note: Called with every answer, and with one that has an error for a file or a domain that
-            failed.
-        at_once: Most files that the engine has at a time.
+    `note` is called with every answer, and with one that has an error for a file or a domain that
+    failed.
     """
-    waiting: asyncio.Queue[tuple[Job, list[Image] | str] | None] = asyncio.Queue()
-    room = threading.Semaphore(AHEAD)
-    stopped = threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def decode() -> None:
-        try:
-            with contextlib.closing(_decoded(jobs)) as decoded:
-                for item in decoded:
-                    room.acquire()
-                    if stopped.is_set():
-                        return
-                    loop.call_soon_threadsafe(waiting.put_nowait, item)
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(waiting.put_nowait, None)
+    decoded, turn = _decoded(jobs), asyncio.Lock()
 
     async def work() -> None:
-        while (item := await waiting.get()) is not None:
-            room.release()
-            job, content = item
-            for made in await _answers(engine, job, content, question):
+        while True:
+            async with turn:
+                item = await asyncio.to_thread(lambda: next(decoded, None))
+            if item is None:
+                return
+            for made in await _answers(engine, *item, question):
                 note(made)
-        waiting.put_nowait(None)  # for the other workers
 
-    decoding = asyncio.ensure_future(asyncio.to_thread(decode))
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(max(1, min(at_once, len(jobs)))):
-                group.create_task(work())
-        await decoding
-    finally:
-        stopped.set()
-        room.release()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(max(1, min(at_once, len(jobs)))):
+            group.create_task(work())
 
 
-def _decoded(jobs: Sequence[Job]) -> Generator[tuple[Job, list[Image] | str], None, None]:
+def _decoded(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Image] | str]]:
     """Each job with its images or frames, or with the reason why there are none."""
-    stills = [job for job in jobs if job.path.suffix.lower() in STILLS]
+    stills = [job for job in jobs if not job.video]
     for job, image in ahead(stills, lambda job: load_image(job.path)):
         try:
             yield job, [image.result()]
         except FaultError as error:
             yield job, error.text
     for job in jobs:
-        if job.path.suffix.lower() not in STILLS:
+        if job.video:
             frames = max(model.images or FRAMES for model in job.domains)
             try:
                 yield job, read_frames(job.path, frames)
@@ -189,18 +149,18 @@ async def _answers(
     engine: EngineClient, job: Job, content: list[Image] | str, question: Question
 ) -> list[Prediction]:
     """The answers of a job's domains to its file, which are asked together."""
-    blank = [
-        Prediction(job.name, model.name, model.task or "text", version=job.version)
-        for model in job.domains
-    ]
+    made = {
+        f"{job.name}:{m.name}": Prediction(job.name, m.name, m.task or "text", version=job.version)
+        for m in job.domains
+    }
     if isinstance(content, str):
-        return [replace(one, error=content) for one in blank]
-    asked = [
-        make_request(f"{job.name}:{model.name}", model, content, question) for model in job.domains
-    ]
-    made = dict(zip((request.id for request in asked), blank, strict=True))
+        return [replace(one, error=content) for one in made.values()]
+    first, *also = (
+        make_request(name, model, content, question)
+        for name, model in zip(made, job.domains, strict=True)
+    )
     texts = dict.fromkeys(made, "")
-    async for output in engine.generate(replace(asked[0], also=tuple(asked[1:]))):
+    async for output in engine.generate(replace(first, also=tuple(also))):
         texts[output.id] += output.text
         fields: dict[str, Any] = {"width": content[0].width, "height": content[0].height}
         if output.finish in (Finish.ERROR, Finish.CANCELLED):
@@ -215,14 +175,7 @@ async def _answers(
 def make_request(
     name: str, model: ServedModel, content: Sequence[Image], question: Question
 ) -> Request:
-    """The request of a file: the domain's own prompt, with the given words where it needs some.
-
-    Args:
-        name: Id of the request.
-        model: The domain.
-        content: Its image, or the frames of its video.
-        question: What every request has in common.
-    """
+    """Return a request with a file's image or frames, and the given words where some are needed."""
     video = model.media == "video"
     messages = None
     if needs_words(model):

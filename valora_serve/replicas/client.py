@@ -55,14 +55,10 @@ class _LostError(Exception):
 
 
 class ReplicatedEngine:
-    """All replicas of an application; implements `types.EngineClient`.
+    """All replicas of an application; implements `types.EngineClient` once `start` was called.
 
-    `start` must be called before anything else.
-
-    Args:
-        handle: Handle of Ray Serve to the replicas.
-        board: Handle to the actor with the board.
-        release: Stops the replicas; called once at the end, in a thread.
+    `handle` and `board` are Ray's to the replicas and the actor with the board; `release` stops the
+    replicas, and is called once at the end, in a thread.
     """
 
     base: str

@@ -60,9 +60,8 @@ async def start_replicas(
 ) -> ReplicatedEngine:
     """Start or join Ray, and start the replicas, without adapters.
 
-    Raises:
-        SettingsError: The cluster cannot be joined, has no room, or serves the same application for
-            another server; or the replicas do not start.
+    Raises a SettingsError if the cluster cannot be joined, has no room, or serves the same
+    application for another server, or the replicas do not start.
     """
     address = settings.ray_address or os.environ.get("RAY_ADDRESS") or None
     # Not in another thread: the processes of a Ray that is started here end with that thread.
@@ -91,8 +90,7 @@ async def start_replicas(
 def join(address: str | None) -> None:
     """Join the Ray cluster at an address (HOST:PORT or ``auto``), or start one on this machine.
 
-    Raises:
-        SettingsError: The cluster cannot be reached, or has other versions of Ray or Python.
+    Raises a SettingsError if it cannot be reached, or has other versions of Ray or Python.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     options: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.ERROR}

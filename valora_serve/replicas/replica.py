@@ -51,11 +51,7 @@ CATCH_UP_SECONDS = 10.0
 class EngineReplica:
     """An engine with what the application serves; Ray Serve calls its methods.
 
-    Args:
-        settings: Settings of the engine.
-        version: VaLoRA's version on the server.
-        board: Name and namespace of the board.
-        logging_as: Level and format of the logs.
+    `version` is the server's, `board` a name and namespace, `logging_as` a level and format.
     """
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
@@ -205,8 +201,7 @@ class EngineReplica:
     async def _follow(self, state: ServedState, *, strict: bool) -> None:
         """Load and unload until exactly this state is served.
 
-        Unless `strict`, an adapter or a context that cannot be loaded is an error of its requests
-        alone.
+        Unless `strict`, what cannot be loaded but a bundle is an error of its requests alone.
         """
         served = {} if self._state is None else dict(self._state.parts)
         revision = state.revision if self._state is None else self._state.revision

@@ -23,8 +23,7 @@ class ReplicaState:
         id: The replica's name, the same in every process that routes.
         load: Requests that are sent to it and not answered yet.
         resident: Adapters on its device.
-        recent: Adapters of the last requests that were sent to it, which are resident or will be
-            soon (`RecentAdapters`).
+        recent: Adapters of the last requests that were sent to it (`RecentAdapters`).
         healthy: Whether it answers.
         draining: Whether it only ends the requests that it has.
     """
@@ -44,7 +43,7 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Settings of all routers.
+    """Settings of all routers; a SettingsError says that one is out of range.
 
     Attributes:
         bound: `affinity` sends no request to a replica whose load is at least this many times the
@@ -56,9 +55,6 @@ class RouterSettings:
         choices: Replicas of which the one with the least load is taken: `least` draws them for each
             request, `affinity` has them for each adapter.
         seed: Seed of random choices.
-
-    Raises:
-        SettingsError: A value is out of range.
     """
 
     bound: float = 1.25
@@ -68,18 +64,16 @@ class RouterSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for wrong, what in (
-            (not 1 < self.bound < math.inf, f"load bound of the router is {self.bound:g}: choose a "
-             "number above 1"),
-            (not self.excess > 0, f"excess load of the router is {self.excess:g}: choose a number "
-             "above 0"),
-            (not 0 <= self.slack < math.inf, f"slack of the router is {self.slack:g}: choose a "
-             "number of at least 0"),
-            (self.choices < 1, f"router draws {self.choices} replicas: choose a number of at least "
-             "1"),
-        ):  # fmt: skip
+        for wrong, what, value, range_ in (
+            (not 1 < self.bound < math.inf, "load bound", self.bound, "above 1"),
+            (not self.excess > 0, "excess load", self.excess, "above 0"),
+            (not 0 <= self.slack < math.inf, "slack", self.slack, "of at least 0"),
+            (self.choices < 1, "number of choices", self.choices, "of at least 1"),
+        ):
             if wrong:
-                raise SettingsError(f"The {what}.")
+                raise SettingsError(
+                    f"The {what} of the router is {value:g}: choose a number {range_}."
+                )
 
 
 class Router(ABC):
@@ -87,9 +81,6 @@ class Router(ABC):
 
     Routers of several processes answer alike as far as they see the same states: nothing but
     random draws depends on what a router answered before.
-
-    Args:
-        settings: Settings; the defaults if None.
     """
 
     def __init__(self, settings: RouterSettings | None = None) -> None:
@@ -97,12 +88,7 @@ class Router(ABC):
         self.random = Random(self.settings.seed)
 
     def rank(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[str]:
-        """Return the ids of the replicas that are available for a request, the best first.
-
-        Args:
-            adapter: Adapter that the request needs, None for the base model.
-            replicas: All replicas, with different ids, in any order.
-        """
+        """Return the ids of available replicas for an adapter (None: the base), best first."""
         available = sorted((r for r in replicas if r.available), key=lambda r: r.id)
         return [replica.id for replica in self.order(adapter, available)]
 
@@ -110,20 +96,11 @@ class Router(ABC):
     def order(
         self, adapter: str | None, replicas: Sequence[ReplicaState]
     ) -> Iterable[ReplicaState]:
-        """Order the available replicas.
-
-        Args:
-            adapter: Adapter that the request needs, None for the base model.
-            replicas: Available replicas, sorted by id; may be empty.
-        """
+        """Order the available replicas, sorted by id, for an adapter (None: the base model)."""
 
 
 class RecentAdapters:
-    """The adapters of the last requests to a replica, which reports its own only now and then.
-
-    Args:
-        most: Most adapters to remember, e.g. those that fit on the device.
-    """
+    """The adapters of the last requests to a replica, at most `most`, as it reports seldom."""
 
     def __init__(self, most: int) -> None:
         self._most = most

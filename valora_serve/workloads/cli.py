@@ -43,8 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print(rows, options)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        if options.plot:
-            _plot(rows, options.plot)
     except ValoraError as error:
         wrong = str(error)
     except OSError as error:
@@ -52,9 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room or name "
             "another file"
         )
-    except ImportError as error:
-        name = str(error.name or "").partition(".")[0]
-        wrong = f"--plot needs {name}: pip install {name}"
     else:
         return 0
     print(f"valora-sim: {wrong}", file=sys.stderr)
@@ -116,7 +111,6 @@ def _parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, help="write the results to this file")
-    add("--plot", type=Path, help="plot the average token latency to this file")
     add("--decision-trace", type=Path, help="write the decisions of a single run to this file")
     return parser
 
@@ -133,11 +127,10 @@ def _check(options: argparse.Namespace) -> None:
         if not 0 <= value < math.inf:
             raise SimulationError(f"{name}: expected 0 or more, got {value}.")
     options.several = options.replicas != [1] or options.router is not None
-    for name in ("plot", "decision-trace"):
-        if options.several and getattr(options, name.replace("-", "_")):
-            raise SimulationError(
-                f"--{name} is for one machine: leave out --replicas and --router."
-            )
+    if options.several and options.decision_trace:
+        raise SimulationError(
+            "--decision-trace is for one machine: leave out --replicas and --router."
+        )
 
 
 def _rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -213,7 +206,7 @@ def _ways(options: argparse.Namespace) -> dict[str, Callable[[], Dispatch]]:
     ways: dict[str, Callable[[], Dispatch]] = {}
     for name in options.router or ["affinity"]:
         if name not in WAYS:
-            make_router(name, settings)  # refuses an unknown one before anything is simulated
+            ROUTERS[name]  # refuses an unknown one before anything is simulated
         ways[name] = partial(WAYS[name], options.seed) if name in WAYS else partial(routed, name)
     return ways
 
@@ -236,8 +229,7 @@ def _cases(
     """Read or generate the workloads to simulate, each with its rate and skewness.
 
     Rates and numbers of requests are multiplied by `times`; files are replayed as they are. The
-    rate is None for requests that arrive at once and for a file that says itself when they arrive;
-    the skewness is α for power-law adapters.
+    rate is None where no rate is chosen; the skewness is α for power-law adapters.
     """
     file: Path | None = options.trace
     if file is not None and file.suffix == ".jsonl":
@@ -379,28 +371,6 @@ def _mean(row: Row, skew: float | None) -> str:
         math.log(one["token_latency"] * 1e3) for one in row["rows"] if skew in (None, one["skew"])
     ]
     return f"{math.exp(sum(chosen) / len(chosen)):.3f}"
-
-
-def _plot(rows: Sequence[Row], path: Path) -> None:
-    """Plot the average token latency against the skewness, one panel per rate."""
-    from matplotlib.figure import Figure
-
-    rates = list(dict.fromkeys(row["rate"] for row in rows))
-    figure = Figure(figsize=(4 * len(rates), 3.5), layout="constrained")
-    panels = figure.subplots(1, len(rates), squeeze=False)[0]
-    for panel, rate in zip(panels, rates, strict=True):
-        for policy in dict.fromkeys(row["policy"] for row in rows):
-            points = [r for r in rows if r["rate"] == rate and r["policy"] == policy]
-            latencies = [r["token_latency"] * 1e3 for r in points]
-            panel.plot([r["skew"] for r in points], latencies, marker="o", label=policy)
-        panel.set(
-            title="all at once" if rate is None else f"{rate:g} requests/s",
-            xlabel="share of the popular adapter",
-            yscale="log",
-        )
-    panels[0].set_ylabel("average token latency, ms (simulated)")
-    panels[0].legend()
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

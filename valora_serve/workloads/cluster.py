@@ -70,15 +70,11 @@ WAYS: dict[str, Callable[[int], Dispatch]] = {}
 
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
-    """Results of simulated replicas.
+    """Results of simulated replicas, in total and of each, on the requests that it got.
 
-    Attributes:
-        total: Results of all replicas together.
-        replicas: Results of each replica, on the requests that it got.
-        busy: Share of the time in which each replica computed.
-        balance: Jain's index of the replicas' busy seconds: 1 if all are equal, 1/n if one does
-            everything.
-        fairness: Jain's index of the adapters' mean times to the first token.
+    `busy` is the share of the time in which each replica computed. `balance` is Jain's index of
+    their busy seconds (1 if all are equal, 1/n if one does everything), `fairness` that of the
+    adapters' mean times to the first token.
     """
 
     total: Report
@@ -152,19 +148,9 @@ def simulate_cluster(
     cost_model: CostModel,
     settings: SimSettings | None = None,
 ) -> ClusterReport:
-    """Simulate replicas that share one stream of requests.
+    """Simulate replicas that share one stream of requests; each gets a new policy.
 
-    Args:
-        workload: Requests to simulate.
-        replicas: Number of replicas.
-        dispatch: Chooses the replica of each request; a new one.
-        make_policy: Makes the policy of one replica.
-        cost_model: Predicts the seconds of steps, switches and loads on each replica.
-        settings: Each simulated machine; the defaults if None.
-
-    Raises:
-        SettingsError: There is no replica.
-        SimulationError: A request can never fit.
+    Raises a SettingsError if there is no replica, and a SimulationError if a request can never fit.
     """
     if replicas < 1:
         raise SettingsError(f"A simulation needs at least 1 replica, not {replicas}.")

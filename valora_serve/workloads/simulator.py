@@ -138,15 +138,8 @@ def simulate(
 ) -> Report:
     """Simulate a workload under a new policy.
 
-    Args:
-        workload: Requests to simulate.
-        policy: A new policy.
-        cost_model: Predicts the seconds of steps, switches and loads.
-        settings: The simulated machine; the defaults if None.
-        trace: Receives every decision. The policy is then asked before every step.
-
-    Raises:
-        SimulationError: A request can never fit.
+    With a `trace`, which receives every decision, the policy is asked before every step. Raises a
+    SimulationError if a request can never fit.
     """
     first, end = np.full(len(workload), np.nan), np.full(len(workload), np.nan)
     machine = Machine(workload, policy, cost_model, settings or SimSettings(), first, end, trace)
@@ -186,17 +179,9 @@ class _Adapters(Residency[Any]):
 class Machine:
     """A simulated machine, whose clock is advanced from one arrival to the next.
 
-    Args:
-        workload: All requests, also those that other machines answer.
-        policy: A new policy.
-        cost: Predicts the seconds of steps, switches and loads.
-        settings: The simulated machine.
-        first: [requests] float64, receives the times of the first tokens.
-        end: [requests] float64, receives the times at which requests end.
-        trace: Receives every decision.
-
-    Raises:
-        SimulationError: A request can never fit.
+    `workload` holds all requests, also those that other machines answer; `first` and `end`
+    ([requests] float64) receive the times of the first tokens and at which requests end. Raises a
+    SimulationError if a request can never fit.
     """
 
     def __init__(
@@ -239,16 +224,10 @@ class Machine:
         self.idle_rounds = 0
 
     def _check(self) -> None:
-        if self.settings.max_requests < 1:
-            raise SimulationError(
-                f"A machine runs at least 1 request at a time, not {self.settings.max_requests}."
-            )
-        if self.settings.answer_limit is not None and self.settings.answer_limit < 1:
-            raise SimulationError(
-                f"answer_limit: expected at least 1 token, got {self.settings.answer_limit}."
-            )
-        if self.settings.slots < 2:  # one of them may be merged
-            raise SimulationError(f"A machine needs at least 2 slots, not {self.settings.slots}.")
+        for name, least in (("max_requests", 1), ("answer_limit", 1), ("slots", 2)):
+            value = getattr(self.settings, name)  # one of the slots may be merged
+            if value is not None and value < least:
+                raise SimulationError(f"{name}: expected at least {least}, got {value}.")
         tokens = self.workload.prompt.astype(np.int64) + self.workload.output
         pages = np.ceil((tokens + 1) / self.settings.page_tokens)
         own = np.array([*self.adapter_pages.values(), 0])
@@ -340,7 +319,7 @@ class Machine:
             self._carry_out(decision)
 
     def _pages(self, tokens: int) -> int:
-        """Count the pages of a prompt and its first token."""
+        """The pages of a prompt and its first token."""
         return (tokens + self.settings.page_tokens) // self.settings.page_tokens
 
     def _view(self) -> View:
@@ -447,7 +426,7 @@ class Machine:
     def _repeat(
         self, batch: list[tuple[SimulatedRequest, int]], seconds: float, until: float
     ) -> tuple[int, float]:
-        """Return how often a decode step repeats until the next event, and the seconds in all.
+        """How often a decode step repeats until the next event, and the seconds in all.
 
         Each step takes longer than the one before, as every row has one more token in the KV cache.
         """
@@ -491,7 +470,6 @@ class Machine:
             assert len(self.running) <= self.settings.max_requests, "the policy admits too many"
 
     def _grow(self, view: SimulatedRequest, pages: int) -> None:
-        """Take pages for a running request; adapters that nobody uses make room."""
         taken = self.pool.take(pages, Owner.KV)
         assert taken is not None, "the policy used more pages than there are"
         view.blocks += taken

@@ -42,12 +42,12 @@ class Workload:
     Attributes:
         adapters: Names of the adapters.
         ranks: Ranks of the adapters.
-        arrival: Arrival times in seconds from the start, float64, in rising order.
-        adapter: Indices into `adapters`, `BASE` for the base model, int32.
-        prompt: Prompt tokens, including image tokens, int32, at least 1.
-        output: Tokens to generate, int32; 0 for a request that a head answers.
-        images: Images to encode, int32.
-        latency_limit: Latency limits in seconds, float64; NaN for none.
+        arrival: Arrival times in seconds from the start, in rising order.
+        adapter: Indices into `adapters`, `BASE` for the base model.
+        prompt: Prompt tokens, including image tokens, at least 1.
+        output: Tokens to generate; 0 for a request that a head answers.
+        images: Images to encode.
+        latency_limit: Latency limits in seconds; NaN for none.
     """
 
     adapters: tuple[str, ...]
@@ -139,7 +139,7 @@ def poisson(
     ranks: Sequence[int] = (64,),
     seed: int = 0,
 ) -> Workload:
-    """Generate text requests of equal length with Poisson arrivals.
+    """Generate text requests of equal length with Poisson arrivals, `rate` per second.
 
     Args:
         rate: Requests per second.
@@ -222,18 +222,11 @@ def slora(
     ranks: Sequence[int] = (8,),
     seed: int = 0,
 ) -> Workload:
-    """Generate S-LoRA's synthetic workload (§7.2).
+    """Generate S-LoRA's synthetic workload (§7.2); other options are those of `poisson`.
 
-    Args:
-        rate: Requests per second over all adapters.
-        duration: Seconds of arrivals.
-        adapters: Number of adapters n.
-        alpha: Exponent α > 0: adapter i of n is drawn with probability ((i+1)/n)^α − (i/n)^α, so
-            that 1 is uniform and a smaller α is more skewed.
-        cv: Coefficient of variation of the gaps, which are Gamma.
-        lengths: Fewest and most tokens of prompts and of outputs, drawn uniformly.
-        ranks: Ranks of the adapters, round robin.
-        seed: Random seed.
+    Adapter i of n is drawn with probability ((i+1)/n)^α − (i/n)^α, α = `alpha` > 0, so that 1 is
+    uniform and a smaller α is more skewed. Gaps are Gamma with coefficient of variation `cv`;
+    tokens of prompts and of outputs are uniform within `lengths`.
     """
     if adapters < 1 or not 0 < alpha < math.inf:
         raise TraceError(f"Adapters and alpha must be positive, got {adapters} and {alpha:g}.")
@@ -280,11 +273,7 @@ def options_of(make: Callable[..., Workload]) -> frozenset[str]:
 
 
 def generate(make: Callable[..., Workload], options: Mapping[str, Any]) -> Workload:
-    """Generate a workload; options that the generator does not take are ignored.
-
-    Raises:
-        TraceError: An option is out of range.
-    """
+    """Generate a workload; options that the generator does not take are ignored."""
     taken = options_of(make)
     return make(**{name: value for name, value in options.items() if name in taken})
 
@@ -307,18 +296,10 @@ def azure(
 ) -> Workload:
     """Read arrivals and lengths from a file like the Azure LLM inference traces; draw adapters.
 
-    Args:
-        path: CSV file with one column each for the time (seconds, or a date and time), the prompt
-            tokens and the generated tokens (``TIMESTAMP,ContextTokens,GeneratedTokens``).
-        rate: Requests per second to keep on average, sampled at random (VaLoRA §6.1); None to keep
-            all requests.
-        adapters: Number of adapters; 0 for the base model only.
-        skew: Share of the first adapter, None for equal shares.
-        ranks: Ranks of the adapters, round robin.
-        seed: Random seed.
-
-    Raises:
-        TraceError: A column is missing, a value is damaged, or the file has too few requests.
+    The CSV file has one column each for the time (seconds, or a date and time), the prompt tokens
+    and the generated tokens (``TIMESTAMP,ContextTokens,GeneratedTokens``). With `rate`, as many
+    requests per second are kept on average, sampled at random (VaLoRA §6.1). The other options are
+    those of `poisson`. A TraceError says what is wrong with the file.
     """
     rng = np.random.default_rng(seed)
     rows = list(_csv_rows(path))
@@ -415,11 +396,7 @@ def write(path: Path, workload: Workload) -> None:
 
 
 def read(path: Path) -> Workload:
-    """Read a workload in the format of `write`.
-
-    Raises:
-        TraceError: A line is damaged; the message names the line and the fault.
-    """
+    """Read a workload in the format of `write`; a TraceError names a damaged line and its fault."""
     ranks: dict[str, tuple[int, int]] = {}  # number and rank of each adapter
     rows = []
     try:

@@ -3,19 +3,16 @@
 import pytest
 
 from tests.fuzz import routes
+from tests.fuzz.driver import fuzz
 
 pytestmark = pytest.mark.slow
 
 
-def test_no_route_fails_on_hostile_requests(capsys):
+def test_no_route_fails_on_hostile_requests(monkeypatch):
     # The bound on /health is generous: the tests of the slow tier share the machine.
     # Each operation is asked more in `test_api_fuzz.py`.
-    arguments = (
-        "--cases 200 --rounds 1 --at-once 3 --mixtures 2 --processes 2 --health-seconds 5 "
-        "--idle-seconds 1"
-    )
-    status = routes.main(arguments.split())
-    said = capsys.readouterr().out
-    assert status == 0, said
-    assert "| unknown keys |" in said
-    assert "| POST /v1/embeddings (negative) |" in said
+    monkeypatch.setattr(routes, "AT_ONCE", 3)
+    monkeypatch.setattr(routes, "BATCH", 3)
+    report = fuzz("routes", 150, health=5.0)
+    assert not report.failures, str(report)
+    assert {"unknown keys", "a mixture", "POST /v1/embeddings (negative)"} <= report.rows.keys()

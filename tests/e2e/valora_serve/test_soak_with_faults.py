@@ -2,14 +2,13 @@
 
 import pytest
 
-from tests.fuzz import soak
+from tests.fuzz.soak import soak
 
 pytestmark = pytest.mark.slow
 
 
-def test_soak_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
-    status = soak.main(["--minutes", "0.4", "--seed", "1"])
-    said = capsys.readouterr().out
-    assert status == 0, said
-    assert "SIGTERM under load" in said
-    assert "diverged" in said
+def test_soak_with_faults() -> None:
+    report = soak(minutes=0.4, seed=1)
+    assert not report.failures, str(report)
+    assert report.rows["faults"].outcomes["SIGTERM under load"] == 1
+    assert "diverged" in report.rows

@@ -114,11 +114,8 @@ class _Load:
     ) -> StepShape:
         """Return the shape of the next step, or of the decode steps after all prefills (`later`).
 
-        Args:
-            adapter: Merged adapter, None for pristine weights.
-            rank: Rank of the merged adapter.
-            prompt: Prompt tokens of the step, of those that there are.
-            later: Whether what is coming decodes.
+        The merged adapter (None for pristine weights) has a rank; the step takes so many of the
+        prompt tokens that there are.
         """
         share = 1.0 if later else prompt / self.prompt.all if self.prompt.all else 0.0
         more = self.coming if later else self.prompt

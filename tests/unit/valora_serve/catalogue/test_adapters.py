@@ -78,6 +78,18 @@ def targets(random_llava):
     return targets_of(load_base(str(random_llava)))
 
 
+@pytest.fixture(scope="module")
+def queries(random_llava, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters") / "queries"
+    return make_adapter(folder, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
+
+
+@pytest.fixture
+def folder(queries, tmp_path):
+    """A copy of an adapter that a test may damage."""
+    return shutil.copytree(queries, tmp_path / "adapter")
+
+
 def deltas_of_peft(base, folder):
     model = PeftModel.from_pretrained(copy.deepcopy(load_base(base)), folder)
     return {
@@ -208,63 +220,62 @@ def test_content_is_what_changes_the_result(random_llava, targets, tmp_path):
     assert other.content != base.content and other.vision_content == base.vision_content
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"peft_type": "LOHA"}, "type LOHA"),
-        ({"use_dora": True}, "use_dora = True cannot be served"),
-        ({"bias": "all"}, "bias = 'all'"),
-        ({"bias": "lora_only"}, "bias = 'lora_only'"),
-        ({"lora_bias": True}, "lora_bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"layer_replication": [[0, 2]]}, "layer_replication"),
-        ({"trainable_token_indices": [5]}, "trainable_token_indices"),
-        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
-        ({"use_qalora": True}, "use_qalora"),
-        ({"some_new_option": "yes"}, "some_new_option"),
-        ({"init_lora_weights": "pissa_niter_4"}, "changed the base weights"),
-        ({"init_lora_weights": "olora"}, "changed the base weights"),
-        ({"r": 4}, r"q_proj.lora_.*expected shape .*4"),
-        ({"r": "8"}, "is damaged"),
-        ({"lora_alpha": float("nan")}, "is damaged"),
-        ({"rank_pattern": {"(": 4}}, "is damaged"),
-        ({"target_modules": ["v_proj"]}, "q_proj.* target_modules does not name"),
-        ({"layers_to_transform": [1], "target_modules": ["q_proj"]}, "target_modules does not"),
-    ],
-)
-def test_options_that_cannot_be_served_are_named(options, message, random_llava, targets, tmp_path):
-    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
-    configure(tmp_path, **options)
-    with pytest.raises(AdapterError, match=message) as caught:
-        read_adapter(tmp_path, targets)
-    assert str(tmp_path) in str(caught.value)
+WRONG = [None, True, "8", 8.0, 0, -1, [8], {"r": 8}, 10**17, [], "", float("inf"), float("nan")]
+MERGE = "cannot be served; merge it into a copy of .*merge_and_unload"
+REFUSED = [
+    ({"use_dora": True}, rf"use_dora = True {MERGE}.*or train it again without DoRA"),
+    ({"bias": "all"}, "bias = 'all'"), ({"bias": "lora_only"}, f"bias = 'lora_only' {MERGE}"),
+    ({"lora_bias": True}, "lora_bias"), ({"layer_replication": [[0, 2]]}, "layer_replication"),
+    ({"modules_to_save": ["lm_head"]}, "does not hold; if they were not trained, remove"),
+    ({"modules_to_save": "lm_head"}, "modules_to_save: expected a list"),
+    ({"trainable_token_indices": [5]}, "trainable_token_indices"),
+    ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens.*without aLoRA"),
+    ({"use_qalora": True}, "use_qalora.*without QA-LoRA"),
+    ({"kasa_config": {}}, "kasa_config = .* cannot be served"),
+    ({"arrow_config": {"top_k": 2}}, "one by one"), ({"target_parameters": ["x"]}, "target_param"),
+    ({"some_new_option": "yes"}, "some_new_option"),
+    ({"x" * 10**5: "y" * 10**5}, "cannot be served"),
+    ({"init_lora_weights": "pissa_niter_4"}, "changed the base weights"),
+    ({"init_lora_weights": "olora"}, "changed the base weights"),
+    ({"init_lora_weights": ["gaussian"]}, "init_lora_weights"),
+    ({"peft_type": "LOHA"}, "type LOHA.*save_as_lora"), ({"peft_type": "VERA"}, "save_as_lora"),
+    ({"peft_type": "IA3"}, "merge_and_unload"), ({"peft_type": "PREFIX_TUNING"}, "train a LoRA"),
+    ({"peft_type": ["LORA"]}, "only LORA"), ({"peft_type": {"x" * 10**5: 1}}, "only LORA"),
+    ({"r": 4}, r"q_proj.lora_.*expected shape .*4"), ({"rank_pattern": {"(": 4}}, "is damaged"),
+    *(({"r": value}, "r: expected a rank|at most 256") for value in WRONG),
+    *(({"rank_pattern": {"q_proj": value}}, "rank_pattern.*expected a rank|at most 256")
+      for value in WRONG),
+    ({"rank_pattern": "q_proj"}, "rank_pattern: expected"),
+    ({"rank_pattern": {str(n): 8 for n in range(3000)}}, "at most 2048"),
+    *(({"lora_alpha": value}, "expected a number") for value in
+      (None, True, "16", [16], {}, float("inf"), float("nan"))),
+    *(({"lora_alpha": value}, "scaling") for value in (1e300, -1e9, 1e5 * 8, 1e-300, 1e-9)),
+    ({"alpha_pattern": {"q_proj": "x"}}, "expected a number"),
+    ({"alpha_pattern": {"1.self_attn.q_proj": 1e300}}, r"layers\.1.*the scaling"),
+    ({"alpha_pattern": [1]}, "alpha_pattern: expected"),
+    ({"use_rslora": "no"}, "use_rslora: expected true or false"),
+    *(({"target_modules": value}, "target_modules: expected a list of names") for value in
+      (5, {"q_proj": 1}, [["q_proj"]])),
+    *(({"target_modules": value}, "q_proj.* target_modules does not name") for value in
+      (None, ["v_proj"])),
+    ({"exclude_modules": [5]}, "exclude_modules: expected a list of names"),
+    *(({"layers_to_transform": value}, "layers_to_transform: expected whole numbers") for value in
+      ("x", [True], [0.0], {"0": 1})),
+    ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, "target_modules does not name"),
+    ({"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": [5]},
+     "layers_pattern: expected a list of names"),
+    ({"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "x|model"},
+     "target_modules does not name"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"use_dora": True}, "merge_and_unload.*or train it again without DoRA"),
-        ({"modules_to_save": ["lm_head"]}, "does not hold; if they were not trained, remove"),
-        ({"bias": "lora_only"}, "merge_and_unload"),
-        ({"kasa_config": {}}, "kasa_config = .* cannot be served"),
-        ({"arrow_config": {"top_k": 2}}, "one by one"),
-        ({"alora_invocation_tokens": [5]}, "without aLoRA"),
-        ({"use_qalora": True}, "without QA-LoRA"),
-        ({"target_parameters": ["x"]}, "target_parameters"),
-        ({"peft_type": "LOHA"}, "save_as_lora"),
-        ({"peft_type": "VERA"}, "save_as_lora"),
-        ({"peft_type": "IA3"}, "merge_and_unload"),
-        ({"peft_type": "PREFIX_TUNING"}, "train a LoRA adapter instead"),
-        ({"peft_type": ["LORA"]}, "only LORA"),
-        ({"peft_type": {"x" * 10**5: 1}}, "only LORA"),
-    ],
-)
-def test_refusals_say_what_to_do(options, message, random_llava, targets, tmp_path):
-    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
-    configure(tmp_path, **options)
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_options_that_cannot_be_served_are_named_with_what_to_do(options, message, targets, folder):
+    configure(folder, **options)
     with pytest.raises(AdapterError, match=message) as caught:
-        read_adapter(tmp_path, targets)
-    assert len(str(caught.value)) < 1000
+        read_adapter(folder, targets)
+    assert str(folder) in str(caught.value)
+    assert len(str(caught.value)) < 1500
 
 
 def test_dora_and_whole_modules_as_peft_saves_them(random_llava, targets, tmp_path):
@@ -275,56 +286,6 @@ def test_dora_and_whole_modules_as_peft_saves_them(random_llava, targets, tmp_pa
     make_adapter(tmp_path / "whole", base, seed=1, modules_to_save=["multi_modal_projector"])
     with pytest.raises(AdapterError, match=r"projector.*was trained whole.*merge it into a copy"):
         read_adapter(tmp_path / "whole", targets)
-
-
-WRONG = [None, True, "8", 8.0, 0, -1, [8], {"r": 8}, 10**17, [], "", float("inf"), float("nan")]
-
-
-@pytest.mark.parametrize("value", WRONG, ids=repr)
-@pytest.mark.parametrize("option", ["r", "rank_pattern"])
-def test_ranks_of_other_types(option, value, random_llava, targets, tmp_path):
-    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
-    configure(tmp_path, **{option: value if option == "r" else {"q_proj": value}})
-    with pytest.raises(AdapterError, match=rf"{option}.*expected a rank|at most 256"):
-        read_adapter(tmp_path, targets)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(({"lora_alpha": value}, "expected a number") for value in
-          (None, True, "16", [16], {}, float("inf"), float("nan"))),
-        *(({"lora_alpha": value}, "scaling") for value in (1e300, -1e9, 1e5 * 8, 1e-300, 1e-9)),
-        ({"alpha_pattern": {"q_proj": "x"}}, "expected a number"),
-        ({"alpha_pattern": {"1.self_attn.q_proj": 1e300}}, r"layers\.1.*the scaling"),
-        ({"alpha_pattern": [1]}, "alpha_pattern: expected"),
-        ({"rank_pattern": "q_proj"}, "rank_pattern: expected"),
-        ({"rank_pattern": {str(n): 8 for n in range(3000)}}, "at most 2048"),
-        ({"use_rslora": "no"}, "use_rslora: expected true or false"),
-        ({"target_modules": 5}, "target_modules: expected a list of names"),
-        ({"target_modules": {"q_proj": 1}}, "target_modules: expected a list of names"),
-        ({"target_modules": [["q_proj"]]}, "target_modules: expected a list of names"),
-        ({"target_modules": None}, "target_modules does not name"),
-        ({"exclude_modules": [5]}, "exclude_modules: expected a list of names"),
-        ({"layers_to_transform": "x"}, "layers_to_transform: expected whole numbers"),
-        ({"layers_to_transform": [True]}, "layers_to_transform: expected whole numbers"),
-        ({"layers_to_transform": [0.0]}, "layers_to_transform: expected whole numbers"),
-        ({"layers_to_transform": {"0": 1}}, "layers_to_transform: expected whole numbers"),
-        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": [5]},
-         "layers_pattern: expected a list of names"),
-        ({"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "x|model"},
-         "target_modules does not name"),
-        ({"init_lora_weights": ["gaussian"]}, "init_lora_weights"),
-        ({"modules_to_save": "lm_head"}, "modules_to_save: expected a list"),
-        ({"x" * 10**5: "y" * 10**5}, "cannot be served"),
-    ],
-)  # fmt: skip
-def test_options_of_other_types(options, message, random_llava, targets, tmp_path):
-    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
-    configure(tmp_path, **options)
-    with pytest.raises(AdapterError, match=message) as caught:
-        read_adapter(tmp_path, targets)
-    assert len(str(caught.value)) < 1500
 
 
 HANGING = r"((.+)+\.)+!"
@@ -341,12 +302,11 @@ HANGING = r"((.+)+\.)+!"
         {"target_modules": "(" * 150 + ")" * 150 + "["},
     ],
 )
-def test_patterns_that_would_hang_a_process(options, random_llava, targets, tmp_path, monkeypatch):
+def test_patterns_that_would_hang_a_process(options, targets, folder, monkeypatch):
     monkeypatch.setattr(patterns, "SECONDS", 1)
-    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
-    configure(tmp_path, **options)
+    configure(folder, **options)
     with pytest.raises(AdapterError, match=r"is damaged: .*(takes more than 1 s|no regular exp)"):
-        read_adapter(tmp_path, targets)
+        read_adapter(folder, targets)
 
 
 def test_configurations_that_no_reader_should_parse(random_llava, targets, tmp_path):
@@ -380,11 +340,10 @@ def times(factor, part, dtype=torch.float32):
         (times(1e30, "B", torch.bfloat16), "has diverged"),
     ],
 )
-def test_diverged_adapters_say_how_large_they_are(change, message, random_llava, targets, tmp_path):
-    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
-    rewrite(tmp_path, change=change)
+def test_diverged_adapters_say_how_large_they_are(change, message, targets, folder):
+    rewrite(folder, change=change)
     with pytest.raises(AdapterError, match=message):
-        read_adapter(tmp_path, targets)
+        read_adapter(folder, targets)
 
 
 FLOATS = [
@@ -394,11 +353,10 @@ FLOATS = [
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_kind_of_float_is_read_exactly(dtype, random_llava, targets, tmp_path):
-    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
-    rewrite(tmp_path, change=lambda name, tensor: tensor.to(dtype))
-    stored = load_file(tmp_path / WEIGHTS)
-    adapter = read_adapter(tmp_path, targets)
+def test_every_kind_of_float_is_read_exactly(dtype, targets, folder):
+    rewrite(folder, change=lambda name, tensor: tensor.to(dtype))
+    stored = load_file(folder / WEIGHTS)
+    adapter = read_adapter(folder, targets)
     for path, pair in adapter.modules.items():
         for part, tensor in (("A", pair.a), ("B", pair.b)):
             exact = stored[f"base_model.model.{path}.lora_{part}.weight"].double()
@@ -408,9 +366,8 @@ def test_every_kind_of_float_is_read_exactly(dtype, random_llava, targets, tmp_p
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "C64", "BOOL", "U8",
                                    "I8", "U16", "I16", "U32", "I32", "U64", "I64"])  # fmt: skip
-def test_other_types_are_refused_with_the_tensor_s_name(dtype, random_llava, targets, tmp_path):
-    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
-    file = tmp_path / WEIGHTS
+def test_other_types_are_refused_with_the_tensor_s_name(dtype, targets, folder):
+    file = folder / WEIGHTS
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -420,7 +377,7 @@ def test_other_types_are_refused_with_the_tensor_s_name(dtype, random_llava, tar
     made = json.dumps(header).encode()
     file.write_bytes(len(made).to_bytes(8, "little") + made + content[8 + length :])
     with pytest.raises(AdapterError, match=rf"tensor {name} .*dtype .*save it as float") as caught:
-        read_adapter(tmp_path, targets)
+        read_adapter(folder, targets)
     assert "damaged" not in str(caught.value)
 
 
@@ -447,29 +404,25 @@ def put(value):
         (None, lambda n, t: t.to(torch.int32), r"dtype torch\.int32; save"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
-    rename, change, message, random_llava, targets, tmp_path
-):
-    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
-    rewrite(tmp_path, rename or (lambda name: name), change or (lambda name, tensor: tensor))
+def test_tensors_that_do_not_fit_are_named(rename, change, message, targets, folder):
+    rewrite(folder, rename or (lambda name: name), change or (lambda name, tensor: tensor))
     with pytest.raises(AdapterError, match=message):
-        read_adapter(tmp_path, targets)
+        read_adapter(folder, targets)
 
 
-def test_half_a_pair_and_twice_the_same(random_llava, targets, tmp_path):
-    make_adapter(tmp_path, str(random_llava), seed=1, targets=r".*language_model.*q_proj")
-    tensors = load_file(tmp_path / WEIGHTS)
+def test_half_a_pair_and_twice_the_same(targets, folder):
+    tensors = load_file(folder / WEIGHTS)
     name = next(key for key in tensors if "layers.0" in key and "lora_B" in key)
-    save_file({k: v for k, v in tensors.items() if k != name}, tmp_path / WEIGHTS)
+    save_file({k: v for k, v in tensors.items() if k != name}, folder / WEIGHTS)
     with pytest.raises(AdapterError, match=r"layers\.0.*no partner"):
-        read_adapter(tmp_path, targets)
+        read_adapter(folder, targets)
     twice = name.removeprefix("base_model.model.")
-    save_file(tensors | {twice: tensors[name].clone()}, tmp_path / WEIGHTS)
+    save_file(tensors | {twice: tensors[name].clone()}, folder / WEIGHTS)
     with pytest.raises(AdapterError, match="stored twice"):
-        read_adapter(tmp_path, targets)
-    save_file({}, tmp_path / WEIGHTS)
+        read_adapter(folder, targets)
+    save_file({}, folder / WEIGHTS)
     with pytest.raises(AdapterError, match="no tensors"):
-        read_adapter(tmp_path, targets)
+        read_adapter(folder, targets)
 
 
 def test_damaged_files(random_llava, targets, tmp_path):

@@ -170,14 +170,8 @@ def test_a_bundle_is_replaced_and_goes_as_a_whole(store, bundle, base, tmp_path)
     store.commit(store.stage_bundle(bundle))
     old = store.resolve("plates")
     fewer = {"plates": DomainSpec("adapter-1", labels=["plate"])}
-    newer = make_bundle(
-        tmp_path / "newer",
-        base,
-        version=2,
-        domains=fewer,
-        adapters={"adapter-1": {"rank": 4}},
-        seed=5,
-    )
+    newer = make_bundle(tmp_path / "newer", base, version=2, domains=fewer, seed=5,
+                        adapters={"adapter-1": {"rank": 4}})  # fmt: skip
     store.commit(store.stage_bundle(newer))
     assert names(store) == [base, "sample/adapter-1", "plates"]
     assert store.resolve("plates").model.bundle == "sample@2"
@@ -200,13 +194,9 @@ def test_names_that_are_taken(store, bundle, base, tmp_path):
     for name in ("plates", "sample/adapter-1"):
         with pytest.raises(AdapterError, match=f"brings {name}"):
             store.commit(store.stage_adapter(name, plain))
-    again = make_bundle(
-        tmp_path / "again",
-        base,
-        name="again",
-        domains={"new": DomainSpec("one"), "traffic": DomainSpec("one")},
-        adapters={"one": {"rank": 2}},
-    )
+    domains = {"new": DomainSpec("one"), "traffic": DomainSpec("one")}
+    again = make_bundle(tmp_path / "again", base, name="again", domains=domains,
+                        adapters={"one": {"rank": 2}})  # fmt: skip
     with pytest.raises(AdapterError, match="brings traffic"):
         store.commit(store.stage_bundle(again))
     assert names(store) == before and bundles(store) == {"sample@1"}
@@ -248,34 +238,6 @@ def drop_sha(name):
 
 def manifest_with(change):
     return lambda folder: rewrite(folder, change)
-
-
-def wrong_labels(manifest):
-    manifest["domains"]["scene"]["labels"] = ["beach", "forest", "street"]
-
-
-def no_such_adapter(manifest):
-    manifest["domains"]["scene"]["adapter"] = "adapter-9"
-
-
-def not_there(manifest):
-    manifest["domains"]["scene"]["head"] = "heads/none.safetensors"
-
-
-def outside(manifest):
-    manifest["domains"]["scene"]["head"] = "../heads/scene.safetensors"
-
-
-def no_domains(manifest):
-    del manifest["domains"]
-
-
-def odd_domains(manifest):
-    manifest["domains"]["scene"] = ["head"]
-
-
-def no_answers(manifest):
-    manifest["domains"]["caption"]["max_tokens"] = 0
 
 
 def wide_head(folder):
@@ -329,13 +291,16 @@ def entry(value, *way):
         (drop_sha("adapters/adapter-2/adapter_model.safetensors"), "has no sha256"),
         (drop_sha("adapters/adapter-2/adapter_config.json"), "has no sha256"),
         (drop_sha("heads/scene.safetensors"), "has no sha256"),
-        (manifest_with(wrong_labels), "domain scene has labels"),
-        (manifest_with(no_such_adapter), "adapter-9"),
-        (manifest_with(not_there), "has no sha256"),
-        (manifest_with(outside), "has no sha256"),
-        (manifest_with(no_domains), "manifest is damaged.*domains"),
-        (manifest_with(odd_domains), "manifest is damaged"),
-        (manifest_with(no_answers), r"max_tokens: .* got 0"),
+        (
+            entry(["beach", "forest", "street"], "domains", "scene", "labels"),
+            "domain scene has labels",
+        ),
+        (entry("adapter-9", "domains", "scene", "adapter"), "adapter-9"),
+        (entry("heads/none.safetensors", "domains", "scene", "head"), "has no sha256"),
+        (entry("../heads/scene.safetensors", "domains", "scene", "head"), "has no sha256"),
+        (manifest_with(lambda m: m.pop("domains")), "manifest is damaged.*domains"),
+        (entry(["head"], "domains", "scene"), "manifest is damaged"),
+        (entry(0, "domains", "caption", "max_tokens"), r"max_tokens: .* got 0"),
         (wide_head, "expected shape"),
         (sick_adapter, "NaN or Inf"),
         (lambda folder: (folder / MANIFEST).write_text("{}"), "schema version"),

@@ -9,7 +9,8 @@ import pytest
 from valora_data.schema import Box
 from valora_serve.errors import SettingsError
 from valora_serve.predict.beside import answers_of, compare, write
-from valora_serve.predict.records import DomainFacts, Prediction
+from valora_serve.predict.records import Prediction
+from valora_serve.types import ServedModel
 from valora_train.metrics.evaluate import match
 
 
@@ -106,6 +107,6 @@ def test_page_and_json(tmp_path):
     ],
 )
 def test_what_cannot_be_compared(tmp_path, model, labels, said):
-    facts = DomainFacts("d", "detection", labels, boxes=True)
+    facts = ServedModel("d", "domain", "b", task="detection", labels=labels, boxes=True)
     with pytest.raises(SettingsError, match=said):
         answers_of(str(tmp_path / model), tmp_path, facts, tmp_path)

@@ -1,6 +1,7 @@
 """Formats of predictions, read back by the tools that they are for."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from pycocotools.coco import COCO
@@ -10,8 +11,9 @@ from valora_data.schema import Box, Task
 from valora_data.sources.base import Source
 from valora_data.sources.registry import open_source
 from valora_serve.errors import SettingsError
-from valora_serve.predict.formats.registry import WRITERS
-from valora_serve.predict.records import DomainFacts, Journal, Prediction, Results
+from valora_serve.predict.formats import WRITERS
+from valora_serve.predict.records import Prediction, Results
+from valora_serve.types import ServedModel
 
 SIZE = (200, 100)
 BOXES = {
@@ -24,24 +26,25 @@ BOXES = {
 @pytest.fixture
 def results(tmp_path):
     (tmp_path / "out").mkdir()
-    journal = Journal(tmp_path / "out" / "predictions.jsonl")
+    made = []
     for (file, domain), found in BOXES.items():
         picture(tmp_path / "in" / file, len(file), SIZE)
         rows = [
             {"label": label, "confidence": sure, "box": [float(edge) for edge in box]}
             for label, sure, box in found
         ]
-        journal.add(Prediction(file, domain, "detection", *SIZE, {"detections": rows}))
+        made.append(Prediction(file, domain, "detection", *SIZE, {"detections": rows}))
     scene = {"label": "=street", "confidence": 0.75, "confidences": {"=street": 0.75, "sea": 0.25}}
-    journal.add(Prediction("a.png", "scene", "classification", *SIZE, scene))
-    journal.add(Prediction("a.png", "caption", "caption", *SIZE, {"text": "a cat, a dog"}))
-    journal.add(Prediction("broken.png", "cats", "detection", error="cannot be decoded"))
-    journal.close()
+    made.append(Prediction("a.png", "scene", "classification", *SIZE, scene))
+    made.append(Prediction("a.png", "caption", "caption", *SIZE, {"text": "a cat, a dog"}))
+    made.append(Prediction("broken.png", "cats", "detection", error="cannot be decoded"))
+    lines = "".join(json.dumps(asdict(one)) + "\n" for one in made)
+    (tmp_path / "out" / "predictions.jsonl").write_text(lines)
     facts = [
-        DomainFacts("cats", "detection", ("cat",), True),
-        DomainFacts("dogs", "detection", ("dog", "cat"), True),
-        DomainFacts("scene", "classification", ("=street", "sea"), False),
-        DomainFacts("caption", "caption", (), False),
+        ServedModel("cats", "domain", "pets", task="detection", labels=("cat",), boxes=True),
+        ServedModel("dogs", "domain", "pets", task="detection", labels=("dog", "cat"), boxes=True),
+        ServedModel("scene", "domain", "pets", task="classification", labels=("=street", "sea")),
+        ServedModel("caption", "domain", "pets", task="caption"),
     ]
     domains = {fact.name: fact for fact in facts}
     return Results(tmp_path / "out", tmp_path / "in", "pets@2", domains)

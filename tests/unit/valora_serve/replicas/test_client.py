@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 from dataclasses import replace
@@ -21,8 +22,14 @@ from valora_serve.server.constrain import Grammar, GrammarConstraint
 from valora_serve.types import EngineStats, Finish, Mode, NewContext, Request, SamplingParams
 
 
-def run(case):
-    return asyncio.run(asyncio.wait_for(case, 30))
+def asynchronous(test):
+    """Runs a test in an event loop, for 30 seconds at most."""
+
+    @functools.wraps(test)
+    def run(*arguments, **options):
+        asyncio.run(asyncio.wait_for(test(*arguments, **options), 30))
+
+    return run
 
 
 async def ask(client, **options):
@@ -49,20 +56,18 @@ def bundle(folder, name="more", version=1, domains=("signs",)):
     return folder
 
 
-def test_answers_are_passed_on_with_times_of_this_machine():
-    async def case():
-        client, _, _, _ = await start(FakeEngine(step=0.01))
-        began = time.monotonic()
-        outputs = await ask(client, sampling=SamplingParams(max_tokens=5))
-        assert "".join(output.text for output in outputs) == "a red star and a"
-        assert outputs[-1].finish is Finish.LENGTH
-        times = outputs[-1].times
-        assert began <= times.arrival <= times.started <= times.first_token <= times.finished
-        assert times.finished <= time.monotonic()
-        assert client.base == "tiny"
-        assert client.context_length == 2048
-
-    run(case())
+@asynchronous
+async def test_answers_are_passed_on_with_times_of_this_machine():
+    client, _, _, _ = await start(FakeEngine(step=0.01))
+    began = time.monotonic()
+    outputs = await ask(client, sampling=SamplingParams(max_tokens=5))
+    assert "".join(output.text for output in outputs) == "a red star and a"
+    assert outputs[-1].finish is Finish.LENGTH
+    times = outputs[-1].times
+    assert began <= times.arrival <= times.started <= times.first_token <= times.finished
+    assert times.finished <= time.monotonic()
+    assert client.base == "tiny"
+    assert client.context_length == 2048
 
 
 def test_clocks_of_other_machines_are_corrected():
@@ -76,86 +81,75 @@ def test_clocks_of_other_machines_are_corrected():
     assert localised(there, 1007.5, 1000.0).times.started == 1007.5  # not before its arrival
 
 
-def test_a_request_whose_replica_dies_is_asked_once_more():
-    async def case():
-        slow = FakeEngine(slots=0)
-        client, handle, _, (first, second) = await start(slow, FakeEngine())
-        while handle.replicas[0] is not first:
-            handle.replicas.rotate(1)
-        task = asyncio.create_task(ask(client, deadline=20.0))
+@asynchronous
+async def test_a_request_whose_replica_dies_is_asked_once_more():
+    slow = FakeEngine(slots=0)
+    client, handle, _, (first, second) = await start(slow, FakeEngine())
+    while handle.replicas[0] is not first:
+        handle.replicas.rotate(1)
+    task = asyncio.create_task(ask(client, deadline=20.0))
+    await asyncio.sleep(0.05)
+    first.dead = True
+    outputs = await task
+    assert "".join(output.text for output in outputs).startswith("a red star")
+    assert (first.took, second.took) == (1, 1)
+    assert 0 < handle.calls[1].request.deadline < handle.calls[0].request.deadline <= 20
+
+
+@asynchronous
+async def test_a_request_whose_two_replicas_die_ends_with_an_error():
+    client, _, _, replicas = await start(*(FakeEngine(slots=0) for _ in range(3)))
+    task = asyncio.create_task(ask(client))
+    for _ in range(2):
         await asyncio.sleep(0.05)
-        first.dead = True
-        outputs = await task
-        assert "".join(output.text for output in outputs).startswith("a red star")
-        assert (first.took, second.took) == (1, 1)
-        assert 0 < handle.calls[1].request.deadline < handle.calls[0].request.deadline <= 20
-
-    run(case())
-
-
-def test_a_request_whose_two_replicas_die_ends_with_an_error():
-    async def case():
-        client, _, _, replicas = await start(*(FakeEngine(slots=0) for _ in range(3)))
-        task = asyncio.create_task(ask(client))
-        for _ in range(2):
-            await asyncio.sleep(0.05)
-            next(r for r in replicas if r.took and not r.dead).dead = True
-        (output,) = await task
-        assert output.finish is Finish.ERROR
-        assert output.error.status == 503
-        assert "ask again" in str(output.error)
-        assert sum(replica.took for replica in replicas) == 2
-
-    run(case())
+        next(r for r in replicas if r.took and not r.dead).dead = True
+    (output,) = await task
+    assert output.finish is Finish.ERROR
+    assert output.error.status == 503
+    assert "ask again" in str(output.error)
+    assert sum(replica.took for replica in replicas) == 2
 
 
-def test_an_answer_that_has_begun_is_never_begun_again():
-    async def case():
-        client, _, _, replicas = await start(FakeEngine(step=0.02), FakeEngine(step=0.02))
-        outputs = []
-        async for output in client.generate(Request("a", text="hello")):
-            outputs.append(output)
-            if len(outputs) == 3:
-                next(r for r in replicas if r.took).dead = True
-        assert outputs[-1].finish is Finish.ERROR
-        assert isinstance(outputs[-1].error, errors.StoppedError)
-        assert "part of the answer was sent" in str(outputs[-1].error)
-        assert sum(replica.took for replica in replicas) == 1
-
-    run(case())
+@asynchronous
+async def test_an_answer_that_has_begun_is_never_begun_again():
+    client, _, _, replicas = await start(FakeEngine(step=0.02), FakeEngine(step=0.02))
+    outputs = []
+    async for output in client.generate(Request("a", text="hello")):
+        outputs.append(output)
+        if len(outputs) == 3:
+            next(r for r in replicas if r.took).dead = True
+    assert outputs[-1].finish is Finish.ERROR
+    assert isinstance(outputs[-1].error, errors.StoppedError)
+    assert "part of the answer was sent" in str(outputs[-1].error)
+    assert sum(replica.took for replica in replicas) == 1
 
 
-def test_errors_of_the_engine_arrive_and_are_not_asked_again():
-    async def case():
-        client, _, _, replicas = await start(FakeEngine(), FakeEngine())
-        for replica in replicas:
-            replica.engine.refuse = errors.FieldError("so not", "messages.0")
-        (output,) = await ask(client)
-        assert isinstance(output.error, errors.FieldError)
-        assert output.error.param == "messages.0"
-        assert sum(replica.took for replica in replicas) == 1
-
-    run(case())
+@asynchronous
+async def test_errors_of_the_engine_arrive_and_are_not_asked_again():
+    client, _, _, replicas = await start(FakeEngine(), FakeEngine())
+    for replica in replicas:
+        replica.engine.refuse = errors.FieldError("so not", "messages.0")
+    (output,) = await ask(client)
+    assert isinstance(output.error, errors.FieldError)
+    assert output.error.param == "messages.0"
+    assert sum(replica.took for replica in replicas) == 1
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_deadlines_hold_with_and_without_a_replica(taken, monkeypatch):
+@asynchronous
+async def test_deadlines_hold_with_and_without_a_replica(taken, monkeypatch):
     monkeypatch.setattr(module, "LATE_SECONDS", 0.1)
-
-    async def case():
-        client, handle, _, (replica,) = await start(FakeEngine(slots=0))
-        replica.engine.generate = lambda request: _silence()
-        replica.dead = not taken
-        began = time.monotonic()
-        (output,) = await ask(client, deadline=0.1)
-        assert isinstance(output.error, errors.DeadlineError)
-        assert time.monotonic() - began < 2
-        assert handle.responses[0].cancelled
-        (output,) = await ask(client, deadline=-1.0)
-        assert isinstance(output.error, errors.DeadlineError)
-        assert len(handle.responses) == 1
-
-    run(case())
+    client, handle, _, (replica,) = await start(FakeEngine(slots=0))
+    replica.engine.generate = lambda request: _silence()
+    replica.dead = not taken
+    began = time.monotonic()
+    (output,) = await ask(client, deadline=0.1)
+    assert isinstance(output.error, errors.DeadlineError)
+    assert time.monotonic() - began < 2
+    assert handle.responses[0].cancelled
+    (output,) = await ask(client, deadline=-1.0)
+    assert isinstance(output.error, errors.DeadlineError)
+    assert len(handle.responses) == 1
 
 
 async def _silence():
@@ -163,244 +157,221 @@ async def _silence():
     yield
 
 
-def test_without_replicas_requests_end_and_the_server_says_so(monkeypatch):
+@asynchronous
+async def test_without_replicas_requests_end_and_the_server_says_so(monkeypatch):
     monkeypatch.setattr(module, "TAKEN_SECONDS", 0.1)
-
-    async def case():
-        client, _, board, (replica,) = await start(FakeEngine())
-        board.report(Report("r0", True, EngineStats()))
-        await client._look()
-        assert client.healthy
-        replica.dead = True
-        (output,) = await ask(client)
-        assert isinstance(output.error, errors.StoppedError)
-        assert "No replica takes requests now" in str(output.error)
-        with pytest.raises(errors.StoppedError, match="No replica runs now"):
-            await client.warm_up()
-        board.leave("r0")
-        await client._look()
-        assert not client.healthy
-        assert client.replicas() == {}
-        await client.close()
-        assert "shutting down" in str((await ask(client))[0].error)
-
-    run(case())
+    client, _, board, (replica,) = await start(FakeEngine())
+    board.report(Report("r0", True, EngineStats()))
+    await client._look()
+    assert client.healthy
+    replica.dead = True
+    (output,) = await ask(client)
+    assert isinstance(output.error, errors.StoppedError)
+    assert "No replica takes requests now" in str(output.error)
+    with pytest.raises(errors.StoppedError, match="No replica runs now"):
+        await client.warm_up()
+    board.leave("r0")
+    await client._look()
+    assert not client.healthy
+    assert client.replicas() == {}
+    await client.close()
+    assert "shutting down" in str((await ask(client))[0].error)
 
 
-def test_clients_that_leave_and_cancelled_requests():
-    async def case():
-        client, handle, _, replicas = await start(FakeEngine(step=0.01), FakeEngine(step=0.01))
-        stream = client.generate(
-            Request("a", text="hello", sampling=SamplingParams(ignore_eos=True))
-        )
-        await anext(stream)
-        (twice,) = await ask(client)
-        assert "in use" in str(twice.error)
+@asynchronous
+async def test_clients_that_leave_and_cancelled_requests():
+    client, handle, _, replicas = await start(FakeEngine(step=0.01), FakeEngine(step=0.01))
+    stream = client.generate(Request("a", text="hello", sampling=SamplingParams(ignore_eos=True)))
+    await anext(stream)
+    (twice,) = await ask(client)
+    assert "in use" in str(twice.error)
+    await stream.aclose()
+    await asyncio.sleep(0.05)
+    assert handle.responses[0].cancelled
+    assert not any(replica.engine.running for replica in replicas)
+    assert not await client.cancel("a")
+    stream = client.generate(Request("b", text="hello", sampling=SamplingParams(ignore_eos=True)))
+    await anext(stream)
+    assert await client.cancel("b")
+    with contextlib.suppress(StopAsyncIteration):
         await stream.aclose()
-        await asyncio.sleep(0.05)
-        assert handle.responses[0].cancelled
-        assert not any(replica.engine.running for replica in replicas)
-        assert not await client.cancel("a")
-        stream = client.generate(
-            Request("b", text="hello", sampling=SamplingParams(ignore_eos=True))
-        )
-        await anext(stream)
-        assert await client.cancel("b")
-        with contextlib.suppress(StopAsyncIteration):
-            await stream.aclose()
-
-    run(case())
 
 
-def test_requests_carry_their_adapter_and_their_schema():
-    async def case():
-        client, handle, _, (replica,) = await start(FakeEngine())
-        for model in ("person", "adapter-1", "tiny", None, "scene"):
-            await ask(client, model=model, sampling=SamplingParams(max_tokens=1))
-        assert [call.adapter for call in handle.calls] == [
-            "adapter-1", "adapter-1", None, None, "adapter-1",
-        ]  # fmt: skip
-        grammars = [Grammar.json({"type": "integer"}), Grammar.json(True, strict=True)]
-        for grammar in grammars:
-            constraint = GrammarConstraint(Mock(), grammar)
-            await ask(client, sampling=SamplingParams(max_tokens=1, constraint=constraint))
-        # `Grammars` of the fakes return the grammar with a mark.
-        made = [request.sampling.constraint for request in replica.engine.asked[-2:]]
-        assert made == [("made here", grammar) for grammar in grammars]
-        (output,) = await ask(client, sampling=SamplingParams(constraint=object()))
-        assert isinstance(output.error, errors.RequestError)
-
-    run(case())
+@asynchronous
+async def test_requests_carry_their_adapter_and_their_schema():
+    client, handle, _, (replica,) = await start(FakeEngine())
+    for model in ("person", "adapter-1", "tiny", None, "scene"):
+        await ask(client, model=model, sampling=SamplingParams(max_tokens=1))
+    assert [call.adapter for call in handle.calls] == [
+        "adapter-1", "adapter-1", None, None, "adapter-1",
+    ]  # fmt: skip
+    grammars = [Grammar.json({"type": "integer"}), Grammar.json(True, strict=True)]
+    for grammar in grammars:
+        constraint = GrammarConstraint(Mock(), grammar)
+        await ask(client, sampling=SamplingParams(max_tokens=1, constraint=constraint))
+    # `Grammars` of the fakes return the grammar with a mark.
+    made = [request.sampling.constraint for request in replica.engine.asked[-2:]]
+    assert made == [("made here", grammar) for grammar in grammars]
+    (output,) = await ask(client, sampling=SamplingParams(constraint=object()))
+    assert isinstance(output.error, errors.RequestError)
 
 
-def test_adapters_and_bundles_are_loaded_everywhere_or_nowhere(tmp_path):
-    async def case():
-        client, _, _, replicas = await start(FakeEngine(), FakeEngine())
-        made = await client.load_adapter("mine", adapter(tmp_path / "mine"))
-        assert (made.name, made.kind) == ("mine", "adapter")
-        assert [model.name for model in await client.load_bundle(bundle(tmp_path / "more"))] == [
-            "signs"
-        ]
-        for replica in replicas:
-            assert {"mine", "signs"} <= {model.name for model in replica.engine.models()}
-        before = client.models()
-        with pytest.raises(errors.AdapterError, match="llava"):
-            await client.load_adapter("other", adapter(tmp_path / "other", base="llava"))
-        # Only one of the replicas refuses it: the other one gives it up again.
-        replicas[1].engine.load_adapter = _refuse
-        with pytest.raises(errors.AdapterError, match="no room"):
-            await client.load_adapter("third", adapter(tmp_path / "third"))
-        assert client.models() == before
-        for replica in replicas:
-            assert "third" not in {model.name for model in replica.engine.models()}
-        del replicas[1].engine.load_adapter
-        for name, error in (
-            ("nobody", errors.UnknownModelError), ("adapter-1", errors.BusyError),
-        ):  # fmt: skip
-            with pytest.raises(error):
-                await client.unload_adapter(name)
-        with pytest.raises(errors.UnknownModelError):
-            await client.unload_bundle("more@2")
-        await client.unload_adapter("mine")
-        await client.unload_bundle("more")
-        for replica in replicas:
-            assert not {"mine", "signs"} & {model.name for model in replica.engine.models()}
-        assert not {"mine", "signs"} & {model.name for model in client.models()}
-        with pytest.raises(errors.AdapterError, match="every machine"):
-            await client.load_adapter("gone", tmp_path / "gone")
-        with pytest.raises(errors.AdapterError, match="no bundle"):
-            await client.load_bundle(tmp_path / "gone")
-
-    run(case())
+@asynchronous
+async def test_adapters_and_bundles_are_loaded_everywhere_or_nowhere(tmp_path):
+    client, _, _, replicas = await start(FakeEngine(), FakeEngine())
+    made = await client.load_adapter("mine", adapter(tmp_path / "mine"))
+    assert (made.name, made.kind) == ("mine", "adapter")
+    assert [model.name for model in await client.load_bundle(bundle(tmp_path / "more"))] == [
+        "signs"
+    ]
+    for replica in replicas:
+        assert {"mine", "signs"} <= {model.name for model in replica.engine.models()}
+    before = client.models()
+    with pytest.raises(errors.AdapterError, match="llava"):
+        await client.load_adapter("other", adapter(tmp_path / "other", base="llava"))
+    # Only one of the replicas refuses it: the other one gives it up again.
+    replicas[1].engine.load_adapter = _refuse
+    with pytest.raises(errors.AdapterError, match="no room"):
+        await client.load_adapter("third", adapter(tmp_path / "third"))
+    assert client.models() == before
+    for replica in replicas:
+        assert "third" not in {model.name for model in replica.engine.models()}
+    del replicas[1].engine.load_adapter
+    for name, error in (
+        ("nobody", errors.UnknownModelError), ("adapter-1", errors.BusyError),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            await client.unload_adapter(name)
+    with pytest.raises(errors.UnknownModelError):
+        await client.unload_bundle("more@2")
+    await client.unload_adapter("mine")
+    await client.unload_bundle("more")
+    for replica in replicas:
+        assert not {"mine", "signs"} & {model.name for model in replica.engine.models()}
+    assert not {"mine", "signs"} & {model.name for model in client.models()}
+    with pytest.raises(errors.AdapterError, match="every machine"):
+        await client.load_adapter("gone", tmp_path / "gone")
+    with pytest.raises(errors.AdapterError, match="no bundle"):
+        await client.load_bundle(tmp_path / "gone")
 
 
-def test_a_context_is_made_by_one_replica_and_served_by_all(tmp_path):
-    async def case():
-        engines = FakeEngine(), FakeEngine()
-        client, _, board, _ = await start(*engines)
-        folder = tmp_path / "new-1"
-        made = await client.make_context(NewContext("new", "Some text."), folder)
-        assert (made.name, made.form, made.source_tokens) == ("new", "prefix", 2)
-        for engine in engines:
-            assert next(m for m in engine.models() if m.name == "new").root == str(folder)
-        # One that starts later has it, too.
-        late = Replica("late", board)
-        await late._follow(board.state(), strict=False)
-        assert "new" in {model.name for model in late.engine.models()}
-        # Another document under the name, as `replace` asks for it.
-        again = await client.make_context(NewContext("new", "A longer text."), tmp_path / "new-2")
-        assert again.source_tokens == 3
-        assert {next(m for m in engine.models() if m.name == "new").root for engine in engines} == {
-            str(tmp_path / "new-2")
-        }
-        await client.load_context("old", folder)
-        await client.unload_context("new")
-        for engine in engines:
-            assert {m.name for m in engine.models() if m.form} == {"old"}
-        of_bundle = replace(client._models[0], name="c", form="prefix", bundle="b@1")
-        client._models = [*client.models(), of_bundle]
-        for name, error, words in (
-            ("new", errors.UnknownModelError, "no context is named new: known are old"),
-            ("c", errors.BusyError, "context c belongs to bundle b@1"),
-        ):
-            with pytest.raises(error, match=words):
-                await client.unload_context(name)
-
-    run(case())
+@asynchronous
+async def test_a_context_is_made_by_one_replica_and_served_by_all(tmp_path):
+    engines = FakeEngine(), FakeEngine()
+    client, _, board, _ = await start(*engines)
+    folder = tmp_path / "new-1"
+    made = await client.make_context(NewContext("new", "Some text."), folder)
+    assert (made.name, made.form, made.source_tokens) == ("new", "prefix", 2)
+    for engine in engines:
+        assert next(m for m in engine.models() if m.name == "new").root == str(folder)
+    # One that starts later has it, too.
+    late = Replica("late", board)
+    await late._follow(board.state(), strict=False)
+    assert "new" in {model.name for model in late.engine.models()}
+    # Another document under the name, as `replace` asks for it.
+    again = await client.make_context(NewContext("new", "A longer text."), tmp_path / "new-2")
+    assert again.source_tokens == 3
+    assert {next(m for m in engine.models() if m.name == "new").root for engine in engines} == {
+        str(tmp_path / "new-2")
+    }
+    await client.load_context("old", folder)
+    await client.unload_context("new")
+    for engine in engines:
+        assert {m.name for m in engine.models() if m.form} == {"old"}
+    of_bundle = replace(client._models[0], name="c", form="prefix", bundle="b@1")
+    client._models = [*client.models(), of_bundle]
+    for name, error, words in (
+        ("new", errors.UnknownModelError, "no context is named new: known are old"),
+        ("c", errors.BusyError, "context c belongs to bundle b@1"),
+    ):
+        with pytest.raises(error, match=words):
+            await client.unload_context(name)
 
 
-def test_a_context_that_cannot_be_made_or_served_changes_nothing(tmp_path):
-    async def case():
-        engines = FakeEngine(), FakeEngine()
-        client, handle, _, _ = await start(*engines)
-        with pytest.raises(errors.RequestError, match="context new: the document is empty"):
-            await client.make_context(NewContext("new", " "), tmp_path / "none")
-        (tmp_path / "file").write_text("in the way")
-        with pytest.raises(errors.StorageError, match="cannot be written"):
-            await client.make_context(NewContext("new", "Text."), tmp_path / "file" / "new")
-        with pytest.raises(errors.AdapterError, match="context /nowhere cannot be read"):
-            await client.load_context("new", Path("/nowhere"))
+@asynchronous
+async def test_a_context_that_cannot_be_made_or_served_changes_nothing(tmp_path):
+    engines = FakeEngine(), FakeEngine()
+    client, handle, _, _ = await start(*engines)
+    with pytest.raises(errors.RequestError, match="context new: the document is empty"):
+        await client.make_context(NewContext("new", " "), tmp_path / "none")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(errors.StorageError, match="cannot be written"):
+        await client.make_context(NewContext("new", "Text."), tmp_path / "file" / "new")
+    with pytest.raises(errors.AdapterError, match="context /nowhere cannot be read"):
+        await client.load_context("new", Path("/nowhere"))
 
-        async def refuse(name, folder):
-            raise errors.AdapterError(f"context {name}: no room")
+    async def refuse(name, folder):
+        raise errors.AdapterError(f"context {name}: no room")
 
-        engines[1].load_context = refuse
-        with pytest.raises(errors.AdapterError, match="no room"):
-            await client.make_context(NewContext("new", "Text."), tmp_path / "half")
-        for engine in engines:
-            assert "new" not in {model.name for model in engine.models()}
+    engines[1].load_context = refuse
+    with pytest.raises(errors.AdapterError, match="no room"):
+        await client.make_context(NewContext("new", "Text."), tmp_path / "half")
+    for engine in engines:
+        assert "new" not in {model.name for model in engine.models()}
 
-        class Gone:
-            async def control(self, *arguments):
-                raise ray.exceptions.ActorDiedError()
+    class Gone:
+        async def control(self, *arguments):
+            raise ray.exceptions.ActorDiedError()
 
-        handle.next = Gone
-        with pytest.raises(errors.StoppedError, match="has gone: ask again"):
-            await client.make_context(NewContext("new", "Text."), tmp_path / "gone")
-
-    run(case())
+    handle.next = Gone
+    with pytest.raises(errors.StoppedError, match="has gone: ask again"):
+        await client.make_context(NewContext("new", "Text."), tmp_path / "gone")
 
 
 async def _refuse(name, folder, **_):
     raise errors.AdapterError("there is no room for it")
 
 
-def test_a_replica_that_starts_late_learns_what_is_served(tmp_path):
+@asynchronous
+async def test_a_replica_that_starts_late_learns_what_is_served(tmp_path):
     """It read the board before an adapter was loaded, and gets a request for the adapter."""
-
-    async def case():
-        client, handle, board, _ = await start(FakeEngine())
-        late = Replica("late", board)
-        await late._follow(board.state(), strict=False)
-        await client.load_adapter("mine", adapter(tmp_path / "mine"))
-        handle.replicas.appendleft(late)
-        outputs = await ask(client, model="mine", sampling=SamplingParams(max_tokens=1))
-        assert outputs[-1].finish is Finish.LENGTH
-        assert late.took == 1
-        # An adapter that it cannot load is an error of that adapter's requests alone.
-        late.engine.load_adapter = _refuse
-        await client.close()
-        client, handle, board, _ = await start(FakeEngine())
-        await client.load_adapter("third", adapter(tmp_path / "third"))
-        late._board = Replica("late", board)._board
-        handle.replicas.appendleft(late)
-        (output,) = await ask(client, model="third")
-        assert "no room" in str(output.error)
-        handle.replicas.rotate(-1)
-        assert (await ask(client))[-1].finish is not Finish.ERROR
-
-    run(case())
+    client, handle, board, _ = await start(FakeEngine())
+    late = Replica("late", board)
+    await late._follow(board.state(), strict=False)
+    await client.load_adapter("mine", adapter(tmp_path / "mine"))
+    handle.replicas.appendleft(late)
+    outputs = await ask(client, model="mine", sampling=SamplingParams(max_tokens=1))
+    assert outputs[-1].finish is Finish.LENGTH
+    assert late.took == 1
+    # An adapter that it cannot load is an error of that adapter's requests alone.
+    late.engine.load_adapter = _refuse
+    await client.close()
+    client, handle, board, _ = await start(FakeEngine())
+    await client.load_adapter("third", adapter(tmp_path / "third"))
+    late._board = Replica("late", board)._board
+    handle.replicas.appendleft(late)
+    (output,) = await ask(client, model="third")
+    assert "no room" in str(output.error)
+    handle.replicas.rotate(-1)
+    assert (await ask(client))[-1].finish is not Finish.ERROR
 
 
-def test_replicas_with_another_content_are_refused(tmp_path, monkeypatch):
+@asynchronous
+async def test_replicas_with_another_content_are_refused(tmp_path, monkeypatch):
     """The server's hash and the replica's differ, as if their machines had different files."""
+    client, _, _, _ = await start(FakeEngine())
+    folder = adapter(tmp_path / "mine")
+    real = module.find_part
 
-    async def case():
-        client, _, _, _ = await start(FakeEngine())
-        folder = adapter(tmp_path / "mine")
-        real = module.find_part
+    def earlier(*arguments, **options):
+        part = real(*arguments, **options)
+        (folder / "adapter_model.safetensors").write_bytes(b"changed")
+        return part
 
-        def earlier(*arguments, **options):
-            part = real(*arguments, **options)
-            (folder / "adapter_model.safetensors").write_bytes(b"changed")
-            return part
+    monkeypatch.setattr(module, "find_part", earlier)
+    with pytest.raises(errors.AdapterError, match="sha256 differs: copy the same one"):
+        await client.load_adapter("mine", folder)
+    more = bundle(tmp_path / "more")
 
-        monkeypatch.setattr(module, "find_part", earlier)
-        with pytest.raises(errors.AdapterError, match="sha256 differs: copy the same one"):
-            await client.load_adapter("mine", folder)
-        more = bundle(tmp_path / "more")
+    def before(*arguments, **options):
+        part = real(*arguments, **options)
+        manifest = json.loads((more / "bundle.json").read_text())
+        (more / "bundle.json").write_text(json.dumps(manifest | {"version": 2}))
+        return part
 
-        def before(*arguments, **options):
-            part = real(*arguments, **options)
-            manifest = json.loads((more / "bundle.json").read_text())
-            (more / "bundle.json").write_text(json.dumps(manifest | {"version": 2}))
-            return part
-
-        monkeypatch.setattr(module, "find_part", before)
-        with pytest.raises(errors.AdapterError, match="sha256 differs"):
-            await client.load_bundle(more)
-
-    run(case())
+    monkeypatch.setattr(module, "find_part", before)
+    with pytest.raises(errors.AdapterError, match="sha256 differs"):
+        await client.load_bundle(more)
 
 
 def test_totals():

@@ -1,6 +1,7 @@
 """One replica over a fake engine: batches of outputs, calls, health."""
 
 import asyncio
+import functools
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,14 @@ from valora_serve.types import EngineStats, Finish, Request, SamplingParams
 NOW = Revision("f", 1)
 
 
-def run(case):
-    return asyncio.run(asyncio.wait_for(case, 20))
+def asynchronous(test):
+    """Runs a test in an event loop, for 20 seconds at most."""
+
+    @functools.wraps(test)
+    def run(*arguments, **options):
+        asyncio.run(asyncio.wait_for(test(*arguments, **options), 20))
+
+    return run
 
 
 async def ready(engine=None):
@@ -35,32 +42,28 @@ def call(count, revision=NOW):
 
 
 @pytest.mark.parametrize("running", [0, 400])
-def test_outputs_are_sent_together_when_many_requests_run(running):
+@asynchronous
+async def test_outputs_are_sent_together_when_many_requests_run(running):
     """One request alone gets a message a token; 400 share the messages of a second."""
-
-    async def case():
-        engine = FakeEngine(step=0.01)
-        engine.stats = lambda: EngineStats(running=running)
-        batches = [batch async for batch in (await ready(engine)).generate(call(40))]
-        assert batches[0].outputs == ()
-        outputs = [output for batch in batches for output in batch.outputs]
-        assert [output.token_ids for output in outputs[:-1]] == [(n,) for n in range(40)]
-        assert outputs[-1].finish is Finish.LENGTH
-        assert len(batches) < 8 if running else len(batches) > 20
-
-    run(case())
+    engine = FakeEngine(step=0.01)
+    engine.stats = lambda: EngineStats(running=running)
+    batches = [batch async for batch in (await ready(engine)).generate(call(40))]
+    assert batches[0].outputs == ()
+    outputs = [output for batch in batches for output in batch.outputs]
+    assert [output.token_ids for output in outputs[:-1]] == [(n,) for n in range(40)]
+    assert outputs[-1].finish is Finish.LENGTH
+    assert len(batches) < 8 if running else len(batches) > 20
 
 
-def test_an_answer_that_is_not_streamed_is_one_message():
-    async def case():
-        whole = replace(call(20), request=replace(call(20).request, stream=False))
-        batches = [b async for b in (await ready(FakeEngine(step=0.005))).generate(whole)]
-        assert [len(batch.outputs) for batch in batches] == [0, 21]
-
-    run(case())
+@asynchronous
+async def test_an_answer_that_is_not_streamed_is_one_message():
+    whole = replace(call(20), request=replace(call(20).request, stream=False))
+    batches = [b async for b in (await ready(FakeEngine(step=0.005))).generate(whole)]
+    assert [len(batch.outputs) for batch in batches] == [0, 21]
 
 
-def test_errors_in_the_engine_end_the_request():
+@asynchronous
+async def test_errors_in_the_engine_end_the_request():
     async def broken(request):
         yield (await asyncio.sleep(0, FakeEngine) and None) or _raise()
 
@@ -68,57 +71,47 @@ def test_errors_in_the_engine_end_the_request():
         return
         yield
 
-    async def case():
-        for generate, words in ((broken, "failed: out of luck"), (silent, "engine stopped")):
-            engine = FakeEngine()
-            engine.generate = generate
-            batches = [batch async for batch in (await ready(engine)).generate(call(4))]
-            (output,) = batches[-1].outputs
-            assert output.finish is Finish.ERROR
-            assert words in str(output.error)
-
-    run(case())
+    for generate, words in ((broken, "failed: out of luck"), (silent, "engine stopped")):
+        engine = FakeEngine()
+        engine.generate = generate
+        batches = [batch async for batch in (await ready(engine)).generate(call(4))]
+        (output,) = batches[-1].outputs
+        assert output.finish is Finish.ERROR
+        assert words in str(output.error)
 
 
 def _raise():
     raise OSError("out of luck")
 
 
-def test_a_closed_answer_is_cancelled():
-    async def case():
-        engine = FakeEngine(step=0.01)
-        stream = (await ready(engine)).generate(call(10_000))
-        await anext(stream)
-        await anext(stream)
-        assert engine.running
-        await stream.aclose()
-        assert not engine.running
-        assert engine.cancelled == ["a"]
-
-    run(case())
+@asynchronous
+async def test_a_closed_answer_is_cancelled():
+    engine = FakeEngine(step=0.01)
+    stream = (await ready(engine)).generate(call(10_000))
+    await anext(stream)
+    await anext(stream)
+    assert engine.running
+    await stream.aclose()
+    assert not engine.running
+    assert engine.cancelled == ["a"]
 
 
-def test_what_no_board_explains_is_an_error(monkeypatch):
+@asynchronous
+async def test_what_no_board_explains_is_an_error(monkeypatch):
     monkeypatch.setattr(module, "CATCH_UP_SECONDS", 0.2)
-
-    async def case():
-        made = await ready()
-        batches = [batch async for batch in made.generate(call(4, Revision("f", 2)))]
-        (output,) = batches[-1].outputs
-        assert isinstance(output.error, StoppedError)
-        assert "does not know yet" in str(output.error)
-
-    run(case())
+    made = await ready()
+    batches = [batch async for batch in made.generate(call(4, Revision("f", 2)))]
+    (output,) = batches[-1].outputs
+    assert isinstance(output.error, StoppedError)
+    assert "does not know yet" in str(output.error)
 
 
-def test_health_and_what_routers_are_told():
-    async def case():
-        made = await ready()
+@asynchronous
+async def test_health_and_what_routers_are_told():
+    made = await ready()
+    await made.check_health()
+    assert made.record_routing_stats() == {RESIDENT: ["adapter-1"]}
+    made.engine.healthy = False
+    with pytest.raises(StoppedError, match="has failed"):
         await made.check_health()
-        assert made.record_routing_stats() == {RESIDENT: ["adapter-1"]}
-        made.engine.healthy = False
-        with pytest.raises(StoppedError, match="has failed"):
-            await made.check_health()
-        assert "replica r failed" in str(await made.control("nothing"))
-
-    run(case())
+    assert "replica r failed" in str(await made.control("nothing"))

@@ -36,7 +36,7 @@ def test_unknown_router_lists_the_known():
         ({"excess": 0}, "excess load of the router is 0: choose a number above 0"),
         ({"slack": -1}, "slack of the router is -1: choose a number of at least 0"),
         ({"slack": math.inf}, "slack of the router is inf"),
-        ({"choices": 0}, "draws 0 replicas: choose a number of at least 1"),
+        ({"choices": 0}, "number of choices of the router is 0: choose a number of at least 1"),
     ],
 )
 def test_settings_out_of_range(wrong, sentence):

@@ -10,16 +10,14 @@ from valora_serve.workloads.cli import main
 
 
 def test_command_prints_a_table_and_writes_files(tmp_path, capsys):
-    out, plot = tmp_path / "out.json", tmp_path / "out.png"
-    pytest.importorskip("matplotlib")
-    arguments = ["--rates", "4", "--skews", "0.3", "0.8", "--duration", "3"]
-    assert main([*arguments, "--json", str(out), "--plot", str(plot)]) == 0
+    out = tmp_path / "out.json"
+    arguments = ["--rates", "4", "--skews", "0.3", "0.8", "--duration", "1"]
+    assert main([*arguments, "--json", str(out)]) == 0
     text = capsys.readouterr().out
     assert "not measured" in text and "unmerge_only" in text
     rows = json.loads(out.read_text())
     assert len(rows) == 2 * len(POLICIES)
     assert {row["skew"] for row in rows} == {0.3, 0.8}
-    assert plot.stat().st_size > 1000
 
 
 def test_command_replays_files_and_explains(tmp_path, capsys):
@@ -89,8 +87,7 @@ def test_replicas_are_compared(tmp_path, capsys):
         (["--replicas", "0"], "at least 1 replica, not 0"),
         (["--replicas", "2", "--router", "near"], "unknown router 'near': choose one of affinity"),
         (["--replicas", "2", "--load-bound", "1"], "load bound of the router is 1"),
-        (["--replicas", "2", "--slots", "1"], "at least 2 slots, not 1"),
-        (["--replicas", "2", "--plot", "p.png"], "--plot is for one machine: leave out --replicas"),
+        (["--replicas", "2", "--slots", "1"], "slots: expected at least 2, got 1"),
         (["--router", "least", "--decision-trace", "d"], "--decision-trace is for one machine"),
         (["--replicas", "2", "--costs", "none.json"], "none.json"),
     ],
@@ -106,8 +103,8 @@ def test_what_is_wrong_with_replicas(wrong, sentence, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--max-requests 0", "at least 1 request at a time, not 0"),
-        ("--answer-limit 0", "answer_limit: expected at least 1 token"),
+        ("--max-requests 0", "max_requests: expected at least 1, got 0"),
+        ("--answer-limit 0", "answer_limit: expected at least 1, got 0"),
         ("--rates nan", "rates: expected more than 0"), ("--rates inf", "rates: expected"),
         ("--workload at_once --requests -4", "requests: expected more than 0"),
         ("--lora-cost nan", "lora_cost: expected 0 or more"), ("--slo -1", "slo: expected"),

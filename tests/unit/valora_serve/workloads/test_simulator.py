@@ -100,18 +100,12 @@ def test_a_switch_costs_what_it_costs():
 def test_md1_queue(load):
     """One at a time, equal heads, Poisson arrivals: the mean wait of M/D/1, ρ·D / (2 (1 − ρ))."""
     rng = np.random.default_rng(4)
-    service, n = 0.02, 40_000
+    service, n = 0.02, 20_000
     arrival = np.cumsum(rng.exponential(service / load, n))
     work = workload([(0.0, None, 10, 0)])
-    work = replace(
-        work,
-        arrival=arrival,
-        **{
-            f: np.broadcast_to(getattr(work, f), n)
-            for f in ("adapter", "prompt", "output", "images")
-        },
-        latency_limit=np.full(n, math.nan),
-    )
+    names = ("adapter", "prompt", "output", "images", "latency_limit")
+    same = {name: np.broadcast_to(getattr(work, name), n) for name in names}
+    work = replace(work, arrival=arrival, **same)
     report = run("slora", work, settings=SimSettings(max_requests=1))
     wait = report.end_to_end[0] - service
     assert wait == pytest.approx(load * service / (2 * (1 - load)), rel=0.06)
@@ -140,7 +134,7 @@ def test_results_do_not_depend_on_the_order_of_sets():
             [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed},
             capture_output=True, text=True, check=True,
         ).stdout
-        for seed in "123"
+        for seed in "12"
     }  # fmt: skip
     assert len(said) == 1
 

@@ -1,0 +1,277 @@
+"""Runs the fuzzers and the soak: ``python -m tests.fuzz [PART] [--cases N] [--seed N] …``.
+
+A fuzzer is a module with `running(folder)`: a context manager that starts a server and gives its
+URL, its process, and a function that makes a case of a random generator and the case's number: its
+kinds, what was done, and a function that sends it, returns its outcomes and raises if a property
+does not hold. Meanwhile another process watches the server's memory and its `/health`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import multiprocessing
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NICE = 10  # what senders' priority is lower by than that of the server and of who asks /health
+UNWELL = 60.0  # seconds that a failed /health counts as
+RANDOM_TESTS = (
+    "tests/property/valora_serve/orchestrator",
+    "tests/property/valora_serve/memory",
+    "tests/property/valora_serve/server/access",
+    "tests/property/valora_train/fusion",
+)
+CASES = {"schedule": 2, "routes": 200, "media": 5000, "adapters": 500}
+
+
+@dataclass
+class Row:
+    """What became of the cases of one kind; seconds, and MB of memory above idle."""
+
+    outcomes: Counter = field(default_factory=Counter)
+    slowest: float = 0.0
+    memory: float = 0.0
+    health: float = 0.0
+
+
+class Report:
+    """What was tried, and what came of it."""
+
+    def __init__(self):
+        self.rows, self.failures = {}, []
+        self._lock = threading.Lock()
+
+    def add(self, kind, outcomes, seconds=0.0, memory=0.0, health=0.0):
+        """Count a case."""
+        with self._lock:
+            row = self.rows.setdefault(kind, Row())
+            row.outcomes.update([outcomes] if isinstance(outcomes, str) else outcomes)
+            row.slowest, row.memory = max(row.slowest, seconds), max(row.memory, memory)
+            row.health = max(row.health, health)
+
+    def failed(self, text):
+        """Keep a failure, with what reproduces it."""
+        with self._lock:
+            self.failures.append(text)
+        print(f"FAILED: {text}", file=sys.stderr, flush=True)
+
+    def __str__(self):
+        lines = ["| kind | outcomes | slowest, s | memory, MB | `/health`, s |", "|---" * 5 + "|"]
+        for kind, row in self.rows.items():
+            told = ", ".join(f"{name}: {n}" for name, n in sorted(row.outcomes.items()))
+            numbers = f"{row.slowest:.2f} | {row.memory:.0f} | {row.health:.3f}"
+            lines.append(f"| {kind} | {told} | {numbers} |")
+        return "\n".join([*lines, f"\n{len(self.failures)} failures", *self.failures[:20]])
+
+
+class Watch:
+    """A process that samples a server's memory every 10 ms, and asks for its health every 50 ms."""
+
+    def __init__(self, url, pid):
+        context = multiprocessing.get_context("spawn")
+        self._values = context.Array("d", 4)  # memory, most of it, slowest /health, times asked
+        self._over = context.Event()
+        arguments = (url, pid, self._values, self._over)
+        self._process = context.Process(target=_watch, args=arguments, daemon=True)
+        self._process.start()
+        while not self._values[3]:
+            time.sleep(0.05)
+        self._idle = self._values[0]
+        self.taken()
+
+    def taken(self):
+        """Most MB above idle, and seconds of the slowest /health, since the last call."""
+        found = (self._values[1] - self._idle) / 2**20, self._values[2]
+        self._values[1], self._values[2] = 0.0, 0.0
+        return found
+
+    def end(self):
+        self._over.set()
+        self._process.join(35)
+
+
+def _watch(url, pid, values, over):
+    parent = os.getppid()
+    thread = threading.Thread(target=_watch_health, args=(url, values, over))
+    thread.start()
+    while not over.wait(0.01) and os.getppid() == parent:
+        values[0] = _resident(pid)
+        values[1] = max(values[1], values[0])
+    over.set()
+
+
+def _watch_health(url, values, over):
+    host, port = address(url)
+    while not over.wait(0.05):
+        began, answer = time.perf_counter(), b""
+        with contextlib.suppress(OSError), socket.create_connection((host, port), 30) as sock:
+            sock.sendall(
+                f"GET /health HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
+            )
+            while piece := sock.recv(4096):
+                answer += piece
+        took = time.perf_counter() - began if b" 200 " in answer[:20] else UNWELL
+        values[2] = max(values[2], took)
+        values[3] += 1
+
+
+def _resident(pid):
+    """Memory of a process and all below it that nobody else has, in bytes."""
+    total, found = 0, [pid]
+    for one in found:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            own = Path(f"/proc/{one}/cmdline").read_bytes()
+            for task in Path(f"/proc/{one}/task").iterdir():
+                for child in map(int, (task / "children").read_text().split()):
+                    # One that was just forked still shares its parent's memory.
+                    same = Path(f"/proc/{child}/cmdline").read_bytes() == own
+                    if not same and child != os.getpid():
+                        found.append(child)
+            pages, shared = Path(f"/proc/{one}/statm").read_text().split()[1:3]
+            total += (int(pages) - int(shared)) * os.sysconf("SC_PAGESIZE")
+    return total
+
+
+def address(url):
+    """Host and port of a URL."""
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def together(work):
+    """Run functions at the same time in threads of lower priority; returns what they return."""
+    found, errors = [], []
+
+    def run(one):
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)  # of this thread, on Linux
+        try:
+            found.append(one())
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
+
+
+def fuzz(part, cases, seed=0, only=(), minutes=0.0, **limits):
+    """Run a fuzzer's cases; returns the report. `limits` replace those of the module."""
+    module = sys.modules[__name__] if part == "schedule" else importlib.import_module(
+        f"tests.fuzz.{part}"
+    )  # fmt: skip
+    report, start, watch = Report(), time.monotonic(), None
+    most = module.LIMITS | limits
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
+            module.running(Path(folder)) as (url, pid, make),
+        ):
+            watch = Watch(url, pid) if url else None
+            for number in only or range(cases):
+                if minutes and time.monotonic() - start > 60 * minutes:
+                    break
+                kinds, what, send = make(random.Random(f"{seed}/{number}"), number)
+                again = f"again: python -m tests.fuzz {part} --seed {seed} --only {number}"
+                _one(report, kinds, f"case {number}: {what}", again, send, watch, most)
+                if watch and report.rows[kinds[0]].health >= UNWELL:
+                    break  # the server has ended
+                if (number + 1) % 100 == 0:
+                    took = time.monotonic() - start
+                    print(f"case {number}, {took:.0f} s", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("stopped early", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001 - the server's status and log are checked at its end
+        report.failed(f"{type(error).__name__}: {error}")
+    finally:
+        if watch:
+            watch.end()
+    return report
+
+
+def _one(report, kinds, what, again, send, watch, most):
+    if watch:
+        watch.taken()
+    began = time.monotonic()
+    try:
+        [outcomes] = together([send])
+    except Exception as error:  # noqa: BLE001 - whatever it is, the property does not hold
+        outcomes = "failed"
+        report.failed(f"{', '.join(kinds)}, {what}: {type(error).__name__}: {error}\n  {again}")
+    seconds = time.monotonic() - began
+    memory, health = watch.taken() if watch else (0.0, 0.0)
+    for kind in kinds:
+        report.add(kind, outcomes, seconds, memory, health)
+    for name, found in (("seconds", seconds), ("memory", memory), ("health", health)):
+        if found > most.get(name, float("inf")):
+            report.failed(f"{', '.join(kinds)}, {what}: {name} {found:.2f}\n  {again}")
+
+
+# The random tests of the scheduler, the memory, admission and the fusion plan, as a fuzzer: each
+# case runs them with ten times as many examples as in `make test`, new ones. A failing example is
+# printed as a call that repeats it, and belongs into the test as an ``@example``.
+
+LIMITS: dict[str, float] = {}
+
+
+@contextlib.contextmanager
+def running(folder):
+    """Nothing runs."""
+    yield None, None, _random_tests
+
+
+def _random_tests(rng, number):
+    seed = rng.randrange(2**31)
+    command = [sys.executable, "-m", "pytest", "-q", f"--hypothesis-seed={seed}", *RANDOM_TESTS]
+
+    def send():
+        ran = subprocess.run(command, cwd=ROOT, env=os.environ | {"VALORA_EXAMPLES": "10"},
+                             capture_output=True, text=True, check=False)  # fmt: skip
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout.splitlines()[-1].split(" in ")[0]
+
+    return ["random tests, ten times the examples"], f"--hypothesis-seed={seed}", send
+
+
+def main(arguments):
+    """Run a part, every fuzzer without one; returns 1 if a property does not hold."""
+    parser = argparse.ArgumentParser("python -m tests.fuzz", description=__doc__)
+    parser.add_argument("part", nargs="?", choices=[*CASES, "soak"])
+    parser.add_argument("--cases", type=int, help="number of cases")
+    parser.add_argument("--seed", type=int, help="seed of the cases; by default a new one")
+    parser.add_argument("--only", type=int, nargs="*", default=(), help="numbers of the cases")
+    parser.add_argument("--minutes", type=float, default=0.0, help="start no case after these")
+    chosen = parser.parse_args(arguments)
+    seed = secrets.randbelow(2**31) if chosen.seed is None else chosen.seed
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    print(f"seed {seed}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was counted is printed
+    status = 0
+    for part in [chosen.part] if chosen.part else CASES:
+        if part == "soak":
+            report = importlib.import_module("tests.fuzz.soak").soak(chosen.minutes or 3.0, seed)
+        else:
+            cases = CASES[part] if chosen.cases is None else chosen.cases
+            report = fuzz(part, cases, seed, chosen.only, chosen.minutes)
+        print(f"\n{part}\n{report}", flush=True)
+        status |= bool(report.failures)
+    return int(status)

@@ -1,1 +1,0 @@
-"""File formats that predictions are written in, one module for each."""

@@ -17,7 +17,6 @@ SAME_LEVELS = 18.0
 """Largest difference between thumbnails of copies in any pixel, but for the brightness, of 255
 levels in grey: halving with recompression to quality 20 stays below 16. What differs in one place
 only has moved before a fixed camera."""
-NEAR_LEVELS = 6.0  # largest mean difference: what is only brighter is another picture
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
 NEAR_LEVELS = 6.0  # largest mean difference between thumbnails of copies
 FLAT = 4.0

@@ -11,15 +11,15 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_604,
-    "data/valora_data": 9_594,
+    "data/valora_data": 9_593,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_143,
     "valora_serve": 31_615,
-    "tests/*/valora_train": 7_819,
+    "tests/*/valora_train": 7_876,
     "tests/*/valora_data": 4_386,
     "tests/*/valora_teachers": 1_187,
-    "tests/*/valora_kernels": 2_182,
-    "tests/*/valora_serve": 28_799,
+    "tests/*/valora_kernels": 2_194,
+    "tests/*/valora_serve": 28_834,
     "tests/unit/bench": 1_852,
     BENCH: 11_754,
 }

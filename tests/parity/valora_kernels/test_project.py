@@ -1,11 +1,13 @@
 """Base projection and LoRA together, against row-by-row arithmetic."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.cases import others_slow
 from tests.support.lora_cases import DEVICE, assert_near, make_case, needs_triton
 from valora_kernels import atmm as atmm_module
 from valora_kernels import project
@@ -34,9 +36,15 @@ WIDTHS = (64, 24)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("popularity", ["uniform", "distinct", "skewed", "none"])
-def test_projection(tiling: ProjectTiling | None, popularity: str) -> None:
-    dtype = torch.float32 if popularity in ("distinct", "none") else torch.float16
+@pytest.mark.parametrize(
+    ("dtype", "popularity"),
+    others_slow(
+        [(torch.float16, "uniform"), (torch.float16, "skewed"), (torch.float32, "distinct"),
+         (torch.float32, "none")],
+        product([torch.float16, torch.float32], ["uniform", "distinct", "skewed", "none"]),
+    ),
+)  # fmt: skip
+def test_projection(tiling: ProjectTiling | None, dtype: torch.dtype, popularity: str) -> None:
     case = make_case(37, [8, 16, 24], 72, WIDTHS, dtype=dtype, popularity=popularity)
     bases = [torch.randn(n, 72, device=DEVICE).to(dtype) / 8 for n in WIDTHS]
     bias = torch.randn(WIDTHS[0], device=DEVICE).to(dtype)  # of the first projection only

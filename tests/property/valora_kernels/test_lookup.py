@@ -37,7 +37,7 @@ def check(tiling: Tiling, shape: Shape) -> None:
         assert tiling.rows >= 16
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(shapes)
 def test_shipped_table_always_answers(shape: Shape) -> None:
     choice = table_of(H200).look_up(shape)
@@ -45,7 +45,7 @@ def test_shipped_table_always_answers(shape: Shape) -> None:
     check(choice.tiling, shape)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(shapes)
 def test_rules_always_answer(shape: Shape) -> None:
     check(default_tiling(shape), shape)

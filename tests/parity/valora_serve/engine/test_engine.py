@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     Got,
     Reference,
@@ -109,8 +111,10 @@ def test_adapters_and_prompts_make_a_difference(reference: Reference) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "overlap"), [(name, n % 2 == 0) for n, name in enumerate(POLICIES)]
-)
+    ("policy", "overlap"),
+    others_slow([(one, n % 2 == 0) for n, one in enumerate(POLICIES)],
+                product(POLICIES, [False, True])),
+)  # fmt: skip
 def test_policies(
     base: str, adapters: dict[str, Path], reference: Reference, policy: str, overlap: bool
 ) -> None:
@@ -206,8 +210,10 @@ def forced(base: str, adapters: dict[str, Path], mode: str, **settings: Any) -> 
 
 @pytest.mark.parametrize(
     ("mode", "overlap"),
-    [("unmerged", True), ("merged", False), ("mixture", True), ("switching", False),
-     ("switching", True)],
+    others_slow(
+        [("unmerged", True), ("merged", False), ("mixture", True), ("switching", False),
+         ("switching", True)], product(MODES, [False, True]),
+    ),
 )  # fmt: skip
 def test_modes(
     base: str, adapters: dict[str, Path], reference: Reference, mode: str, overlap: bool
@@ -233,7 +239,10 @@ def test_modes(
 
 @pytest.mark.parametrize(
     ("mode", "block_size", "chunk"),
-    [("unmerged", 1, 256), ("unmerged", 16, 7), ("switching", 1, 7), ("switching", 4, 256)],
+    others_slow(
+        [("unmerged", 1, 256), ("unmerged", 16, 7), ("switching", 1, 7), ("switching", 4, 256)],
+        product(["unmerged", "switching"], [1, 4, 16], [7, 256]),
+    ),
 )
 def test_chunks_and_pages(
     base: str,
@@ -251,7 +260,11 @@ def test_chunks_and_pages(
     assert_empty(engine)
 
 
-@pytest.mark.parametrize(("mode", "overlap"), [("unmerged", False), ("switching", True)])
+@pytest.mark.parametrize(
+    ("mode", "overlap"),
+    others_slow([("unmerged", False), ("switching", True)],
+                product(["unmerged", "switching"], [False, True])),
+)  # fmt: skip
 def test_preemption(
     base: str, adapters: dict[str, Path], reference: Reference, mode: str, overlap: bool
 ) -> None:
@@ -340,7 +353,7 @@ def test_prompt_that_grows_in_a_conversation(base: str, reference: Reference) ->
         ids += [*found[one.id].tokens, *range(100 + turn, 105 + turn)]
 
 
-@pytest.mark.parametrize("mode", ["unmerged", "switching"])
+@pytest.mark.parametrize("mode", others_slow(["unmerged", "switching"], MODES))
 def test_logprobs(base: str, adapters: dict[str, Path], reference: Reference, mode: str) -> None:
     wanted = [0, 3, None, 5]
     requests = [

@@ -308,7 +308,8 @@ def test_a_head_can_be_left_out(others: Path) -> None:
     "settings",
     [
         {"policy": "unmerge_only", "overlap": True},
-        {"policy": "merge_only", "block_size": 32, "chunk": 19},
+        pytest.param({"policy": "valora", "overlap": False, "chunk": 19}, marks=pytest.mark.slow),
+        {"policy": "merge_only", "block_size": 32},
     ],
     ids=lambda settings: str(settings["policy"]),
 )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     Got,
     Reference,
@@ -325,7 +326,9 @@ DOMAINS = {
 }
 
 
-@pytest.mark.parametrize("policy", ["cost", "merge_only"])
+@pytest.mark.parametrize(
+    "policy", others_slow(["cost", "merge_only"], ["cost", "valora", "merge_only", "unmerge_only"])
+)
 def test_domains_of_others_and_of_its_own(tmp_path: Path, policy: str) -> None:
     """Heads on a harmful adapter answer with an error, never with an empty list of boxes."""
     fine = make_bundle(tmp_path / "fine", "tiny", name="fine", domains=DOMAINS, seed=1)

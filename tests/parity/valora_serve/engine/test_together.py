@@ -1,6 +1,7 @@
 """Several domains about one image: each answers as a request of its own does."""
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import valora_serve.demo
+from tests.support.cases import others_slow
 from tests.support.engine_reference import Got, assert_empty, collect, finish, make_engine, noise
 from tests.support.serve_helpers import DomainSpec, make_bundle
 from valora_serve.engine.engine import Engine
@@ -103,8 +105,10 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(
-    ("options", "image_first"), [(one, n % 2 == 0) for n, one in enumerate(SETTINGS)]
-)
+    ("options", "image_first"),
+    others_slow([(one, n % 2 == 0) for n, one in enumerate(SETTINGS)],
+                product(SETTINGS, [False, True])),
+)  # fmt: skip
 def test_any_set_of_domains_answers_as_alone(
     bundle: Path, options: dict[str, Any], image_first: bool
 ) -> None:
@@ -196,7 +200,9 @@ def test_riders_keep_deadlines_and_errors_of_their_own(bundle: Path) -> None:
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("policy", ["merge_only", "cost"])
+@pytest.mark.parametrize(
+    "policy", others_slow(["merge_only", "cost"], ["unmerge_only", "merge_only", "cost"])
+)
 def test_the_demo_reproduces_its_golden_examples_with_all_domains_at_once(policy: str) -> None:
     folder = Path(valora_serve.demo.__file__).parent / "bundles" / "detection"
     engine = make_engine("tiny", policy=policy)

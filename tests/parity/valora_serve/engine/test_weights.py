@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from peft.tuners.lora import LoraLayer
 
 from tests.parity.valora_serve.engine.test_engine import Forced
+from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     Expected,
     Got,
@@ -130,8 +132,10 @@ def check(found: dict[str, Got], requests: list[Request], reference: Reference) 
 
 
 @pytest.mark.parametrize(
-    ("policy", "overlap"), [(name, n % 2 == 0) for n, name in enumerate(POLICIES)]
-)
+    ("policy", "overlap"),
+    others_slow([(one, n % 2 == 0) for n, one in enumerate(POLICIES)],
+                product(POLICIES, [False, True])),
+)  # fmt: skip
 def test_weights_beside_other_requests(
     base: str, adapters: dict[str, Path], reference: Reference, policy: str, overlap: bool
 ) -> None:
@@ -142,7 +146,7 @@ def test_weights_beside_other_requests(
     assert not engine.requests.mixes
 
 
-@pytest.mark.parametrize("policy", ["cost", "merge_only", "valora"])
+@pytest.mark.parametrize("policy", others_slow(["cost", "merge_only", "valora"], POLICIES))
 def test_pairs_where_one_adapter_has_most_requests(
     base: str, adapters: dict[str, Path], reference: Reference, policy: str
 ) -> None:

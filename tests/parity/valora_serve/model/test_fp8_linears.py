@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.parity.valora_serve.engine.test_engine import EVERYBODY, mixed
+from tests.support.cases import others_slow
 from tests.support.engine_reference import Reference, assert_empty, make_engine, relative, run
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapter
@@ -95,7 +96,9 @@ def served(
     return base, adapters, Rounding(base, adapters)
 
 
-@pytest.mark.parametrize("policy", ["cost", "merge_only"])
+@pytest.mark.parametrize(
+    "policy", others_slow(["cost", "merge_only"], ["cost", "valora", "merge_only", "slora"])
+)
 def test_answers_are_those_of_peft_on_rounded_layers(
     served: tuple[str, dict[str, Path], Rounding], policy: str
 ) -> None:

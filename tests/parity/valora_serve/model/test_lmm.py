@@ -1,7 +1,7 @@
 """Every architecture that is served, against transformers' own `generate`."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.parity.valora_serve.engine.test_engine import Forced
+from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     Reference,
     ask,
@@ -118,12 +119,16 @@ def requests_of(family: str, names: list[str | None]) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize(("policy", "chunk"), [("unmerge_only", 256), ("valora", 5)])
+@pytest.mark.parametrize(
+    ("policy", "chunk"),
+    others_slow([("unmerge_only", 256), ("valora", 5)],
+                product(["unmerge_only", "valora"], [256, 5])),
+)  # fmt: skip
 def test_greedy_tokens_are_those_of_generate(
     family: str, base: str, adapters: dict[str, Path], reference: Reference, chunk: int, policy: str
 ) -> None:
     requests = requests_of(family, [None, "all", "text"])
-    engine = make_engine(base, adapters, fresh=chunk == 5, chunk=chunk, policy=policy)
+    engine = make_engine(base, adapters, fresh=True, chunk=chunk, policy=policy)
     found = run(engine, requests)
     wrong = {
         request.id: (found[request.id].tokens, reference(request).tokens, found[request.id].error)

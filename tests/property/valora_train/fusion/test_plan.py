@@ -53,7 +53,7 @@ def play(plan, oracle, stop_after=None):
     return plan
 
 
-@examples(40)
+@examples(100)
 @given(problems(), st.sampled_from(PLAYED), st.booleans(), st.floats(0, 0.1), st.data())
 def test_plan_keeps_its_promises(problem, strategy, head_only, margin, data):
     required, oracle = problem
@@ -98,7 +98,8 @@ def test_plan_keeps_its_promises(problem, strategy, head_only, margin, data):
             assert accuracy == alone[name]
 
 
-@examples(40)
+@pytest.mark.slow
+@examples(100)
 @given(problems(), st.sampled_from(PLAYED), st.integers(0, 40))
 def test_plan_told_the_same_again_goes_on_the_same(problem, strategy, cut):
     required, oracle = problem
@@ -111,7 +112,7 @@ def test_plan_told_the_same_again_goes_on_the_same(problem, strategy, cut):
     assert play(again, oracle).decisions == whole.decisions
 
 
-@examples(40)
+@examples(100)
 @given(problems())
 def test_paper_tries_only_the_latest_adapter(problem):
     required, oracle = problem
@@ -126,7 +127,7 @@ def test_paper_tries_only_the_latest_adapter(problem):
     assert not any(d.attempt.rehearse for d in plan.decisions)
 
 
-@examples(40)
+@examples(100)
 @given(problems())
 def test_first_fit_never_needs_more_adapters_than_next_fit(problem):
     # When accuracy depends on the load alone, an adapter that next-fit left behind may take later
@@ -215,7 +216,7 @@ def test_orders():
         order_domains(names, "up", 0, probes)
 
 
-@examples(40)
+@examples(100)
 @given(st.data())
 def test_a_plan_goes_on_from_what_is_packed(data):
     names = [f"d{n}" for n in range(data.draw(st.integers(1, 6)))]

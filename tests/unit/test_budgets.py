@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_604,
-    "data/valora_data": 9_593,
+    "data/valora_data": 9_626,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_143,
     "valora_serve": 31_615,

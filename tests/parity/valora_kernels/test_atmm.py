@@ -52,7 +52,7 @@ def test_mixed_ranks_with_base_only_rows(tiling: Tiling, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("paged", others_slow([True], [False, True]))
 def test_three_projections_of_different_widths_and_two_terms(tiling: Tiling, paged: bool) -> None:
     case = make_case(5, [8, 16], 72, (64, 24, 40), dtype=torch.float16, terms=2, paged=paged)
     check(case, tiling)

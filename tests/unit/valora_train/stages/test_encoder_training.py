@@ -11,6 +11,7 @@ from valora_data.schema import Document
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
+from valora_train.stages import encoder_training
 from valora_train.stages.encoder_training import ContextEncoder, one_cycle, train_encoder
 
 DOCUMENTS = {"a": Document("417 color red\n820 thing star"), "b": Document("131 color blue")}
@@ -35,7 +36,8 @@ def asked(lmm):
     }
 
 
-def test_it_learns_to_reconstruct_and_to_answer(lmm):
+def test_it_learns_to_reconstruct_and_to_answer(lmm, monkeypatch):
+    monkeypatch.setattr(encoder_training, "QUESTIONS", 6)
     module = ContextEncoder(lmm, 4, 0)
     losses = []
     train_encoder(
@@ -47,29 +49,18 @@ def test_it_learns_to_reconstruct_and_to_answer(lmm):
     assert sum(losses[-4:]) < 0.9 * sum(losses[16:20])
 
 
-def test_the_adapter_and_the_queries_get_gradients(lmm):
+def test_memory_tokens_are_computed_as_bundles_define_it(lmm, tmp_path):
     module = ContextEncoder(lmm, 4, 0)
-    for weight in module.weights():  # B is zero at first, so that A would get none
+    for weight in module.weights():  # B is zero at first, so that A would get no gradient
         torch.nn.init.normal_(weight.data, std=0.1)
     document, questions = asked(lmm)["a"]
     module.loss(document, questions).backward()
     for weight in [*module.weights(), module.queries, module.scale]:
         assert weight.grad is not None and weight.grad.abs().sum() > 0
-
-
-def test_what_it_cannot_read_is_refused(lmm):
-    module = ContextEncoder(lmm, 4, 0)
     with pytest.raises(DataError, match="not albums"):
         module.encode(Document("", (Image.new("RGB", (8, 8)),)))
     with pytest.raises(DataError, match="and 4 memory tokens do not fit"):
         module.encode(Document("red star " * 9000))
-
-
-def test_memory_tokens_are_computed_as_bundles_define_it(lmm, tmp_path):
-    module = ContextEncoder(lmm, 4, 0)
-    for weight in module.weights():
-        torch.nn.init.normal_(weight.data, std=0.1)
-    document = DOCUMENTS["a"]
     with torch.no_grad():
         made = module.encode(document)
     module.save(tmp_path / "encoder", "base")
@@ -86,7 +77,7 @@ def test_memory_tokens_are_computed_as_bundles_define_it(lmm, tmp_path):
     assert (tmp_path / "encoder" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 10, 1600])
+@pytest.mark.parametrize("steps", [0, 1, 2, 100])
 def test_rates_rise_and_fall_in_any_number_of_steps(steps):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     schedule = one_cycle(optimizer, 0.3, steps)

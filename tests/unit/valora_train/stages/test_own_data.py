@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from xml.etree import ElementTree
 
 import datasets
 import pytest
@@ -74,16 +73,12 @@ def roboflow(folder: Path) -> None:
 
 
 def voc(folder: Path) -> None:
+    (folder / "Annotations").mkdir(parents=True)
+    box = "<bndbox><xmin>9</xmin><ymin>5</ymin><xmax>40</xmax><ymax>60</ymax></bndbox>"
     for position, name in enumerate(pictures(folder / "JPEGImages")):
-        edges = {"xmin": 9, "ymin": 5, "xmax": 40, "ymax": 60}
-        box = "".join(f"<{edge}>{value}</{edge}>" for edge, value in edges.items())
-        label = ("mask", "face")[position % 2]
-        text = (
-            f"<annotation><object><name>{label}</name><bndbox>{box}</bndbox></object></annotation>"
-        )
-        path = folder / "Annotations" / name.replace(".png", ".xml")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+        label = f"<name>{('mask', 'face')[position % 2]}</name>"
+        text = f"<annotation><object>{label}{box}</object></annotation>"
+        (folder / "Annotations" / name.replace(".png", ".xml")).write_text(text)
 
 
 def kitti(folder: Path) -> None:
@@ -94,13 +89,12 @@ def kitti(folder: Path) -> None:
 
 
 def cvat(folder: Path) -> None:
-    root = ElementTree.Element("annotations")
-    for position, name in enumerate(pictures(folder / "images")):
-        image = ElementTree.SubElement(root, "image", name=name, width="96", height="96")
-        label = ("saw", "axe")[position % 2]
-        edges = {"xtl": "8", "ytl": "9", "xbr": "60", "ybr": "50"}
-        ElementTree.SubElement(image, "box", {"label": label, **edges})
-    ElementTree.ElementTree(root).write(folder / "annotations.xml")
+    images = [
+        f'<image name="{name}" width="96" height="96"><box label="{("saw", "axe")[position % 2]}" '
+        'xtl="8" ytl="9" xbr="60" ybr="50"/></image>'
+        for position, name in enumerate(pictures(folder / "images"))
+    ]
+    (folder / "annotations.xml").write_text(f"<annotations>{''.join(images)}</annotations>")
 
 
 def labelstudio(folder: Path) -> None:
@@ -114,33 +108,16 @@ def labelstudio(folder: Path) -> None:
     write_json(folder / "export.json", tasks)
 
 
-def with_unlabelled(folder: Path) -> None:
-    yolo(folder, "nut", "bolt")
-    pictures(folder / "raw", 10, 500)
-
-
-def unlabelled(folder: Path) -> None:
-    pictures(folder / "raw")
-
-
-def classes(folder: Path) -> None:
-    pictures(folder / "rose", 20)
-    pictures(folder / "tulip", 20, 100)
-
-
 def table(folder: Path, row: Callable[[int], dict[str, object]]) -> None:
     names = pictures(folder)
     metadata(folder, *({"file_name": name} | row(i) for i, name in enumerate(names)))
 
 
 def hub(folder: Path) -> None:
-    rows = {
-        "image": [natural_picture(i) for i in range(COUNT)],
-        "label": [i % 2 for i in range(COUNT)],
-    }
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["owl", "jay"])}
-    )
+    numbers = range(COUNT)
+    rows = {"image": [natural_picture(i) for i in numbers], "label": [i % 2 for i in numbers]}
+    labels = datasets.ClassLabel(names=["owl", "jay"])
+    features = datasets.Features({"image": datasets.Image(), "label": labels})
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder)
 
 
@@ -171,10 +148,12 @@ def again(folder: Path) -> None:
         shards.write(samples, ("cat", "dog"), folder / split)
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {
+MAKERS: dict[str, Callable[[Path], object]] = {
     "cells": lambda folder: yolo(folder, "red", "white"), "pets": coco, "chess": roboflow,
     "masks": voc, "roads": kitti, "tools": cvat, "fruit": labelstudio,
-    "parts": with_unlabelled, "street": unlabelled, "flowers": classes,
+    "parts": lambda folder: (yolo(folder, "nut", "bolt"), pictures(folder / "raw", 10, 500)),
+    "street": lambda folder: pictures(folder / "raw"),
+    "flowers": lambda folder: (pictures(folder / "rose", 20), pictures(folder / "tulip", 20, 100)),
     "leaves": lambda folder: table(folder, lambda i: {"species": ("oak", "elm")[i % 2]}),
     "birds": hub, "gestures": videos, "talk": llava,
     "yesno": lambda folder: table(

@@ -39,16 +39,7 @@ _SAME = re.compile(rf"{_ESCAPE}|{_CLASS}|\((?!\?)|\(\?:|[^\\\[(.]|(\.)", re.DOTA
 
 
 def prepare(schema: Any, *, strict: bool = False) -> Any:
-    """Return a copy of a JSON schema to compile, whose answers all satisfy the schema.
-
-    Args:
-        schema: The schema.
-        strict: Whether objects take no keys beside those that the schema names, unless it sets
-            additionalProperties, or describes some object by several schemas together.
-
-    Raises:
-        RequestError: It cannot be kept, or is too large or too deep.
-    """
+    """Return a copy of a JSON schema to compile, whose answers all satisfy the schema."""
     if not isinstance(schema, dict | bool):
         raise RequestError("The JSON schema is wrong: expected an object or a bool")
     objects: list[dict[str, Any]] = []

@@ -142,15 +142,7 @@ class Service:
         stream: bool = True,
         answering: AsyncIterator[Output] | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """Outputs of an admitted request; closing the iterator cancels the request.
-
-        Args:
-            ticket: Admits the request.
-            request: The request.
-            headers: Headers of the HTTP request, for the span.
-            stream: Whether outputs are passed on as they come.
-            answering: Outputs of the engine, if it is asked already.
-        """
+        """Outputs of an admitted request; closing the iterator cancels the request."""
         name, constraint = ticket.model.name, request.sampling.constraint
         tokens_at: list[float] = []
         text, last = "", None

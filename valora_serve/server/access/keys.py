@@ -31,13 +31,6 @@ class Key:
     """A stored API key.
 
     A plain hash is enough, because a key is 256 random bits and cannot be guessed.
-
-    Attributes:
-        name: Name of the key's owner.
-        role: ``user`` or ``admin``.
-        sha256: Hash of the key, in hexadecimal.
-        models: Patterns of the models that it may see and ask; empty for all. Those with an @ are
-            also those of bundles, with all that is in them.
     """
 
     name: str

@@ -18,13 +18,7 @@ JSON = "application/json"
 
 
 class Access(StrEnum):
-    """Who may send requests to a route.
-
-    Attributes:
-        OPEN: Everybody.
-        KEYED: Holders of an API key, within their rate limit; everybody if the server has no keys.
-        ADMIN: Holders of an API key with the role admin; nobody if the server has no keys.
-    """
+    """Who may send requests to a route."""
 
     OPEN = "open"
     KEYED = "keyed"

@@ -122,14 +122,7 @@ async def begin(context: ServerContext, http: Request, body: ChatRequest) -> Cha
 
 @dataclass(eq=False)
 class Chat:
-    """Response to one request, complete or streamed.
-
-    Attributes:
-        requests: Requests to the engine; the `groups` requests of each choice are adjacent.
-        sizes: (width, height) in pixels of the images as they were sent.
-        tools: What the answers may call; None for nothing.
-        warnings: What of the request was ignored or was not measured.
-    """
+    """Response to one request, complete or streamed."""
 
     arrival: Arrival
     requests: Sequence[types.Request]

@@ -226,14 +226,7 @@ def _filled(event: dict[str, Any], part: _Part) -> EventJson:
 
 
 class _Part:
-    """A part of an answer: its text, and log probabilities in this endpoint's format.
-
-    Attributes:
-        text: The text.
-        logprobs: Its tokens' texts, log probabilities, alternatives and offsets. A token in the
-            middle of a character has that character's offset.
-        start: Offset of the answer in the whole text, in characters.
-    """
+    """A part of an answer: its text, and log probabilities in this endpoint's format."""
 
     def __init__(self, start: int = 0) -> None:
         self.text = ""

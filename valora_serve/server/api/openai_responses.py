@@ -261,11 +261,7 @@ class _Responses:
 
 
 class _Output:
-    """The output of a stream so far, and the events that tell of it.
-
-    Attributes:
-        items: The items.
-    """
+    """The output of a stream so far, and the events that tell of it."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []

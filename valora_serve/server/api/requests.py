@@ -117,14 +117,7 @@ def check_head(model: ServedModel, *, as_json: bool, calls: bool) -> None:
 
 
 class Arrival:
-    """An HTTP request on its way to the engine; until it has ended, its models are not unloaded.
-
-    Attributes:
-        wanted: Its own deadline in seconds, None for none.
-        since: When it arrived, in seconds of `time.monotonic`.
-        model: The model that answers, once it is found.
-        named: What requests to the engine say of it.
-    """
+    """An HTTP request on its way to the engine; until it has ended, its models are not unloaded."""
 
     model: ServedModel
     named: dict[str, Any]

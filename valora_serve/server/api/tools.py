@@ -45,13 +45,7 @@ _SEVERAL = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Functions that an answer may call.
-
-    Attributes:
-        functions: The functions.
-        text: Whether the answer may be text, with or without calls after it.
-        several: Whether it may hold several calls.
-    """
+    """Functions that an answer may call."""
 
     functions: Sequence[Function]
     text: bool
@@ -93,11 +87,7 @@ class Tools:
 
 
 class AnswerReader:
-    """Takes the growing text of an answer apart into text and calls; without tools it is text.
-
-    Attributes:
-        calls: Number of calls so far.
-    """
+    """Takes the growing text of an answer apart into text and calls; without tools it is text."""
 
     def __init__(self, tools: Tools | None) -> None:
         self.calls = 0

@@ -137,11 +137,7 @@ async def _asked(
     errors: dict[str, ServeError],
     since: float,
 ) -> tuple[dict[str, VisionAnswer], dict[str, ServeError]]:
-    """Ask the engine about each image once, for all domains: answers, and errors, by domain.
-
-    Raises:
-        ServeError: No domain has an answer; the error is that of the first.
-    """
+    """Ask the engine about each image once, for all domains: answers, and errors, by domain."""
     arrivals: dict[str, Arrival] = {}
     for model in (model for several in models.values() for model in several):
         arrivals[model.name] = arrival = Arrival(context, http, fields.deadline)

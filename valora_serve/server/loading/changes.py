@@ -14,11 +14,7 @@ T = TypeVar("T")
 
 
 class Changes:
-    """The changes under way.
-
-    Args:
-        service: Told of every change when it has ended.
-    """
+    """The changes under way."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

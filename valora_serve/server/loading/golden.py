@@ -49,18 +49,7 @@ MOST_PIXELS = 160_000_000
 
 
 async def replay(engine: EngineClient, folder: Path) -> int:
-    """Send the golden examples of a served bundle to the engine and compare the answers.
-
-    Args:
-        engine: Serves the bundle.
-        folder: Folder of the bundle.
-
-    Returns:
-        Number of examples.
-
-    Raises:
-        AdapterError: An answer differs, or the examples cannot be read.
-    """
+    """Send the golden examples of a served bundle to the engine and compare the answers."""
     try:
         examples = await asyncio.to_thread(read_examples, folder)
         for number, example in enumerate(examples):
@@ -80,19 +69,7 @@ async def replay(engine: EngineClient, folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Example:
-    """A golden example, as docs/reference/bundle.md describes it.
-
-    Attributes:
-        domain: Its domain.
-        threshold: Confidence from which the domain's boxes count.
-        files: Its images or frames, in order; none for a question about a context or text.
-        video: Whether they are the frames of a video.
-        question: Its own question, None for the domain's prompt.
-        max_tokens: Most tokens of its answer, None for the default.
-        expected: The answer at export.
-        teacher: The answer of the domain's small model, for people: `detections`, or `label` with
-            its `confidence`, or `text`. None if the bundle does not hold it.
-    """
+    """A golden example, as docs/reference/bundle.md describes it."""
 
     domain: str
     threshold: float
@@ -105,15 +82,7 @@ class Example:
 
 
 def read_examples(folder: Path) -> list[Example]:
-    """Read the golden examples of a bundle; none if it has no file of them.
-
-    Args:
-        folder: Folder of the bundle.
-
-    Raises:
-        UnreadableError: A file cannot be read.
-        ValueError, KeyError, TypeError, AttributeError: The examples are damaged.
-    """
+    """Read the golden examples of a bundle; none if it has no file of them."""
     if not os.path.lexists(folder / GOLDEN):
         return []
     stored = read_json(folder / GOLDEN)
@@ -153,11 +122,7 @@ def read_examples(folder: Path) -> list[Example]:
 
 
 def _teacher(found: Any) -> dict[str, Any] | None:
-    """Check a teacher's answer, which is sent to clients as it is.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Check a teacher's answer, which is sent to clients as it is."""
     if found is None:
         return None
     if isinstance(found, list) and len(found) <= MOST_BOXES:

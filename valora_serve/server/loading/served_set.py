@@ -51,12 +51,6 @@ class ServedSet:
 
     Names that an operator has given stay the operator's while nothing has them: no request loads an
     adapter under them. An adapter that a request has loaded before gives way.
-
-    Args:
-        engine: Engine that serves the adapters and bundles.
-        folder: Folder that they can be loaded from; None if nothing can be loaded.
-        state_file: The state file.
-        replay: Replays a bundle's golden examples; raises if they are not reproduced.
     """
 
     def __init__(
@@ -170,20 +164,7 @@ class ServedSet:
     async def load_adapter(
         self, name: str, path: str, *, replace: bool, decode_only: bool = False
     ) -> ServedModel:
-        """Load a PEFT adapter.
-
-        Args:
-            name: Name that requests will use.
-            path: Folder of the adapter, absolute or relative to the adapter folder.
-            replace: Whether an adapter of this name that was loaded at run time, or by a request,
-                is replaced.
-            decode_only: Whether it is applied only to the last token of a prompt and those after.
-
-        Raises:
-            AdapterError: The path is outside the adapter folder, or the adapter is invalid.
-            BusyError: The name is taken.
-            StorageError: The load cannot be recorded; nothing has changed then.
-        """
+        """Load a PEFT adapter."""
         async with self._lock:
             before = self._replaced(
                 name, self._state.adapters, replace,
@@ -272,19 +253,7 @@ class ServedSet:
             await self._unloaded(f"adapter {name}", name, new, act)
 
     async def make_context(self, wanted: NewContext, *, replace: bool) -> ServedModel:
-        """Make a context of a document and serve it; its files lie in the adapter folder.
-
-        Args:
-            wanted: The context.
-            replace: Whether a context of this name that was made at run time, or an adapter that a
-                request has loaded, is replaced.
-
-        Raises:
-            RequestError: The document cannot be compressed; nothing has changed then.
-            AdapterError: The context cannot be served; nothing has changed then.
-            BusyError: The name is taken.
-            StorageError: It cannot be written or recorded; nothing has changed then.
-        """
+        """Make a context of a document and serve it; its files lie in the adapter folder."""
         name = wanted.name
         async with self._lock:
             if self._folder is None:
@@ -573,12 +542,7 @@ def _check_adapter(folder: Path) -> None:
 
 
 def bundle_names(folder: Path) -> list[str]:
-    """Return the names that a bundle takes, as far as its manifest can be read.
-
-    Returns:
-        Its own name (that of its folder if the manifest has none), the same with a slash, which
-        stands for all names that begin so, and those of its domains.
-    """
+    """Return the names that a bundle takes, as far as its manifest can be read."""
     try:
         manifest = read_json(folder / MANIFEST)
     except UnreadableError:

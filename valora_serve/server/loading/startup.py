@@ -35,13 +35,7 @@ _DOWNLOAD_SECONDS = 1800
 
 @dataclass(frozen=True)
 class Served:
-    """Result of loading.
-
-    Attributes:
-        models: Models that requests can name.
-        examples: Number of golden examples that were reproduced.
-        left_out: A sentence for each adapter or bundle that could not be loaded again.
-    """
+    """Result of loading."""
 
     models: list[ServedModel]
     examples: int
@@ -49,15 +43,7 @@ class Served:
 
 
 def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
-    """Find the folders of bundles.
-
-    Args:
-        names: Bundle folders, folders of bundles, or MLflow URIs (``models:/valora-detection/1``).
-        downloads: Folder for bundles that are downloaded from MLflow.
-
-    Raises:
-        SettingsError: A name leads to no bundle.
-    """
+    """Find the folders of bundles."""
     found: list[Path] = []
     for name in names:
         if name.startswith(_REGISTRY):
@@ -80,15 +66,7 @@ def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
 
 
 def find_rounding(folders: Sequence[Path]) -> str:
-    """Return how the base model's weights must be rounded for the first bundle.
-
-    Args:
-        folders: Folders of bundles. Damaged ones are skipped here, and refused when they are
-            loaded.
-
-    Returns:
-        ``nf4``, or ``none``.
-    """
+    """Return how the base model's weights must be rounded for the first bundle."""
     for folder in folders:
         try:
             return str(read_manifest(folder)["base"].get("quantize") or "none")
@@ -98,12 +76,7 @@ def find_rounding(folders: Sequence[Path]) -> str:
 
 
 def find_base(folders: Sequence[Path], base: str) -> str:
-    """Return the base model to serve: that of the first bundle, where both have names of ours.
-
-    Args:
-        folders: Folders of bundles; damaged ones are skipped here.
-        base: Setting, whose default is the first of the shipped models.
-    """
+    """Return the base model to serve: that of the first bundle, where both have names of ours."""
     for folder in folders if base in SHIPPED else ():
         with suppress(BundleError):
             wanted = str(read_manifest(folder)["base"]["id"])
@@ -141,18 +114,7 @@ async def load_all(
     warm_up: Callable[[], Awaitable[None]],
     replay: bool,
 ) -> Served:
-    """Load the bundles of the command line, and those that an earlier run loaded at run time.
-
-    Args:
-        engine: Engine that loads them.
-        bundles: Folders of the bundles.
-        served: Record of what was loaded and unloaded at run time.
-        warm_up: Prepares the engine for requests once the bundles are loaded.
-        replay: Whether to replay golden examples.
-
-    Raises:
-        AdapterError: A bundle cannot be loaded, or a golden example is not reproduced.
-    """
+    """Load the bundles of the command line, and those that an earlier run loaded at run time."""
     unloaded = served.read()
     loaded = []
     left_out = []

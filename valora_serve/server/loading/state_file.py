@@ -49,24 +49,13 @@ class SavedState(BaseModel):
 
 
 class StateFile:
-    """A state file, which has its old or its new content at any time.
-
-    Args:
-        path: Its path.
-
-    Attributes:
-        path: Its path.
-    """
+    """A state file, which has its old or its new content at any time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def draft(self, state: SavedState) -> Path:
-        """Write a state beside the state file, down to the disk.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write a state beside the state file, down to the disk."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_name(self.path.name + ".partial")
         try:
@@ -80,11 +69,7 @@ class StateFile:
         return draft
 
     def publish(self, draft: Path) -> None:
-        """Rename a draft to the state file.
-
-        Raises:
-            OSError: It cannot be renamed.
-        """
+        """Rename a draft to the state file."""
         draft.replace(self.path)
         try:
             descriptor = os.open(self.path.parent, os.O_RDONLY)
@@ -96,11 +81,7 @@ class StateFile:
             logs.LOG.warning("the folder of %s could not be synchronized: %s", self.path, error)
 
     def write(self, state: SavedState) -> None:
-        """Replace the content.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Replace the content."""
         self.publish(self.draft(state))
 
     @staticmethod
@@ -111,11 +92,7 @@ class StateFile:
 
 
 def read_state(file: Path) -> SavedState:
-    """Read a state file; an empty state if there is none.
-
-    Raises:
-        SettingsError: The file cannot be read, is damaged, or is of another version.
-    """
+    """Read a state file; an empty state if there is none."""
     start_without = "or delete it to start without run-time loads"
     try:
         file.lstat()

@@ -21,12 +21,6 @@ def own_state(file: Path) -> Iterator[None]:
 
     Each server writes the whole file: with two of them, the loads of one would be lost. The
     kernel holds the lock, and drops it when the process ends, however it ends.
-
-    Args:
-        file: The state file; the lock is a file beside it.
-
-    Raises:
-        SettingsError: Another server uses the file.
     """
     lock = FileLock(str(file.absolute()) + ".lock", timeout=0)
     try:

@@ -146,14 +146,7 @@ def measure(what: str, file: str, limits: Limits) -> tuple[int, int]:
 def decode(
     what: str, file: str, target: str, limits: Limits, memory: int
 ) -> list[tuple[int, int, int]]:
-    """Decode a file that was measured within so many bytes, and write its RGB pixels.
-
-    Returns:
-        Width and height of each image, and how often it is taken.
-
-    Raises:
-        ImageError: It is damaged, or takes more memory than its header tells.
-    """
+    """Decode a file that was measured within so many bytes, and write its RGB pixels."""
     sizes = []
     with (
         _limited(limits.seconds, memory), Path(file).open("rb") as opened,
@@ -221,11 +214,7 @@ def measure_image(file: BinaryIO, limits: Limits) -> tuple[int, int]:
 
 
 def decode_image(file: BinaryIO, limits: Limits) -> Image.Image:
-    """Decode an image file that was measured; of an animation, its first frame.
-
-    Returns:
-        An image of any mode, rotated as its EXIF orientation says.
-    """
+    """Decode an image file that was measured; of an animation, its first frame."""
     with _opened(file, limits) as image:
         ImageOps.exif_transpose(image, in_place=True)
         # Colours with a profile are converted whole: its table is as large as an image.
@@ -258,10 +247,6 @@ def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, 
     """Decode evenly spaced frames of a video file that was measured.
 
     Frame i of n is the one shown at (i + ½)/n of the duration.
-
-    Yields:
-        RGB images in order, and how often each is taken: more than once if the video has fewer
-        frames than are wanted.
     """
     with _container(file, limits) as (container, context):
         context.options = {"max_pixels": str(limits.pixels)}  # holds if a later frame is larger

@@ -48,12 +48,7 @@ _REDIRECT = {301, 302, 303, 307, 308}
 
 
 class Fetcher:
-    """Fetches the content of URLs.
-
-    Args:
-        settings: Allowed hosts and folder, and the time limit.
-        threads: Local files are read and long data: URLs decoded there.
-    """
+    """Fetches the content of URLs."""
 
     def __init__(self, settings: ServerSettings, threads: Executor) -> None:
         self._settings = settings
@@ -63,17 +58,7 @@ class Fetcher:
         self._pool: httpcore.AsyncConnectionPool | None = None
 
     async def content(self, url: str, most: int, what: str) -> bytes | bytearray:
-        """Content of a URL.
-
-        Args:
-            url: ``data:``, ``http(s):`` or ``file:``.
-            most: Largest content, in bytes.
-            what: ``image`` or ``video``, for error messages.
-
-        Raises:
-            ImageError: The URL is invalid or not allowed, its content is too large, or it cannot be
-                fetched in time.
-        """
+        """Content of a URL."""
         url = url.strip()
         scheme = url[:8].partition(":")[0].lower()
         loop = asyncio.get_running_loop()
@@ -276,15 +261,7 @@ def _from_folder(folder: Path | None, url: str, most: int, what: str) -> bytes:
 
 
 def _open_below(folder: Path, parts: Sequence[str]) -> int:
-    """Open a file folder by folder, so that a link that is put there meanwhile is not followed.
-
-    Args:
-        folder: The allowed folder.
-        parts: Names of the folders below it, and of the file.
-
-    Returns:
-        File descriptor.
-    """
+    """Open a file folder by folder, so that a link that is put there meanwhile is not followed."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     for number, part in enumerate(parts):
         kind = 0 if number == len(parts) - 1 else os.O_DIRECTORY

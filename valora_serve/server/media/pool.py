@@ -40,15 +40,7 @@ LEAVE_SECONDS = 0.5
 
 @dataclass
 class Job:
-    """One image or video to decode.
-
-    Attributes:
-        what: ``image`` or ``video``.
-        content: The file's content; empty once it is being decoded.
-        limits: Its limits.
-        take: Called with the number of pixels before anything is decoded; may refuse them.
-        seconds: How long it took, without waiting for others, in seconds.
-    """
+    """One image or video to decode."""
 
     what: str
     content: bytes | bytearray
@@ -70,9 +62,6 @@ class DecodePool:
 
     A process that takes too long, crashes or is killed costs its own request only. One job may
     take as much memory as its own limit says; several take no more together.
-
-    Args:
-        count: Number of processes.
     """
 
     def __init__(self, count: int = PROCESSES) -> None:
@@ -90,17 +79,6 @@ class DecodePool:
         """Decode an image or a video.
 
         If the caller is cancelled, a waiting job is dropped and a running one soon stopped.
-
-        Args:
-            job: What to decode.
-            wait: Time limit for waiting until a process is free, in seconds.
-
-        Returns:
-            RGB images: one, or a video's frames in order.
-
-        Raises:
-            ImageError: It cannot be decoded within its limits.
-            OverloadedError: No process was free in time.
         """
         future = self._threads.submit(self._run, job)
         late = False

@@ -34,11 +34,6 @@ class Pixels:
 
     A file of a hundred kilobytes can decode to a hundred megabytes, so that the pixels of one
     request and of all requests together are limited before anything is decoded.
-
-    Attributes:
-        mine: Pixels of the request.
-        over: Whether the request has ended.
-        seconds: Time that decoding its images and videos took so far, in seconds.
     """
 
     def __init__(self, reader: MediaReader) -> None:
@@ -48,12 +43,7 @@ class Pixels:
         self.seconds = 0.0
 
     def take(self, count: int) -> None:
-        """Reserve room for `count` more pixels; may be called in any thread.
-
-        Raises:
-            ImageError: The request would exceed max_request_pixels, or has ended.
-            OverloadedError: All requests together would exceed max_held_pixels.
-        """
+        """Reserve room for `count` more pixels; may be called in any thread."""
         self._reader.hold(self, count)
 
     def __enter__(self) -> Pixels:
@@ -64,12 +54,7 @@ class Pixels:
 
 
 class MediaReader:
-    """Fetches and decodes the images and videos of requests.
-
-    Args:
-        settings: Limits, allowed hosts and allowed folder.
-        pool: Decodes; the pool that all readers of this process share by default.
-    """
+    """Fetches and decodes the images and videos of requests."""
 
     def __init__(self, settings: ServerSettings, pool: DecodePool | None = None) -> None:
         self._settings = settings
@@ -116,18 +101,9 @@ class MediaReader:
             pixels.mine, pixels.over = 0, True
 
     async def image(self, url: MediaUrl | str, pixels: Pixels) -> Image.Image:
-        """Fetch and decode an image.
+        """Fetch (``data:``, ``http(s):`` or ``file:``) and decode an image: RGB, as its EXIF says.
 
-        Args:
-            url: ``data:``, ``http(s):`` or ``file:``.
-            pixels: Pixel count of the request.
-
-        Returns:
-            An RGB image, rotated as its EXIF orientation says.
-
-        Raises:
-            ImageError: The image may not be fetched, is too large, or cannot be decoded.
-            OverloadedError: Images of other requests fill the memory.
+        An `ImageError` says why not, an `OverloadedError` that other images fill the memory.
         """
         fetching = self._fetcher.content(taken(url), self._settings.max_image_bytes, "image")
         del url  # may hold the file in base64
@@ -135,19 +111,9 @@ class MediaReader:
         return image
 
     async def video(self, url: MediaUrl | str, pixels: Pixels) -> list[Image.Image]:
-        """Fetch a video and decode evenly spaced frames of it.
+        """Fetch a video and decode evenly spaced frames of it, in RGB and in order; as `image`.
 
-        Args:
-            url: ``data:``, ``http(s):`` or ``file:``; or ``data:video/jpeg;base64,`` with the
-                frames as JPEG files in base64, separated by commas.
-            pixels: Pixel count of the request.
-
-        Returns:
-            RGB images, in order.
-
-        Raises:
-            ImageError: The video may not be fetched, is too large, or cannot be decoded.
-            OverloadedError: Images of other requests fill the memory.
+        ``data:video/jpeg;base64,`` has the frames as JPEG files in base64, separated by commas.
         """
         text = taken(url).strip()
         del url

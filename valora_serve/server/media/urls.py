@@ -18,9 +18,6 @@ class MediaUrl:
 
     A data: URL is a copy of the file in base64. The request that holds it lives until its answer
     is sent, so that the text is handed over to the one who decodes it and freed then.
-
-    Args:
-        text: The URL.
     """
 
     __slots__ = ("_length", "_text")

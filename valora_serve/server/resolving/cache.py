@@ -50,17 +50,7 @@ _PLACE = re.compile("[0-9a-f]{24}")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An adapter on disk.
-
-    Attributes:
-        name: Its name.
-        source: Scheme of the place that it came from.
-        place: Hash of that place's URL, which may have a password in it.
-        version: Version of its files there.
-        bytes: Bytes of its files.
-        hashes: sha256 of each of them.
-        folder: Folder of its files.
-    """
+    """An adapter on disk."""
 
     name: str
     source: str
@@ -90,11 +80,7 @@ class Entry:
 
 
 def lock_folder(folder: Path) -> FileLock:
-    """Make the folder of a cache, and lock it for this process.
-
-    Raises:
-        SettingsError: The folder cannot be written, or another server uses it.
-    """
+    """Make the folder of a cache, and lock it for this process."""
     lock = FileLock(str(folder.absolute() / ".lock"), timeout=0, thread_local=False)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,17 +96,7 @@ def lock_folder(folder: Path) -> FileLock:
 
 
 class AdapterCache:
-    """Fetched adapters by name, one version of each; may be used from any thread.
-
-    Args:
-        folder: Folder of the cache.
-        most_bytes: Most bytes of all adapters together.
-        adapter_bytes: Most bytes of one.
-        keep: Whether the adapter of a name is in use, and must stay.
-
-    Raises:
-        SettingsError: The folder cannot be written, or another server uses it.
-    """
+    """Fetched adapters by name, one version of each; may be used from any thread."""
 
     def __init__(
         self, folder: Path, most_bytes: int, adapter_bytes: int, keep: Callable[[str], bool]
@@ -153,13 +129,7 @@ class AdapterCache:
             return list(self._entries.values())
 
     def get(self, name: str, resolver: Resolver, version: str | None = None) -> Entry | None:
-        """Return an adapter, and note that it is used; one that was damaged is deleted.
-
-        Args:
-            name: Its name.
-            resolver: Resolver of the place that it must come from.
-            version: Version that it must have, None for any.
-        """
+        """Return an adapter, and note that it is used; one that was damaged is deleted."""
         with self._lock:
             entry = self._entries.get(name)
             if entry is None or not entry.is_from(resolver):
@@ -180,21 +150,7 @@ class AdapterCache:
     def fetch(
         self, resolver: Resolver, name: str, found: Found, cancelled: threading.Event
     ) -> Entry:
-        """Fetch an adapter; an older version of it is deleted.
-
-        Args:
-            resolver: Finds it.
-            name: Its name.
-            found: What the resolver found.
-            cancelled: Set to end the download.
-
-        Raises:
-            AdapterError: It is too large.
-            OverloadedError: Adapters in use fill the cache.
-            SourceError: It changed while it was read, or the download was cancelled.
-            StorageError: It cannot be written.
-            OSError: It cannot be read.
-        """
+        """Fetch an adapter; an older version of it is deleted."""
         known = [size for size in found.sizes.values() if size is not None]
         if sum(known) > self._adapter_bytes:
             raise self._too_large(name, f"{sum(known)}")

@@ -65,17 +65,6 @@ class OnRequest:
 
     A load goes on if those who wait for it leave, so that their next attempt finds it done. It ends
     after `adapter_seconds`, or with the server.
-
-    Args:
-        service: Told of every change of what is served.
-        served: Loads and unloads.
-        resolvers: Places to look at, in this order.
-        settings: Limits, patterns of names, and the cache's folder.
-        now: Clock of failures, in seconds.
-
-    Attributes:
-        results: Number of loads by the scheme of their source and one of `RESULTS`; names that no
-            place has are counted under ``none``.
     """
 
     def __init__(
@@ -105,11 +94,7 @@ class OnRequest:
 
     @classmethod
     def of(cls, service: Service, served: ServedSet, settings: ServerSettings) -> OnRequest | None:
-        """Return what the settings ask for, None if requests load nothing.
-
-        Raises:
-            SettingsError: A source or the cache cannot be used.
-        """
+        """Return what the settings ask for, None if requests load nothing."""
         if not settings.adapter_sources:
             return None
         return cls(service, served, make_resolvers(settings.adapter_sources), settings)
@@ -162,16 +147,7 @@ class OnRequest:
                 self._loaded.move_to_end(name)
 
     async def load(self, name: str) -> None:
-        """Load an adapter, or wait until it is loaded.
-
-        Raises:
-            UnknownModelError: No source has it.
-            AdapterError: It cannot be served, or is too large.
-            ForbiddenError: The server may not read it.
-            SourceError: A source cannot be reached, or the adapter changed while it was read.
-            OverloadedError: Too many adapters are being loaded or are in use.
-            StorageError: It cannot be written to the cache.
-        """
+        """Load an adapter, or wait until it is loaded."""
         until, error = self._failed.get(name, (0.0, None))
         if error is not None and self._now() < until:
             raise copy.copy(error)

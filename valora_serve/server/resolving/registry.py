@@ -27,14 +27,7 @@ RESOLVERS: Registry[Callable[[str, str], Resolver]] = Registry(
 
 
 def make_resolvers(sources: Iterable[str]) -> list[Resolver]:
-    """Make the resolver of each place; a scheme that nobody has registered is one of fsspec.
-
-    Args:
-        sources: Folders and URLs, as `--adapter-sources` lists them.
-
-    Raises:
-        SettingsError: A place cannot be used.
-    """
+    """Make the resolver of each place; a scheme that nobody has registered is one of fsspec."""
     made = []
     for source in sources:
         if not source.strip():

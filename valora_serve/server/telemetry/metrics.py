@@ -29,12 +29,7 @@ _LONG = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: 
 
 
 class Metrics:
-    """Metrics of a server, in a registry of their own.
-
-    Attributes:
-        shared: Whether a model has no series of its own, because whoever sends requests chooses
-            its name.
-    """
+    """Metrics of a server, in a registry of their own."""
 
     def __init__(self, engine: EngineClient) -> None:
         self.shared: Callable[[str], bool] = lambda _: False

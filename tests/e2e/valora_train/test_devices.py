@@ -70,7 +70,7 @@ def test_tasks_are_fused_exported_and_extended(train):
     """With an attempt that is rolled back, and a bundle that is loaded again by the gate."""
     easy = [f"domains.{name}.required=1e-6" for name in ("person", "coin_count", "ball_path")]
     everything = [*SHELF, *easy, "fusion=rehearsal", "fusion.margin=0", "fusion.head_only=false",
-                  "fusion.of_dedicated=null"]  # fmt: skip
+                  "fusion.of_dedicated=null", "domains.vehicle_color.required=1.0"]  # fmt: skip
     out = train(*everything, "task.only=[person,coin_count,ball_path,vehicle_color]")
     assert "rolled back" in out
     assert "of 4 domains at their requirement" in out

@@ -8,20 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from valora_data.errors import ValoraError
 from valora_data.faults import FaultError
 from valora_data.schema import Answer, Sample, Task
-from valora_data.sources.formats.files import IMAGES, files_below
+from valora_data.sources.formats.files import images_below
 from valora_data.sources.formats.labelled import ahead, load_image
+from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS, load_teacher
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_teachers.base import Teacher
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("folder", type=Path, help="folder of images, or one image")
     made.add_argument("--labels", required=True, help="labels to keep, separated by commas")
     made.add_argument("--task", default="detection", help="task of the domain")
-    made.add_argument("--domain", default="small", help="name that stands in the file")
+    made.add_argument("--domain", required=True, help="name of the domain that answers the same")
     made.add_argument("--kind", help=f"{', '.join(KINDS)}; guessed from the model's name")
     made.add_argument(
         "--names", default="", help="CLASS=LABEL of classes with other names, with commas between"
@@ -41,51 +39,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     made.add_argument("--out", type=Path, default=Path("labels.jsonl"), help="file to write")
     options = made.parse_args(arguments)
-    kind = options.kind or ("yolo" if options.model.endswith(".pt") else "huggingface")
-    names = dict(pair.split("=", 1) for pair in options.names.split(",") if "=" in pair)
     try:
-        teacher = load_teacher(
-            kind, options.model, options.labels.split(","), {"names": names}, Task(options.task)
-        )
-        count = _label(teacher, options)
+        _label(options)
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if not count:
-        print(f"error: {options.folder} holds no image: check the path", file=sys.stderr)
-    return 0 if count else 1
+    except OSError as error:
+        print(f"error: {options.out} cannot be written ({error.strerror})", file=sys.stderr)
+        return 1
+    return 0
 
 
-def _label(teacher: Teacher, options: argparse.Namespace) -> int:
-    """Write a line for each image of the folder; their number."""
+def _label(options: argparse.Namespace) -> None:
+    """Write a line for each image that can be read."""
     folder, out = options.folder, options.out
-    root = folder.parent if folder.is_file() else folder
-    paths = [folder] if folder.is_file() else files_below(folder, IMAGES)
-    partial = out.with_suffix(".partial")
-    waiting: list[Sample] = []
-    with partial.open("w", encoding="utf-8") as file:
+    paths = [folder] if folder.is_file() else images_below(folder)
+    kind = options.kind or ("yolo" if options.model.endswith(".pt") else "huggingface")
+    labels, pairs = (
+        [part.strip() for part in text.split(",") if part.strip()]
+        for text in (options.labels, options.names)
+    )
+    for pair in pairs:
+        if "=" not in pair:
+            raise TeacherError(f"--names {pair} maps nothing: write CLASS=LABEL")
+    names = dict(pair.split("=", 1) for pair in pairs)
+    teacher = load_teacher(kind, options.model, labels, {"names": names}, Task(options.task))
+    samples = _read(paths, folder.parent if folder.is_file() else folder)
+    lines = []
+    while batch := list(islice(samples, teacher.batch)):
+        for sample, answer in zip(batch, teacher.answer(batch), strict=True):
+            width, height = sample.image.size
+            line = {"file": sample.id, "domain": options.domain, "task": str(teacher.task),
+                    "width": width, "height": height,
+                    "answer": _fields(answer, options.min_score)}  # fmt: skip
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    out.write_text("".join(lines), encoding="utf-8")
 
-        def flush() -> None:
-            for sample, answer in zip(waiting, teacher.answer(waiting), strict=True):
-                width, height = sample.image.size
-                line: dict[str, Any] = {"file": sample.id, "domain": options.domain}
-                line |= {"task": str(teacher.task), "width": width, "height": height}
-                line["answer"] = _fields(answer, options.min_score)
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            waiting.clear()
 
-        for path, image in ahead(paths, load_image):
-            try:
-                shown = image.result()
-            except FaultError as error:
-                print(f"left out: {error.text}", file=sys.stderr)
-                continue
-            waiting.append(Sample(path.relative_to(root).as_posix(), shown, Answer()))
-            if len(waiting) == teacher.batch:
-                flush()
-        flush()
-    partial.replace(out)
-    return len(paths)
+def _read(paths: list[Path], root: Path) -> Iterator[Sample]:
+    for path, image in ahead(paths, load_image):
+        try:
+            yield Sample(path.relative_to(root).as_posix(), image.result(), Answer())
+        except FaultError as error:
+            print(f"left out: {error.text}", file=sys.stderr)
 
 
 def _fields(answer: Answer, min_score: float) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -154,23 +155,12 @@ def address(url):
 
 def together(work):
     """Run functions at the same time in threads of lower priority; returns what they return."""
-    found, errors = [], []
+    with ThreadPoolExecutor(len(work), initializer=_behind) as pool:
+        return [future.result() for future in [pool.submit(one) for one in work]]
 
-    def run(one):
-        os.setpriority(os.PRIO_PROCESS, 0, NICE)  # of this thread, on Linux
-        try:
-            found.append(one())
-        except Exception as error:  # noqa: BLE001 - raised below
-            errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+def _behind():
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)  # of this thread, on Linux
 
 
 def fuzz(part, cases, seed=0, only=(), minutes=0.0, **limits):

@@ -7,51 +7,46 @@ size of object, and the pictures in which they differ most.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from valora_data.schema import Box
+from valora_data.sources.formats.files import read_lines
 from valora_serve.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable
 
     from valora_serve.predict.records import Prediction
     from valora_serve.types import ServedModel
 
 PICTURES = 24  # shown, those that differ most
 _IOU = 0.5
-_SIZES = (("small", 32**2), ("medium", 96**2), ("large", float("inf")))  # COCO's, square pixels
+_SIZES = (("small", 32**2), ("medium", 96**2), ("large", math.inf))  # COCO's, square pixels
 _SIDES = ("both", "fused", "small")
-Found = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Objects that both models found, or one alone, by class and by size, and where.
+    """What both models found, or one alone, by class and by size, and where.
 
     `classes` and `sizes` count by name and side (`both`, `fused` or `small`); `pictures` are those
-    in which the models differ, most first, with what each found alone.
+    in which the models differ, most first, with what the fused and the small one found alone.
     """
 
     classes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     sizes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    pictures: list[dict[str, Any]] = field(default_factory=list)
+    pictures: list[tuple[Prediction, list[Box], list[Box]]] = field(default_factory=list)
     images: int = 0
-
-    def count(self, side: str, found: Found) -> None:
-        """Count an object, or a picture's label."""
-        self.classes[found["label"]][side] += 1
-        if "box" in found:
-            x0, y0, x1, y1 = found["box"]
-            area = (x1 - x0) * (y1 - y0)
-            self.sizes[next(name for name, most in _SIZES if area < most)][side] += 1
 
     @property
     def agreement(self) -> float:
@@ -65,101 +60,97 @@ def share(counts: Mapping[str, int]) -> float:
     return 2 * both / (2 * both + fused + small) if both + fused + small else 1.0
 
 
-def compare(fused: Iterable[Prediction], small: Mapping[str, Found]) -> Comparison:
-    """Compare the domain's predictions with the small model's answers by file."""
+def compare(fused: Iterable[Prediction], small: Mapping[str, list[Box]]) -> Comparison:
+    """Compare the domain's predictions with what the small model found, by file."""
     made = Comparison()
     for one in fused:
         if one.file not in small:
             continue
         made.images += 1
-        alone = [one.detections, list(small[one.file].get("detections") or ())]
-        if "detections" in one.answer:
-            for found in _matched(*alone):
-                made.count("both", found)
-        else:
-            alone = [[one.answer], [small[one.file]]]
-            if one.answer["label"] == small[one.file]["label"]:
-                made.count("both", one.answer)
-                alone = [[], []]
-        for side, objects in zip(_SIDES[1:], alone, strict=True):
-            for found in objects:
-                made.count(side, found)
+        both, *alone = _matched(found_in(one.answer), small[one.file])
+        for side, boxes in zip(_SIDES, (both, *alone), strict=True):
+            for box in boxes:
+                made.classes[box.label][side] += 1
+                made.sizes[next(name for name, most in _SIZES if box.area < most)][side] += 1
         if any(alone):
-            weight = sum(found["confidence"] for objects in alone for found in objects)
-            made.pictures.append({
-                "file": one.file, "width": one.width, "height": one.height, "weight": weight,
-                "fused": alone[0], "small": alone[1],
-            })  # fmt: skip
-    made.pictures.sort(key=lambda picture: -picture["weight"])
+            made.pictures.append((one, alone[0], alone[1]))
+    made.pictures.sort(key=lambda it: -sum(box.confidence for boxes in it[1:] for box in boxes))
     return made
 
 
-def _matched(fused: list[Found], small: list[Found]) -> list[Found]:
-    """The small model's objects that the fused one found, too; both are taken off the lists."""
+def found_in(answer: Mapping[str, Any]) -> list[Box]:
+    """The boxes of an answer of ``/v1/vision``; a label counts as a box of its own."""
+    found: Iterable[Mapping[str, Any]] = answer.get("detections", [{"box": (0, 0, 1, 1), **answer}])
+    boxes = []
+    for one in found:
+        x0, y0, x1, y1 = map(float, one["box"])
+        boxes.append(Box(x0, y0, x1, y1, str(one["label"]), float(one["confidence"])))
+    return [box for box in boxes if box.area > 0]
+
+
+def _matched(fused: list[Box], small: list[Box]) -> tuple[list[Box], list[Box], list[Box]]:
+    """The small model's boxes that the fused one found, too; what each found alone."""
     pairs = sorted(
-        ((_overlap(a["box"], b["box"]), i, j)
-         for i, a in enumerate(fused) for j, b in enumerate(small) if a["label"] == b["label"]),
-        reverse=True,
+        ((one.iou(other), i, j) for i, one in enumerate(fused) for j, other in enumerate(small)
+         if one.label == other.label), reverse=True,
     )  # fmt: skip
-    taken: tuple[set[int], set[int]] = (set(), set())
+    taken: dict[int, int] = {}  # places in `fused`, by those in `small`
     for overlap, i, j in pairs:
-        if overlap >= _IOU and i not in taken[0] and j not in taken[1]:
-            taken[0].add(i)
-            taken[1].add(j)
-    both = [small[j] for j in sorted(taken[1])]
-    for objects, places in zip((fused, small), taken, strict=True):
-        objects[:] = [one for place, one in enumerate(objects) if place not in places]
-    return both
+        if overlap >= _IOU and i not in taken.values() and j not in taken:
+            taken[j] = i
+    return (
+        [small[j] for j in taken],
+        [box for i, box in enumerate(fused) if i not in taken.values()],
+        [box for j, box in enumerate(small) if j not in taken],
+    )
 
 
-def _overlap(one: Sequence[float], other: Sequence[float]) -> float:
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
-    shared = max(width, 0.0) * max(height, 0.0)
-    areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other))
-    return shared / (areas - shared)
-
-
-def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict[str, Found]:
-    """The small model's answers by file: of a file of predictions, or by `valora label`."""
+def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict[str, list[Box]]:
+    """What the small model finds by file, by a file of predictions or by asking it."""
     if not domain.labels:
         raise SettingsError(f"{domain.name} answers in words: --beside compares boxes and labels")
-    if not model.endswith(".jsonl"):
-        made = out / "beside.jsonl"
+    file = Path(model)
+    if file.suffix != ".jsonl":
+        file = out / "beside.jsonl"
         command = [sys.executable, "-m", "valora_serve.commands", "label", model, str(folder)]
-        command += [
-            "--labels",
-            ",".join(domain.labels),
-            "--task",
-            str(domain.task),
-            "--out",
-            str(made),
-        ]
-        if subprocess.run([*command, "--domain", domain.name], check=False).returncode:
+        command += ["--labels", ",".join(domain.labels), "--task", str(domain.task)]
+        command += ["--domain", domain.name, "--out", str(file)]
+        if subprocess.run(command, check=False).returncode:
             raise SettingsError(
                 f"{model} did not answer, see above: run valora label yourself (its --help names "
                 "the options), and give the file that it writes to --beside"
             )
-        model = str(made)
-    try:
-        lines = Path(model).read_text(encoding="utf-8").splitlines()
-        return {one["file"]: one["answer"] for one in map(json.loads, lines)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"{model} cannot be read as predictions ({error}): check it") from error
+    found = {}
+    for number, row in read_lines(file):
+        try:
+            if row is None or (row.get("error") is None and row["domain"] == domain.name):
+                found[row["file"]] = found_in(row["answer"])  # type: ignore[index]
+        except (KeyError, TypeError, ValueError) as error:
+            raise SettingsError(
+                f"line {number} of {file} is no prediction: write it with valora label"
+            ) from error
+    if not found:
+        raise SettingsError(f"{file} has no answers of {domain.name}: name it with --domain there")
+    return found
 
 
-def write(made: Comparison, domain: str, source: Path, out: Path) -> Path:
+def write(made: Comparison, domain: ServedModel, source: Path, out: Path) -> Path:
     """Write ``beside.json`` and the page ``beside.html``; the page."""
-    tables = {"class": made.classes, "size": made.sizes}
+    tables = {"class": made.classes} | ({"size": made.sizes} if domain.boxes else {})
     facts = {
-        "domain": domain, "images": made.images, "agreement": made.agreement,
+        "domain": domain.name, "images": made.images, "agreement": made.agreement,
         **{name: {key: {**counts, "agreement": share(counts)} for key, counts in table.items()}
            for name, table in tables.items()},
-        "pictures": made.pictures,
+        "pictures": [
+            {"file": one.file} | {
+                side: [{"label": box.label, "confidence": box.confidence, "box": box.xyxy}
+                       for box in boxes] for side, boxes in zip(_SIDES[1:], alone, strict=True)}
+            for one, *alone in made.pictures
+        ],
     }  # fmt: skip
     (out / "beside.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     parts = [
-        f"<h1>{escape(domain)} beside the small model</h1>",
+        f"<h1>{escape(domain.name)} beside the small model</h1>",
         f"<p>{made.images} images, agreement {made.agreement:.3f}. Found by the fused model alone: "
         "<b class=fused>solid</b>; by the small model alone: <b class=small>dashed</b>.</p>",
     ]
@@ -170,31 +161,27 @@ def write(made: Comparison, domain: str, source: Path, out: Path) -> Path:
             + f"<td>{share(counts):.3f}" for key, counts in sorted(table.items())
         )  # fmt: skip
         parts.append(f"<table><tr>{head}{rows}</table>")
-    parts += [_figure(picture, source, out) for picture in made.pictures[:PICTURES]]
+    for one, *alone in made.pictures[:PICTURES]:
+        parts.append(_figure(one, alone, quote(os.path.relpath(source / one.file, out))))
     page = out / "beside.html"
     page.write_text(_PAGE + "\n".join(parts), encoding="utf-8")
     return page
 
 
-def _figure(picture: Mapping[str, Any], source: Path, out: Path) -> str:
+def _figure(one: Prediction, alone: list[list[Box]], place: str) -> str:
     """A picture, with what each model found alone."""
-    place = quote(os.path.relpath(source / picture["file"], out))
     shapes, labels = [], []
-    for side in _SIDES[1:]:
-        for found in picture[side]:
-            text = f"{found['label']} {found['confidence']:.2f}"
-            labels.append(f"<b class={side}>{escape(text)}</b>")
-            if "box" in found:
-                x0, y0, x1, y1 = found["box"]
-                shapes.append(
-                    f"<rect class={side} x={x0:.1f} y={y0:.1f} width={x1 - x0:.1f} "
-                    f"height={y1 - y0:.1f}></rect>"
-                )
-    size = f"{picture['width']} {picture['height']}"
+    for side, boxes in zip(_SIDES[1:], alone, strict=True):
+        for box in boxes:
+            labels.append(f"<b class={side}>{escape(box.label)} {box.confidence:.2f}</b>")
+            shapes.append(
+                f"<rect class={side} x={box.x0:.1f} y={box.y0:.1f} "
+                f"width={box.x1 - box.x0:.1f} height={box.y1 - box.y0:.1f}></rect>"
+            )
     return (
-        f'<figure><svg viewBox="0 0 {size}"><image href="{place}" width=100% height=100%></image>'
-        f"{''.join(shapes)}</svg><figcaption>{escape(picture['file'])}: {', '.join(labels)}"
-        "</figcaption></figure>"
+        f'<figure><svg viewBox="0 0 {one.width} {one.height}"><image href="{place}" width=100% '
+        f"height=100%></image>{''.join(shapes)}</svg><figcaption>{escape(one.file)}: "
+        f"{', '.join(labels)}</figcaption></figure>"
     )
 
 

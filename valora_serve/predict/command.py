@@ -121,6 +121,9 @@ async def _run(options: argparse.Namespace) -> int:
     try:
         models = await _load(engine, folders, golden=not options.no_golden)
         asked = _chosen(models, options, console)
+        small = None
+        if options.beside:  # first, as it takes less time to fail
+            small = beside.answers_of(options.beside, options.folder, asked[0], options.out)
         question = Question(options.prompt, options.min_score, options.max_tokens)
         with short_pauses():
             failed = await _answer(engine, asked, options, question, console)
@@ -136,11 +139,9 @@ async def _run(options: argparse.Namespace) -> int:
     _summary(results, console)
     for name in formats:
         console.print(f"{name}: {WRITERS[name](results)}", highlight=False, soft_wrap=True)
-    if options.beside:
-        (facts_of,) = results.domains.values()
-        small = beside.answers_of(options.beside, options.folder, facts_of, options.out)
+    if small is not None:
         made = beside.compare(results.predictions(), small)
-        page = beside.write(made, facts_of.name, results.source, options.out)
+        page = beside.write(made, asked[0], results.source, options.out)
         text = f"beside {options.beside}: agreement {made.agreement:.3f} on "
         console.print(f"{text}{plural(made.images, 'image')}: {page}", highlight=False)
     console.print(f"took {time.monotonic() - began:.1f} s", highlight=False)

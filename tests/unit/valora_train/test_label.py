@@ -4,7 +4,7 @@ import json
 
 from tests.support.data_sets import picture
 from valora_data.schema import Answer, Box
-from valora_serve.predict.beside import compare
+from valora_serve.predict.beside import compare, found_in
 from valora_serve.predict.records import Prediction
 from valora_teachers.base import Teacher
 from valora_train import label
@@ -48,8 +48,12 @@ def test_a_folder_and_what_is_wrong(tmp_path, monkeypatch, capsys):
         "detections": [{"label": "car", "confidence": 0.75, "box": [0, 0, 5, 4]}]
     }
     same = [Prediction(**row) for row in rows]
-    assert compare(same, {row["file"]: row["answer"] for row in rows}).agreement == 1
+    assert compare(same, {row["file"]: found_in(row["answer"]) for row in rows}).agreement == 1
     assert label.main(asked) == 1
     assert "best.pt has no class 'car', only auto" in capsys.readouterr().err
     assert label.main([*asked[:1], "empty", *asked[2:], "--names", "auto=car"]) == 1
-    assert "empty holds no image" in capsys.readouterr().err
+    assert "folder empty does not exist" in capsys.readouterr().err
+    assert label.main([*asked, "--names", "auto"]) == 1
+    assert "--names auto maps nothing: write CLASS=LABEL" in capsys.readouterr().err
+    assert label.main([*asked, "--names", "auto=car", "--out", "none/x.jsonl"]) == 1
+    assert "none/x.jsonl cannot be written (No such file" in capsys.readouterr().err

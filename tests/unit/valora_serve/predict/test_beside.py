@@ -6,11 +6,12 @@ import random
 import numpy as np
 import pytest
 
+from tests.support.fake_engine import CAPTION, PERSON, SCENE
+from valora_data.errors import DataError
 from valora_data.schema import Box
 from valora_serve.errors import SettingsError
-from valora_serve.predict.beside import answers_of, compare, write
+from valora_serve.predict.beside import answers_of, compare, found_in, write
 from valora_serve.predict.records import Prediction
-from valora_serve.types import ServedModel
 from valora_train.metrics.evaluate import match
 
 
@@ -23,7 +24,7 @@ def fused(name, *objects):
 
 
 def small(*objects):
-    return {"detections": list(objects)}
+    return found_in({"detections": list(objects)})
 
 
 def test_objects_by_class_and_size():
@@ -47,7 +48,7 @@ def test_objects_by_class_and_size():
     }
     assert made.sizes == {"small": {"both": 1, "fused": 1, "small": 2}, "large": {"fused": 1}}
     assert made.agreement == 2 / (2 + 2 + 2)
-    assert [picture["file"] for picture in made.pictures] == ["b", "a"]
+    assert [one.file for one, *_ in made.pictures] == ["b", "a"]
 
 
 def test_agreement_is_the_f1_of_one_against_the_other():
@@ -79,34 +80,54 @@ def test_labels_agree_or_differ():
 
     made = compare(
         [Prediction(n, "d", "classification", 9, 9, chosen(n[0])) for n in ("a1", "a2", "b1")],
-        {"a1": chosen("a"), "a2": chosen("b"), "b1": chosen("b")},
+        {name: found_in(chosen(label)) for name, label in (("a1", "a"), ("a2", "b"), ("b1", "b"))},
     )
     assert made.classes == {"a": {"both": 1, "fused": 1}, "b": {"both": 1, "small": 1}}
     assert made.agreement == 2 / 3
-    assert [picture["file"] for picture in made.pictures] == ["a2"]
+    assert [one.file for one, *_ in made.pictures] == ["a2"]
 
 
 def test_page_and_json(tmp_path):
     name = "x y/<b>.png"
     (tmp_path / "out").mkdir()
-    made = compare([fused(name, found("<i>", 0, 0, 9, 9))], {name: small()})
-    page = write(made, "d", tmp_path / "photos", tmp_path / "out").read_text()
+    empty = found("flat", 3, 3, 3, 9)
+    made = compare([fused(name, found("<i>", 0, 0, 9, 9))], {name: small(empty)})
+    page = write(made, PERSON, tmp_path / "photos", tmp_path / "out").read_text()
     assert 'href="../photos/x%20y/%3Cb%3E.png"' in page
     assert "&lt;i&gt; 0.50" in page and "<i>" not in page
     facts = json.loads((tmp_path / "out" / "beside.json").read_text())
-    assert facts["class"] == {"<i>": {"fused": 1, "agreement": 0.0}}
-    assert facts["pictures"][0]["fused"] == [found("<i>", 0, 0, 9, 9) | {"box": [0, 0, 9, 9]}]
+    assert facts["class"] == {"<i>": {"fused": 1, "agreement": 0.0}} and "size" in facts
+    alone = [found("<i>", 0, 0, 9, 9) | {"box": [0, 0, 9, 9]}]
+    assert facts["pictures"] == [{"file": name, "fused": alone, "small": []}]
+    write(made, SCENE, tmp_path / "photos", tmp_path / "out")
+    assert "size" not in json.loads((tmp_path / "out" / "beside.json").read_text())
+
+
+ANSWER = '{"file": "a\u2028", "domain": "person", "answer": {"detections": []}}'
 
 
 @pytest.mark.parametrize(
-    ("model", "labels", "said"),
+    ("lines", "domain", "said"),
     [
-        ("lacks.jsonl", ("car",), "cannot be read as predictions"),
-        ("lacks.pt", ("car",), "did not answer, see above: run valora label yourself"),
-        ("small.pt", (), "answers in words"),
+        (None, PERSON, "cannot read"),
+        ([ANSWER, "{"], PERSON, "line 2 of .* is no prediction"),
+        ([ANSWER.replace("[]", '[{"box": [1]}]')], PERSON, "line 1 of .* is no prediction"),
+        ([ANSWER.replace("person", "car")], PERSON, "has no answers of person"),
+        ([ANSWER], CAPTION, "answers in words"),
+        ([ANSWER], PERSON, None),
     ],
 )
-def test_what_cannot_be_compared(tmp_path, model, labels, said):
-    facts = ServedModel("d", "domain", "b", task="detection", labels=labels, boxes=True)
-    with pytest.raises(SettingsError, match=said):
-        answers_of(str(tmp_path / model), tmp_path, facts, tmp_path)
+def test_a_file_of_answers(tmp_path, lines, domain, said):
+    file = tmp_path / "small.jsonl"
+    if lines is not None:
+        file.write_text("\n".join(lines), encoding="utf-8")
+    if said is None:
+        assert answers_of(str(file), tmp_path, domain, tmp_path) == {"a\u2028": []}
+        return
+    with pytest.raises((SettingsError, DataError), match=said):
+        answers_of(str(file), tmp_path, domain, tmp_path)
+
+
+def test_a_model_that_does_not_answer(tmp_path):
+    with pytest.raises(SettingsError, match="did not answer, see above: run valora label yourself"):
+        answers_of(str(tmp_path / "lacks.pt"), tmp_path, PERSON, tmp_path)

@@ -122,6 +122,18 @@ def test_predictions_of_other_settings_are_not_mixed(engines, tmp_path, capsys):
     assert len(engines) == 1
 
 
+def test_beside_a_small_model(engines, tmp_path, capsys):
+    file = tmp_path / "small.jsonl"
+    asked = ("--domain", "person", "--beside", str(file))
+    assert predict(tmp_path, *asked) == 1  # before anything is asked
+    assert "small.jsonl" in capsys.readouterr().err and not engines[0].asked
+    row = {"file": "1.png", "domain": "person", "answer": {"detections": []}}
+    file.write_text(json.dumps(row), encoding="utf-8")
+    assert predict(tmp_path, *asked) == 0
+    assert "on 1 image: " in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "beside.json").read_text())["images"] == 1
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_626,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_143,
-    "valora_serve": 31_219,
+    "valora_serve": 31_222,
     "tests/*/valora_train": 7_851,
     "tests/*/valora_data": 4_386,
     "tests/*/valora_teachers": 1_188,

@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 
@@ -11,14 +10,14 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def gate_here() -> Iterator[None]:
+def gate_here():
     """Let the export gate check bundles in this process: another one takes seconds to import torch.
 
     `test_factory.py`, `test_interrupted.py` and others run it as users do.
     """
     from valora_train.stages import export, gate
 
-    def check(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def check(command, **_):
         assert command[:3] == [sys.executable, "-m", gate.__name__]
         said, failed = io.StringIO(), io.StringIO()
         with redirect_stdout(said), redirect_stderr(failed):

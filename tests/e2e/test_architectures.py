@@ -7,8 +7,6 @@ the gate in its own process, and the serving engine says what the golden example
 import asyncio
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -54,7 +52,7 @@ EVERY_TASK = {
 SOME = ("ball_path", "color_reference", "street_presence")
 
 
-def domain(name: str) -> DomainSettings:
+def domain(name):
     task = EVERY_TASK[name]
     return DomainSettings(
         name=name,
@@ -68,9 +66,7 @@ def domain(name: str) -> DomainSettings:
     )
 
 
-def settings_of(
-    base: Path, folder: Path, names: tuple[str, ...], *, vision: bool = False, **model: Any
-) -> Settings:
+def settings_of(base, folder, names, *, vision=False, **model):
     lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=vision)
     return Settings(
         task=TaskSettings(name="all", type=Task.DETECTION),
@@ -90,7 +86,7 @@ WORDS = {"answers": Task.VQA, "mood": Task.CLASSIFICATION, "choice": Task.VQA}
 """Domains of text: the answers of the first are written, the others have a head."""
 
 
-def text_domains(folder: Path) -> dict[str, DomainSettings]:
+def text_domains(folder):
     """Conversations without images, and a document."""
     said = [("mild and fine", "good"), ("wet and cold", "bad")] * 30
     talks = []
@@ -98,7 +94,7 @@ def text_domains(folder: Path) -> dict[str, DomainSettings]:
         asked = {"from": "human", "value": f"Day {number} was {day}."}
         talks.append({"id": number, "conversations": [asked, {"from": "gpt", "value": mood}]})
     (folder / "days.json").write_text(json.dumps(talks))
-    common: dict[str, Any] = {"required": 0.01, "teacher": "labels", "mirror": False}
+    common = {"required": 0.01, "teacher": "labels", "mirror": False}
     domains = {
         name: DomainSettings(
             name=name,
@@ -117,14 +113,14 @@ def text_domains(folder: Path) -> dict[str, DomainSettings]:
     return domains
 
 
-def make(base: Path, folder: Path, names: tuple[str, ...], **options: Any) -> Path:
+def make(base, folder, names, **options):
     new_store(folder)
     run(settings_of(base, folder, names, **options), Display(Console(quiet=True)))
     return folder / "bundles" / "all"
 
 
-def replayed(base: Path, bundle: Path) -> int:
-    async def ask() -> int:
+def replayed(base, bundle):
+    async def ask():
         rounding = find_rounding([bundle])
         engine = AsyncEngine(make_engine(str(base), fresh=rounding != "none", quantize=rounding))
         try:
@@ -137,17 +133,17 @@ def replayed(base: Path, bundle: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llava(tmp_path_factory):
     return CHECKPOINTS["llava"](tmp_path_factory.mktemp("llava"), seed=3)
 
 
 @pytest.fixture(scope="module")
-def everything(llava: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def everything(llava, tmp_path_factory):
     """A bundle with a domain of every task in one adapter."""
     return make(llava, tmp_path_factory.mktemp("every"), tuple(EVERY_TASK))
 
 
-def test_domains_of_every_task_share_an_adapter(everything: Path) -> None:
+def test_domains_of_every_task_share_an_adapter(everything):
     bundle = read_bundle(everything)
     assert list(bundle.adapters) == ["adapter-1"]
     kinds = {name: facts["metric"] for name, facts in bundle.domains.items()}
@@ -168,12 +164,12 @@ def test_domains_of_every_task_share_an_adapter(everything: Path) -> None:
         assert name in (everything / "README.md").read_text()
 
 
-def test_the_engine_replays_every_golden_example(llava: Path, everything: Path) -> None:
+def test_the_engine_replays_every_golden_example(llava, everything):
     assert replayed(llava, everything) == 2 * len(EVERY_TASK)
 
 
 @pytest.mark.parametrize("family", [name for name in CHECKPOINTS if name != "llava"])
-def test_every_architecture_goes_all_the_way(family: str, tmp_path: Path) -> None:
+def test_every_architecture_goes_all_the_way(family, tmp_path):
     base = CHECKPOINTS[family](tmp_path / "base", seed=3)
     coordinates = "pixels" if family == "qwen2_5_vl" else "grid1000"
     vision = family != "qwen2_vl"  # adapt the vision tower and the merger too
@@ -187,7 +183,7 @@ def test_every_architecture_goes_all_the_way(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", [*TEXT_CHECKPOINTS, "llava", "qwen2_5_vl"])
-def test_domains_of_text_go_all_the_way(family: str, tmp_path: Path) -> None:
+def test_domains_of_text_go_all_the_way(family, tmp_path):
     """On models that take no images, and beside a domain of images on those that do."""
     base = (CHECKPOINTS | TEXT_CHECKPOINTS)[family](tmp_path / "base", seed=3)
     domains = text_domains(tmp_path)
@@ -208,7 +204,7 @@ def test_domains_of_text_go_all_the_way(family: str, tmp_path: Path) -> None:
     assert replayed(base, folder) == 2 * len(domains)
 
 
-def test_domains_of_images_are_refused_before_any_work(tmp_path: Path) -> None:
+def test_domains_of_images_are_refused_before_any_work(tmp_path):
     base = TEXT_CHECKPOINTS["mistral"](tmp_path / "base", seed=3)
     with pytest.raises(
         SettingsError, match=r"domain person shows images .* reads text alone: choo"

@@ -194,7 +194,7 @@ def test_a_task_of_another_package_is_trained_and_served(
     assert all(abs(example["expected"]["value"] - 50) < 10 for example in golden)
     engine = AsyncEngine(make_engine(str(random_llava)))
 
-    async def load() -> int:
+    async def load():
         await engine.load_bundle(folder)
         return await replay(engine, folder)
 

@@ -25,12 +25,7 @@ from tests.fuzz.driver import together
 from tests.support.engine_reference import make_engine
 from tests.support.helpers import save_random_llava
 from tests.support.http_helpers import data_url, encoded, picture, serving
-from tests.support.serve_helpers import (
-    EVERYTHING,
-    DomainSpec,
-    make_adapter,
-    make_bundle,
-)
+from tests.support.serve_helpers import EVERYTHING, DomainSpec, make_adapter, make_bundle
 from valora_data.contract.bundle import GOLDEN, MANIFEST, write_manifest
 from valora_data.hashing import file_hash
 from valora_serve.engine.async_engine import AsyncEngine

@@ -219,7 +219,7 @@ def _one(report, kinds, what, again, send, watch, most):
 # case runs them with ten times as many examples as in `make test`, new ones. A failing example is
 # printed as a call that repeats it, and belongs into the test as an ``@example``.
 
-LIMITS: dict[str, float] = {}
+LIMITS = {}
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ EXTREMES = (0, 1, 2, 3, 255, 256, 16383, 16384, 32767, 40000, 65535, 65536, 2**2
 # ------------------------------------------------------------------ undamaged files
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
+def chunk(kind, data):
     """Return a chunk of a PNG."""
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -67,13 +67,13 @@ def png(width, height, depth=8, colour=0, interlaced=False):
     )  # fmt: skip
 
 
-def with_chunk(content: bytes, kind: bytes, data: bytes) -> bytes:
+def with_chunk(content, kind, data):
     """Return a PNG with a further chunk after its header."""
     return content[:33] + chunk(kind, data) + content[33:]
 
 
 @cache
-def inflating(kind: bytes, size: int) -> bytes:
+def inflating(kind, size):
     """Return the data of a PNG's chunk (iCCP, zTXt, iTXt) that inflates to so many bytes."""
     packed = zlib.compress(bytes(size), 9)
     return {
@@ -81,20 +81,20 @@ def inflating(kind: bytes, size: int) -> bytes:
     }[kind]  # fmt: skip
 
 
-def scans(content: bytes, times: int) -> bytes:
+def scans(content, times):
     """Return a progressive JPEG whose last scan is repeated: each costs a pass over the image."""
     start = content.rindex(b"\xff\xda")
     return content[:start] + content[start:-2] * times + content[-2:]
 
 
-def saved(image: Image.Image, form: str, **options: object) -> bytes:
+def saved(image, form, **options):
     """Return an image as a file."""
     buffer = io.BytesIO()
     image.save(buffer, form, **options)
     return buffer.getvalue()
 
 
-def drawing(width: int = 96, height: int = 64) -> Image.Image:
+def drawing(width=96, height=64):
     """Return an image with detail."""
     rng = np.random.default_rng(width * height)
     small = Image.fromarray(rng.integers(0, 256, (9, 12, 3), np.uint8))
@@ -102,7 +102,7 @@ def drawing(width: int = 96, height: int = 64) -> Image.Image:
 
 
 @cache
-def images() -> list[tuple[str, bytes]]:
+def images():
     """Return undamaged images in every format and mode, with their formats."""
     image = drawing()
     exif = image.getexif()
@@ -143,7 +143,7 @@ def images() -> list[tuple[str, bytes]]:
 
 
 @cache
-def videos() -> list[tuple[str, bytes]]:
+def videos():
     """Return undamaged videos in every container, with their formats."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -237,7 +237,7 @@ def resized(rng, content):
     return _checksums(bytes(found))
 
 
-def _checksums(content: bytes) -> bytes:
+def _checksums(content):
     """Correct the checksums of a PNG's chunks, so that what they hold is read."""
     if content[:8] != b"\x89PNG\r\n\x1a\n":
         return content

@@ -15,12 +15,12 @@ BUDGETS = {
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_143,
     "valora_serve": 31_222,
-    "tests/*/valora_train": 7_851,
+    "tests/*/valora_train": 7_830,
     "tests/*/valora_data": 4_386,
     "tests/*/valora_teachers": 1_188,
-    "tests/*/valora_kernels": 2_194,
-    "tests/*/valora_serve": 28_867,
-    "tests/unit/bench": 1_852,
+    "tests/*/valora_kernels": 2_151,
+    "tests/*/valora_serve": 28_375,
+    "tests/unit/bench": 1_851,
     BENCH: 11_754,
 }
 

@@ -1,8 +1,6 @@
 """The sections of `bench_serve` that follow the papers' figures, on a small shape without a GPU."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-def tables(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+def tables(tmp_path, *arguments):
     """Run a section; return its tables."""
     found.clear()
     out = tmp_path / "figures.json"
@@ -27,27 +25,27 @@ def tables(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     return list(json.loads(out.read_text()).values())
 
 
-def test_ablation(tmp_path: Path) -> None:
+def test_ablation(tmp_path):
     parts = ["none", "static", "memory"]
     (table,) = tables(tmp_path, "ablation", "--parts", *parts)
     assert sorted(row[0] for row in table["rows"]) == sorted(parts)
     assert all(row[1] > 0 for row in table["rows"])
 
 
-def test_switching_and_starving(tmp_path: Path) -> None:
+def test_switching_and_starving(tmp_path):
     switched, starved = tables(tmp_path, "switching", "starving")
     assert [row[1] for row in switched["rows"]] == ["swift", "by matrix"] * 3
     assert sum(row[2] for row in switched["rows"]) > 0
     assert len(starved["rows"]) == len(SHARES)
 
 
-def test_packed(tmp_path: Path) -> None:
+def test_packed(tmp_path):
     (table,) = tables(tmp_path, "packed")
     assert [row[0] for row in table["rows"]] == [5, 100]
     assert table["rows"][1][4] == "no memory"
 
 
-def test_populations_and_slo(tmp_path: Path) -> None:
+def test_populations_and_slo(tmp_path):
     populated, attained, satisfied = tables(tmp_path, "populations", "slo")
     assert [row[0] for row in populated["rows"]] == ["valora", "slora"]
     assert len(populated["rows"][0]) == 4
@@ -56,7 +54,7 @@ def test_populations_and_slo(tmp_path: Path) -> None:
         assert all(0 <= row[1] <= 1 for row in table["rows"])
 
 
-def test_retrieval_and_video(tmp_path: Path) -> None:
+def test_retrieval_and_video(tmp_path):
     retrieved, streams = tables(tmp_path, "retrieval", "video")
     assert [row[0] for row in retrieved["rows"]] == ["valora", "slora", "PEFT"]
     assert all(row[2] > 0 and row[5] > 0 for row in retrieved["rows"])
@@ -64,7 +62,7 @@ def test_retrieval_and_video(tmp_path: Path) -> None:
     assert all(0 <= row[2] <= 2 for row in streams["rows"])
 
 
-def test_tower(tmp_path: Path) -> None:
+def test_tower(tmp_path):
     (table,) = tables(tmp_path, "tower")
     assert [row[1:3] for row in table["rows"]] == [
         [1, 1], [4, 1], [16, 1], [1, 1], [4, 4], [16, 16],

@@ -1,7 +1,6 @@
 """Contexts that the factory has fused, served: every golden answer and the promised accuracy."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -17,14 +16,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here
 
 
 @pytest.mark.parametrize("form", ["prefix", "memory_tokens"])
-def test_a_fused_bundle_answers_as_it_did_when_it_was_exported(form: str, tmp_path: Path) -> None:
+def test_a_fused_bundle_answers_as_it_did_when_it_was_exported(form, tmp_path):
     base = CHECKPOINTS["llava"](tmp_path / "llava", seed=3)
     short = ("train.probe_steps=8", "train.steps=8", "train.steps_per_held=4")
     bundle, _ = fuse(base, tmp_path, f"context.form={form}", "fusion.head_only=false", *short)
     engine = make_engine(str(base))
     assert set(NAMES) <= set(engine.load(bundle.folder))
 
-    async def replay() -> int:
+    async def replay():
         client = AsyncEngine(engine)
         try:
             return await golden.replay(client, bundle.folder)

@@ -4,14 +4,12 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from tests.support.engine_reference import (
-    Got,
     ask,
     assert_empty,
     collect,
@@ -29,7 +27,6 @@ from tests.support.serve_helpers import (
     make_adapter,
     make_bundle,
 )
-from valora_serve.engine.engine import Engine
 from valora_serve.errors import (
     AdapterError,
     BusyError,
@@ -82,7 +79,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("soak")
     base = str(save_llava(folder / "base", seed=5, side=16))
     targets = (LANGUAGE, MLP, EVERYTHING, LANGUAGE, EVERYTHING)
@@ -116,7 +113,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         asked = [replace(one, id=f"{n}", model=domain) for n, one in enumerate(prompts)]
         asked = [one for one in asked if one.images or domain == "scene"]
         for key, got in run(engine, asked).items():
-            head = got.last.head  # type: ignore[union-attr]
+            head = got.last.head
             assert head is not None
             assert head.logits is not None
             made.logits[int(key), domain] = head.logits
@@ -127,14 +124,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 class Breaks:
     """A constraint that lets some tokens pass and then fails."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after):
         self._left = after
 
-    def mask(self, _allowed: NDArray[np.bool_]) -> None:
+    def mask(self, _allowed):
         if not self._left:
             raise IndexError("no state")
 
-    def advance(self, _token: int) -> None:
+    def advance(self, _token):
         self._left -= 1
 
 
@@ -147,18 +144,18 @@ class Soak:
         seed: Random seed.
     """
 
-    def __init__(self, world: World, engine: Engine, seed: int) -> None:
+    def __init__(self, world, engine, seed):
         self.world, self.engine = world, engine
         self.draw = random.Random(seed)
-        self.registry: dict[str, str] = {}
+        self.registry = {}
         self.bundled = False
-        self.found: dict[str, Got] = {}
-        self.expected: dict[str, tuple[int, str | None, str]] = {}
-        self.live: list[str] = []
+        self.found = {}
+        self.expected = {}
+        self.live = []
         self.count = 0
-        self.refused: Counter[str] = Counter()
+        self.refused = Counter()
 
-    def ask(self) -> None:
+    def ask(self):
         """One client more."""
         draw, world = self.draw, self.world
         number = draw.randrange(len(world.prompts))
@@ -206,7 +203,7 @@ class Soak:
         self.expected[request.id] = (number, content, kind)
         self.live.append(request.id)
 
-    def change(self) -> None:
+    def change(self):
         """Load something, also under a name that has requests, or unload it."""
         draw, engine = self.draw, self.engine
         if draw.random() < 0.2:
@@ -230,7 +227,7 @@ class Soak:
         with pytest.raises(AdapterError):
             engine.load(folder / "none", name)
 
-    def go(self, requests: int) -> None:
+    def go(self, requests):
         """Until so many have been asked and answered."""
         draw, engine = self.draw, self.engine
         most = engine.settings.max_requests
@@ -248,7 +245,7 @@ class Soak:
         self.check()
         assert not self.live
 
-    def check(self) -> None:
+    def check(self):
         """What has ended was answered rightly; the books agree."""
         for request_id in list(self.live):
             got = self.found.get(request_id)
@@ -260,10 +257,10 @@ class Soak:
         assert stats.running + stats.waiting <= len(self.live)
         assert sum(self.engine.requests.wanted.values()) <= len(self.live)
 
-    def judge(self, request_id: str, got: Got) -> None:
+    def judge(self, request_id, got):
         number, content, kind = self.expected[request_id]
         if got.finish is Finish.ERROR:
-            wanted: dict[str, Any] = {"breaks": ServeError, "late": DeadlineError}
+            wanted = {"breaks": ServeError, "late": DeadlineError}
             allowed = wanted.get(kind, OverloadedError)
             assert isinstance(got.error, allowed), (kind, got.error)
             return
@@ -272,7 +269,7 @@ class Soak:
         tokens = self.world.answers.get((number, content))
         if kind == "head":
             if got.finish is Finish.HEAD:
-                head = got.last.head  # type: ignore[union-attr]
+                head = got.last.head
                 assert head is not None
                 assert head.logits is not None
                 known = self.world.logits[number, str(content)]
@@ -281,7 +278,7 @@ class Soak:
             assert got.tokens == tokens[: len(got.tokens)]
             assert got.finish is Finish.CANCELLED or len(got.tokens) == len(tokens)
 
-    def close(self) -> None:
+    def close(self):
         """Unload everything: not a page is taken any more."""
         engine = self.engine
         for name in self.registry:
@@ -303,8 +300,8 @@ class Soak:
         assert_empty(engine)
 
 
-def soak(world: World, policy: str, requests: int, seed: int, **settings: Any) -> Engine:
-    chosen: dict[str, Any] = {
+def soak(world, policy, requests, seed, **settings):
+    chosen = {
         "max_requests": 24, "block_size": 8, "chunk": 11, "max_tokens": 96, "max_adapters": 3,
         "slots": 4, "host_bytes": 1 << 17, "image_cache_bytes": 1 << 12,
     } | settings  # fmt: skip
@@ -321,13 +318,13 @@ def soak(world: World, policy: str, requests: int, seed: int, **settings: Any) -
     return engine
 
 
-def pages_of(world: World) -> int:
+def pages_of(world):
     """So few that running requests must give theirs back: the largest adapter and some prompts."""
     engine = make_engine(world.base, {one.name: one for one in world.contents}, block_size=8)
     return max(engine.adapters.pages(key) for key in engine.registry.known()) + 60
 
 
-def test_soak(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soak(world, monkeypatch):
     monkeypatch.setattr(batching, "HEADROOM", 0)  # else hardly any request is preempted
     engine = soak(world, "valora", 1000, seed=1, overlap=True, pages=pages_of(world))
     stats = engine.stats()
@@ -335,13 +332,13 @@ def test_soak(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stats.switches > 0
 
 
-def test_soak_by_cost(world: World) -> None:
+def test_soak_by_cost(world):
     soak(world, "cost", 400, seed=2, overlap=False, pages=pages_of(world))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_soak_long(world: World, policy: str, overlap: bool) -> None:
+def test_soak_long(world, policy, overlap):
     settings = PolicySettings(theta=0.02, patience=0.5, clusters=2 * overlap)
     soak(
         world, policy, 600, seed=3 + overlap, overlap=overlap, pages=pages_of(world),

@@ -7,7 +7,7 @@ from tests.fuzz.soak import soak
 pytestmark = pytest.mark.slow
 
 
-def test_soak_with_faults() -> None:
+def test_soak_with_faults():
     report = soak(minutes=0.4, seed=1)
     assert not report.failures, str(report)
     assert report.rows["faults"].outcomes["SIGTERM under load"] == 1

@@ -2,8 +2,6 @@
 
 import json
 from io import StringIO
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -12,7 +10,7 @@ from rich.console import Console
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from tests.support.stores import new_store
 from valora_data import shards
-from valora_data.contract.bundle import Bundle, read_bundle
+from valora_data.contract.bundle import read_bundle
 from valora_data.contract.contexts import read_encoder, read_memory
 from valora_data.schema import Split
 from valora_train.cli import config_folder, run
@@ -26,11 +24,11 @@ NAMES = ("ledger_1", "ledger_2")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return CHECKPOINTS["llava"](tmp_path_factory.mktemp("llava"), seed=3)
 
 
-def fuse(base: Path, folder: Path, *more: str) -> tuple[Bundle, str]:
+def fuse(base, folder, *more):
     """A bundle of two documents of four facts, whose answers are learnt from the labels."""
     quick = [
         "task=context", f"model.id={base}", f"task.only=[{','.join(NAMES)}]",
@@ -50,12 +48,12 @@ def fuse(base: Path, folder: Path, *more: str) -> tuple[Bundle, str]:
     return read_bundle(folder / "bundles" / "context"), console.export_text()
 
 
-def work(folder: Path, stage: str) -> Path:
+def work(folder, stage):
     (found,) = (folder / "work").glob(f"{stage}-*[0-9a-f]")
     return found
 
 
-def test_memories_alone_take_no_adapter(base: Path, tmp_path: Path) -> None:
+def test_memories_alone_take_no_adapter(base, tmp_path):
     bundle, said = fuse(base, tmp_path, *(f"domains.{name}.required=0.001" for name in NAMES))
     assert "without LoRA" in said
     model = BundleModel(bundle)
@@ -66,7 +64,7 @@ def test_memories_alone_take_no_adapter(base: Path, tmp_path: Path) -> None:
         )  # fmt: skip
         file = bundle.folder / str(entry.file)
         text = json.loads((base / "config.json").read_text())["text_config"]
-        config: Any = type("Config", (), text)
+        config = type("Config", (), text)
         memory = read_memory(file, bundle.manifest["base"]["sha256"], config)
         assert memory.bytes == entry.bytes
         assert entry.source_tokens > 12
@@ -82,7 +80,7 @@ def test_memories_alone_take_no_adapter(base: Path, tmp_path: Path) -> None:
     assert not any("image" in example for example in golden)
 
 
-def test_memories_may_share_an_adapter(base: Path, tmp_path: Path) -> None:
+def test_memories_may_share_an_adapter(base, tmp_path):
     more = ["context.form=memory_tokens", "fusion.head_only=false", "context.encoder_steps=4"]
     bundle, _ = fuse(base, tmp_path, *more)
     # The bundle holds the encoder that the memory tokens began with.
@@ -98,7 +96,7 @@ def test_memories_may_share_an_adapter(base: Path, tmp_path: Path) -> None:
         assert (entry.form, entry.position) == ("memory_tokens", 0)
 
 
-def test_an_adapter_alone_is_a_closed_book(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_alone_is_a_closed_book(base, tmp_path):
     bundle, _ = fuse(base, tmp_path, "context.form=adapter", "task.only=[ledger_1]")
     entry = bundle.contexts["ledger_1"]
     assert (entry.form, entry.file, entry.tokens, entry.bytes) == ("adapter", None, 0, 0)

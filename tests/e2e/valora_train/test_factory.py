@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.slow
 COLOURS = {"apple": "red", "sky": "blue"}
 
 
-def overrides(folder: Path, base: Path) -> list[str]:
+def overrides(folder, base):
     found = [
         "task=own", f"model.id={base}", "train=default", "fusion=first_fit", "fusion.order=given",
         "fusion.margin=0", "train.steps=60", "train.batch_size=8", "train.probe_steps=20",
@@ -48,7 +47,7 @@ def overrides(folder: Path, base: Path) -> list[str]:
     return found
 
 
-def valora_train(cwd: Path, arguments: list[str], **options) -> subprocess.Popen:
+def valora_train(cwd, arguments, **options):
     new_store(cwd)
     return subprocess.Popen(
         [sys.executable, "-m", "valora_train.cli", *arguments],
@@ -56,7 +55,7 @@ def valora_train(cwd: Path, arguments: list[str], **options) -> subprocess.Popen
     )  # fmt: skip
 
 
-def finish(process: subprocess.Popen) -> str:
+def finish(process):
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     return said
@@ -77,12 +76,12 @@ def done(tmp_path_factory, data):
     return cwd, said
 
 
-def fusion(cwd: Path) -> dict:
+def fusion(cwd):
     (folder,) = (cwd / ".valora").glob("fuse-own-*[0-9a-f]")
     return read_json(folder / "fusion.json")
 
 
-def runs(cwd: Path):
+def runs(cwd):
     client = MlflowClient(f"sqlite:///{cwd}/mlflow.db")
     experiment = client.get_experiment_by_name("valora/own")
     found = client.search_runs([experiment.experiment_id])
@@ -272,7 +271,7 @@ def test_what_is_out_of_reach_is_reported_with_what_was_reached(data, tmp_path):
     assert bundle.domains["apple"]["status"] == "missed"
 
 
-def decided(cwd: Path) -> int:
+def decided(cwd):
     """Attempts that the fusion, finished or not, has on disk."""
     states = list((cwd / ".valora").glob("fuse-own-*/state.json"))
     return len(read_json(states[0])["told"]) if states else 0

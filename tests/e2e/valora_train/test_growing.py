@@ -1,7 +1,6 @@
 """A bundle that grows, shrinks and changes: only what can be affected is trained and tested."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -9,48 +8,47 @@ from rich.console import Console
 from tests.e2e.test_architectures import domain, replayed, settings_of
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from tests.support.stores import new_store
-from valora_data.contract.bundle import Bundle, read_bundle
+from valora_data.contract.bundle import read_bundle
 from valora_train.cli import run
 from valora_train.errors import SettingsError
 from valora_train.reporting.progress import Display
-from valora_train.settings import Settings
 from valora_train.stage import read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return CHECKPOINTS["llava"](tmp_path_factory.mktemp("llava"), seed=3)
 
 
 class Shop:
     """Fuses in one folder, each time going on from what stands there."""
 
-    def __init__(self, base: Path, folder: Path) -> None:
+    def __init__(self, base, folder):
         self.base, self.folder = base, folder
         self.bundle = folder / "bundles" / "all"
 
-    def settings(self, names: tuple[str, ...], **fusion: object) -> Settings:
+    def settings(self, names, **fusion):
         settings = settings_of(self.base, self.folder, names)
         fusion = {"parent": str(self.bundle) if self.bundle.exists() else None, **fusion}
-        return replace(settings, fusion=replace(settings.fusion, **fusion))  # type: ignore[arg-type]
+        return replace(settings, fusion=replace(settings.fusion, **fusion))
 
-    def fuse(self, settings: Settings) -> Bundle:
+    def fuse(self, settings):
         new_store(self.folder)
         run(settings, Display(Console(quiet=True)))
         return read_bundle(self.bundle)
 
-    def attempts(self, bundle: Bundle) -> list[str]:
+    def attempts(self, bundle):
         stage = self.folder / "work" / bundle.manifest["lineage"]["fusion_stage"]
         return [name for one in read_json(stage / "fusion.json")["attempts"] for name in one["new"]]
 
 
-def files(bundle: Bundle, part: str) -> dict[str, str]:
+def files(bundle, part):
     return {name: sha for name, sha in bundle.manifest["files"].items() if part in name}
 
 
-def test_a_bundle_grows_shrinks_and_changes(base: Path, tmp_path: Path) -> None:
+def test_a_bundle_grows_shrinks_and_changes(base, tmp_path):
     shop = Shop(base, tmp_path)
     first = shop.fuse(shop.settings(("plant_type", "people_count")))
     assert shop.attempts(first) == ["plant_type", "people_count"]
@@ -106,7 +104,7 @@ def test_a_bundle_grows_shrinks_and_changes(base: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_what_does_not_fit_is_one_sentence(base: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_one_sentence(base, tmp_path):
     shop = Shop(base, tmp_path)
     shop.fuse(shop.settings(("plant_type",)))
     other = shop.settings(("plant_type", "people_count"))

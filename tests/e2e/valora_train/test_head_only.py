@@ -1,10 +1,8 @@
 """Domains without an adapter, and fusions that continue after a domain was out of reach."""
 
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
@@ -18,46 +16,45 @@ from valora_train.cli import run
 from valora_train.errors import UnreachableError
 from valora_train.fusion.trainer import Trainer
 from valora_train.reporting.progress import Display
-from valora_train.settings import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return CHECKPOINTS["llava"](tmp_path_factory.mktemp("llava"), seed=3)
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def trained(monkeypatch):
     """The domains that adapters were trained on, in order."""
-    names: list[str] = []
+    names = []
     train = Trainer.train
 
-    def counted(self: Trainer, adapter: str, new: Sequence[str], **options: object) -> None:
+    def counted(self, adapter, new, **options):
         names.extend(new)
-        train(self, adapter, new, **options)  # type: ignore[arg-type]
+        train(self, adapter, new, **options)
 
     monkeypatch.setattr(Trainer, "train", counted)
     yield names
 
 
-def asks(base: Path, folder: Path, required: dict[str, float], **fusion: object) -> Settings:
+def asks(base, folder, required, **fusion):
     new_store(folder)
     settings = settings_of(base, folder, tuple(required))
     for name, least in required.items():
         settings.domains[name] = replace(settings.domains[name], required=least)
     fusion = {"margin": 0.0, "head_only": True, **fusion}
-    return replace(settings, fusion=replace(settings.fusion, **fusion))  # type: ignore[arg-type]
+    return replace(settings, fusion=replace(settings.fusion, **fusion))
 
 
-def fuse(settings: Settings) -> str:
+def fuse(settings):
     console = Console(record=True, width=300, file=StringIO())
     run(settings, Display(console))
     return console.export_text()
 
 
-def test_a_bundle_without_any_adapter(base: Path, tmp_path: Path, trained: list[str]) -> None:
+def test_a_bundle_without_any_adapter(base, tmp_path, trained):
     required = {"plant_type": 0.1, "people_count": 0.1, "vehicle_color": 0.1}
     said = fuse(asks(base, tmp_path, required, margin=-1.0))
     assert trained == []
@@ -89,9 +86,7 @@ def test_a_bundle_without_any_adapter(base: Path, tmp_path: Path, trained: list[
     }
 
 
-def test_what_is_trained_is_kept_when_a_domain_is_out_of_reach(
-    base: Path, tmp_path: Path, trained: list[str]
-) -> None:
+def test_what_is_trained_is_kept_when_a_domain_is_out_of_reach(base, tmp_path, trained):
     required = {"plant_type": 0.01, "vehicle_color": 0.9, "people_count": 1.0}
     settings = asks(base, tmp_path, required)
     keep = replace(settings, fusion=replace(settings.fusion, unreachable="keep"))

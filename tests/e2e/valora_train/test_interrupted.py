@@ -9,9 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
@@ -25,7 +23,7 @@ LABELS = "domains.sign_type.teacher=labels"
 COUNTS = "{train:64,unlabelled:32,val:50,test:16}"
 
 
-def start(cwd: Path, base: Path, *more: str) -> subprocess.Popen[str]:
+def start(cwd, base, *more):
     command = [
         sys.executable, "-m", "valora_train.cli", f"model.id={base}", "task=classification",
         "task.only=[sign_type]", f"domains.sign_type.source.counts={COUNTS}",
@@ -38,13 +36,13 @@ def start(cwd: Path, base: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
-def said(process: subprocess.Popen[str]) -> tuple[int, str]:
+def said(process):
     """Exit status, and all that it said, in one line."""
     text = process.communicate(timeout=300)[0]
     return process.returncode, " ".join(text.split())
 
 
-def wait_for(process: subprocess.Popen[str], happened: Callable[[], object]) -> None:
+def wait_for(process, happened):
     end = time.monotonic() + 120
     while not happened():
         assert process.poll() is None, process.communicate()[0]
@@ -52,7 +50,7 @@ def wait_for(process: subprocess.Popen[str], happened: Callable[[], object]) -> 
         time.sleep(0.05)
 
 
-def said_to(process: psutil.Process) -> list[str]:
+def said_to(process):
     """Command line of a process, of which nothing is left if it has ended."""
     try:
         return process.cmdline()
@@ -60,7 +58,7 @@ def said_to(process: psutil.Process) -> list[str]:
         return []
 
 
-def runs(cwd: Path) -> dict[str, str]:
+def runs(cwd):
     """Status of every MLflow run by its id, read beside a process that writes them."""
     if not (cwd / "mlflow.db").is_file():
         return {}
@@ -71,7 +69,7 @@ def runs(cwd: Path) -> dict[str, str]:
             return {}
 
 
-def ended_by_sigterm(process: subprocess.Popen[str]) -> None:
+def ended_by_sigterm(process):
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     status, text = said(process)
@@ -82,13 +80,13 @@ def ended_by_sigterm(process: subprocess.Popen[str]) -> None:
     assert not alive
 
 
-def test_sigterm_while_a_teacher_is_trained(tmp_path: Path, random_llava: Path) -> None:
+def test_sigterm_while_a_teacher_is_trained(tmp_path, random_llava):
     arguments = [
         "command=teach", "+teacher.options.epochs=300", "+teacher.options.size=32",
         "+teacher.options.width=8",
     ]  # fmt: skip
 
-    def training() -> bool:
+    def training():
         return "RUNNING" in runs(tmp_path).values()
 
     new_store(tmp_path)
@@ -114,7 +112,7 @@ def test_sigterm_while_a_teacher_is_trained(tmp_path: Path, random_llava: Path) 
 
 
 @contextmanager
-def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+def small_disk(folder, megabytes):
     """A disk of its own."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
@@ -130,16 +128,14 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def fill(disk: Path, left: int) -> None:
+def fill(disk, left):
     """Leave some bytes of a disk."""
     status = os.statvfs(disk)
     with (disk / "filler").open("wb") as file:
         file.write(bytes(max(0, status.f_bavail * status.f_frsize - left)))
 
 
-def test_a_full_disk_in_every_stage_and_sigterm_in_the_gate(
-    tmp_path: Path, random_llava: Path
-) -> None:
+def test_a_full_disk_in_every_stage_and_sigterm_in_the_gate(tmp_path, random_llava):
     small = ["+teacher.options.epochs=2", "+teacher.options.size=32", "+teacher.options.width=8"]
     stages = [
         (["command=teach", LABELS], 20_000),  # the data stage alone

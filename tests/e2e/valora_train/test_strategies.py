@@ -1,8 +1,6 @@
 """A fusion strategy of another package decides in a real run of the factory."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -32,9 +30,7 @@ extension = OwnAdapters
 """
 
 
-def test_a_strategy_of_another_package_packs(
-    tmp_path: Path, installed: Callable[[str, str, str], str]
-) -> None:
+def test_a_strategy_of_another_package_packs(tmp_path, installed):
     installed("valora.strategies", "own_adapters", OWN_ADAPTERS)
     base = CHECKPOINTS["llava"](tmp_path / "llava", seed=3)
     settings = settings_of(base, tmp_path, ("plant_type", "people_count"))
@@ -48,7 +44,7 @@ def test_a_strategy_of_another_package_packs(
     assert bundle.manifest["strategy"] == "own_adapters"
 
 
-def test_an_unknown_strategy_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+def test_an_unknown_strategy_is_refused_before_anything_is_done(tmp_path):
     settings = settings_of(tmp_path, tmp_path / "out", ("plant_type",))
     settings = replace(settings, fusion=replace(settings.fusion, strategy="best"))
     with pytest.raises(SettingsError, match="choose one of affinity, first_fit, joint"):

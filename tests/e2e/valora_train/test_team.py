@@ -1,9 +1,6 @@
 """Two processes train what one does, whole copies (DDP) or parted layers (FSDP) on each."""
 
-from pathlib import Path
-
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.e2e.valora_train.test_factory import finish, fusion, overrides, valora_train
@@ -15,12 +12,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
+def base(tmp_path_factory):
     return save_random_llava(tmp_path_factory.mktemp("llava"), seed=1)
 
 
 @pytest.fixture(scope="module")
-def alone(base, tmp_path_factory) -> dict[str, torch.Tensor]:
+def alone(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     learn(str(base), False, folder)
     return load_file(folder / "0.safetensors")

@@ -4,7 +4,6 @@ import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.lora_cases import Case, assert_near, make_case
+from tests.support.lora_cases import assert_near, make_case
 from valora_kernels.atmm import atmm, direct_choice, launch
 from valora_kernels.gpus import gpu_of
 from valora_kernels.lookup import LookupMode, choose
@@ -38,7 +37,7 @@ MIXED = [64, 8, 32, 16, 64, 48]
 
 
 @contextmanager
-def no_synchronisation() -> Iterator[None]:
+def no_synchronisation():
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -46,7 +45,7 @@ def no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def check(case: Case, tiling: Tiling | None) -> None:
+def check(case, tiling):
     want = case.expected()
     got = [y.clone() for y in case.ys]
     atmm(got, case.x, case.weights, case.batch, tiling=tiling)
@@ -57,13 +56,13 @@ def check(case: Case, tiling: Tiling | None) -> None:
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [0, 1, 7, 133])
-def test_row_counts(tiling: Tiling | None, dtype: torch.dtype, rows: int) -> None:
+def test_row_counts(tiling, dtype, rows):
     check(make_case(rows, MIXED, 512, (768,), dtype=dtype, device="cuda"), tiling)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("popularity", ["distinct", "identical", "zipf", "skewed", "none"])
-def test_popularity(tiling: Tiling | None, popularity: str) -> None:
+def test_popularity(tiling, popularity):
     case = make_case(
         200, MIXED, 1024, (1024,), dtype=torch.bfloat16, popularity=popularity, device="cuda"
     )
@@ -73,7 +72,7 @@ def test_popularity(tiling: Tiling | None, popularity: str) -> None:
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("terms", [1, 2])
-def test_three_projections_of_odd_widths(tiling: Tiling | None, paged: bool, terms: int) -> None:
+def test_three_projections_of_odd_widths(tiling, paged, terms):
     case = make_case(
         37, MIXED, 1096, (1000, 264, 520), dtype=torch.bfloat16, terms=terms, paged=paged,
         device="cuda",
@@ -82,7 +81,7 @@ def test_three_projections_of_odd_widths(tiling: Tiling | None, paged: bool, ter
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-def test_ranks_up_to_256(tiling: Tiling | None) -> None:
+def test_ranks_up_to_256(tiling):
     case = make_case(
         50, [256, 8, 128, 136], 1024, (512,), dtype=torch.bfloat16, terms=2, device="cuda"
     )
@@ -90,14 +89,14 @@ def test_ranks_up_to_256(tiling: Tiling | None) -> None:
 
 
 @pytest.mark.parametrize(("rows", "slots"), [(1, 1), (64, 16), (64, 64), (700, 4)])
-def test_model_width(rows: int, slots: int) -> None:
+def test_model_width(rows, slots):
     ranks = [MIXED[i % len(MIXED)] for i in range(slots)]
     case = make_case(rows, ranks, 4096, (4096,), dtype=torch.bfloat16, device="cuda")
     check(case, None)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-def test_one_graph_expands_the_tiles_of_any_mix_in_turns(tiling: Tiling | None) -> None:
+def test_one_graph_expands_the_tiles_of_any_mix_in_turns(tiling):
     """A prompt beside room for many more adapters than have rows, and all of them."""
     case = make_case(600, [16] * 128, 512, (11008, 4096), dtype=torch.bfloat16, device="cuda")
     case.batch = LoraBatch(600, 129, "cuda", fixed=True)
@@ -121,7 +120,7 @@ def test_one_graph_expands_the_tiles_of_any_mix_in_turns(tiling: Tiling | None) 
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-def test_one_graph_serves_any_mix(tiling: Tiling | None) -> None:
+def test_one_graph_serves_any_mix(tiling):
     rows = 48
     case = make_case(rows, MIXED, 512, (512, 256), dtype=torch.bfloat16, terms=2, device="cuda")
     case.batch = LoraBatch(rows, rows, "cuda", fixed=True)
@@ -151,7 +150,7 @@ def test_one_graph_serves_any_mix(tiling: Tiling | None) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 17])
 @pytest.mark.parametrize("width", [(12288, 4096), (4096, 11008), (3080, 520)])
-def test_a_product_without_lora(rows: int, width: tuple[int, int]) -> None:
+def test_a_product_without_lora(rows, width):
     g = torch.Generator("cuda").manual_seed(rows)
     x, w, bias = (
         torch.randn(shape, generator=g, device="cuda").bfloat16()
@@ -162,7 +161,7 @@ def test_a_product_without_lora(rows: int, width: tuple[int, int]) -> None:
         assert_near(linear(x, w, b), want)
 
 
-def test_one_adapter_of_high_rank_by_dense_products() -> None:
+def test_one_adapter_of_high_rank_by_dense_products():
     case = make_case(
         3100, [128], 512, (256, 512), dtype=torch.bfloat16, popularity="identical", device="cuda"
     )
@@ -174,7 +173,7 @@ def test_one_adapter_of_high_rank_by_dense_products() -> None:
         assert_near(o, y.double() + delta @ a.double().T @ b.double().T)
 
 
-def test_results_repeat_bit_for_bit() -> None:
+def test_results_repeat_bit_for_bit():
     case = make_case(64, MIXED, 2048, (2048,), dtype=torch.bfloat16, device="cuda")
     found = []
     for _ in range(20):
@@ -193,7 +192,7 @@ def test_results_repeat_bit_for_bit() -> None:
         (64, ProjectTiling(64, 32, 128, 4, 4)), (300, ProjectTiling(64, 128, 64, 4, 4)),
     ],
 )  # fmt: skip
-def test_projection_total(rows: int, tiling: ProjectTiling | None, dtype: torch.dtype) -> None:
+def test_projection_total(rows, tiling, dtype):
     case = make_case(rows, MIXED, 520, (768, 264), dtype=dtype, device="cuda")
     bases = [torch.randn(n, 520, device="cuda").to(dtype) / 23 for n in (768, 264)]
     want = [
@@ -210,7 +209,7 @@ def test_projection_total(rows: int, tiling: ProjectTiling | None, dtype: torch.
 @pytest.mark.parametrize("rows", [0, 1, 33, 128, 300, 1500])
 @pytest.mark.parametrize("popularity", ["zipf", "none"])
 @pytest.mark.parametrize("terms", [1, 2])
-def test_stacked_projections_of_model_width(rows: int, popularity: str, terms: int) -> None:
+def test_stacked_projections_of_model_width(rows, popularity, terms):
     """The engine's layout: all W in one matrix, all y in another, adapters in pages."""
     widths = (4096, 1024, 1024)
     case = make_case(
@@ -232,7 +231,7 @@ def test_stacked_projections_of_model_width(rows: int, popularity: str, terms: i
 
 @pytest.mark.parametrize("rows", [1, 40, 300, 1100])
 @pytest.mark.parametrize("folded", [False, True])
-def test_layers_follow_each_other_without_a_gap(rows: int, folded: bool) -> None:
+def test_layers_follow_each_other_without_a_gap(rows, folded):
     """Kernels start before their predecessors end; each must still see what those wrote."""
     width, depth = 512, 6
     cases = [
@@ -245,7 +244,7 @@ def test_layers_follow_each_other_without_a_gap(rows: int, folded: bool) -> None
     first = cases[0].x.clone()
     states = [torch.empty_like(first) for _ in range(depth + 1)]
 
-    def forward() -> None:
+    def forward():
         states[0].copy_(first)
         for case, base, x, y in zip(cases, bases, states, states[1:], strict=False):
             if folded:
@@ -273,7 +272,7 @@ def test_layers_follow_each_other_without_a_gap(rows: int, folded: bool) -> None
                 break  # all layers are checked row by row only once
 
 
-def test_this_gpu_has_a_table() -> None:
+def test_this_gpu_has_a_table():
     gpu = gpu_of(torch.device("cuda"))
     if gpu.table is None or not gpu.table.exists():
         pytest.skip(f"no table was measured for the {gpu.name}")
@@ -281,7 +280,7 @@ def test_this_gpu_has_a_table() -> None:
     assert choose(gpu, Shape(4096, 4096, 1, 64, 65, 16.0)).mode is LookupMode.NEAREST
 
 
-def test_records_agree_with_the_driver() -> None:
+def test_records_agree_with_the_driver():
     gpu = gpu_of(torch.device("cuda"))
     properties = torch.cuda.get_device_properties(0)
     assert gpu.processors == properties.multi_processor_count
@@ -289,7 +288,7 @@ def test_records_agree_with_the_driver() -> None:
     assert gpu.shared_memory <= properties.shared_memory_per_block_optin
 
 
-def test_merge_cycles_leave_the_base_weights_alone() -> None:
+def test_merge_cycles_leave_the_base_weights_alone():
     shapes = {"q": (1024, 1024), "k": (256, 1024), "o": (1024, 1024)}
     merged = MergeableWeights(shapes, dtype=torch.bfloat16, device="cuda")
     merged.pristine.normal_()
@@ -303,7 +302,7 @@ def test_merge_cycles_leave_the_base_weights_alone() -> None:
         one.b.normal_()
     merged.bind({name: (one, 0) for name, one in weights.items()})
 
-    def digest() -> str:
+    def digest():
         return hashlib.sha256(merged.live.view(torch.int16).cpu().numpy().tobytes()).hexdigest()
 
     before = digest()
@@ -321,7 +320,7 @@ def test_merge_cycles_leave_the_base_weights_alone() -> None:
         assert_near(merged.weight(name), once.double())
 
 
-def test_sanitizer_finds_nothing() -> None:
+def test_sanitizer_finds_nothing():
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         pytest.skip("compute-sanitizer is not installed")
@@ -335,7 +334,7 @@ def test_sanitizer_finds_nothing() -> None:
         assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
 
 
-def test_overwriting_writes_every_row() -> None:
+def test_overwriting_writes_every_row():
     case = make_case(45, MIXED, 256, (384,), dtype=torch.bfloat16, device="cuda")
     for name in ("shrink_expand", "fused"):
         out = [torch.full_like(y, float("nan")) for y in case.ys]

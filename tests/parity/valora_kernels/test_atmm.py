@@ -1,14 +1,12 @@
 """The LoRA operator against row-by-row arithmetic; on the CPU in Triton's interpreter."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from tests.bench.valora_kernels.operators.static import TILING as STATIC
 from tests.support.cases import others_slow
-from tests.support.lora_cases import DEVICE, Case, assert_near, make_case, needs_triton
+from tests.support.lora_cases import DEVICE, assert_near, make_case, needs_triton
 from valora_kernels import launching
 from valora_kernels.atmm import atmm, direct_choice, launch
 from valora_kernels.launching import start
@@ -33,7 +31,7 @@ NAMES = ["shrink_expand", "fused"]
 DTYPES = [torch.float16, torch.float32]
 
 
-def check(case: Case, tiling: Tiling) -> None:
+def check(case, tiling):
     want = case.expected()
     got = [y.clone() for y in case.ys]
     launch(tiling, got, case.x, case.weights, case.batch)
@@ -47,39 +45,39 @@ def check(case: Case, tiling: Tiling) -> None:
 
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mixed_ranks_with_base_only_rows(tiling: Tiling, dtype: torch.dtype) -> None:
+def test_mixed_ranks_with_base_only_rows(tiling, dtype):
     check(make_case(7, [8, 24, 40], 72, (64,), dtype=dtype), tiling)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("paged", others_slow([True], [False, True]))
-def test_three_projections_of_different_widths_and_two_terms(tiling: Tiling, paged: bool) -> None:
+def test_three_projections_of_different_widths_and_two_terms(tiling, paged):
     case = make_case(5, [8, 16], 72, (64, 24, 40), dtype=torch.float16, terms=2, paged=paged)
     check(case, tiling)
 
 
 @pytest.mark.parametrize("popularity", ["distinct", "identical", "zipf", "skewed", "none"])
 @pytest.mark.parametrize("name", NAMES)
-def test_popularity(name: str, popularity: str) -> None:
+def test_popularity(name, popularity):
     case = make_case(33, [16, 8, 24, 16], 40, (48,), dtype=torch.float16, popularity=popularity)
     check(case, Tiling(name, 16, 64, 64, 64, 32))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rows", [0, 1, 133])
-def test_row_counts(name: str, rows: int) -> None:
+def test_row_counts(name, rows):
     case = make_case(rows, [8, 16, 32], 32, (32,), dtype=torch.float32, popularity="zipf")
     check(case, Tiling(name, 32, 32, 32, 32, 32))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_large_ranks(name: str) -> None:
+def test_large_ranks(name):
     case = make_case(9, [256, 8, 136], 64, (40, 24), dtype=torch.float16, terms=2)
     check(case, Tiling(name, 16, 64, 64, 64, 64))
 
 
 @pytest.mark.parametrize("add", [True, False])
-def test_one_adapter_by_dense_products(add: bool) -> None:
+def test_one_adapter_by_dense_products(add):
     case = make_case(
         33, [8, 24], 72, (64, 40), dtype=torch.float16, popularity="identical", device="cpu"
     )
@@ -89,17 +87,17 @@ def test_one_adapter_by_dense_products(add: bool) -> None:
         assert_near(one, other)
 
 
-def test_dense_products_are_refused_for_other_batches() -> None:
+def test_dense_products_are_refused_for_other_batches():
     mixed = make_case(9, [8, 24], 72, (64,), dtype=torch.float16, popularity="distinct")
     with pytest.raises(ValueError, match="dense expected one adapter"):
         atmm(mixed.ys, mixed.x, mixed.weights, mixed.batch, tiling=Tiling("dense"))
 
 
-def test_dense_products_are_for_one_adapter_and_many_rows() -> None:
+def test_dense_products_are_for_one_adapter_and_many_rows():
     def pays(
-        rows: int, ranks: list[int], popularity: str = "identical", add: bool = True,
-        width: int = 24, coefficients: np.ndarray | None = None, **options: Any,
-    ) -> bool:  # fmt: skip
+        rows, ranks, popularity = "identical", add = True,
+        width = 24, coefficients = None, **options,
+    ):  # fmt: skip
         case = make_case(
             rows, ranks, 40, (width,), dtype=torch.float16, popularity=popularity, device="cpu",
             **options,
@@ -127,7 +125,7 @@ def test_dense_products_are_for_one_adapter_and_many_rows() -> None:
     assert not pays(3072, [96], coefficients=np.arange(3072)[:, None])
 
 
-def test_reference_is_the_formula() -> None:
+def test_reference_is_the_formula():
     for paged in (False, True):
         case = make_case(
             23, [8, 20, 3], 31, (17, 5), dtype=torch.float32, terms=2, paged=paged, device="cpu"
@@ -138,7 +136,7 @@ def test_reference_is_the_formula() -> None:
             assert_near(one, other)
 
 
-def test_operator_runs_the_tiling_it_is_given() -> None:
+def test_operator_runs_the_tiling_it_is_given():
     case = make_case(19, [8, 16, 64], 64, (64, 32), dtype=torch.float16)
     want = case.expected()
     atmm(case.ys, case.x, case.weights, case.batch, tiling=Tiling("shrink_expand", 16, 64, 64, 64))
@@ -146,18 +144,16 @@ def test_operator_runs_the_tiling_it_is_given() -> None:
         assert_near(one, other)
 
 
-def test_a_tiling_that_does_not_fit_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tiling_that_does_not_fit_is_replaced(monkeypatch, caplog):
     from triton.runtime.errors import OutOfResources
 
     from valora_kernels import atmm as module
 
     case = make_case(19, [8, 16, 64], 64, (64, 32), dtype=torch.float16)
-    tried: list[Tiling] = []
+    tried = []
     small = module.default_tiling(module.shape_of(case.weights, case.batch))
 
-    def fits_only_small(tiling: Tiling, *args: Any, **options: Any) -> None:
+    def fits_only_small(tiling, *args, **options):
         tried.append(tiling)
         if tiling != small:
             raise OutOfResources(300_000, 232_448, "shared memory")
@@ -178,7 +174,7 @@ def test_a_tiling_that_does_not_fit_is_replaced(
     assert "does not fit" in caplog.text
 
 
-def test_next_batch_reuses_the_same_buffers() -> None:
+def test_next_batch_reuses_the_same_buffers():
     """A captured graph relies on it: addresses stay, contents change, also if others tile anew."""
     case = make_case(12, [8, 16, 24], 32, (32,), dtype=torch.float32)
     case.batch = LoraBatch(12, 3, DEVICE, fixed=True)
@@ -203,14 +199,14 @@ def test_next_batch_reuses_the_same_buffers() -> None:
     ("terms", "loop", "gather", "split"), [(1, 1, False, 32), (2, 2, True, 16), (1, 1, False, 16)]
 )
 def test_few_programs_take_the_tiles_of_many_adapters_in_turns(
-    monkeypatch: pytest.MonkeyPatch, terms: int, loop: int, gather: bool, split: int
-) -> None:
+    monkeypatch, terms, loop, gather, split
+):
     """Two tiles at once; the mixes have 7 tiles, 2, none, and 1 beside rows without an adapter."""
     monkeypatch.setattr(launching, "TURNS_FROM", 0)
     monkeypatch.setattr(launching, "SHRINK_TURNS_FROM", 0)
     started = []
 
-    def noted(kernel: Any, programs: int, *given: object, **options: Any) -> None:
+    def noted(kernel, programs, *given, **options):
         started.append(("BR" in options, programs, options["TURNS"]))
         start(kernel, programs, *given, **options)
 
@@ -229,7 +225,7 @@ def test_few_programs_take_the_tiles_of_many_adapters_in_turns(
     assert set(started) == {(True, shrinks, True), (False, 2 * groups, True)}
 
 
-def test_without_a_gpu_the_reference_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_gpu_the_reference_runs(caplog):
     launching._warn_no_gpu.cache_clear()
     case = make_case(5, [8, 16], 32, (16,), dtype=torch.float32, device="cpu")
     want = case.expected()
@@ -240,7 +236,7 @@ def test_without_a_gpu_the_reference_runs(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text.count("reference") == 1
 
 
-def bad_call(name: str) -> tuple[list[torch.Tensor], torch.Tensor, LoraWeights, LoraBatch]:
+def bad_call(name):
     case = make_case(6, [8, 16], 32, (16, 24), dtype=torch.float16, device="cpu")
     x, ys, weights, batch = case.x, case.ys, case.weights, case.batch
     if name == "projections":
@@ -276,7 +272,7 @@ def bad_call(name: str) -> tuple[list[torch.Tensor], torch.Tensor, LoraWeights, 
         "adapter above the weights'",
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_before_any_launch(name: str) -> None:
+def test_bad_input_is_refused_before_any_launch(name):
     ys, x, weights, batch = bad_call(name)
     before = [y.clone() for y in ys]
     with pytest.raises(ValueError, match=r"expected .* got "):
@@ -284,13 +280,13 @@ def test_bad_input_is_refused_before_any_launch(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ys, before, strict=True))
 
 
-def test_tensors_of_different_devices_are_refused() -> None:
+def test_tensors_of_different_devices_are_refused():
     case = make_case(6, [8, 16], 32, (16,), dtype=torch.float16, device="cpu")
     with pytest.raises(ValueError, match="expected cpu, got meta"):
         atmm(case.ys, case.x.to("meta"), case.weights, case.batch)
 
 
-def test_adapters_that_do_not_fit_their_slot_are_refused() -> None:
+def test_adapters_that_do_not_fit_their_slot_are_refused():
     weights = LoraWeights.contiguous(2, 8, 16, (24,), dtype=torch.float32, device="cpu")
     a, b = torch.zeros(4, 16), torch.zeros(24, 4)
     for slot, one, two in (
@@ -308,9 +304,7 @@ OVERFLOWS = [(1, float("inf")), (2, float("nan")), (2, 6e4)]
 
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize(("terms", "value"), others_slow(OVERFLOWS[::2], OVERFLOWS))
-def test_rows_that_overflow_leave_the_others_alone(
-    tiling: Tiling, terms: int, value: float
-) -> None:
+def test_rows_that_overflow_leave_the_others_alone(tiling, terms, value):
     """Not a bit of a row depends on another: neither x nor h of a masked row is ever multiplied."""
     case = make_case(
         20, [8, 24], 72, (64, 24), dtype=torch.float16, terms=terms, popularity="uniform"
@@ -330,7 +324,7 @@ def test_rows_that_overflow_leave_the_others_alone(
 
 
 @pytest.mark.parametrize("terms", [1, 2])
-def test_rows_that_overflow_leave_the_others_alone_in_the_reference(terms: int) -> None:
+def test_rows_that_overflow_leave_the_others_alone_in_the_reference(terms):
     case = make_case(
         40, [8, 24, 16], 72, (64, 24), dtype=torch.float16, terms=terms, popularity="uniform"
     )

@@ -16,12 +16,10 @@ SCALINGS = (0.7, 1.9)
 Adapters = list[dict[str, tuple[torch.Tensor, torch.Tensor]]]
 
 
-def make(
-    dtype: torch.dtype, paged: bool = False
-) -> tuple[MergeableWeights, dict[str, torch.nn.Linear], dict[str, torch.Tensor], Adapters]:
+def make(dtype, paged=False):
     generator = torch.Generator().manual_seed(0)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape):
         return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 
     linears = {
@@ -33,13 +31,13 @@ def make(
         linear.weight = torch.nn.Parameter(merged.set(name, linear.weight), requires_grad=False)
     merged.keep()
 
-    def room(in_features: int, out_features: tuple[int, ...]) -> LoraWeights:
+    def room(in_features, out_features):
         if paged:
             return paged_weights(2, 24, in_features, out_features, dtype, DEVICE, generator)
         return LoraWeights.contiguous(2, 24, in_features, out_features, dtype=dtype, device=DEVICE)
 
     inputs, output = room(72, (40, 24)), room(40, (72,))
-    adapters: Adapters = []
+    adapters = []
     for slot, r in enumerate(RANKS):
         mine = {n: (normal(r, i), normal(o, r)) for n, (o, i) in SHAPES.items()}
         inputs.write(slot, [mine["q"][0], mine["k"][0]], [mine["q"][1], mine["k"][1]])
@@ -58,9 +56,7 @@ TILING = MergeTiling(32, 32, 64, 16, 4)
 )
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_every_weight_is_rounded_once(
-    dtype: torch.dtype, paged: bool, tiling: MergeTiling | None
-) -> None:
+def test_every_weight_is_rounded_once(dtype, paged, tiling):
     merged, linears, base, adapters = make(dtype, paged)
     for slot in (0, 1, 0):  # from adapter to adapter without an unmerge
         merged.merge(slot, RANKS[slot], SCALINGS[slot], tiling=tiling)
@@ -75,10 +71,10 @@ def test_every_weight_is_rounded_once(
 
 
 @needs_triton
-def test_a_thousand_switches_leave_no_trace() -> None:
+def test_a_thousand_switches_leave_no_trace():
     merged, linears, base, _ = make(torch.float16)
 
-    def digest() -> str:
+    def digest():
         return hashlib.sha256(merged.live.cpu().numpy().tobytes()).hexdigest()
 
     before = digest()
@@ -93,7 +89,7 @@ def test_a_thousand_switches_leave_no_trace() -> None:
 
 
 @needs_triton
-def test_linears_see_the_merge() -> None:
+def test_linears_see_the_merge():
     merged, linears, _, adapters = make(torch.float32)
     x = torch.randn(3, 72, device=DEVICE)
     before = linears["q"](x)
@@ -103,7 +99,7 @@ def test_linears_see_the_merge() -> None:
     assert linears["q"].weight.data_ptr() == merged.weight("q").data_ptr()
 
 
-def test_weights_can_go_before_the_pristine_copy_is_made() -> None:
+def test_weights_can_go_before_the_pristine_copy_is_made():
     """Base, live and pristine weights together may not fit into the memory."""
     merged = MergeableWeights({"q": (4, 8)}, dtype=torch.float32, device="cpu")
     weight = torch.arange(32.0).view(4, 8)
@@ -118,7 +114,7 @@ def test_weights_can_go_before_the_pristine_copy_is_made() -> None:
         merged.set("q", torch.zeros(4, 8))
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_refused():
     merged, _, _, _ = make(torch.float32)
     for slot, rank in ((2, 8), (-1, 8), (0, 25), (0, 0)):
         with pytest.raises(ValueError, match=r"expected .* got "):
@@ -139,7 +135,7 @@ def test_bad_input_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_found(value: float) -> None:
+def test_weights_that_are_not_finite_are_found(value):
     merged, linears, base, _ = make(torch.float16)
     assert merged.is_finite()
     linears["o"].weight[71, 39] = value
@@ -149,7 +145,7 @@ def test_weights_that_are_not_finite_are_found(value: float) -> None:
     assert all(torch.equal(linears[name].weight, base[name]) for name in linears)
 
 
-def test_a_product_that_overflows_is_found() -> None:
+def test_a_product_that_overflows_is_found():
     """A, B and the base weights are finite, and so is everything but one element of B·A."""
     merged, _, _, adapters = make(torch.float16)
     merged.merge(0, 24, 1.0)

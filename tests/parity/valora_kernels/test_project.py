@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ WIDTHS = (64, 24)
         product([torch.float16, torch.float32], ["uniform", "distinct", "skewed", "none"]),
     ),
 )  # fmt: skip
-def test_projection(tiling: ProjectTiling | None, dtype: torch.dtype, popularity: str) -> None:
+def test_projection(tiling, dtype, popularity):
     case = make_case(37, [8, 16, 24], 72, WIDTHS, dtype=dtype, popularity=popularity)
     bases = [torch.randn(n, 72, device=DEVICE).to(dtype) / 8 for n in WIDTHS]
     bias = torch.randn(WIDTHS[0], device=DEVICE).to(dtype)  # of the first projection only
@@ -60,7 +59,7 @@ def test_projection(tiling: ProjectTiling | None, dtype: torch.dtype, popularity
 
 
 @pytest.mark.parametrize("apart", ["nothing", "y", "W"])
-def test_stacked_projections_are_one_product(apart: str) -> None:
+def test_stacked_projections_are_one_product(apart):
     """Slices of one y and one W give what separate tensors give."""
     case = make_case(9, [8, 16], 72, WIDTHS, dtype=torch.float32, device="cpu")
     base = torch.randn(sum(WIDTHS), 72)
@@ -75,9 +74,7 @@ def test_stacked_projections_are_one_product(apart: str) -> None:
         assert_near(one, change + case.x.double() @ w.double().T)
 
 
-def test_a_tiling_of_lora_that_comes_first_is_replaced_if_it_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tiling_of_lora_that_comes_first_is_replaced_if_it_does_not_fit(monkeypatch):
     from triton.runtime.errors import OutOfResources
 
     case = make_case(37, [8, 16, 24], 72, WIDTHS, dtype=torch.float16)
@@ -87,7 +84,7 @@ def test_a_tiling_of_lora_that_comes_first_is_replaced_if_it_does_not_fit(
     monkeypatch.setattr(atmm_module, "_instead", {})
     large, tried = Tiling("shrink_expand", 16, 16, 32, 32, 16), []
 
-    def fits_only_small(tiling: Tiling, *given: Any, **options: Any) -> None:
+    def fits_only_small(tiling, *given, **options):
         tried.append(tiling)
         if tiling == large:
             raise OutOfResources(300_000, 232_448, "shared memory")
@@ -107,9 +104,7 @@ def test_a_tiling_of_lora_that_comes_first_is_replaced_if_it_does_not_fit(
 
 
 @pytest.mark.parametrize(("popularity", "times"), [("uniform", 1), ("none", 0)])
-def test_lora_comes_first_with_tilings_measured_for_that(
-    monkeypatch: pytest.MonkeyPatch, popularity: str, times: int
-) -> None:
+def test_lora_comes_first_with_tilings_measured_for_that(monkeypatch, popularity, times):
     case = make_case(37, [8, 16, 24], 72, WIDTHS, dtype=torch.float16, popularity=popularity)
     known = generic("of this test", processors=20, shared_memory=88 << 10, capability=(8, 0))
     case.batch.gpu = gpu = replace(known, lora_first_rows=37)
@@ -117,7 +112,7 @@ def test_lora_comes_first_with_tilings_measured_for_that(
     monkeypatch.setattr(atmm_module, "use_triton", lambda _: True)
     launched = []
 
-    def noted(tiling: Tiling, *given: Any, **options: Any) -> None:
+    def noted(tiling, *given, **options):
         if not options["add"]:
             launched.append(tiling)
         launch(tiling, *given, **options)
@@ -135,7 +130,7 @@ def test_lora_comes_first_with_tilings_measured_for_that(
     assert launched == [first] * times
 
 
-def test_the_search_times_lora_first_with_the_base_product() -> None:
+def test_the_search_times_lora_first_with_the_base_product():
     work = KernelWorkload(
         spread(24, 3), [16] * 3, 64, WIDTHS, dtype=torch.float32, device=DEVICE,
         cold=1, most=2, first=True,
@@ -153,7 +148,7 @@ def test_the_search_times_lora_first_with_the_base_product() -> None:
 
 
 @pytest.mark.parametrize("tiling", TILINGS[1:3])
-def test_paged_adapters_and_changing_batches(tiling: ProjectTiling) -> None:
+def test_paged_adapters_and_changing_batches(tiling):
     case = make_case(21, [8, 16, 24], 40, WIDTHS, dtype=torch.float32, paged=True)
     case.batch = LoraBatch(21, 3, DEVICE, fixed=True)
     bases = [torch.randn(n, 40, device=DEVICE) / 6 for n in WIDTHS]
@@ -168,14 +163,14 @@ def test_paged_adapters_and_changing_batches(tiling: ProjectTiling) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_without_lora(bias: bool) -> None:
+def test_a_product_without_lora(bias):
     x, w = torch.randn(5, 72), torch.randn(48, 72)
     b = torch.randn(48) if bias else None
     want = x.double() @ w.double().T + (0 if b is None else b.double())
     assert_near(linear(x, w, b), want)
 
 
-def test_bad_base_weights_are_refused() -> None:
+def test_bad_base_weights_are_refused():
     case = make_case(5, [8], 32, (16,), dtype=torch.float16, device="cpu")
     for bases in ([], [torch.zeros(16, 24).half()], [torch.zeros(16, 32)]):
         with pytest.raises(ValueError, match=r"expected .* got "):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.lora_cases import Case, assert_near, make_case, needs_triton
+from tests.support.lora_cases import assert_near, make_case, needs_triton
 from valora_kernels import two_steps
 from valora_kernels.launching import power_of_two
 from valora_kernels.tiling import Tiling
@@ -16,7 +16,7 @@ TILINGS = [
 ]
 
 
-def part(case: Case, a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> LoraWeights:
+def part(case, a, b):
     """Weights with parts of the case's matrices; ranks are filled up with zeros."""
     rows = max(one.shape[0] for slot in a for one in slot)
     ranks = max(16, power_of_two(max(rows, *(one.shape[1] for slot in b for one in slot))))
@@ -33,7 +33,7 @@ def part(case: Case, a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -
     return found
 
 
-def check(found: list[torch.Tensor], case: Case, *, exact: torch.dtype) -> None:
+def check(found, case, *, exact):
     for one, want in zip(found, case.expected(), strict=True):
         assert_near(one.to(exact), want)
 
@@ -41,7 +41,7 @@ def check(found: list[torch.Tensor], case: Case, *, exact: torch.dtype) -> None:
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("terms", [1, 2])
-def test_rank_rows_dealt_out_to_gpus(tiling: Tiling | None, size: int, terms: int) -> None:
+def test_rank_rows_dealt_out_to_gpus(tiling, size, terms):
     """Column layers: each GPU shrinks with its rows of A and zeros for the others'; a sum joins."""
     case = make_case(9, [5, 24, 33], 72, (64, 24), dtype=torch.float32, terms=terms)
     case.batch.tiles(16)
@@ -61,7 +61,7 @@ def test_rank_rows_dealt_out_to_gpus(tiling: Tiling | None, size: int, terms: in
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-def test_inputs_and_outputs_dealt_out_to_gpus(tiling: Tiling | None) -> None:
+def test_inputs_and_outputs_dealt_out_to_gpus(tiling):
     """Row layers: partial sums of x·Aᵀ are added up; each GPU expands its outputs."""
     case = make_case(9, [5, 24, 8], 64, (48,), dtype=torch.float32)
     halves = (slice(0, 32), slice(32, 64))

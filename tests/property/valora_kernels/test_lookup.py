@@ -21,11 +21,11 @@ shapes = st.builds(
 )
 
 
-def power_of_two(value: int) -> bool:
+def power_of_two(value):
     return value > 0 and value & (value - 1) == 0
 
 
-def check(tiling: Tiling, shape: Shape) -> None:
+def check(tiling, shape):
     for size in (tiling.rows, tiling.outputs, tiling.inputs, tiling.ranks, tiling.warps):
         assert power_of_two(size)
     assert fits(tiling, shape, H200)
@@ -39,7 +39,7 @@ def check(tiling: Tiling, shape: Shape) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(shapes)
-def test_shipped_table_always_answers(shape: Shape) -> None:
+def test_shipped_table_always_answers(shape):
     choice = table_of(H200).look_up(shape)
     assert choice.mode in (LookupMode.EXACT, LookupMode.NEAREST)
     check(choice.tiling, shape)
@@ -47,13 +47,13 @@ def test_shipped_table_always_answers(shape: Shape) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(shapes)
-def test_rules_always_answer(shape: Shape) -> None:
+def test_rules_always_answer(shape):
     check(default_tiling(shape), shape)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(shapes, min_size=1, max_size=30, unique=True), st.data())
-def test_measured_shapes_are_found_exactly(known: list[Shape], data: st.DataObject) -> None:
+def test_measured_shapes_are_found_exactly(known, data):
     tilings = [Tiling("shrink_expand", outputs=2 ** (4 + i % 4)) for i in range(len(known))]
     table = TilingTable(H200, zip(known, tilings, strict=True))
     place = data.draw(st.integers(0, len(known) - 1))
@@ -63,7 +63,7 @@ def test_measured_shapes_are_found_exactly(known: list[Shape], data: st.DataObje
 
 @settings(max_examples=100, deadline=None)
 @given(shapes, st.integers(0, 2**31))
-def test_a_little_more_of_anything_changes_little(shape: Shape, seed: int) -> None:
+def test_a_little_more_of_anything_changes_little(shape, seed):
     """The nearest entry of a slightly larger shape is about as near to the shape itself."""
     table = table_of(H200)
     rng = np.random.default_rng(seed)

@@ -17,7 +17,7 @@ from valora_kernels.metadata import (
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[int], list[float]]:
+def batches(draw):
     slots = draw(st.integers(1, 6))
     terms = draw(st.integers(1, 2))
     rows = draw(st.one_of(st.integers(0, 5), st.integers(0, 70)))
@@ -31,11 +31,11 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[int], list[fl
     return adapters, coefficients, ranks, [0.25 * (i + 1) for i in range(slots)]
 
 
-def total_of(adapters, coefficients, scalings):  # type: ignore[no-untyped-def]
+def total_of(adapters, coefficients, scalings):
     """The factor of each adapter of each row, without adapters that cancel out."""
     found = []
     for slots, factors in zip(adapters, coefficients, strict=True):
-        row: dict[int, float] = {}
+        row = {}
         for slot, factor in zip(slots, factors, strict=True):
             if slot != NONE:
                 row[int(slot)] = row.get(int(slot), 0.0) + float(factor) * scalings[slot]
@@ -45,13 +45,13 @@ def total_of(adapters, coefficients, scalings):  # type: ignore[no-untyped-def]
 
 @settings(max_examples=150, deadline=None)
 @given(batches(), st.sampled_from([1, 16, 32, 128]))
-def test_tiles_say_what_each_row_asked_for(batch, block: int) -> None:  # type: ignore[no-untyped-def]
+def test_tiles_say_what_each_row_asked_for(batch, block):
     adapters, coefficients, ranks, scalings = batch
     grouping = group_rows(adapters, ranks, scalings, coefficients)
     capacity = tile_capacity(len(adapters), grouping.segments, block)
     tiles = tile_rows(grouping, block, capacity)
     want = total_of(adapters, coefficients, scalings)
-    seen: dict[int, dict[int, float]] = {}
+    seen = {}
     for t in range(tiles.total):
         rows = tiles.rows[t * block : (t + 1) * block]
         assert rows[0] != NONE
@@ -79,7 +79,7 @@ def test_tiles_say_what_each_row_asked_for(batch, block: int) -> None:  # type: 
 
 @settings(max_examples=150, deadline=None)
 @given(batches(), st.integers(0, 2**31), st.sampled_from([1, 2, 40]))
-def test_runs_are_as_good_as_their_rows(batch, seed: int, longest: int) -> None:  # type: ignore[no-untyped-def]
+def test_runs_are_as_good_as_their_rows(batch, seed, longest):
     adapters, coefficients, ranks, scalings = batch
     counts = np.random.default_rng(seed).integers(1, longest + 1, len(adapters))
     padding = seed % 5
@@ -98,7 +98,7 @@ def test_runs_are_as_good_as_their_rows(batch, seed: int, longest: int) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(batches(), st.integers(0, 2**31), st.sampled_from([1, 16, 64]))
-def test_blocks_list_the_adapters_of_their_rows(batch, seed: int, block: int) -> None:  # type: ignore[no-untyped-def]
+def test_blocks_list_the_adapters_of_their_rows(batch, seed, block):
     adapters, _, ranks, scalings = batch
     own = adapters[:4, :1] if seed % 2 else adapters[:, :1]
     if seed % 3 == 0:  # a run without an adapter before the only one that has one
@@ -120,7 +120,7 @@ def test_blocks_list_the_adapters_of_their_rows(batch, seed: int, block: int) ->
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 40), st.sampled_from([1, 16, 64]), st.integers(0, 2**31))
-def test_capacity_is_enough_and_no_more(rows: int, slots: int, block: int, seed: int) -> None:
+def test_capacity_is_enough_and_no_more(rows, slots, block, seed):
     rng = np.random.default_rng(seed)
     adapters = rng.integers(-1, slots, rows)
     grouping = group_rows(adapters, [8] * slots, [1.0] * slots)
@@ -136,7 +136,7 @@ def test_capacity_is_enough_and_no_more(rows: int, slots: int, block: int, seed:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 200), st.integers(1, 20))
-def test_effective_adapters(rows: int, slots: int) -> None:
+def test_effective_adapters(rows, slots):
     even = group_rows(np.arange(rows * slots) % slots, [8] * slots, [1.0] * slots)
     assert even.effective_adapters == pytest.approx(slots)
     one = group_rows(np.zeros(rows, np.int64), [8] * slots, [1.0] * slots)
@@ -155,19 +155,19 @@ def test_effective_adapters(rows: int, slots: int) -> None:
         ([0, 0], [8], [1.0], [1]),
     ],
 )
-def test_bad_batches_are_refused(adapters, ranks, scalings, coefficients) -> None:  # type: ignore[no-untyped-def]
+def test_bad_batches_are_refused(adapters, ranks, scalings, coefficients):
     with pytest.raises(ValueError, match=r"expected .* got "):
         group_rows(adapters, ranks, scalings, coefficients)
 
 
 @pytest.mark.parametrize("counts", [[1], [2, 0], [1, -1], [[1, 1]]])
-def test_bad_lengths_of_runs_are_refused(counts) -> None:  # type: ignore[no-untyped-def]
+def test_bad_lengths_of_runs_are_refused(counts):
     with pytest.raises(ValueError, match="counts: expected 2 numbers of rows from 1 on, got "):
         group_rows([0, 0], [8], [1.0], None, counts)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_tables_follow_the_batch(fixed: bool) -> None:
+def test_tables_follow_the_batch(fixed):
     batch = LoraBatch(6, 3, "cpu", fixed=fixed)
     ranks, scalings = [8, 16, 24], [0.5, 1.0, 2.0]
     batch.update([0, 1], ranks, scalings, counts=[2, 3])
@@ -189,7 +189,7 @@ def test_tables_follow_the_batch(fixed: bool) -> None:
         )
 
 
-def test_batches_beyond_the_captured_size_are_refused() -> None:
+def test_batches_beyond_the_captured_size_are_refused():
     batch = LoraBatch(4, 2, "cpu", fixed=True)
     batch.update([0, 1, 1, 0], [8, 8, 8], [1.0] * 3)
     batch.tiles(16)

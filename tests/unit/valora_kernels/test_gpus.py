@@ -1,6 +1,5 @@
 """The records of GPUs: which describes a device, and what it decides."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ EXAMPLE = Gpu("Example GPU", ("Example GPU*", "cpu"), 8, 48 << 10, (9, 0))
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh():
     gpu_of.cache_clear()
     yield
     gpu_of.cache_clear()
@@ -32,11 +31,11 @@ def _fresh() -> Iterator[None]:
         ("NVIDIA H100 80GB HBM3", H100), ("NVIDIA GH200 480GB", H100), ("NVIDIA H100 PCIe", None),
     ],
 )  # fmt: skip
-def test_records_describe_devices_by_name(name: str, found: Gpu | None) -> None:
+def test_records_describe_devices_by_name(name, found):
     assert recorded(name) is found
 
 
-def test_a_gpu_with_the_same_chip_takes_its_tilings() -> None:
+def test_a_gpu_with_the_same_chip_takes_its_tilings():
     assert not is_measured(H100)
     for shape in (SHAPE, replace(SHAPE, rows=77), Shape(11008, 4096, 1, 64, 300, 7.0)):
         assert choose(H100, shape) == choose(H200, shape)
@@ -48,9 +47,7 @@ def test_a_gpu_with_the_same_chip_takes_its_tilings() -> None:
         assert choose(H100, other) == choose(H200, other)
 
 
-def test_a_record_of_another_package_decides_what_is_chosen(
-    installed: Callable[[str, str, str], str],
-) -> None:
+def test_a_record_of_another_package_decides_what_is_chosen(installed):
     installed("valora.gpus", "example", f"from {__name__} import EXAMPLE as extension")
     assert EXAMPLE is gpu_of(torch.device("cpu")) is recorded("Example GPU 16 GB")
     large = Tiling("fused", 64, 128, 128, 0, stages=4)
@@ -67,9 +64,7 @@ def test_a_record_of_another_package_decides_what_is_chosen(
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_a_gpu_without_a_record_is_read_from_the_driver(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capability: tuple[int, int]
-) -> None:
+def test_a_gpu_without_a_record_is_read_from_the_driver(monkeypatch, caplog, capability):
     properties = SimpleNamespace(
         multi_processor_count=108,
         shared_memory_per_block_optin=163 << 10,
@@ -91,7 +86,7 @@ def test_a_gpu_without_a_record_is_read_from_the_driver(
     assert (project_tiling(gpu, 64, (4096,)) is not None) is (capability[0] == 9)
 
 
-def test_the_h200_computes_few_rows_by_own_products() -> None:
+def test_the_h200_computes_few_rows_by_own_products():
     for rows, outputs, tile in (
         (16, (4096,), (16, 32)),
         (17, (4224,), (64, 32)),

@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from valora_kernels.arrangements import fits, refit
-from valora_kernels.gpus import GPUS, H200, Gpu, generic
+from valora_kernels.gpus import GPUS, H200, generic
 from valora_kernels.lookup import LookupMode, TilingTable, choose, table_of
 from valora_kernels.tiling import Shape, Tiling
 
@@ -20,7 +19,7 @@ FEW = Tiling("shrink_expand", 16, 64, 256, 512, 64, gather=True)
 MANY = Tiling("fused", 64, 128, 64, 0, parts=2)
 
 
-def test_modes() -> None:
+def test_modes():
     table = TilingTable(H200, [(SHAPE, FEW), (LARGE, MANY)])
     choice = table.look_up(SHAPE)
     assert (choice.tiling, choice.mode) == (FEW, LookupMode.EXACT)
@@ -33,7 +32,7 @@ def test_modes() -> None:
     assert choose(unmeasured, SHAPE).mode is LookupMode.DEFAULT
 
 
-def test_where_lora_comes_first_tilings_are_measured_apart() -> None:
+def test_where_lora_comes_first_tilings_are_measured_apart():
     """Other tilings are taken only where none of the same kind is anywhere near."""
     first = replace(LARGE, rows=1024, adapters=8.0, first=True)
     table = TilingTable(H200, [(replace(first, first=False), FEW), (first, MANY)])
@@ -46,13 +45,13 @@ def test_where_lora_comes_first_tilings_are_measured_apart() -> None:
     assert table.look_up(short).tiling == FEW
 
 
-def test_other_input_widths_are_cut_into_as_many_parts() -> None:
+def test_other_input_widths_are_cut_into_as_many_parts():
     assert refit(FEW, 4096, 4096) is FEW
     assert refit(FEW, 4096, 11008).split == 1536  # 8 parts, a multiple of the step of 256
     assert refit(MANY, 4096, 11008) is MANY
 
 
-def test_what_does_not_fit_is_not_taken() -> None:
+def test_what_does_not_fit_is_not_taken():
     """What a small rank allows may need more shared memory than there is at a large one."""
     greedy = Tiling("fused", 64, 128, 128, 0, stages=4)
     table = TilingTable(H200, [(LARGE, greedy), (SHAPE, FEW)])
@@ -62,7 +61,7 @@ def test_what_does_not_fit_is_not_taken() -> None:
     assert TilingTable(H200, [(LARGE, greedy)]).look_up(wide).mode is LookupMode.DEFAULT
 
 
-def test_a_tiling_that_leaves_processors_idle_is_passed_over() -> None:
+def test_a_tiling_that_leaves_processors_idle_is_passed_over():
     """132 processors: 128 tiles of 64 rows keep them busy, 136 take twice as long."""
     coarse, fine = (Tiling("fused", tile, 128, 128, 0, stages=4) for tile in (64, 16))
     full = replace(LARGE, rows=8192, adapters=1.0)
@@ -72,7 +71,7 @@ def test_a_tiling_that_leaves_processors_idle_is_passed_over() -> None:
     assert table.look_up(replace(full, rows=8704)).tiling == fine
 
 
-def test_tables_survive_the_disk(tmp_path: Path) -> None:
+def test_tables_survive_the_disk(tmp_path):
     path = tmp_path / "new" / "gpu.json"
     TilingTable(H200, [(SHAPE, FEW), (LARGE, MANY)], {LARGE: 7.5}).save(path, torch="2.11")
     again = TilingTable.load(path, H200)
@@ -95,7 +94,7 @@ def test_tables_survive_the_disk(tmp_path: Path) -> None:
         lambda _: "[1]",
     ],
 )
-def test_what_is_no_table_is_refused(tmp_path: Path, change: Callable[[str], str]) -> None:
+def test_what_is_no_table_is_refused(tmp_path, change):
     path = tmp_path / "gpu.json"
     TilingTable(H200, [(SHAPE, FEW)]).save(path)
     path.write_text(change(path.read_text()))
@@ -104,7 +103,7 @@ def test_what_is_no_table_is_refused(tmp_path: Path, change: Callable[[str], str
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_shipped_tables_hold_up(gpu: Gpu) -> None:
+def test_shipped_tables_hold_up(gpu):
     table = table_of(gpu)
     assert table.entries
     for shape, tiling in table.entries.items():
@@ -112,7 +111,7 @@ def test_shipped_tables_hold_up(gpu: Gpu) -> None:
         assert table.look_up(shape).mode is LookupMode.EXACT
 
 
-def test_look_up_needs_no_torch() -> None:
+def test_look_up_needs_no_torch():
     script = (
         "import sys; from valora_kernels import gpus, lookup; from valora_kernels.tiling import *;"
         "lookup.choose(gpus.H200, Shape(4096, 4096, 1, 64, 65, 16.0));"

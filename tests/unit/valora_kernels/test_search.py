@@ -3,10 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,11 +41,11 @@ CASES = [Case(64, 1), Case(1024, 16), Case(4096, 4), Case(1024, 8, first=True)]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def clock(monkeypatch):
     """A made-up clock, by which tiles of 32 rows and 128 columns are the fastest."""
-    timed: list[str] = []
+    timed = []
 
-    def times(calls: list[tuple[str, Tiling]], **_: object) -> list[float]:
+    def times(calls, **_):
         step, tiling = calls[0]
         timed.append(step)
         slow = (tiling.rows != 32) + 0.1 * (tiling.outputs != 128) + 0.01 * tiling.gather
@@ -63,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [16, 64, 128])
-def test_search_has_candidates_for_every_shape(rank: int) -> None:
+def test_search_has_candidates_for_every_shape(rank):
     group = ProjectionGroup(4096, (4096,), rank)
     for rows, adapters, _ in cases_of(ROWS, ADAPTERS) + first_cases(ROWS, H200):
         first = shrinks(group, rows, adapters, H200)
@@ -77,7 +74,7 @@ def test_search_has_candidates_for_every_shape(rank: int) -> None:
     assert set(FEWER) <= set(cases_of(ROWS, ADAPTERS))
 
 
-def test_projections_of_a_model() -> None:
+def test_projections_of_a_model():
     config = {
         "text_config": {
             "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -89,9 +86,7 @@ def test_projections_of_a_model() -> None:
     ]  # fmt: skip
 
 
-def test_search_finds_the_fastest_passes_it_on_and_continues(
-    tmp_path: Path, clock: list[str]
-) -> None:
+def test_search_finds_the_fastest_passes_it_on_and_continues(tmp_path, clock):
     other, file = ProjectionGroup(11008, (4096,), 64), tmp_path / "table.json"
     search = Search(NOTHING, file, compilers=1)
     search.full(GROUP, CASES)
@@ -110,33 +105,29 @@ def test_search_finds_the_fastest_passes_it_on_and_continues(
     assert not clock
 
 
-def test_shapes_that_nothing_computes_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: list[str]
-) -> None:
+def test_shapes_that_nothing_computes_are_left_out(tmp_path, monkeypatch, clock):
     monkeypatch.setattr(module, "run_once", lambda job: "too large" if job.first else None)
     search = Search(NOTHING, tmp_path / "table.json", compilers=1)
     search.full(GROUP, CASES)
     assert search.table.entries.keys() == {GROUP.shape(*case) for case in CASES[:-1]}
 
 
-def test_where_lora_comes_first_no_adapter_has_too_many_rows() -> None:
+def test_where_lora_comes_first_no_adapter_has_too_many_rows():
     group = ProjectionGroup(64, (48, 16), 16)
     assert group.shape(*Case(1024, 2, first=True)) == Shape(64, 64, 2, 16, 1024, 8.0, first=True)
     assert group.shape(*Case(1024, 16, first=True)).adapters == 16
     assert [case.adapters for case in first_cases((128, 256, 4096), H200)] == [2, 32]
 
 
-def test_an_arrangement_that_is_added_computes_and_is_searched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: list[str]
-) -> None:
-    def in_torch(tiling: Tiling, *given: Any, add: bool = True) -> None:
+def test_an_arrangement_that_is_added_computes_and_is_searched(tmp_path, monkeypatch, clock):
+    def in_torch(tiling, *given, add=True):
         atmm_reference(*given)
 
-    def searched(time: Any, *_: object) -> Sequence[tuple[float, Tiling]]:
+    def searched(time, *_):
         return time("all", [Tiling("in_torch")], 3)
 
     monkeypatch.setitem(LAUNCHES, "in_torch", in_torch)
-    way = Arrangement(lambda *_: 0, lambda *_: 1, searched)  # type: ignore[arg-type]
+    way = Arrangement(lambda *_: 0, lambda *_: 1, searched)
     monkeypatch.setitem(ARRANGEMENTS, "in_torch", way)
     case = make_case(19, [8, 16, 24], 64, (64, 32), dtype=torch.float32, device="cpu")
     want = case.expected()
@@ -172,13 +163,7 @@ def test_an_arrangement_that_is_added_computes_and_is_searched(
         (["--shape", "64:64", "--output", "."], "name another file with --output"),
     ],
 )
-def test_what_it_cannot_measure_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    said: str,
-) -> None:
+def test_what_it_cannot_measure_is_refused(tmp_path, monkeypatch, capsys, arguments, said):
     """In one sentence, before anything is measured or written."""
     sizes = {"hidden_size": 60, "num_attention_heads": 4, "intermediate_size": 96}
     files = {
@@ -203,9 +188,7 @@ def test_what_it_cannot_measure_is_refused(
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_the_command_adds_to_the_table_and_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: list[str], again: bool
-) -> None:
+def test_the_command_adds_to_the_table_and_continues(tmp_path, monkeypatch, clock, again):
     path, one, two = tmp_path / "table.json", GROUP.shape(1, 1), GROUP.shape(4, 1)
     old, other = Tiling("shrink_expand", 16), Shape(64, 64, 1, 16, 1, 1.0)
     TilingTable(H200, [(one, old), (other, old)]).save(path)

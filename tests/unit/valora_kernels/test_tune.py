@@ -1,10 +1,8 @@
 """Tilings measured piece by piece, with a made-up clock; kernels compiled by another process."""
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import starmap
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,39 +31,39 @@ LIKE = TilingTable(
 
 
 @pytest.fixture
-def few_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_inputs(monkeypatch):
     monkeypatch.setattr("valora_kernels.tune.MOST_SETS", 2)
 
 
 class Compiled:
     """A compiler that refuses some tilings, and does the others when it is told."""
 
-    def __init__(self, refuses: Collection[Tiling] = ()) -> None:
+    def __init__(self, refuses=()):
         self.refuses, self.failed = refuses, set[Job]()
         self.ready, self.lost, self.closed = True, False, 0
 
-    def compile(self, jobs: Collection[Job]) -> bool:
+    def compile(self, jobs):
         self.failed |= {job for job in jobs if job.tiling in self.refuses}
         return self.ready
 
-    def close(self) -> None:
+    def close(self):
         self.closed += 1
 
 
-def clock(fastest: Tiling) -> Any:
+def clock(fastest):
     """A clock by which one tiling takes half as long as each of the others."""
 
-    def times(calls: Mapping[str, Sequence[Any]], **_: object) -> dict[str, np.ndarray]:
+    def times(calls, **_):
         return {name: np.array([1.0 if name == str(fastest) else 2.0]) for name in calls}
 
     return times
 
 
-def tuner(compiler: Compiled, time: Any, like: TilingTable = LIKE) -> Tuner:
-    return Tuner(TilingTable(SMALL, []), like, compiler, CPU, time)  # type: ignore[arg-type]
+def tuner(compiler, time, like=LIKE):
+    return Tuner(TilingTable(SMALL, []), like, compiler, CPU, time)
 
 
-def test_the_fastest_candidate_of_every_shape_is_entered() -> None:
+def test_the_fastest_candidate_of_every_shape_is_entered():
     compiler, wanted = Compiled(), [(GROUP, case) for case in cases(256, 4, SMALL)]
     assert (GROUP, Case(256, 2, first=True)) in wanted
     best = Tiling("shrink_expand", outputs=128)
@@ -84,7 +82,7 @@ def test_the_fastest_candidate_of_every_shape_is_entered() -> None:
     assert compiler.closed == 1
 
 
-def test_what_cannot_be_compiled_or_has_no_room_is_left_out() -> None:
+def test_what_cannot_be_compiled_or_has_no_room_is_left_out():
     best, wanted = (
         Tiling("shrink_expand", outputs=128),
         [(GROUP, Case(16, 4)), (GROUP, Case(64, 4))],
@@ -95,7 +93,7 @@ def test_what_cannot_be_compiled_or_has_no_room_is_left_out() -> None:
     assert len(made.table.entries) == 2
     assert best not in made.table.entries.values()
 
-    def no_room(*_: object, **__: object) -> Any:
+    def no_room(*_, **__):
         raise torch.OutOfMemoryError
 
     made = tuner(Compiled(), no_room)
@@ -105,7 +103,7 @@ def test_what_cannot_be_compiled_or_has_no_room_is_left_out() -> None:
     assert not made.left(wanted)
 
 
-def test_nothing_is_timed_before_it_is_compiled() -> None:
+def test_nothing_is_timed_before_it_is_compiled():
     compiler, wanted = Compiled(), [(GROUP, Case(16, 4))]
     compiler.ready = False
     made = tuner(compiler, clock(Tiling("fused")))
@@ -116,7 +114,7 @@ def test_nothing_is_timed_before_it_is_compiled() -> None:
 
 
 @pytest.mark.parametrize("rank", [16, 64, 128])
-def test_candidates_are_few_and_fit(rank: int) -> None:
+def test_candidates_are_few_and_fit(rank):
     like = table_of(H200)
     for outputs in ((4096,), (4096, 4096, 4096), (11008, 11008)):
         group = ProjectionGroup(4096, outputs, rank)
@@ -130,21 +128,21 @@ def test_candidates_are_few_and_fit(rank: int) -> None:
     assert default_tiling(shape) in candidates(H200, like, shape)
 
 
-def test_cases_are_those_that_steps_can_have() -> None:
+def test_cases_are_those_that_steps_can_have():
     found = cases(300, 8, replace(SMALL, lora_first_rows=200))
     pairs = [(1, 1), (4, 1), (4, 4), (16, 1), (16, 4), (64, 1), (64, 4), (256, 1), (256, 4)]
     assert found == [*starmap(Case, pairs), Case(256, 2, first=True)]
 
 
 @pytest.mark.parametrize("most_adapters", [1, 2])
-def test_few_adapters_have_tilings_of_their_own_where_lora_comes_first(most_adapters: int) -> None:
+def test_few_adapters_have_tilings_of_their_own_where_lora_comes_first(most_adapters):
     """Look-up then asks for as many adapters as have `ROWS_TOGETHER` rows each."""
     measured = {GROUP.shape(*case) for case in cases(4096, most_adapters, SMALL)}
     for rows in (256, 1024, 4096):
         assert GROUP.shape(rows, most_adapters, True) in measured
 
 
-def test_another_process_compiles() -> None:
+def test_another_process_compiles():
     told = threading.Event()
     compiler = Compiler(CPU)
     compiler.on_news = told.set

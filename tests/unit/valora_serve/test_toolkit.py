@@ -10,7 +10,7 @@ import pytest
 from valora_serve import toolkit
 
 
-def nvcc_in(folder: Path) -> Path:
+def nvcc_in(folder):
     """A program of that name in `bin`; returns it."""
     program = folder / "bin" / "nvcc"
     program.parent.mkdir(parents=True)
@@ -32,9 +32,7 @@ def nvcc_in(folder: Path) -> Path:
         ({"FLASHINFER_NVCC": "without/bin/nvcc", "PATH": "with/bin"}, False),
     ],
 )
-def test_nvcc(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: bool
-) -> None:
+def test_nvcc(tmp_path, monkeypatch, variables, found):
     nvcc_in(tmp_path / "with")
     (tmp_path / "without").mkdir()
     if Path("/usr/local/cuda/bin/nvcc").exists() and not variables:
@@ -47,7 +45,7 @@ def test_nvcc(
     assert toolkit.has_nvcc() is found
 
 
-def test_tools_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_that_are_missing(tmp_path, monkeypatch):
     """Programs beside this Python are found, also where its environment is not activated."""
     empty, own = tmp_path / "empty", tmp_path / "own"
     for folder in (empty, own):

@@ -19,7 +19,7 @@ RANKS = [64, 8, 32, 16]
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("rows", [32, 640])
-def test_a_replay_computes_the_next_mix(name: str, terms: int, rows: int) -> None:
+def test_a_replay_computes_the_next_mix(name, terms, rows):
     case = make_case(
         rows, RANKS, 512, (256, 128), dtype=torch.bfloat16, terms=terms, paged=True, device="cuda"
     )
@@ -28,7 +28,7 @@ def test_a_replay_computes_the_next_mix(name: str, terms: int, rows: int) -> Non
     case.batch.update(case.adapters, *described)
     outputs = [y.clone() for y in case.ys]
 
-    def run() -> None:
+    def run():
         for output, y in zip(outputs, case.ys, strict=True):
             output.copy_(y)
         operator(name).add(outputs, case.x, case.weights, case.batch)

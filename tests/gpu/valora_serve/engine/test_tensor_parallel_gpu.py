@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ class Forced:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place: Path = tmp_path_factory.mktemp("split")
+    place = tmp_path_factory.mktemp("split")
     save_base(place / "base", "cuda", LAYERS, WIDTH)
     save_adapters(place, LAYERS, WIDTH, RANKS, (*ATTENTION, *MLP))
     return place

@@ -29,12 +29,12 @@ KERNELS = (
 )
 
 
-def compiled() -> int:
+def compiled():
     """Number of compiled variants of the kernels in this process."""
     return sum(len(held[0]) for kernel in KERNELS for held in kernel.device_caches.values())
 
 
-def test_captures_compile_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_captures_compile_nothing_more(caplog):
     lmm = Lmm("llava-7b", llava_7b("cuda", layers=2, width=640), PROCESSOR, torch.device("cuda", 0))
     settings = EngineSettings(
         policy="valora", pages=800, max_requests=32, max_tokens=1024, max_rank=16, slots=8,
@@ -56,12 +56,12 @@ def test_captures_compile_nothing_more(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs FlashInfer")
-def test_flashinfer_takes_over_from_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_takes_over_from_the_triton_kernels(monkeypatch):
     """Prompts whose last tokens are single rows, eagerly and from graphs of both backends."""
     release = threading.Event()
     compile_ = FlashInferBackend.compile
 
-    def later(backend: FlashInferBackend) -> None:
+    def later(backend):
         assert release.wait(300)
         compile_(backend)
 
@@ -85,7 +85,7 @@ def test_flashinfer_takes_over_from_the_triton_kernels(monkeypatch: pytest.Monke
         for n in range(4)
     ]  # fmt: skip
 
-    def scores() -> list[torch.Tensor]:
+    def scores():
         found = run(engine, asked, together=4)
         prompts = [found[request.id].prompt for request in asked]
         return [torch.from_numpy(prompt.logprobs) for prompt in prompts]

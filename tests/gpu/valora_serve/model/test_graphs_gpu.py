@@ -12,7 +12,7 @@ from valora_serve.model.lmm import Lmm
 pytestmark = pytest.mark.gpu
 
 
-def test_captures_share_their_memory() -> None:
+def test_captures_share_their_memory():
     """Forty functions with 64 MB of intermediate results need it once before captures, once in."""
     device = torch.device("cuda", 0)
     recorder, x = GraphRecorder(device), torch.ones(16 << 20, device=device)
@@ -25,7 +25,7 @@ def test_captures_share_their_memory() -> None:
         assert total.item() == 2 * len(x)
 
 
-def test_an_engine_keeps_within_its_share() -> None:
+def test_an_engine_keeps_within_its_share():
     """With all graphs, and adapters of all linears, which have a pristine copy of the weights."""
     lmm = Lmm("llava-7b", llava_7b("cuda", layers=8), PROCESSOR, torch.device("cuda", 0))
     settings = EngineSettings(

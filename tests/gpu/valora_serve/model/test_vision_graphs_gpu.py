@@ -1,8 +1,6 @@
 """Captured vision encoders on a GPU: as without a graph, and without waiting for the device."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from valora_kernels.metadata import NONE
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm
-from valora_serve.model.prompt import VisualFeatures
 
 pytestmark = pytest.mark.gpu
 
@@ -26,11 +23,11 @@ class Bench:
 
     base = "llava-7b"
 
-    def __init__(self, lmm: Lmm) -> None:
+    def __init__(self, lmm):
         self.lmm = lmm
 
 
-def make_engine(lmm: Lmm) -> Engine:
+def make_engine(lmm):
     """An engine with all graphs; its few pages leave room for those of other tests."""
     settings = EngineSettings(profile=False, pages=64, max_requests=8, max_tokens=1024,
                               capture="eager", policy="slora")  # fmt: skip
@@ -39,19 +36,19 @@ def make_engine(lmm: Lmm) -> Engine:
     return engine
 
 
-def error(found: VisualFeatures, expected: VisualFeatures) -> float:
+def error(found, expected):
     """Relative Frobenius error."""
     wanted = expected.embeddings.float()
     return float((found.embeddings.float() - wanted).norm() / wanted.norm())
 
 
-def check_close(found: list[VisualFeatures], expected: list[VisualFeatures]) -> None:
+def check_close(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert error(one, other) < TOLERANCE
 
 
 @pytest.fixture(scope="module")
-def squares() -> Iterator[Engine]:
+def squares():
     """An engine whose images all have one shape."""
     model = llava_7b("cuda", layers=2, width=512)
     engine = make_engine(Lmm("llava-7b", model, PROCESSOR, torch.device("cuda", 0)))
@@ -60,9 +57,9 @@ def squares() -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("count", [1, 3, 16, 19])
-def test_encoded_images(squares: Engine, count: int) -> None:
+def test_encoded_images(squares, count):
     parts = Pictures(Bench(squares.lmm), count).parts
-    visuals: Any = [SimpleNamespace(kind="image", tensors=part.tensors) for part in parts]
+    visuals = [SimpleNamespace(kind="image", tensors=part.tensors) for part in parts]
     with torch.inference_mode():
         captured = squares.runner._vision_graphs.encode(visuals)
         plain = squares.lmm.encode(visuals)
@@ -71,7 +68,7 @@ def test_encoded_images(squares: Engine, count: int) -> None:
     assert squares.runner.encode(visuals, [NONE] * count)[0].embeddings.shape == (576, 512)
 
 
-def test_images_of_any_size() -> None:
+def test_images_of_any_size():
     """Qwen2.5-VL's tower in windows rounds no more than transformers'; also a video."""
     device = torch.device("cuda", 0)
     lmm = Lmm("qwen", qwen_7b("cuda", layers=2, width=512), PROCESSOR, device)
@@ -79,7 +76,7 @@ def test_images_of_any_size() -> None:
     engine = make_engine(lmm)
     generator = torch.Generator().manual_seed(1)
 
-    def made(times: int, rows: int, columns: int, kind: str) -> Any:
+    def made(times, rows, columns, kind):
         name = "pixel_values" if kind == "image" else "pixel_values_videos"
         pixels = torch.randn(times * rows * columns, 1176, generator=generator)
         tensors = {name: pixels, f"{kind}_grid_thw": torch.tensor([[times, rows, columns]])}

@@ -5,20 +5,20 @@ import pytest
 import torch
 
 from tests.bench.valora_kernels.operators.base import row_terms
-from tests.support.lora_cases import Case, assert_near, draw_rows, make_case
+from tests.support.lora_cases import assert_near, draw_rows, make_case
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.operators import OPERATORS, operator
 
 FP32 = torch.float32
 
 
-def added(name: str, case: Case) -> list[torch.Tensor]:
+def added(name, case):
     found = [y.clone() for y in case.ys]
     operator(name).add(found, case.x, case.weights, case.batch)
     return found
 
 
-def check(name: str, case: Case) -> None:
+def check(name, case):
     for got, want in zip(added(name, case), case.expected(), strict=True):
         assert_near(got, want)
 
@@ -26,9 +26,7 @@ def check(name: str, case: Case) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("terms", [1, 2])
-def test_mixed_ranks_and_projections_of_different_widths(
-    name: str, paged: bool, terms: int
-) -> None:
+def test_mixed_ranks_and_projections_of_different_widths(name, paged, terms):
     case = make_case(
         37, [8, 24, 3, 16], 72, (64, 24, 40), dtype=FP32, terms=terms, paged=paged, device="cpu"
     )
@@ -37,7 +35,7 @@ def test_mixed_ranks_and_projections_of_different_widths(
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("popularity", ["distinct", "identical", "zipf", "skewed", "none"])
-def test_popularity(name: str, popularity: str) -> None:
+def test_popularity(name, popularity):
     check(name, make_case(
         33, [16, 8, 24], 40, (48,), dtype=FP32, popularity=popularity, device="cpu"
     ))  # fmt: skip
@@ -45,19 +43,19 @@ def test_popularity(name: str, popularity: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("rows", [0, 1, 600])
-def test_row_counts(name: str, rows: int) -> None:
+def test_row_counts(name, rows):
     check(name, make_case(
         rows, [5, 16], 16, (24,), dtype=FP32, popularity="zipf", paged=True, device="cpu"
     ))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_widths_that_kernels_cannot_compute(name: str) -> None:
+def test_widths_that_kernels_cannot_compute(name):
     check(name, make_case(9, [2, 5], 10, (7,), dtype=FP32, paged=True, device="cpu"))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_a_captured_call_follows_the_batch(name: str) -> None:
+def test_a_captured_call_follows_the_batch(name):
     """What a captured call reads lies in buffers that keep their shapes and addresses."""
     rows, ranks = 21, [8, 24, 16, 4]
     case = make_case(rows, ranks, 40, (48, 16), dtype=FP32, terms=2, paged=True, device="cpu")
@@ -72,6 +70,6 @@ def test_a_captured_call_follows_the_batch(name: str) -> None:
     check(name, case)
 
 
-def test_an_unknown_operator_names_those_there_are() -> None:
+def test_an_unknown_operator_names_those_there_are():
     with pytest.raises(ValueError, match=r"unknown LoRA operator 'sgmv'.*padded"):
         operator("sgmv")

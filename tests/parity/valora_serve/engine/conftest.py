@@ -6,5 +6,5 @@ from tests.support.lmm_checkpoints import save_llava
 
 
 @pytest.fixture(scope="package")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+def base(tmp_path_factory):
     return str(save_llava(tmp_path_factory.mktemp("llava"), seed=7))

@@ -1,7 +1,5 @@
 """Engines with one part replaced by what other systems do: the answers stay PEFT's."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -20,14 +18,14 @@ from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, make_adapter
 from valora_kernels.operators import OPERATORS
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import RequestError
-from valora_serve.orchestrator.decision import Decision, PolicySettings, View
+from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.types import Mode, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(base, tmp_path_factory):
     """Neighbours differ in rank, scaling and targets."""
     folder = tmp_path_factory.mktemp("adapters")
     kinds = {"a": (8, 16, LANGUAGE), "b": (3, 7, MLP), "c": (6, 13, EVERYTHING)}
@@ -40,11 +38,11 @@ def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 @pytest.fixture(scope="module")
-def reference(base: str, adapters: dict[str, Path]) -> Reference:
+def reference(base, adapters):
     return Reference(base, adapters)
 
 
-def mixed() -> list[Request]:
+def mixed():
     names = [None, "a", "b", "c", "a", "a", None, "c", "a", "a"]
     return [
         Request(
@@ -60,9 +58,7 @@ def mixed() -> list[Request]:
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name != "atmm"])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_operators(
-    base: str, adapters: dict[str, Path], reference: Reference, name: str, graphs: bool
-) -> None:
+def test_operators(base, adapters, reference, name, graphs):
     engine = make_engine(
         base, adapters, operator=name, policy="algorithm1", graphs=graphs, prompt_graphs=graphs
     )
@@ -74,19 +70,13 @@ def test_operators(
 
 
 @pytest.mark.parametrize("policy", ["valora", "algorithm1", "cost"])
-def test_without_mixture_mode(
-    base: str,
-    adapters: dict[str, Path],
-    reference: Reference,
-    policy: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_mixture_mode(base, adapters, reference, policy, monkeypatch):
     engine = make_engine(
         base, adapters, policy=policy, policy_settings=PolicySettings(mixture=False, theta=0.0)
     )
     modes, decide = set(), engine.policy.decide
 
-    def noted(view: View) -> Decision:
+    def noted(view):
         decision = decide(view)
         modes.add(decision.mode)
         return decision
@@ -98,9 +88,7 @@ def test_without_mixture_mode(
     assert Mode.UNMERGED in modes
 
 
-def test_merging_by_matrix_gives_the_same_weights(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_merging_by_matrix_gives_the_same_weights(base, adapters, reference):
     swift = make_engine(base, adapters, policy="merge_only")
     slow = make_engine(base, adapters, policy="merge_only", switch="by_matrix")
     for engine in (swift, slow):
@@ -113,9 +101,7 @@ def test_merging_by_matrix_gives_the_same_weights(
             assert torch.equal(one.live, other.live)
 
 
-def test_adapters_in_pages_of_their_own(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_adapters_in_pages_of_their_own(base, adapters, reference):
     engine = make_engine(base, adapters, pages=96, adapter_share=0.25, policy="valora")
     requests = mixed()
     check_answers(run(engine, requests, together=5), reference, *requests)
@@ -128,7 +114,7 @@ def test_adapters_in_pages_of_their_own(
     assert engine.stats().pages_adapters == held
 
 
-def test_pages_that_hold_no_adapter(base: str, adapters: dict[str, Path]) -> None:
+def test_pages_that_hold_no_adapter(base, adapters):
     engine = make_engine(base, adapters, pages=64, block_size=4, adapter_share=0.01)
     prepared = engine.prepare(question("x", "c"))
     with pytest.raises(RequestError, match=r"adapter c needs .* pages, 1 are kept.*adapter_share"):
@@ -144,6 +130,6 @@ def test_pages_that_hold_no_adapter(base: str, adapters: dict[str, Path]) -> Non
         ({"operator": "padded", "tensor_parallel": 2}, "tensor_parallel: .*use operator=atmm"),
     ],
 )
-def test_settings_that_are_refused(settings: dict[str, object], said: str) -> None:
+def test_settings_that_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
-        EngineSettings(**settings)  # type: ignore[arg-type]
+        EngineSettings(**settings)

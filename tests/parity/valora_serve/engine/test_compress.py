@@ -1,9 +1,6 @@
 """Contexts made at run time against the document in the prompt, and against the encoder."""
 
 import asyncio
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,27 +21,26 @@ from valora_data.contract.contexts import (
 from valora_serve.catalogue.contexts import MEMORY_FILE
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.compress import keep_keys
-from valora_serve.engine.engine import Engine
 from valora_serve.errors import AdapterError, BusyError, ServeError, TooLongError, UnknownModelError
-from valora_serve.types import NewContext, Output, Request, SamplingParams
+from valora_serve.types import NewContext, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DOCUMENT = "The red key opens the old green door. Nobody but Ann knows where it lies. " * 4
 CONTEXTS = {"learnt": ContextSpec(MEMORY_TOKENS, 6, "reader")}
-ADAPTERS: dict[str, dict[str, Any]] = {"reader": {"rank": 4, "alpha": 8, "targets": LANGUAGE}}
+ADAPTERS = {"reader": {"rank": 4, "alpha": 8, "targets": LANGUAGE}}
 
 
 @pytest.fixture(scope="module")
-def bundle(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle") / "documents"
     return make_context_bundle(folder, base, CONTEXTS, ADAPTERS, encoder=6)
 
 
-def with_engine(engine: Engine, use: Callable[[AsyncEngine], Any]) -> Any:
+def with_engine(engine, use):
     """Use an engine behind an event loop, and close it."""
 
-    async def run() -> Any:
+    async def run():
         client = AsyncEngine(engine)
         try:
             return await use(client)
@@ -54,7 +50,7 @@ def with_engine(engine: Engine, use: Callable[[AsyncEngine], Any]) -> Any:
     return asyncio.run(run())
 
 
-async def answer(client: AsyncEngine, request: Request) -> list[Output]:
+async def answer(client, request):
     return [output async for output in client.generate(request)]
 
 
@@ -62,14 +58,12 @@ SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
 @pytest.mark.parametrize("settings", [{}, {"chunk": 16}, {"overlap": True}])
-def test_a_prefix_of_all_tokens_answers_as_the_document_in_the_prompt(
-    base: str, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_a_prefix_of_all_tokens_answers_as_the_document_in_the_prompt(base, tmp_path, settings):
     engine = make_engine(base, **settings)
     question = ask("Who knows?")
     whole = [system_turn(DOCUMENT), *question]
 
-    async def use(client: AsyncEngine) -> list[Any]:
+    async def use(client):
         made = await client.make_context(NewContext("doc", DOCUMENT), tmp_path / "doc")
         found = [made]
         for request in (Request("a", "doc", messages=question, sampling=SAMPLING),
@@ -88,13 +82,11 @@ def test_a_prefix_of_all_tokens_answers_as_the_document_in_the_prompt(
     assert_empty(engine)
 
 
-def test_a_shorter_prefix_keeps_positions_and_is_served_as_it_was_stored(
-    base: str, tmp_path: Path
-) -> None:
+def test_a_shorter_prefix_keeps_positions_and_is_served_as_it_was_stored(base, tmp_path):
     engine = make_engine(base)
     folder = tmp_path / "contexts/doc.safetensors"
 
-    async def use(client: AsyncEngine) -> list[int]:
+    async def use(client):
         await client.make_context(NewContext("doc", DOCUMENT, tokens=37), tmp_path / "doc")
         request = Request("a", "doc", messages=ask("Who knows?"), sampling=SAMPLING)
         return [i for one in await answer(client, request) for i in one.token_ids]
@@ -108,14 +100,12 @@ def test_a_shorter_prefix_keeps_positions_and_is_served_as_it_was_stored(
 
 
 @pytest.mark.parametrize("settings", [{}, {"chunk": 7}])
-def test_memory_tokens_are_those_of_the_encoder(
-    base: str, bundle: Path, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_memory_tokens_are_those_of_the_encoder(base, bundle, tmp_path, settings):
     engine = make_engine(base, **settings)
     engine.load(bundle)
     new = NewContext("doc", DOCUMENT, MEMORY_TOKENS, adapter="documents/reader")
 
-    async def use(client: AsyncEngine) -> Any:
+    async def use(client):
         for place in ("first", "again"):  # the document is in the prefix cache then
             made = await client.make_context(new, tmp_path / place)
         return made
@@ -125,7 +115,7 @@ def test_memory_tokens_are_those_of_the_encoder(
     assert (made.form, made.memory_tokens) == (MEMORY_TOKENS, 6)
 
     lmm = engine.lmm
-    model: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     encoder = read_encoder(bundle / "encoders/compress", lmm.config.get_text_config())
     ids = [*around_memory(lmm)[0], *lmm.tokenize(DOCUMENT, special=False)]
     inputs = torch.cat([model.get_input_embeddings()(torch.tensor(ids)), encoder.queries])
@@ -141,7 +131,7 @@ def test_memory_tokens_are_those_of_the_encoder(
         assert relative(found.numpy(), wanted) < 1e-5
 
 
-def test_which_keys_are_kept() -> None:
+def test_which_keys_are_kept():
     generator = torch.Generator().manual_seed(3)
     kv = torch.randn((2, 2, 3, 20, 8), generator=generator)
     kv[0, :, :, 5:] += 10  # all alike, but for the odd ones out
@@ -169,13 +159,11 @@ def test_which_keys_are_kept() -> None:
      "'x' is no encoder: use one of documents/compress, or make a prefix"),
     (NewContext("a", "text", adapter="x"), AdapterError, "adapter 'x', which is not served"),
 ])  # fmt: skip
-def test_refusals(
-    base: str, bundle: Path, tmp_path: Path, wanted: NewContext, kind: type, message: str
-) -> None:
+def test_refusals(base, bundle, tmp_path, wanted, kind, message):
     engine = make_engine(base)
     engine.load(bundle)
 
-    async def use(client: AsyncEngine) -> None:
+    async def use(client):
         with pytest.raises(kind, match=message):
             await client.make_context(wanted, tmp_path / "a")
         with pytest.raises(BusyError, match="belongs to bundle documents"):

@@ -3,8 +3,6 @@
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ import torch
 
 from tests.support.context_bundles import ContextReference, ContextSpec, make_context_bundle
 from tests.support.engine_reference import (
-    Got,
     ask,
     assert_empty,
     collect,
@@ -26,7 +23,6 @@ from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import LANGUAGE, MLP
 from valora_data.contract.bundle import MANIFEST
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
-from valora_serve.engine.engine import Engine
 from valora_serve.errors import AdapterError, RequestError
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
@@ -37,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 1e-5
 """Relative error of log probabilities against transformers and PEFT, in fp32."""
 
-ADAPTERS: dict[str, dict[str, Any]] = {
+ADAPTERS = {
     "always": {"rank": 8, "alpha": 16, "targets": LANGUAGE},
     "late": {"rank": 3, "alpha": 7, "targets": f"{LANGUAGE}|{MLP}", "decode_only": True},
 }
@@ -50,27 +46,27 @@ CONTEXTS = {
     "plain": ContextSpec(MEMORY_TOKENS, 16),
     "closed": ContextSpec(ADAPTER, 0, "late"),
 }
-NAMES: list[str | None] = [*CONTEXTS, None, "documents/always", "documents/late"]
+NAMES = [*CONTEXTS, None, "documents/always", "documents/late"]
 
 
 @pytest.fixture(scope="module")
-def bundle(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle") / "documents"
     return make_context_bundle(folder, base, CONTEXTS, ADAPTERS)
 
 
 @pytest.fixture(scope="module")
-def reference(base: str, bundle: Path) -> ContextReference:
+def reference(base, bundle):
     return ContextReference(base, bundle, CONTEXTS, ADAPTERS)
 
 
-def engine_of(base: str, bundle: Path, **settings: Any) -> Engine:
+def engine_of(base, bundle, **settings):
     engine = make_engine(base, **settings)
     engine.load(bundle)
     return engine
 
 
-def questions(names: list[str | None], *, tokens: int = 6) -> list[Request]:
+def questions(names, *, tokens=6):
     """Questions of different lengths; every third has an image."""
     words = ("What is this?", "Count all things, then tell me about them. " * 3, "Yes or no", "Why")
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=1)
@@ -86,7 +82,7 @@ def questions(names: list[str | None], *, tokens: int = 6) -> list[Request]:
     ]
 
 
-def check(found: dict[str, Got], requests: list[Request], reference: ContextReference) -> None:
+def check(found, requests, reference):
     """Every request has the tokens and log probabilities of its own memory and adapter."""
     for request in requests:
         short = (request.model or "").rpartition("/")[2] or None
@@ -100,13 +96,13 @@ def check(found: dict[str, Got], requests: list[Request], reference: ContextRefe
         assert relative(chosen, wanted) < 10 * TOLERANCE, request.id
 
 
-def test_the_reference_tells_contexts_apart(reference: ContextReference) -> None:
+def test_the_reference_tells_contexts_apart(reference):
     asked = [replace(questions(["whole"])[0], model=name) for name in CONTEXTS]
     assert len({tuple(reference(one).tokens) for one in asked}) == len(CONTEXTS)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policies(base: str, bundle: Path, reference: ContextReference, policy: str) -> None:
+def test_policies(base, bundle, reference, policy):
     engine = engine_of(base, bundle, policy=policy, max_requests=6)
     requests = questions(NAMES + NAMES[::-1])
     check(run(engine, requests, together=6), requests, reference)
@@ -117,9 +113,7 @@ def test_policies(base: str, bundle: Path, reference: ContextReference, policy: 
     {"overlap": True}, {"chunk": 7}, {"prefix_cache": False}, {"block_size": 4},
     {"pages": 14, "max_requests": 4}, {"attention": "torch"},
 ])  # fmt: skip
-def test_settings(
-    base: str, bundle: Path, reference: ContextReference, settings: dict[str, Any]
-) -> None:
+def test_settings(base, bundle, reference, settings):
     engine = engine_of(base, bundle, **settings)
     requests = questions(NAMES * 2)
     check(run(engine, requests, together=8), requests, reference)
@@ -128,9 +122,7 @@ def test_settings(
 
 @pytest.mark.parametrize("mode", [Mode.MERGED, Mode.MIXTURE])
 @pytest.mark.parametrize("merged", ["always", "late"])
-def test_merged_adapters(
-    base: str, bundle: Path, reference: ContextReference, mode: Mode, merged: str
-) -> None:
+def test_merged_adapters(base, bundle, reference, mode, merged):
     engine = engine_of(base, bundle, policy="merge_only" if mode is Mode.MERGED else "valora")
     key = next(key for key in engine.registry.known() if key.startswith(merged))
     engine.adapters.load(key)
@@ -141,9 +133,7 @@ def test_merged_adapters(
 
 
 @pytest.mark.parametrize("block_size", [2, 16])
-def test_the_prefix_cache_keeps_them_apart(
-    base: str, bundle: Path, reference: ContextReference, block_size: int
-) -> None:
+def test_the_prefix_cache_keeps_them_apart(base, bundle, reference, block_size):
     engine = engine_of(base, bundle, block_size=block_size)
     (first,) = questions(["same"])
     asked = [replace(first, id=f"{n}-{name}", model=name) for n, name in enumerate(NAMES * 2)]
@@ -159,7 +149,7 @@ def test_the_prefix_cache_keeps_them_apart(
     assert_empty(engine)
 
 
-def test_adapters_at_decoding_only_share_the_base_models_cache(base: str, bundle: Path) -> None:
+def test_adapters_at_decoding_only_share_the_base_models_cache(base, bundle):
     engine = engine_of(base, bundle)
     words = SamplingParams(max_tokens=2, ignore_eos=True)
     cached = []
@@ -171,9 +161,7 @@ def test_adapters_at_decoding_only_share_the_base_models_cache(base: str, bundle
     assert cached == [0, 96, 0]
 
 
-def test_a_prefix_is_in_memory_once_and_evicted_when_others_need_it(
-    base: str, bundle: Path, reference: ContextReference
-) -> None:
+def test_a_prefix_is_in_memory_once_and_evicted_when_others_need_it(base, bundle, reference):
     engine = engine_of(base, bundle, pages=20)
     requests = questions(["whole"] * 6)
     check(run(engine, requests), requests, reference)
@@ -187,7 +175,7 @@ def test_a_prefix_is_in_memory_once_and_evicted_when_others_need_it(
     assert_empty(engine)
 
 
-def test_a_large_prefix_is_not_overtaken_for_ever(base: str, tmp_path: Path) -> None:
+def test_a_large_prefix_is_not_overtaken_for_ever(base, tmp_path):
     folder = make_context_bundle(tmp_path / "large", base, {"large": ContextSpec(PREFIX, 160)}, {})
     engine = make_engine(
         base, pages=16, max_requests=4, policy_settings=PolicySettings(patience=0.05)
@@ -195,7 +183,7 @@ def test_a_large_prefix_is_not_overtaken_for_ever(base: str, tmp_path: Path) -> 
     engine.load(folder)
     sampling = SamplingParams(max_tokens=30, ignore_eos=True)
     late = Request("late", "large", messages=ask("Why"), sampling=SamplingParams(max_tokens=2))
-    found: dict[str, Got] = {}
+    found = {}
     for number in range(400):
         if len(engine.requests.waiting) + len(engine.requests.running) < 6:
             request = Request(str(number), token_ids=[20 + number] * 20, sampling=sampling)
@@ -211,15 +199,13 @@ def test_a_large_prefix_is_not_overtaken_for_ever(base: str, tmp_path: Path) -> 
     assert_empty(engine)
 
 
-def test_a_context_may_be_forgotten_while_it_is_read(
-    base: str, bundle: Path, reference: ContextReference
-) -> None:
+def test_a_context_may_be_forgotten_while_it_is_read(base, bundle, reference):
     engine = engine_of(base, bundle)
     first, second, third = questions(["whole", "ragged", "whole"])
     engine.add(engine.prepare(first))
     engine.add(engine.prepare(second))
     late = engine.prepare(third)
-    found: dict[str, Got] = {}
+    found = {}
     collect(engine.step(), found)
     engine.registry.unregister("documents", bundle=True)
     assert len(engine.prefixes) == 2  # those that are read
@@ -238,13 +224,13 @@ def test_a_context_may_be_forgotten_while_it_is_read(
                      sampling=SamplingParams(prompt_logprobs=1)),
      "prompt_logprobs: the tokens of context whole have none"),
 ])  # fmt: skip
-def test_refusals(base: str, bundle: Path, request_of: Any, message: str) -> None:
+def test_refusals(base, bundle, request_of, message):
     engine = engine_of(base, bundle)
     with pytest.raises(RequestError, match=message):
         engine.add(engine.prepare(request_of()))
 
 
-def test_a_memory_of_another_base_model_is_refused(base: str, bundle: Path, tmp_path: Path) -> None:
+def test_a_memory_of_another_base_model_is_refused(base, bundle, tmp_path):
     other = str(save_llava(tmp_path / "other", seed=8))
     wrong = tmp_path / "wrong"
     make_context_bundle(wrong, other, {"a": ContextSpec(PREFIX, 16)}, {})

@@ -1,20 +1,15 @@
 """The engine against PEFT and transformers, request by request, in every mode and mix."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from tests.support.cases import others_slow
 from tests.support.engine_reference import (
-    Got,
     Reference,
     ask,
     assert_empty,
@@ -26,7 +21,6 @@ from tests.support.engine_reference import (
 )
 from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, PROJECTOR, VISION, make_adapter
 from valora_serve.engine.engine import Engine
-from valora_serve.orchestrator.decision import Decision, View
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.types import Finish, Mode, Request, SamplingParams
 
@@ -42,11 +36,11 @@ TOKENS = 8
 
 
 @pytest.fixture(scope="module")
-def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(base, tmp_path_factory):
     """Neighbours differ in rank, scaling and targets."""
     folder = tmp_path_factory.mktemp("adapters")
 
-    def make(name: str, seed: int, rank: int, alpha: int, targets: str, **options: object) -> Path:
+    def make(name, seed, rank, alpha, targets, **options):
         return make_adapter(
             folder / name, base, seed=seed, rank=rank, alpha=alpha, targets=targets,
             strength=0.25, **options,
@@ -67,11 +61,11 @@ def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 @pytest.fixture(scope="module")
-def reference(base: str, adapters: dict[str, Path]) -> Reference:
+def reference(base, adapters):
     return Reference(base, adapters)
 
 
-def mixed(names: list[str | None], *, tokens: int = TOKENS) -> list[Request]:
+def mixed(names, *, tokens=TOKENS):
     """Requests with none, one or two images, in an order in which neighbours differ."""
     greedy = SamplingParams(max_tokens=tokens)
     words = ("What is this?", "Count all things, then tell me about them.", "Yes or no", "Why")
@@ -87,13 +81,13 @@ def mixed(names: list[str | None], *, tokens: int = TOKENS) -> list[Request]:
     ]
 
 
-EVERYBODY: list[str | None] = [
+EVERYBODY = [
     None, "attention", "mlp", "everything", "tower", None, "patterns", "projector",
     "attention", "everything", "mlp", None,
 ]  # fmt: skip
 
 
-def check(found: dict[str, Got], requests: list[Request], reference: Reference) -> None:
+def check(found, requests, reference):
     """Every request has the tokens of its own adapter's model."""
     wrong = {
         request.id: (found[request.id].tokens, reference(request).tokens, found[request.id].error)
@@ -103,7 +97,7 @@ def check(found: dict[str, Got], requests: list[Request], reference: Reference) 
     assert not wrong
 
 
-def test_adapters_and_prompts_make_a_difference(reference: Reference) -> None:
+def test_adapters_and_prompts_make_a_difference(reference):
     names = [None, "attention", "mlp", "everything", "patterns", "tower", "projector"]
     asked = [replace(one, model=name) for name in names for one in mixed([None] * 3)]
     assert len({tuple(reference(one).tokens) for one in asked}) == len(asked) - 2
@@ -115,9 +109,7 @@ def test_adapters_and_prompts_make_a_difference(reference: Reference) -> None:
     others_slow([(one, n % 2 == 0) for n, one in enumerate(POLICIES)],
                 product(POLICIES, [False, True])),
 )  # fmt: skip
-def test_policies(
-    base: str, adapters: dict[str, Path], reference: Reference, policy: str, overlap: bool
-) -> None:
+def test_policies(base, adapters, reference, policy, overlap):
     engine = make_engine(base, adapters, policy=policy, overlap=overlap, max_requests=6)
     requests = mixed(EVERYBODY)
     check(run(engine, requests, together=4), requests, reference)
@@ -125,9 +117,7 @@ def test_policies(
 
 
 @pytest.mark.parametrize("policy", ["valora", "merge_only", "cost", "dlora"])
-def test_policies_where_one_adapter_has_most_requests(
-    base: str, adapters: dict[str, Path], reference: Reference, policy: str
-) -> None:
+def test_policies_where_one_adapter_has_most_requests(base, adapters, reference, policy):
     skewed = ["everything", "everything", "mlp", "everything", "everything", None] * 2
     engine = make_engine(base, adapters, policy=policy)
     requests = mixed(skewed)
@@ -138,12 +128,12 @@ def test_policies_where_one_adapter_has_most_requests(
 class Forced:
     """Decides on the batch as `unmerge_only` does, and on the mode as it is told."""
 
-    def __init__(self, choose: Callable[[View], tuple[Mode, str | None]], engine: Engine) -> None:
+    def __init__(self, choose, engine):
         self._choose = choose
         self._inner = make_policy("unmerge_only", engine.cost)
-        self.modes: list[Mode] = []
+        self.modes = []
 
-    def decide(self, view: View) -> Decision:
+    def decide(self, view):
         decision = self._inner.decide(view)
         mode, merged = self._choose(view)
         batch = decision.batch
@@ -155,35 +145,35 @@ class Forced:
         self.modes.append(mode)
         return replace(decision, mode=mode, merged=merged, batch=batch)
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id):
         self._inner.finished(request_id)
 
 
-def unmerged(_view: View) -> tuple[Mode, str | None]:
+def unmerged(_view):
     return Mode.UNMERGED, None
 
 
-def _asked_for(view: View) -> list[str]:
+def _asked_for(view):
     """Resident adapters, those of the oldest requests first."""
     asked = [one.adapter for one in sorted((*view.running, *view.waiting), key=lambda r: r.arrival)]
     return [name for name in dict.fromkeys(asked) if name in view.resident and name is not None]
 
 
-def merged(view: View) -> tuple[Mode, str | None]:
+def merged(view):
     names = _asked_for(view)
     return (Mode.MERGED, names[0]) if names else (Mode.UNMERGED, None)
 
 
-def mixture(view: View) -> tuple[Mode, str | None]:
+def mixture(view):
     """Stays with the adapter that is merged, also when nobody asks for it any more."""
     names = [view.merged] if view.merged else _asked_for(view)
     return (Mode.MIXTURE, names[0]) if names else (Mode.UNMERGED, None)
 
 
-def at_random(seed: int) -> Callable[[View], tuple[Mode, str | None]]:
+def at_random(seed):
     draw = random.Random(seed)
 
-    def choose(view: View) -> tuple[Mode, str | None]:
+    def choose(view):
         mode = draw.choice(list(Mode))
         if mode is Mode.UNMERGED or not view.resident:
             return Mode.UNMERGED, None
@@ -193,15 +183,10 @@ def at_random(seed: int) -> Callable[[View], tuple[Mode, str | None]]:
     return choose
 
 
-MODES: dict[str, Callable[[View], tuple[Mode, str | None]]] = {
-    "unmerged": unmerged,
-    "merged": merged,
-    "mixture": mixture,
-    "switching": at_random(1),
-}
+MODES = {"unmerged": unmerged, "merged": merged, "mixture": mixture, "switching": at_random(1)}
 
 
-def forced(base: str, adapters: dict[str, Path], mode: str, **settings: Any) -> Engine:
+def forced(base, adapters, mode, **settings):
     engine = make_engine(base, adapters, policy="valora", **settings)
     choose = at_random(1) if mode == "switching" else MODES[mode]
     engine.policy = Forced(choose, engine)
@@ -215,9 +200,7 @@ def forced(base: str, adapters: dict[str, Path], mode: str, **settings: Any) -> 
          ("switching", True)], product(MODES, [False, True]),
     ),
 )  # fmt: skip
-def test_modes(
-    base: str, adapters: dict[str, Path], reference: Reference, mode: str, overlap: bool
-) -> None:
+def test_modes(base, adapters, reference, mode, overlap):
     engine = forced(base, adapters, mode, overlap=overlap, max_requests=8)
     requests = mixed(EVERYBODY)
     check(run(engine, requests, together=6), requests, reference)
@@ -244,14 +227,7 @@ def test_modes(
         product(["unmerged", "switching"], [1, 4, 16], [7, 256]),
     ),
 )
-def test_chunks_and_pages(
-    base: str,
-    adapters: dict[str, Path],
-    reference: Reference,
-    mode: str,
-    block_size: int,
-    chunk: int,
-) -> None:
+def test_chunks_and_pages(base, adapters, reference, mode, block_size, chunk):
     engine = forced(
         base, adapters, mode, block_size=block_size, chunk=chunk, pages=16384 // block_size
     )
@@ -265,10 +241,8 @@ def test_chunks_and_pages(
     others_slow([("unmerged", False), ("switching", True)],
                 product(["unmerged", "switching"], [False, True])),
 )  # fmt: skip
-def test_preemption(
-    base: str, adapters: dict[str, Path], reference: Reference, mode: str, overlap: bool
-) -> None:
-    names: list[str | None] = [None, "mlp", None, "tower", "mlp", None]
+def test_preemption(base, adapters, reference, mode, overlap):
+    names = [None, "mlp", None, "tower", "mlp", None]
     requests = mixed(names, tokens=40)
     engine = forced(base, adapters, mode, block_size=4, overlap=overlap, prefix_cache=False)
     pages = max(-(-(len(engine.prepare(one).prompt.ids) + 40) // 4) for one in requests)
@@ -284,9 +258,7 @@ def test_preemption(
     assert_empty(engine)
 
 
-def test_prefixes_are_found_again_by_adapter_and_image(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_prefixes_are_found_again_by_adapter_and_image(base, adapters, reference):
     engine = forced(base, adapters, "switching", block_size=4)
     first = mixed(EVERYBODY)
     check(run(engine, first), first, reference)
@@ -300,7 +272,7 @@ def test_prefixes_are_found_again_by_adapter_and_image(
     )
     encoded = [stats.image_queries - stats.image_hits for stats in (before, after)]
     assert encoded[0] == encoded[1] > 4
-    cached = {one.id: found[one.id].last.usage.cached for one in again}  # type: ignore[union-attr]
+    cached = {one.id: found[one.id].last.usage.cached for one in again}
     assert all(cached.values())
     # The same words and picture under another adapter or with another picture share nothing
     # that depends on it.
@@ -314,11 +286,9 @@ def test_prefixes_are_found_again_by_adapter_and_image(
     assert_empty(engine)
 
 
-def test_images_are_encoded_once_for_each_adapter_of_the_tower(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_images_are_encoded_once_for_each_adapter_of_the_tower(base, adapters, reference):
     picture = noise(40, 30, 5)
-    names: list[str | None] = [None, "attention", "mlp", "tower", "everything", "projector"]
+    names = [None, "attention", "mlp", "tower", "everything", "projector"]
     requests = [
         Request(
             str(name),
@@ -339,14 +309,14 @@ def test_images_are_encoded_once_for_each_adapter_of_the_tower(
     assert len(engine.images) == 4
 
 
-def test_prompt_that_grows_in_a_conversation(base: str, reference: Reference) -> None:
+def test_prompt_that_grows_in_a_conversation(base, reference):
     engine = make_engine(base, block_size=4)
     ids = list(range(40, 75))
     for turn in range(3):
         one = Request(f"{turn}", token_ids=ids, sampling=SamplingParams(max_tokens=9))
         found = run(engine, [one])
         assert found[one.id].tokens == reference(one).tokens
-        usage = found[one.id].last.usage  # type: ignore[union-attr]
+        usage = found[one.id].last.usage
         assert usage is not None
         # Answers are found again as well, their last token excepted, which was never computed.
         assert usage.cached == (0 if not turn else (len(ids) - 5 - 1) // 4 * 4)
@@ -354,7 +324,7 @@ def test_prompt_that_grows_in_a_conversation(base: str, reference: Reference) ->
 
 
 @pytest.mark.parametrize("mode", others_slow(["unmerged", "switching"], MODES))
-def test_logprobs(base: str, adapters: dict[str, Path], reference: Reference, mode: str) -> None:
+def test_logprobs(base, adapters, reference, mode):
     wanted = [0, 3, None, 5]
     requests = [
         replace(one, sampling=replace(one.sampling, logprobs=wanted[n % 4]))
@@ -375,9 +345,7 @@ def test_logprobs(base: str, adapters: dict[str, Path], reference: Reference, mo
             assert [one.logprob for one in said.top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def logits_of(
-    base: str, adapters: dict[str, Path], requests: list[Request], mode: str, dtype: str
-) -> list[NDArray[np.float32]]:
+def logits_of(base, adapters, requests, mode, dtype):
     """What the first token of each request is chosen from, all computed in one step."""
     engine = make_engine(base, adapters, policy="valora", prefix_cache=False, dtype=dtype)
     keys = {key.split("#")[0]: key for key in engine.registry.known()}
@@ -385,14 +353,14 @@ def logits_of(
         assert engine.adapters.load(key)
     chosen = (Mode.UNMERGED, None) if mode == "unmerged" else (Mode.MIXTURE, keys["everything"])
     engine.policy = Forced(lambda _: chosen, engine)
-    seen: list[torch.Tensor] = []
+    seen = []
     logits = engine.lmm.logits
 
-    def spy(hidden: torch.Tensor) -> torch.Tensor:
+    def spy(hidden):
         seen.append(logits(hidden))
         return seen[-1]
 
-    engine.lmm.logits = spy  # type: ignore[method-assign]
+    engine.lmm.logits = spy
     run(engine, requests)
     assert len(seen) == 1
     assert len(seen[0]) == len(requests)
@@ -400,10 +368,8 @@ def logits_of(
 
 
 @pytest.mark.parametrize("mode", ["unmerged", "merged", "mixture"])
-def test_logits_within_tolerance(
-    base: str, adapters: dict[str, Path], reference: Reference, mode: str
-) -> None:
-    names: list[str | None] = ["everything", None, "attention", "mlp", "patterns", "everything"]
+def test_logits_within_tolerance(base, adapters, reference, mode):
+    names = ["everything", None, "attention", "mlp", "patterns", "everything"]
     requests = mixed(["everything"] * 3 if mode == "merged" else names, tokens=1)
     expected = [reference(one).logits[0].numpy() for one in requests]
     found = logits_of(base, adapters, requests, mode, "float32")
@@ -419,7 +385,7 @@ def test_logits_within_tolerance(
     assert np.mean(errors) < ROUNDING * np.mean(rounded), (errors, rounded)
 
 
-def test_ends(base: str, reference: Reference) -> None:
+def test_ends(base, reference):
     """max_tokens, the context's end, a stop token, a stop text."""
     plain = Request("plain", token_ids=range(20, 40), sampling=SamplingParams(max_tokens=12))
     wanted = reference(plain).tokens
@@ -448,16 +414,14 @@ def test_ends(base: str, reference: Reference) -> None:
     assert_empty(engine)
 
 
-def test_nothing_changes_when_requests_come_and_go_beside_it(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_nothing_changes_when_requests_come_and_go_beside_it(base, adapters, reference):
     """Drawn answers repeat with the seed, whatever runs beside them and in which mode."""
     drawn = [
         replace(one, id=f"drawn {n}", sampling=SamplingParams(
             max_tokens=10, temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=11 + n))
         for n, one in enumerate(mixed([None, "attention", "everything"]))
     ]  # fmt: skip
-    alone: dict[str, Got] = {}
+    alone = {}
     for one in drawn:
         alone |= run(forced(base, adapters, "unmerged"), [one])
     engine = forced(base, adapters, "switching", chunk=9, overlap=True)
@@ -469,14 +433,12 @@ def test_nothing_changes_when_requests_come_and_go_beside_it(
     }
 
 
-def test_loading_and_unloading_while_requests_run(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_loading_and_unloading_while_requests_run(base, adapters, reference):
     engine = make_engine(base, {"attention": adapters["attention"]}, policy="valora")
     requests = mixed([None, "attention", "attention"])
     for one in requests:
         engine.add(engine.prepare(one))
-    found: dict[str, Got] = {}
+    found = {}
     engine.step()
     engine.load(adapters["everything"], "everything")  # brings linears that had no adapter so far
     late = [replace(one, id=f"late {one.id}", model="everything") for one in requests]
@@ -494,9 +456,7 @@ def test_loading_and_unloading_while_requests_run(
     assert_empty(engine)
 
 
-def test_a_model_goes_from_one_engine_to_the_next(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_a_model_goes_from_one_engine_to_the_next(base, adapters, reference):
     """Also where the next one's adapters change fewer linears than were merged into before."""
     engine = make_engine(base, {"patterns": adapters["patterns"]}, policy="merge_only")
     for name in ("patterns", "attention", "mlp"):

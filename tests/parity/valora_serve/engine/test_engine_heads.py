@@ -3,23 +3,14 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from PIL import Image, ImageDraw
+from PIL import ImageDraw
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from tests.support.engine_reference import (
-    Got,
-    Reference,
-    ask,
-    assert_empty,
-    make_engine,
-    noise,
-    run,
-)
+from tests.support.engine_reference import Reference, ask, assert_empty, make_engine, noise, run
 from tests.support.serve_helpers import DomainSpec, hidden_width, make_bundle
 from valora_data.contract.boxes import BoxHead
 from valora_data.contract.heads import read_head
@@ -56,19 +47,19 @@ OTHERS = {
 
 
 @pytest.fixture(scope="module")
-def detection(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def detection(tmp_path_factory):
     """Domains that a box head answers, on two adapters and on none."""
     folder = tmp_path_factory.mktemp("bundles") / "detection"
     return make_bundle(folder, "tiny", name="detection", domains=DOMAINS, seed=1)
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def others(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundles") / "others"
     return make_bundle(folder, "tiny", name="others", domains=OTHERS, seed=2)
 
 
-def picture(seed: int) -> Image.Image:
+def picture(seed):
     """Of another size each, with something to see."""
     image = noise(60 + 17 * seed, 90 - 5 * seed, seed)
     for n, colour in enumerate(("red", "blue", "white")[: 1 + seed % 3]):
@@ -77,10 +68,10 @@ def picture(seed: int) -> Image.Image:
     return image
 
 
-def boxes_of(got: Got) -> list[list[Box]]:
+def boxes_of(got):
     assert got.error is None
     assert got.finish is Finish.HEAD
-    head = got.last.head  # type: ignore[union-attr]
+    head = got.last.head
     assert isinstance(head, BoxesResult)
     assert head.logits is not None
     assert head.logits.dtype.name == "float32"
@@ -90,7 +81,7 @@ def boxes_of(got: Got) -> list[list[Box]]:
     ]
 
 
-def assert_same(found: list[Box], wanted: list[Box]) -> None:
+def assert_same(found, wanted):
     assert [box.label for box in found] == [box.label for box in wanted]
     for a, b in zip(found, wanted, strict=True):
         assert a.confidence == pytest.approx(b.confidence, abs=1e-5)
@@ -98,7 +89,7 @@ def assert_same(found: list[Box], wanted: list[Box]) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(detection: Path) -> dict[tuple[str, int], list[Box]]:
+def trained(detection):
     """What training's head says of PEFT's hidden states, for every domain and picture."""
     adapters = {n: detection / "adapters" / n for n in ("adapter-1", "adapter-2")}
     reference = Reference("tiny", adapters)
@@ -120,7 +111,7 @@ def trained(detection: Path) -> dict[tuple[str, int], list[Box]]:
     return found
 
 
-def detections(**more: Any) -> dict[tuple[str, int], Request]:
+def detections(**more):
     """Pictures of all domains, in turn."""
     return {
         (domain, n): Request(
@@ -131,7 +122,7 @@ def detections(**more: Any) -> dict[tuple[str, int], Request]:
     }
 
 
-def writers(names: list[str | None]) -> list[Request]:
+def writers(names):
     return [
         Request(
             f"writer {n}",
@@ -154,9 +145,7 @@ def writers(names: list[str | None]) -> list[Request]:
     ],
     ids=lambda settings: str(settings["policy"]),
 )
-def test_boxes_are_those_of_training(
-    detection: Path, trained: dict[tuple[str, int], list[Box]], settings: dict[str, Any]
-) -> None:
+def test_boxes_are_those_of_training(detection, trained, settings):
     engine = make_engine("tiny", **settings)
     engine.load(detection)
     adapters = {
@@ -180,9 +169,7 @@ def test_boxes_are_those_of_training(
     assert_empty(engine)
 
 
-def test_threshold_and_several_images(
-    detection: Path, trained: dict[tuple[str, int], list[Box]], tmp_path: Path
-) -> None:
+def test_threshold_and_several_images(detection, trained, tmp_path):
     """Without a `min_score` the domain's threshold counts; every image has its own boxes."""
     wanted = trained["traffic", 1]
     middle = wanted[len(wanted) // 2].confidence
@@ -205,9 +192,7 @@ def test_threshold_and_several_images(
     assert len(second) > 0
 
 
-def test_heads_again_from_the_prefix_cache(
-    detection: Path, trained: dict[tuple[str, int], list[Box]]
-) -> None:
+def test_heads_again_from_the_prefix_cache(detection, trained):
     engine = make_engine("tiny", policy="unmerge_only", block_size=4)
     engine.load(detection)
     for round_ in range(3):
@@ -215,13 +200,13 @@ def test_heads_again_from_the_prefix_cache(
         found = run(engine, list(asked.values()))
         for key, request in asked.items():
             assert_same(boxes_of(found[request.id])[0], trained[key])
-            cached = found[request.id].last.usage.cached  # type: ignore[union-attr]
+            cached = found[request.id].last.usage.cached
             assert (cached > 0) == (round_ > 0)  # words may come from the cache, visual tokens not
     assert len(engine.images) == 4  # the same pictures for both adapters
     assert engine.stats().image_hits == 32
 
 
-def test_other_heads_by_hand(others: Path) -> None:
+def test_other_heads_by_hand(others):
     """Logits and confidences from PEFT's hidden states and the formulas of the bundle format."""
     engine = make_engine("tiny", policy="valora", overlap=True, chunk=50)
     engine.load(others)
@@ -265,7 +250,7 @@ def test_other_heads_by_hand(others: Path) -> None:
             scores = hidden[visual] @ tensors["query"] / hidden.shape[1] ** 0.5
             pooled = scores.softmax(0) @ hidden[visual]
         logits = tensors["weight"] @ pooled + tensors["bias"]
-        head = got.last.head  # type: ignore[union-attr]
+        head = got.last.head
         assert isinstance(head, LabelResult)
         assert head.kind == spec.kind
         assert head.logits is not None
@@ -276,7 +261,7 @@ def test_other_heads_by_hand(others: Path) -> None:
     assert_empty(engine)
 
 
-def hidden_of(reference: Reference, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+def hidden_of(reference, request):
     """Last hidden states of a prompt, [tokens, width], and which tokens are visual."""
     inputs = reference.inputs(request)
     inner = reference.model.get_base_model().model
@@ -290,7 +275,7 @@ def hidden_of(reference: Reference, request: Request) -> tuple[torch.Tensor, tor
     return hidden, inputs["input_ids"][0] == reference.model.config.image_token_id
 
 
-def test_a_head_can_be_left_out(others: Path) -> None:
+def test_a_head_can_be_left_out(others):
     """`head=False`: the domain's adapter generates."""
     engine = make_engine("tiny")
     engine.load(others)
@@ -301,7 +286,7 @@ def test_a_head_can_be_left_out(others: Path) -> None:
     got = run(engine, [one])["one"]
     assert got.finish is Finish.LENGTH
     assert len(got.tokens) == 5
-    assert got.last.head is None  # type: ignore[union-attr]
+    assert got.last.head is None
 
 
 @pytest.mark.parametrize(
@@ -313,7 +298,7 @@ def test_a_head_can_be_left_out(others: Path) -> None:
     ],
     ids=lambda settings: str(settings["policy"]),
 )
-def test_embeddings_are_last_hidden_states_of_peft(others: Path, settings: dict[str, Any]) -> None:
+def test_embeddings_are_last_hidden_states_of_peft(others, settings):
     """Of the prompt's last token, by adapter, beside heads and generation, and from the cache."""
     engine = make_engine("tiny", **settings)
     engine.load(others)
@@ -352,11 +337,11 @@ def test_embeddings_are_last_hidden_states_of_peft(others: Path, settings: dict[
             assert not found[key].tokens
         for request in beside:
             assert found[request.id].tokens == reference(request).tokens
-        assert isinstance(found["head"].last.head, LabelResult)  # type: ignore[union-attr]
+        assert isinstance(found["head"].last.head, LabelResult)
     assert_empty(engine)
 
 
-def _last_hidden(reference: Reference, request: Request) -> torch.Tensor:
+def _last_hidden(reference, request):
     """Last hidden state of a prompt's last token, [width], on the adapter of its model."""
     inputs = reference.inputs(request)
     inner = reference.model.get_base_model().model
@@ -369,5 +354,5 @@ def _last_hidden(reference: Reference, request: Request) -> torch.Tensor:
         reference.model.set_adapter(name)
         with torch.no_grad():
             hidden = inner(**inputs).last_hidden_state[0]
-    last: torch.Tensor = hidden[-1]
+    last = hidden[-1]
     return last

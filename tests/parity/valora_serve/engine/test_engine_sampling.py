@@ -1,8 +1,6 @@
 """Penalties, bias and log probabilities of prompts in the engine, against transformers."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,15 +17,15 @@ from tests.support.engine_reference import (
 )
 from tests.support.serve_helpers import LANGUAGE, make_adapter
 from valora_serve.errors import RequestError
-from valora_serve.types import Finish, PromptLogprobs, Request, SamplingParams
+from valora_serve.types import Finish, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    options: dict[str, Any] = {"targets": LANGUAGE, "strength": 0.25}
+    options = {"targets": LANGUAGE, "strength": 0.25}
     return {
         "one": make_adapter(folder / "one", base, seed=1, rank=4, alpha=9, **options),
         "two": make_adapter(folder / "two", base, seed=2, rank=7, alpha=5, **options),
@@ -35,11 +33,11 @@ def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 @pytest.fixture(scope="module")
-def reference(base: str, adapters: dict[str, Path]) -> Reference:
+def reference(base, adapters):
     return Reference(base, adapters)
 
 
-def generated(reference: Reference, request: Request, **options: Any) -> list[int]:
+def generated(reference, request, **options):
     """Greedy tokens of transformers' `generate` with its own processors of logits."""
     reference.model.set_adapter(request.model)
     inputs = reference.inputs(request)
@@ -47,18 +45,16 @@ def generated(reference: Reference, request: Request, **options: Any) -> list[in
         **inputs, max_new_tokens=request.sampling.max_tokens, do_sample=False, eos_token_id=-1,
         **options,
     )  # fmt: skip
-    return found[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
+    return found[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_penalties_and_bias_beside_plain_requests(
-    base: str, adapters: dict[str, Path], reference: Reference, overlap: bool
-) -> None:
+def test_penalties_and_bias_beside_plain_requests(base, adapters, reference, overlap):
     engine = make_engine(base, adapters, overlap=overlap, chunk=7)
     plain = [question("plain", "one", tokens=14), question("other", "two", tokens=9)]
     bias = {reference(plain[0]).tokens[1]: -100.0, 77: 3.0, 78: 3.5}
 
-    def asked(name: str, model: str, **options: Any) -> Request:
+    def asked(name, model, **options):
         params = SamplingParams(max_tokens=14, ignore_eos=True, **options)
         return replace(question(name, model), sampling=params)
 
@@ -80,7 +76,7 @@ def test_penalties_and_bias_beside_plain_requests(
     tokens = found["presence"].tokens
     assert len(tokens) == 14
     for place, token in enumerate(tokens):
-        ids = [*presence.token_ids, *tokens[:place]]  # type: ignore[misc]
+        ids = [*presence.token_ids, *tokens[:place]]
         one = replace(presence, token_ids=ids, sampling=SamplingParams(max_tokens=1))
         logits = reference(one).logits[0].clone()
         for known in set(tokens[:place]):
@@ -89,14 +85,12 @@ def test_penalties_and_bias_beside_plain_requests(
     assert_empty(engine)
 
 
-def test_penalties_hold_after_a_preemption(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_penalties_hold_after_a_preemption(base, adapters, reference):
     engine = make_engine(base, adapters, overlap=True)
     one = question("one", "one", tokens=12)
     one = replace(one, sampling=replace(one.sampling, repetition_penalty=1.7))
     add_requests(engine, one)
-    found: dict[str, Any] = {}
+    found = {}
     for _ in range(6):
         collect(engine.step(), found)
     engine._preempt([one.id])
@@ -105,7 +99,7 @@ def test_penalties_hold_after_a_preemption(
     assert found[one.id].tokens == generated(reference, one, repetition_penalty=1.7)
 
 
-def test_bias_of_unknown_tokens_is_refused(base: str) -> None:
+def test_bias_of_unknown_tokens_is_refused(base):
     engine = make_engine(base)
     most = engine.lmm.vocabulary
     for token in (most, -1):
@@ -116,9 +110,9 @@ def test_bias_of_unknown_tokens_is_refused(base: str) -> None:
     assert_empty(engine)
 
 
-def prompts_of(engine: Any, requests: list[Request]) -> dict[str, PromptLogprobs]:
+def prompts_of(engine, requests):
     """The prompt log probabilities of requests; each gets them once."""
-    found: dict[str, PromptLogprobs] = {}
+    found = {}
     add_requests(engine, *requests)
     while engine.busy:
         for output in engine.step():
@@ -132,9 +126,9 @@ def prompts_of(engine: Any, requests: list[Request]) -> dict[str, PromptLogprobs
 
 @pytest.mark.parametrize(("chunk", "overlap"), [(256, False), (5, True), (1, True)])
 def test_prompt_logprobs(
-    base: str, adapters: dict[str, Path], reference: Reference, chunk: int, overlap: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    base, adapters, reference, chunk, overlap,
+    monkeypatch,
+):  # fmt: skip
     monkeypatch.setattr("valora_serve.model.runner.SCORED_ROWS", 4)
     engine = make_engine(base, adapters, chunk=chunk, overlap=overlap, block_size=4)
     plain = [question("plain", "one"), question("other", "two")]
@@ -161,9 +155,7 @@ def test_prompt_logprobs(
     assert_empty(engine)
 
 
-def test_prompt_logprobs_after_a_preemption(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_prompt_logprobs_after_a_preemption(base, adapters, reference):
     engine = make_engine(base, adapters, chunk=5, overlap=True)
     params = SamplingParams(max_tokens=4, prompt_logprobs=1, ignore_eos=True)
     one = replace(question("one", "one"), sampling=params)
@@ -171,7 +163,7 @@ def test_prompt_logprobs_after_a_preemption(
     whole = prompts_of(engine, [one, late])
     for steps in (1, 2, 4):  # in the middle of the prompt, and of the answer
         add_requests(engine, one, late)
-        found: dict[str, PromptLogprobs] = {}
+        found = {}
         for step in range(200):
             if step == steps:
                 running = list(engine.requests.running)
@@ -185,7 +177,7 @@ def test_prompt_logprobs_after_a_preemption(
     assert_empty(engine)
 
 
-def test_a_prompt_of_one_token_has_no_log_probabilities(base: str) -> None:
+def test_a_prompt_of_one_token_has_no_log_probabilities(base):
     engine = make_engine(base)
     params = SamplingParams(max_tokens=1, prompt_logprobs=2)
     one = Request("one", token_ids=[17], sampling=params)

@@ -6,8 +6,6 @@ Each is finite as a file. What they compute is not: for every input, or for some
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.cases import others_slow
 from tests.support.engine_reference import (
-    Got,
     Reference,
     add_requests,
     ask,
@@ -38,7 +35,6 @@ from tests.support.serve_helpers import (
     make_adapter,
     make_bundle,
 )
-from valora_serve.engine.engine import Engine
 from valora_serve.errors import AdapterError, NonFiniteError
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Finish, Mode, Request, SamplingParams
@@ -50,7 +46,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def any_size(monkeypatch):
     """Lets files in whatever their values are, to see what stands behind that check."""
     monkeypatch.setattr("valora_serve.catalogue.adapters.MAX_CHANGE", math.inf)
 
@@ -58,7 +54,7 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-def rewritten(folder: Path, change: Change) -> Path:
+def rewritten(folder, change):
     """Change the tensors of an adapter."""
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -66,17 +62,17 @@ def rewritten(folder: Path, change: Change) -> Path:
     return folder
 
 
-def larger(factor: float, part: str = "lora_B") -> Change:
+def larger(factor, part="lora_B"):
     return lambda name, one: one * (factor if part in name else 1.0)
 
 
-def one_row(name: str, one: torch.Tensor) -> torch.Tensor:
+def one_row(name, one):
     if "lora_B" in name:
         one[5] *= 3e5
     return one
 
 
-def one_direction(name: str, one: torch.Tensor) -> torch.Tensor:
+def one_direction(name, one):
     """In the first layer, overflows for inputs on one side of a plane only."""
     if "layers.0." not in name:
         return torch.zeros_like(one) if "lora_B" in name else one
@@ -89,12 +85,12 @@ def one_direction(name: str, one: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+def base(tmp_path_factory):
     return str(save_llava(tmp_path_factory.mktemp("llava"), seed=11))
 
 
 @pytest.fixture(scope="module")
-def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     return {
         "attention": make_adapter(folder / "attention", base, seed=1, rank=8, strength=0.25),
@@ -105,11 +101,11 @@ def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 @pytest.fixture(scope="module")
-def harmful(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def harmful(base, tmp_path_factory):
     """Adapters that can be loaded."""
     folder = tmp_path_factory.mktemp("harmful")
 
-    def make(name: str, seed: int, targets: str, change: Change) -> Path:
+    def make(name, seed, targets, change):
         made = make_adapter(
             folder / name, base, seed=seed, rank=4, alpha=8, targets=targets, strength=0.25
         )
@@ -125,11 +121,11 @@ def harmful(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 
 @pytest.fixture(scope="module")
-def reference(base: str, adapters: dict[str, Path]) -> Reference:
+def reference(base, adapters):
     return Reference(base, adapters)
 
 
-def with_image(name: str, model: str | None, seed: int) -> Request:
+def with_image(name, model, seed):
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
     return Request(
         name, model=model, messages=ask("What is this?", images=1),
@@ -137,9 +133,9 @@ def with_image(name: str, model: str | None, seed: int) -> Request:
     )  # fmt: skip
 
 
-def crowd(harmful: dict[str, Path]) -> tuple[list[Request], list[Request]]:
+def crowd(harmful):
     """Requests of others, and many more of harmful adapters, so that policies want to merge."""
-    others: list[Request] = []
+    others = []
     for number, name in enumerate((None, "attention", "everything")):
         others += [question(f"{name} {n}", name, tokens=9) for n in range(2)]
         others.append(with_image(f"{name} image", name, number))
@@ -148,7 +144,7 @@ def crowd(harmful: dict[str, Path]) -> tuple[list[Request], list[Request]]:
     return others, bad
 
 
-def interleaved(others: list[Request], bad: list[Request]) -> list[Request]:
+def interleaved(others, bad):
     share = len(bad) // len(others)
     found = []
     for number, one in enumerate(others):
@@ -156,7 +152,7 @@ def interleaved(others: list[Request], bad: list[Request]) -> list[Request]:
     return found + bad[len(others) * share :]
 
 
-def check_bad(found: dict[str, Got], bad: list[Request]) -> None:
+def check_bad(found, bad):
     """Answers of harmful adapters are errors or texts, and never empty."""
     for one in bad:
         got = found[one.id]
@@ -175,13 +171,8 @@ def check_bad(found: dict[str, Got], bad: list[Request]) -> None:
     ("policy", "overlap"), [(name, n % 2 == 0) for n, name in enumerate(POLICIES)]
 )
 def test_others_get_the_answers_of_their_own_models(
-    base: str,
-    adapters: dict[str, Path],
-    harmful: dict[str, Path],
-    reference: Reference,
-    policy: str,
-    overlap: bool,
-) -> None:
+    base, adapters, harmful, reference, policy, overlap
+):
     engine = make_engine(
         base, adapters | harmful, policy=policy, overlap=overlap, max_requests=10, pages=1024
     )
@@ -196,7 +187,7 @@ def test_others_get_the_answers_of_their_own_models(
     assert_empty(engine)
 
 
-def test_some_inputs_overflow_and_others_do_not(base: str, harmful: dict[str, Path]) -> None:
+def test_some_inputs_overflow_and_others_do_not(base, harmful):
     engine = make_engine(base, {"sometimes": harmful["sometimes"]})
     asked = [
         Request(str(n), model="sometimes", token_ids=[10 + 3 * n],
@@ -211,10 +202,10 @@ def test_some_inputs_overflow_and_others_do_not(base: str, harmful: dict[str, Pa
 class Beside:
     """Merges one adapter at a time and leaves the batch to a policy: mixture for everybody else."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine):
         self._inner, self._engine, self.turn = engine.policy, engine, 0
 
-    def decide(self, view: Any) -> Any:
+    def decide(self, view):
         self.turn += 1
         names = sorted(view.resident)
         decision = self._inner.decide(view)
@@ -222,18 +213,12 @@ class Beside:
             return decision
         return replace(decision, mode=Mode.MIXTURE, merged=names[self.turn // 3 % len(names)])
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id):
         self._inner.finished(request_id)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_policy_that_insists_on_merging_them(
-    base: str,
-    adapters: dict[str, Path],
-    harmful: dict[str, Path],
-    reference: Reference,
-    overlap: bool,
-) -> None:
+def test_a_policy_that_insists_on_merging_them(base, adapters, harmful, reference, overlap):
     """The engine does not merge what must not be merged, whatever it is told."""
     engine = make_engine(base, adapters | harmful, policy="valora", overlap=overlap, pages=1024)
     engine.policy = Beside(engine)
@@ -246,15 +231,10 @@ def test_a_policy_that_insists_on_merging_them(
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_pages_that_held_nan_serve_others(
-    base: str,
-    adapters: dict[str, Path],
-    harmful: dict[str, Path],
-    prefix_cache: bool,
-) -> None:
+def test_pages_that_held_nan_serve_others(base, adapters, harmful, prefix_cache):
     """Log probabilities are equal to the bit to those of an engine that saw no harmful adapter."""
 
-    def answers(bad_first: bool) -> dict[str, Got]:
+    def answers(bad_first):
         engine = make_engine(
             base, adapters | harmful, policy="unmerge_only", attention="torch", block_size=4,
             prefix_cache=prefix_cache, pages=260, max_requests=4,
@@ -276,10 +256,8 @@ def test_pages_that_held_nan_serve_others(
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_memory_that_is_not_finite_at_the_start(
-    base: str, adapters: dict[str, Path], value: float
-) -> None:
-    def answers(poison: bool) -> dict[str, Got]:
+def test_memory_that_is_not_finite_at_the_start(base, adapters, value):
+    def answers(poison):
         engine = make_engine(
             base, adapters, policy="valora", attention="torch", block_size=4, chunk=9, pages=1024
         )
@@ -296,14 +274,12 @@ def test_memory_that_is_not_finite_at_the_start(
         assert (poisoned[name].tokens, poisoned[name].logprobs) == (got.tokens, got.logprobs)
 
 
-def test_cancelled_and_preempted_in_the_middle(
-    base: str, adapters: dict[str, Path], harmful: dict[str, Path], reference: Reference
-) -> None:
+def test_cancelled_and_preempted_in_the_middle(base, adapters, harmful, reference):
     """Pages of requests that ended before anybody read their outputs are reused as well."""
     engine = make_engine(
         base, adapters | harmful, policy="cost", chunk=5, block_size=4, pages=420, overlap=True
     )
-    found: dict[str, Got] = {}
+    found = {}
     for turn in range(4):
         bad = [question(f"bad {turn} {n}", "always", tokens=9) for n in range(4)]
         one = question(f"good {turn}", ("attention", None)[turn % 2], tokens=9)
@@ -329,7 +305,7 @@ DOMAINS = {
 @pytest.mark.parametrize(
     "policy", others_slow(["cost", "merge_only"], ["cost", "valora", "merge_only", "unmerge_only"])
 )
-def test_domains_of_others_and_of_its_own(tmp_path: Path, policy: str) -> None:
+def test_domains_of_others_and_of_its_own(tmp_path, policy):
     """Heads on a harmful adapter answer with an error, never with an empty list of boxes."""
     fine = make_bundle(tmp_path / "fine", "tiny", name="fine", domains=DOMAINS, seed=1)
     names = {f"bad {name}": spec for name, spec in DOMAINS.items()}
@@ -339,7 +315,7 @@ def test_domains_of_others_and_of_its_own(tmp_path: Path, policy: str) -> None:
         adapters={"adapter-1": {"rank": 4, **options}, "adapter-2": {"rank": 2, **options}},
     )  # fmt: skip
 
-    def requests(*domains: str) -> list[Request]:
+    def requests(*domains):
         return [
             Request(f"{name} {n}", model=name, images=[noise(60, 40 + n, n)], min_score=0.05,
                     sampling=SamplingParams(max_tokens=5, ignore_eos=True))
@@ -359,12 +335,12 @@ def test_domains_of_others_and_of_its_own(tmp_path: Path, policy: str) -> None:
         error = found[one.id].error
         assert isinstance(error, NonFiniteError)
         assert found[one.id].finish is Finish.ERROR
-        assert found[one.id].last.head is None  # type: ignore[union-attr]
+        assert found[one.id].last.head is None
     for one in own:
         got, expected = found[one.id], wanted[one.id]
         assert got.error is None
         assert got.tokens == expected.tokens
-        head, other = got.last.head, expected.last.head  # type: ignore[union-attr]
+        head, other = got.last.head, expected.last.head
         if other is None:
             assert head is None
         else:
@@ -376,7 +352,7 @@ def test_domains_of_others_and_of_its_own(tmp_path: Path, policy: str) -> None:
     assert_empty(engine)
 
 
-REFUSED: dict[str, Change] = {
+REFUSED = {
     "A of 1e30": larger(1e30, "lora_A"),
     "B of 1e30": larger(1e30),
     "a product of 1e40": lambda _, one: one * 1e20,
@@ -386,7 +362,7 @@ REFUSED: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_what_no_input_survives_is_refused_at_load(base: str, tmp_path: Path, dtype: str) -> None:
+def test_what_no_input_survives_is_refused_at_load(base, tmp_path, dtype):
     engine = make_engine(base, dtype=dtype, policy="valora")
     for what, change in REFUSED.items():
         folder = make_adapter(tmp_path / what / "bad", base, seed=3, rank=4)

@@ -4,7 +4,6 @@ In a file of its own, as a process belongs to one group at a time.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -27,9 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
         ("mistral", "replicate_a"),
     ],
 )
-def test_adapters_on_every_linear_of_other_architectures(
-    family: str, how: str, tmp_path: Path
-) -> None:
+def test_adapters_on_every_linear_of_other_architectures(family, how, tmp_path):
     base = str(FAMILIES[family](tmp_path / family, seed=3))
     adapters = {
         "all": make_adapter(
@@ -55,7 +52,7 @@ def test_adapters_on_every_linear_of_other_architectures(
         for choose in MODES.values():
             found = []
             for engine in (one, two):
-                engine.policy = Forced(choose, engine)  # type: ignore[assignment]
+                engine.policy = Forced(choose, engine)
                 found.append(run(engine, asked))
             assert_equal(found[1], found[0])
     finally:

@@ -6,10 +6,7 @@ An engine takes seconds to start its second process, so tests share it where the
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +22,6 @@ from tests.parity.valora_serve.engine.test_engine import (
 )
 from tests.support.context_bundles import ContextSpec, make_context_bundle
 from tests.support.engine_reference import (
-    Got,
     add_requests,
     assert_empty,
     collect,
@@ -46,7 +42,6 @@ from tests.support.serve_helpers import (
 )
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
 from valora_kernels.merge import MergeableWeights
-from valora_serve.engine.engine import Engine
 from valora_serve.errors import AdapterError, RequestError, SettingsError, StoppedError
 from valora_serve.types import Mode, NewContext, Request, SamplingParams
 
@@ -58,10 +53,10 @@ TOLERANCE = 1e-5
 MODES = {"unmerged": unmerged, "merged": merged, "mixture": mixture}
 
 
-def make_adapters(base: str, folder: Path) -> dict[str, Path]:
+def make_adapters(base, folder):
     """Neighbours differ in rank, scaling and targets; two processes divide not every rank."""
 
-    def make(name: str, seed: int, rank: int, alpha: int, targets: str, **options: Any) -> Path:
+    def make(name, seed, rank, alpha, targets, **options):
         return make_adapter(
             folder / name, base, seed=seed, rank=rank, alpha=alpha, targets=targets,
             strength=0.25, **options,
@@ -81,11 +76,11 @@ def make_adapters(base: str, folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(base, tmp_path_factory):
     return make_adapters(base, tmp_path_factory.mktemp("adapters"))
 
 
-def bundle(base: str, folder: Path) -> Path:
+def bundle(base, folder):
     """Domains with heads that read the last token, all visual tokens, or their places."""
     domains = {
         "plates": DomainSpec("adapter-1", labels=["plate"], prompt="Find plates."),
@@ -100,12 +95,7 @@ def bundle(base: str, folder: Path) -> Path:
 @pytest.fixture(
     scope="module", params=[pytest.param("slora", marks=pytest.mark.slow), "replicate_a"]
 )
-def pair(
-    request: pytest.FixtureRequest,
-    base: str,
-    adapters: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Engine, Engine]]:
+def pair(request, base, adapters, tmp_path_factory):
     """One process, and two, with the same adapters and heads."""
     folder = bundle(base, tmp_path_factory.mktemp("bundles"))
     one = make_engine(base, adapters)
@@ -118,9 +108,9 @@ def pair(
         two.close()
 
 
-def requests() -> list[Request]:
+def requests():
     """Requests of all adapters with none to two images, their log probabilities wanted."""
-    names: list[str | None] = [name for name in EVERYBODY if name != "projector"]
+    names = [name for name in EVERYBODY if name != "projector"]
     asked = mixed(names, tokens=3)
     return [
         Request(
@@ -131,12 +121,12 @@ def requests() -> list[Request]:
     ]  # fmt: skip
 
 
-def values(got: Got) -> np.ndarray:
+def values(got):
     """Log probabilities of the likeliest tokens at each step."""
     return np.array([[top.logprob for top in token.top] for token in got.logprobs], np.float32)
 
 
-def assert_equal(found: dict[str, Got], wanted: dict[str, Got]) -> None:
+def assert_equal(found, wanted):
     """The same tokens, with log probabilities that differ by rounding only."""
     assert found.keys() == wanted.keys()
     for name, want in wanted.items():
@@ -148,12 +138,10 @@ def assert_equal(found: dict[str, Got], wanted: dict[str, Got]) -> None:
 
 
 @pytest.mark.slow
-def test_a_leader_without_memory_leaves_all_processes_as_they_were(
-    base: str, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leader_without_memory_leaves_all_processes_as_they_were(base, adapters, monkeypatch):
     """Runs first, as a process leads one group at a time."""
 
-    def keep(self: MergeableWeights) -> None:
+    def keep(self):
         raise torch.OutOfMemoryError("too little")
 
     sampling = SamplingParams(max_tokens=3, temperature=0.0, logprobs=20)
@@ -177,11 +165,11 @@ def test_a_leader_without_memory_leaves_all_processes_as_they_were(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_answers_as_one_process(pair: tuple[Engine, Engine], mode: str) -> None:
+def test_every_mode_answers_as_one_process(pair, mode):
     found = []
     for engine in pair:
         own, policy = engine.policy, Forced(MODES[mode], engine)
-        engine.policy = policy  # type: ignore[assignment]
+        engine.policy = policy
         engine.images._kept.clear()  # both encode all images
         engine.images.held_bytes = 0
         found.append(run(engine, requests(), together=8))
@@ -193,7 +181,7 @@ def test_every_mode_answers_as_one_process(pair: tuple[Engine, Engine], mode: st
 
 
 @pytest.mark.slow
-def test_adapters_with_weights_answer_as_in_one_process(pair: tuple[Engine, Engine]) -> None:
+def test_adapters_with_weights_answer_as_in_one_process(pair):
     weights = [(("attention", 0.7), ("mlp", -1.5)), (("mlp", 0.5),), (), (("patterns", 1.0),)]
     asked = [
         replace(one, model=None, adapters=weights[number % 4])
@@ -205,7 +193,7 @@ def test_adapters_with_weights_answer_as_in_one_process(pair: tuple[Engine, Engi
 
 
 @pytest.mark.slow
-def test_heads_answer_as_in_one_process(pair: tuple[Engine, Engine]) -> None:
+def test_heads_answer_as_in_one_process(pair):
     asked = [
         Request(f"{number}-{name}", model=name, text=one.text, messages=one.messages,
                 images=one.images or requests()[1].images, head=True)
@@ -224,7 +212,7 @@ def test_heads_answer_as_in_one_process(pair: tuple[Engine, Engine]) -> None:
 
 
 @pytest.mark.slow
-def test_chance_is_the_leaders(pair: tuple[Engine, Engine]) -> None:
+def test_chance_is_the_leaders(pair):
     """Sampled tokens, scores of prompts, and adapters that are evicted and loaded again."""
     drawn = SamplingParams(max_tokens=6, temperature=0.9, seed=3, ignore_eos=True)
     scored = SamplingParams(
@@ -254,9 +242,7 @@ def test_chance_is_the_leaders(pair: tuple[Engine, Engine]) -> None:
     assert_empty(pair[1])
 
 
-def test_contexts_and_adapters_at_decoding_only(
-    pair: tuple[Engine, Engine], base: str, tmp_path: Path
-) -> None:
+def test_contexts_and_adapters_at_decoding_only(pair, base, tmp_path):
     late = {"reader": {"rank": 3, "alpha": 7, "targets": f"{LANGUAGE}|{MLP}", "decode_only": True}}
     contexts = {
         "read": ContextSpec(MEMORY_TOKENS, 6, "reader"),
@@ -286,10 +272,10 @@ def test_contexts_and_adapters_at_decoding_only(
 
 
 @pytest.mark.slow
-def test_each_process_holds_its_part(pair: tuple[Engine, Engine]) -> None:
+def test_each_process_holds_its_part(pair):
     one, two = pair
 
-    def held(engine: Engine) -> int:
+    def held(engine):
         groups = engine.lmm.linears.groups.values()
         return sum(w.numel() for g in groups if g.spec.part == "text" for w in g.weights)
 
@@ -308,16 +294,14 @@ def test_each_process_holds_its_part(pair: tuple[Engine, Engine]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_requests_with_one_message(
-    pair: tuple[Engine, Engine], adapters: dict[str, Path]
-) -> None:
+def test_a_killed_process_ends_requests_with_one_message(pair, adapters):
     """Runs last, as the engine is lost."""
     engine = pair[1]
     assert engine.workers is not None
     worker = engine.workers.processes[0]
     asked = [question(f"r{number}", "mlp", tokens=400) for number in range(4)]
     add_requests(engine, *asked)
-    found: dict[str, Got] = {}
+    found = {}
     for _ in range(5):
         collect(engine.step(), found)
     os.kill(worker.pid, signal.SIGKILL)
@@ -331,6 +315,6 @@ def test_a_killed_process_ends_requests_with_one_message(
         engine.load(adapters["mlp"], "another")
 
 
-def test_a_model_that_cannot_be_split_is_refused(base: str) -> None:
+def test_a_model_that_cannot_be_split_is_refused(base):
     with pytest.raises(SettingsError, match=r"3 GPUs cannot share .* equally: use 1, 2, 4$"):
         make_engine(base, fresh=True, tensor_parallel=3)

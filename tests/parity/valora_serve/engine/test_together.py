@@ -3,7 +3,6 @@
 import copy
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,9 +11,8 @@ from PIL import Image
 
 import valora_serve.demo
 from tests.support.cases import others_slow
-from tests.support.engine_reference import Got, assert_empty, collect, finish, make_engine, noise
+from tests.support.engine_reference import assert_empty, collect, finish, make_engine, noise
 from tests.support.serve_helpers import DomainSpec, make_bundle
-from valora_serve.engine.engine import Engine
 from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import CancelledRequestError, DeadlineError
 from valora_serve.server.loading.golden import read_examples
@@ -46,12 +44,12 @@ IMAGE_FIRST = (
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundles") / "look"
     return make_bundle(folder, "tiny", name="look", domains=DOMAINS, seed=3)
 
 
-def engine_of(bundle: Path, *, image_first: bool = False, **options: Any) -> Engine:
+def engine_of(bundle, *, image_first=False, **options):
     engine = make_engine("tiny", **options)
     if image_first:
         engine.lmm.processor = copy.copy(engine.lmm.processor)
@@ -60,7 +58,7 @@ def engine_of(bundle: Path, *, image_first: bool = False, **options: Any) -> Eng
     return engine
 
 
-def requests_of(names: list[str], image: Image.Image, tag: str = "") -> list[Request]:
+def requests_of(names, image, tag=""):
     sampling = SamplingParams(max_tokens=6)
     return [
         Request(f"{name}{tag}", model=name, images=[image], min_score=0.05, sampling=sampling)
@@ -68,17 +66,17 @@ def requests_of(names: list[str], image: Image.Image, tag: str = "") -> list[Req
     ]
 
 
-def begin(engine: Engine, asked: list[Request]) -> None:
+def begin(engine, asked):
     prepared = engine.prepare_all(asked)
     assert not engine.add_all([one for one in prepared.values() if isinstance(one, Prepared)])
 
 
-def together(engine: Engine, asked: list[Request]) -> dict[str, Got]:
+def together(engine, asked):
     begin(engine, asked)
     return finish(engine)
 
 
-def assert_alike(found: Got, wanted: Got) -> None:
+def assert_alike(found, wanted):
     assert found.error is None
     assert (found.finish, found.tokens, found.text) == (wanted.finish, wanted.tokens, wanted.text)
     assert found.last is not None
@@ -109,13 +107,11 @@ SETTINGS = [
     others_slow([(one, n % 2 == 0) for n, one in enumerate(SETTINGS)],
                 product(SETTINGS, [False, True])),
 )  # fmt: skip
-def test_any_set_of_domains_answers_as_alone(
-    bundle: Path, options: dict[str, Any], image_first: bool
-) -> None:
+def test_any_set_of_domains_answers_as_alone(bundle, options, image_first):
     alone = engine_of(bundle, image_first=image_first, policy="unmerge_only", prefix_cache=False)
     engine = engine_of(bundle, image_first=image_first, **options)
     pictures = [noise(50, 70, 1), noise(96, 96, 2)]
-    wanted: dict[tuple[str, int], Got] = {}
+    wanted = {}
 
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
@@ -128,8 +124,8 @@ def test_any_set_of_domains_answers_as_alone(
             max_size=2,
         )
     )
-    def check(looks: list[tuple[list[str], int]]) -> None:
-        found: dict[str, Got] = {}
+    def check(looks):
+        found = {}
         for n, (names, at) in enumerate(looks):
             begin(engine, requests_of(names, pictures[at], f" {n}"))
             collect(engine.step(), found)
@@ -145,7 +141,7 @@ def test_any_set_of_domains_answers_as_alone(
     check()
 
 
-def test_domains_of_one_prompt_and_adapter_share_a_pass(bundle: Path) -> None:
+def test_domains_of_one_prompt_and_adapter_share_a_pass(bundle):
     engine = engine_of(bundle)
     names = ["plates", "traffic", "signs", "place", "boats", "bare", "move", "rest"]
     together(engine, requests_of(names, noise(80, 80, 3)))
@@ -158,7 +154,7 @@ def test_domains_of_one_prompt_and_adapter_share_a_pass(bundle: Path) -> None:
     assert one.last is not None
 
 
-def test_what_reads_the_last_token_computes_the_image_once(bundle: Path) -> None:
+def test_what_reads_the_last_token_computes_the_image_once(bundle):
     engine = engine_of(bundle, image_first=True, block_size=4)
     names = ["scene", "caption", "move", "rest", "plates", "traffic", "signs", "crowd"]
     together(engine, requests_of(names, noise(80, 80, 4)))
@@ -168,10 +164,10 @@ def test_what_reads_the_last_token_computes_the_image_once(bundle: Path) -> None
     assert stats.prompt_tokens < whole + image + 4 * 20
 
 
-def test_one_that_carries_others_may_end_first(bundle: Path) -> None:
+def test_one_that_carries_others_may_end_first(bundle):
     engine = engine_of(bundle, chunk=16, policy="unmerge_only")
     names = ["plates", "traffic", "place"]
-    found: dict[str, Got] = {}
+    found = {}
     begin(engine, requests_of(names, noise(60, 60, 5)))
     collect(engine.step(), found)
     engine.cancel("plates")
@@ -183,7 +179,7 @@ def test_one_that_carries_others_may_end_first(bundle: Path) -> None:
     assert_empty(engine)
 
 
-def test_riders_keep_deadlines_and_errors_of_their_own(bundle: Path) -> None:
+def test_riders_keep_deadlines_and_errors_of_their_own(bundle):
     engine = engine_of(bundle, policy="unmerge_only")
     asked = requests_of(["plates", "traffic", "place"], noise(60, 60, 6))
     late = Request("late", model="traffic", images=asked[0].images, deadline=1e-9)
@@ -203,7 +199,7 @@ def test_riders_keep_deadlines_and_errors_of_their_own(bundle: Path) -> None:
 @pytest.mark.parametrize(
     "policy", others_slow(["merge_only", "cost"], ["unmerge_only", "merge_only", "cost"])
 )
-def test_the_demo_reproduces_its_golden_examples_with_all_domains_at_once(policy: str) -> None:
+def test_the_demo_reproduces_its_golden_examples_with_all_domains_at_once(policy):
     folder = Path(valora_serve.demo.__file__).parent / "bundles" / "detection"
     engine = make_engine("tiny", policy=policy)
     engine.load(folder)
@@ -212,7 +208,7 @@ def test_the_demo_reproduces_its_golden_examples_with_all_domains_at_once(policy
         with Image.open(example.files[0]) as file:
             image = file.convert("RGB")
         found = together(engine, requests_of(names, image))
-        head = found[example.domain].last.head  # type: ignore[union-attr]
+        head = found[example.domain].last.head
         assert head is not None
         assert head.matches(head.golden(), example.expected, example.threshold)
         assert all(found[name].error is None for name in names)

@@ -1,10 +1,7 @@
 """Adapters with weights against weights that PEFT's differences are added to, in fp32."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +10,6 @@ from peft.tuners.lora import LoraLayer
 from tests.parity.valora_serve.engine.test_engine import Forced
 from tests.support.cases import others_slow
 from tests.support.engine_reference import (
-    Expected,
-    Got,
     Reference,
     ask,
     assert_empty,
@@ -35,9 +30,7 @@ from tests.support.serve_helpers import (
     make_adapter,
     make_bundle,
 )
-from valora_serve.engine.engine import Engine
-from valora_serve.errors import RequestError, ServeError, UnknownModelError
-from valora_serve.orchestrator.decision import View
+from valora_serve.errors import RequestError, UnknownModelError
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Mode, Request, SamplingParams
 
@@ -48,8 +41,8 @@ TOLERANCE = 1e-5
 TOP = 20
 
 Weights = tuple[tuple[str, float], ...]
-PAIR: Weights = (("attention", 0.7), ("mlp", -1.5))
-MIXES: list[Weights] = [
+PAIR = (("attention", 0.7), ("mlp", -1.5))
+MIXES = [
     (), PAIR, (("mlp", 0.5),), (("patterns", 1.0),), (("attention", -2.0), ("patterns", 0.25)),
     (("everything", 1.0),), (("attention", 0.0),), (("mlp", 1.0), ("attention", 1.0)),
     (("mlp", 0.0), ("patterns", 3.0)), (("attention", 4.0),), (("mlp", 0.5), ("mlp", 0.25)),
@@ -58,10 +51,10 @@ MIXES: list[Weights] = [
 
 
 @pytest.fixture(scope="module")
-def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
 
-    def make(name: str, seed: int, rank: int, alpha: int, targets: str, **options: Any) -> Path:
+    def make(name, seed, rank, alpha, targets, **options):
         return make_adapter(
             folder / name, base, seed=seed, rank=rank, alpha=alpha, targets=targets,
             strength=0.1, **options,
@@ -78,13 +71,13 @@ def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 class WeightedReference(Reference):
     """PEFT's model, to whose weights the weighted differences of adapters are added."""
 
-    def __call__(self, request: Request) -> Expected:
+    def __call__(self, request):
         key = (*key_of(replace(request, model=None)), request.adapters)
         if key not in self._known:
             self._known[key] = self._weighted(request)
         return self._known[key]
 
-    def _weighted(self, request: Request) -> Expected:
+    def _weighted(self, request):
         layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         kept = [(layer, layer.get_base_layer().weight.data.clone()) for layer in layers]
         for name, weight in request.adapters:
@@ -100,11 +93,11 @@ class WeightedReference(Reference):
 
 
 @pytest.fixture(scope="module")
-def reference(base: str, adapters: dict[str, Path]) -> WeightedReference:
+def reference(base, adapters):
     return WeightedReference(base, adapters)
 
 
-def asked(mixes: Sequence[Weights], *, images: int = 2, tokens: int = 6) -> list[Request]:
+def asked(mixes, *, images=2, tokens=6):
     """Requests with these adapters, with none, one or two images."""
     greedy = SamplingParams(max_tokens=tokens, logprobs=TOP, ignore_eos=True)
     words = ("What is this?", "Count all things, then tell me about them.", "Yes or no", "Why")
@@ -119,7 +112,7 @@ def asked(mixes: Sequence[Weights], *, images: int = 2, tokens: int = 6) -> list
     ]  # fmt: skip
 
 
-def check(found: dict[str, Got], requests: list[Request], reference: Reference) -> None:
+def check(found, requests, reference):
     """Every request has the tokens and log probabilities of its weights."""
     for request in requests:
         got, expected = found[request.id], reference(request)
@@ -136,9 +129,7 @@ def check(found: dict[str, Got], requests: list[Request], reference: Reference) 
     others_slow([(one, n % 2 == 0) for n, one in enumerate(POLICIES)],
                 product(POLICIES, [False, True])),
 )  # fmt: skip
-def test_weights_beside_other_requests(
-    base: str, adapters: dict[str, Path], reference: Reference, policy: str, overlap: bool
-) -> None:
+def test_weights_beside_other_requests(base, adapters, reference, policy, overlap):
     engine = make_engine(base, adapters, policy=policy, overlap=overlap, max_requests=6)
     requests = asked(MIXES)
     check(run(engine, requests, together=5), requests, reference)
@@ -147,20 +138,16 @@ def test_weights_beside_other_requests(
 
 
 @pytest.mark.parametrize("policy", others_slow(["cost", "merge_only", "valora"], POLICIES))
-def test_pairs_where_one_adapter_has_most_requests(
-    base: str, adapters: dict[str, Path], reference: Reference, policy: str
-) -> None:
+def test_pairs_where_one_adapter_has_most_requests(base, adapters, reference, policy):
     engine = make_engine(base, adapters, policy=policy, max_requests=5)
-    most: Weights = (("attention", 1.0),)
+    most = (("attention", 1.0),)
     requests = asked([most, most, PAIR, most, (("attention", 0.5),), most, PAIR, most, most])
     check(run(engine, requests, together=6), requests, reference)
     assert_empty(engine)
 
 
-def test_strengths_in_mixture_mode(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
-    def choose(view: View) -> tuple[Mode, str | None]:
+def test_strengths_in_mixture_mode(base, adapters, reference):
+    def choose(view):
         able = sorted(one for one in view.switchable or view.resident if "attention" in one)
         return (Mode.MIXTURE, able[0]) if able else (Mode.UNMERGED, None)
 
@@ -169,13 +156,11 @@ def test_strengths_in_mixture_mode(
     requests = asked([mix for mix in MIXES if len(mix) < 2 or mix[0][0] == mix[1][0]])
     found = run(engine, requests)
     check(found, requests, reference)
-    assert {found[one.id].last.mode for one in requests} == {Mode.MIXTURE}  # type: ignore[union-attr]
+    assert {found[one.id].last.mode for one in requests} == {Mode.MIXTURE}
 
 
 @pytest.mark.parametrize(("slots", "pages"), [(2, 512), (8, 18)])
-def test_adapters_of_pairs_come_together(
-    base: str, adapters: dict[str, Path], reference: Reference, slots: int, pages: int
-) -> None:
+def test_adapters_of_pairs_come_together(base, adapters, reference, slots, pages):
     """Beside others that evict them, where hardly more than two fit."""
     engine = make_engine(
         base, adapters, slots=slots, max_adapters=slots, pages=pages, max_requests=3
@@ -186,11 +171,9 @@ def test_adapters_of_pairs_come_together(
     assert_empty(engine)
 
 
-def test_cached_prompts_are_those_of_the_same_weights(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_cached_prompts_are_those_of_the_same_weights(base, adapters, reference):
     engine = make_engine(base, adapters, block_size=4)
-    mixes: list[Weights] = [
+    mixes = [
         PAIR, PAIR[::-1], (("attention", 0.7),), (("attention", 0.7), ("mlp", -1.25)), (),
         (("attention", 1.0),), (("mlp", 0.0),), (("attention", 0.5), ("attention", 0.5)),
     ]  # fmt: skip
@@ -199,19 +182,17 @@ def test_cached_prompts_are_those_of_the_same_weights(
         request = replace(asked([mix], images=0)[0], messages=ask("What is in this, and why?"))
         found = run(engine, [request])
         check(found, [request], reference)
-        usage = found[request.id].last.usage  # type: ignore[union-attr]
+        usage = found[request.id].last.usage
         assert usage is not None
         assert bool(usage.cached) == (number in same), mix
 
 
-def test_wrong_weights(
-    base: str, adapters: dict[str, Path], tmp_path: Path, reference: Reference
-) -> None:
+def test_wrong_weights(base, adapters, tmp_path, reference):
     spec = {"scene": DomainSpec("adapter-1", "classification", ["x", "y", "z"])}
     engine = make_engine(base, adapters)
     engine.load(make_bundle(tmp_path / "b", base, domains=spec, adapters={"adapter-1": {}}))
     engine.load(adapters["mlp"], "late", decode_only=True)
-    wrong: list[tuple[str | None, Weights, type[ServeError], str]] = [
+    wrong = [
         (None, (("nobody", 1.0),), UnknownModelError, "nobody"),
         (None, (("attention", 4.1),), RequestError, "-4 to 4"),
         (None, (("attention", float("nan")),), RequestError, "-4 to 4"),
@@ -241,13 +222,11 @@ def test_wrong_weights(
         one.add(prepared)
 
 
-def test_both_adapters_of_a_pair_stay_until_it_ends(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
-    engine: Engine = make_engine(base, adapters)
+def test_both_adapters_of_a_pair_stay_until_it_ends(base, adapters, reference):
+    engine = make_engine(base, adapters)
     (request,) = asked([PAIR], images=0)
     engine.add(engine.prepare(request))
-    found: dict[str, Got] = {}
+    found = {}
     collect(engine.step(), found)
     for name in ("attention", "mlp"):
         engine.registry.unregister(name, bundle=False)

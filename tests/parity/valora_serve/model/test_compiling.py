@@ -1,8 +1,6 @@
 """Kernels that are compiled together at the start: those that graphs launch, and nothing runs."""
 
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LAUNCHING = ("launching", "project")
 
 
-def test_the_kernels_of_graphs_are_those_that_are_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_of_graphs_are_those_that_are_compiled(tmp_path, monkeypatch):
     base = str(save_llava(tmp_path / "base", seed=2))
     adapter = make_adapter(tmp_path / "a", base, seed=1, rank=4, alpha=6, targets=LANGUAGE)
     plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
@@ -37,9 +33,9 @@ def test_the_kernels_of_graphs_are_those_that_are_compiled(
         chunk=64, policy="valora", capture="eager",
     )  # fmt: skip
     engine.warm_up()
-    started: set[Any] = set()
+    started = set()
 
-    def noted(kernel: Any, programs: int, *_: object, **options: object) -> None:
+    def noted(kernel, programs, *_, **options):
         started.add((kernel.__name__, *sorted(options.items())))
 
     for name in LAUNCHING:
@@ -61,22 +57,22 @@ def test_the_kernels_of_graphs_are_those_that_are_compiled(
     assert len({name for name, *_ in started}) > 1
 
 
-def test_kernels_are_compiled_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_and_not_launched(monkeypatch):
     """With a Triton that says what it is asked for."""
-    events: list[str] = []
+    events = []
 
     class Mode:
-        def __init__(self, pool: Any) -> None:
+        def __init__(self, pool):
             self.pool = pool
 
-        def __enter__(self) -> None:
+        def __enter__(self):
             events.append("together")
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, *_):
             events.append(f"ready, {self.pool._max_workers} threads")
 
     class Kernel:
-        def warmup(self, *_: object, grid: tuple[int, ...], **options: object) -> None:
+        def warmup(self, *_, grid, **options):
             events.append(f"compiled {grid[0] > 0}")
 
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(AsyncCompileMode=Mode))
@@ -92,9 +88,7 @@ def test_kernels_are_compiled_and_not_launched(monkeypatch: pytest.MonkeyPatch) 
         launching.start(Kernel(), 1)
 
 
-def test_without_it_kernels_are_compiled_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_it_kernels_are_compiled_one_after_the_other(tmp_path, monkeypatch, caplog):
     engine = make_engine(str(save_llava(tmp_path / "base", seed=2)), {}, fresh=True)
     runner = engine.runner
     monkeypatch.setattr(runner, "_device", SimpleNamespace(type="cuda"))
@@ -105,25 +99,23 @@ def test_without_it_kernels_are_compiled_one_after_the_other(
 
 
 @pytest.mark.parametrize("save", [save_llava, save_qwen2_5_vl, save_qwen3_vl])
-def test_widths_are_known_where_torch_compiles(
-    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_widths_are_known_where_torch_compiles(save, tmp_path, monkeypatch):
     """Steps of other numbers of rows run the same code, which knows all but that number."""
     base = str(save(tmp_path / "base", seed=2))
     adapter = make_adapter(tmp_path / "a", base, seed=1, rank=4, alpha=40, targets=LANGUAGE)
     compile_, graphs, unknown = torch.compile, list[Any](), set[tuple[int, ...]]()
 
-    def noted(graph: torch.fx.GraphModule, _: object) -> Any:
+    def noted(graph, _):
         graphs.append(graph)
         for node in graph.graph.nodes:
             if node.target is torch.ops.valora.linears:
                 value = node.meta["example_value"]
-                sizes: Any = enumerate((*value.shape, *value.stride()[1:]))
+                sizes = enumerate((*value.shape, *value.stride()[1:]))
                 unknown.add(tuple(at for at, size in sizes if isinstance(size, torch.SymInt)))
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile_(f, backend=noted, dynamic=True))
-    answers: list[list[list[int]]] = []
+    answers = []
     for compiled in (False, True):
         engine = make_engine(base, {"a": adapter}, fresh=True, compile=compiled, policy="slora")
         answers.append([])

@@ -1,8 +1,5 @@
 """A base model of 8 bits against PEFT on layers that round by a definition of their own."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,7 +20,7 @@ GRID = NUMBERS[NUMBERS.isfinite()].unique()
 """All numbers of the format."""
 
 
-def nearest(x: torch.Tensor) -> torch.Tensor:
+def nearest(x):
     """Round each row to the grid, scaled so that its largest number is 448; in fp64."""
     scale = x.double().abs().amax(-1, keepdim=True) / 448
     wanted = x.double() / scale
@@ -32,7 +29,7 @@ def nearest(x: torch.Tensor) -> torch.Tensor:
     return torch.where(wanted - low < high - wanted, low, high) * scale
 
 
-def test_rounds_to_the_nearest_number() -> None:
+def test_rounds_to_the_nearest_number():
     generator = torch.Generator().manual_seed(1)
     x = (
         torch.randn(6, 33, generator=generator)
@@ -48,7 +45,7 @@ def test_rounds_to_the_nearest_number() -> None:
     assert relative(found.numpy(), x.numpy()) < 0.04
 
 
-def test_rows_are_rounded_for_themselves() -> None:
+def test_rows_are_rounded_for_themselves():
     weight, scales = round_rows(torch.eye(16))
     x = torch.randn(5, 16)
     alone = multiply(x, weight, scales)
@@ -62,16 +59,16 @@ def test_rows_are_rounded_for_themselves() -> None:
 class Rounding(Reference):
     """PEFT's models, whose base layers of the language model compute with 8 bits."""
 
-    def __init__(self, base: str, adapters: dict[str, Path]) -> None:
+    def __init__(self, base, adapters):
         super().__init__(base, adapters)
         for name, module in self.model.named_modules():
             if "language_model" in name and "lora_" not in name and type(module) is torch.nn.Linear:
-                module.forward = self._forward(module)  # type: ignore[method-assign]
+                module.forward = self._forward(module)
 
-    def _forward(self, layer: Any) -> Any:
+    def _forward(self, layer):
         weight = nearest(layer.weight)
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
+        def forward(x):
             y = (nearest(x.flatten(0, -2)) @ weight.T).float().view(*x.shape[:-1], -1)
             return y if layer.bias is None else y + layer.bias
 
@@ -79,9 +76,7 @@ class Rounding(Reference):
 
 
 @pytest.fixture(scope="module", params=["llava", "qwen2_5_vl"])
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, dict[str, Path], Rounding]:
+def served(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp8")
     base = str(CHECKPOINTS[request.param](folder / "base", seed=7))
     everything = EVERYTHING if request.param == "llava" else r".*language_model.*_proj"
@@ -99,9 +94,7 @@ def served(
 @pytest.mark.parametrize(
     "policy", others_slow(["cost", "merge_only"], ["cost", "valora", "merge_only", "slora"])
 )
-def test_answers_are_those_of_peft_on_rounded_layers(
-    served: tuple[str, dict[str, Path], Rounding], policy: str
-) -> None:
+def test_answers_are_those_of_peft_on_rounded_layers(served, policy):
     base, adapters, reference = served
     engine = make_engine(base, adapters, fresh=True, quantize="fp8", policy=policy)
     kinds = {type(group) for group in engine.lmm.linears.groups.values()}
@@ -118,6 +111,6 @@ def test_answers_are_those_of_peft_on_rounded_layers(
     assert_empty(engine)
 
 
-def test_a_model_on_several_gpus_is_refused() -> None:
+def test_a_model_on_several_gpus_is_refused():
     with pytest.raises(ValueError, match="fp8 is for a model on one GPU: use tensor_parallel=1"):
         EngineSettings(quantize="fp8", tensor_parallel=2)

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise, product
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -49,17 +47,17 @@ FAMILIES = CHECKPOINTS | TEXT_CHECKPOINTS
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def family(request: pytest.FixtureRequest) -> str:
+def family(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def base(family: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def base(family, tmp_path_factory):
     return str(FAMILIES[family](tmp_path_factory.mktemp(family), seed=3))
 
 
 @pytest.fixture(scope="module")
-def adapters(family: str, base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(family, base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     return {
         "all": make_adapter(
@@ -72,11 +70,11 @@ def adapters(family: str, base: str, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def reference(base: str, adapters: dict[str, Path]) -> Reference:
+def reference(base, adapters):
     return Reference(base, adapters)
 
 
-def requests_of(family: str, names: list[str | None]) -> list[Request]:
+def requests_of(family, names):
     """Text, one image, several of different sizes, a video, both, for each adapter."""
     greedy = SamplingParams(max_tokens=8, ignore_eos=True)
     video = [noise(40, 32, 20 + n) for n in range(4)]
@@ -124,9 +122,7 @@ def requests_of(family: str, names: list[str | None]) -> list[Request]:
     others_slow([("unmerge_only", 256), ("valora", 5)],
                 product(["unmerge_only", "valora"], [256, 5])),
 )  # fmt: skip
-def test_greedy_tokens_are_those_of_generate(
-    family: str, base: str, adapters: dict[str, Path], reference: Reference, chunk: int, policy: str
-) -> None:
+def test_greedy_tokens_are_those_of_generate(family, base, adapters, reference, chunk, policy):
     requests = requests_of(family, [None, "all", "text"])
     engine = make_engine(base, adapters, fresh=True, chunk=chunk, policy=policy)
     found = run(engine, requests)
@@ -142,17 +138,15 @@ def test_greedy_tokens_are_those_of_generate(
 
 
 def test_adapters_on_every_linear_are_merged_and_mixed_as_in_peft(
-    family: str, base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+    family, base, adapters, reference
+):
     """Adapters with different targets in one batch, in all modes; then the base model alone."""
     engine = make_engine(base, adapters, policy="valora")
     whole, part = (
         next(key for key in engine.registry.known() if key.startswith(name)) for name in adapters
     )
     assert engine.lmm.linears.groups.keys() == {
-        name
-        for key in (whole, part)
-        for name in engine.adapters._entries[key].packed.groups  # type: ignore[union-attr]
+        name for key in (whole, part) for name in engine.adapters._entries[key].packed.groups
     }
     plain = requests_of(family, [None])
     requests = requests_of(family, ["all", None, "text"])
@@ -165,8 +159,8 @@ def test_adapters_on_every_linear_are_merged_and_mixed_as_in_peft(
     ):
         for key in (whole, part):
             assert engine.adapters.load(key)
-        told = Forced(lambda _, mode=mode, merged=merged: (mode, merged), engine)  # type: ignore[misc]
-        engine.policy = told  # type: ignore[assignment]
+        told = Forced(lambda _, mode=mode, merged=merged: (mode, merged), engine)
+        engine.policy = told
         scored = [replace(one, sampling=replace(one.sampling, logprobs=0)) for one in asked]
         found = run(engine, scored)
         assert set(told.modes) == {mode}
@@ -178,16 +172,14 @@ def test_adapters_on_every_linear_are_merged_and_mixed_as_in_peft(
             assert said == pytest.approx(wanted, abs=1e-3), (mode, merged, one.id)
 
 
-def test_preempted_in_the_middle_of_an_answer(
-    family: str, base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_preempted_in_the_middle_of_an_answer(family, base, adapters, reference):
     """Prompt and answer are computed again together, at the positions that they had."""
     greedy = SamplingParams(max_tokens=24, ignore_eos=True)
     asked = [replace(one, sampling=greedy) for one in requests_of(family, [None, "text"])]
     engine = make_engine(base, adapters, block_size=4, prefix_cache=False)
     pages = max(-(-(len(engine.prepare(one).prompt.ids) + 24) // 4) for one in asked)
     pages += sum(engine.adapters.pages(key) for key in engine.registry.known() if "text" in key)
-    settings: dict[str, Any] = {"block_size": 4, "prefix_cache": False, "pages": pages + 30}
+    settings = {"block_size": 4, "prefix_cache": False, "pages": pages + 30}
     engine = make_engine(base, adapters, policy="valora", overlap=True, **settings)
     found = run(engine, asked)
     for one in asked:
@@ -196,7 +188,7 @@ def test_preempted_in_the_middle_of_an_answer(
     assert_empty(engine)
 
 
-def test_placeholders_without_what_they_stand_for(family: str, base: str) -> None:
+def test_placeholders_without_what_they_stand_for(family, base):
     """And the other way round; not every processor notices."""
     engine = make_engine(base)
     image = noise(20, 20, 1)
@@ -230,7 +222,7 @@ def test_placeholders_without_what_they_stand_for(family: str, base: str) -> Non
             engine.prepare(both)
 
 
-def test_special_tokens_in_texts_are_text(base: str) -> None:
+def test_special_tokens_in_texts_are_text(base):
     """Also those in two parts, and beside an image; the tokenizers library says what text is."""
     engine = make_engine(base)
     processor = load_processor(base)
@@ -262,7 +254,7 @@ def test_special_tokens_in_texts_are_text(base: str) -> None:
     assert embedded == plain(text, **options)["input_ids"]
 
 
-def test_a_video_is_so_many_images_where_there_are_no_videos(tmp_path: Path) -> None:
+def test_a_video_is_so_many_images_where_there_are_no_videos(tmp_path):
     base = str(CHECKPOINTS["llava"](tmp_path / "llava", seed=4))
     frames = [noise(40, 32, n) for n in range(3)]
     picture = noise(20, 50, 9)

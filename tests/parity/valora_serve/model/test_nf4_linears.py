@@ -1,7 +1,6 @@
 """A base model that stays packed in 4 bits against PEFT on the same numbers unpacked."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Rounded(Reference):
     """PEFT's models, whose base layers of the language model have rounded weights."""
 
-    def __init__(self, base: str, adapters: dict[str, Path]) -> None:
+    def __init__(self, base, adapters):
         super().__init__(base, adapters)
         for name, module in self.model.named_modules():
             if "language_model" in name and "lora_" not in name and type(module) is nn.Linear:
@@ -42,7 +41,7 @@ class Rounded(Reference):
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, (64, 32, 32)), (96, (64, 2)), (10, (3,))])
-def test_stacked_layers_have_the_numbers_of_each(inputs: int, outputs: tuple[int, ...]) -> None:
+def test_stacked_layers_have_the_numbers_of_each(inputs, outputs):
     """Widths with whole blocks of 64, with blocks that reach into the next row, and with none."""
     linears = [nn.Linear(inputs, width, bias=width != 2) for width in outputs]
     numbers = [rounded_matrix(linear.weight) for linear in linears]
@@ -62,7 +61,7 @@ def test_stacked_layers_have_the_numbers_of_each(inputs: int, outputs: tuple[int
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_answers_are_those_of_peft_on_the_same_numbers(family: str, tmp_path: Path) -> None:
+def test_answers_are_those_of_peft_on_the_same_numbers(family, tmp_path):
     base = str(CHECKPOINTS[family](tmp_path / "base", seed=7))
     everything = EVERYTHING if family == "llava" else r".*language_model.*_proj"
     adapters = {
@@ -90,7 +89,7 @@ def test_answers_are_those_of_peft_on_the_same_numbers(family: str, tmp_path: Pa
     assert_empty(engine)
 
 
-def test_what_cannot_be_served_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_served_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"nf4_packed is for a model on one GPU.*quantize=nf4$"):
         EngineSettings(quantize="nf4_packed", tensor_parallel=2)
     monkeypatch.setattr("valora_data.contract.quantized.is_installed", lambda: False)
@@ -98,7 +97,7 @@ def test_what_cannot_be_served_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         make_engine("tiny", {}, fresh=True, quantize="nf4_packed")
 
 
-def without_whole_blocks(folder: Path, **changed: int) -> str:
+def without_whole_blocks(folder, **changed):
     """Return a base model with no layer that fits into FP8's products or NF4's blocks."""
     config = json.loads((save_llava(folder, seed=7) / "config.json").read_text())
     text = config["text_config"] | {
@@ -117,9 +116,7 @@ def without_whole_blocks(folder: Path, **changed: int) -> str:
         ("nf4_packed", r"layers whose weights fill blocks of 64, and .*: use quantize=nf4$"),
     ],
 )
-def test_weights_that_would_all_stay_as_they_are_are_refused(
-    tmp_path: Path, quantize: str, said: str
-) -> None:
+def test_weights_that_would_all_stay_as_they_are_are_refused(tmp_path, quantize, said):
     """Nothing could be merged into them, for nothing."""
     base = without_whole_blocks(tmp_path)
     with pytest.raises(SettingsError, match=said):
@@ -140,17 +137,15 @@ def test_weights_that_would_all_stay_as_they_are_are_refused(
     ],
 )  # fmt: skip
 def test_layers_that_stay_as_they_are_are_counted(
-    tmp_path: Path, quantize: str, changed: dict[str, int], said: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    tmp_path, quantize, changed, said,
+    caplog,
+):  # fmt: skip
     make_engine(without_whole_blocks(tmp_path, **changed), {}, fresh=True, quantize=quantize)
     assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [said]
 
 
 @pytest.mark.parametrize("quantize", ["none", "fp8", "nf4", "nf4_packed"])
-def test_a_model_that_is_saved_in_a_quantised_form_is_refused(
-    tmp_path: Path, quantize: str
-) -> None:
+def test_a_model_that_is_saved_in_a_quantised_form_is_refused(tmp_path, quantize):
     """transformers reads it, and every request failed."""
     base = str(save_llava(tmp_path / "base", seed=7))
     quantization = BitsAndBytesConfig(

@@ -1,8 +1,6 @@
 """Images through captured encoders: as without, together across requests, and only once."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,18 +20,17 @@ from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapter
 from valora_data.contract.base_model import load_model
 from valora_data.models.qwen_vl import WindowEncoder
 from valora_kernels.metadata import NONE
-from valora_serve.engine.engine import Engine
 from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+def base(tmp_path_factory):
     return str(save_llava(tmp_path_factory.mktemp("llava"), seed=3))
 
 
-def about(number: int, images: int, model: str | None = None, *, first: int = 0) -> Request:
+def about(number, images, model=None, *, first=0):
     return Request(
         f"{number}-{first}",
         model=model,
@@ -44,16 +41,16 @@ def about(number: int, images: int, model: str | None = None, *, first: int = 0)
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+def calls(monkeypatch):
     """Numbers of images that encoders were called with: by the runner, and without a graph."""
     from valora_serve.model.lmm import Lmm
     from valora_serve.model.runner import ModelRunner
 
-    found: dict[str, list[int]] = {"all": [], "eager": []}
+    found = {"all": [], "eager": []}
     for name, owner in (("all", ModelRunner), ("eager", Lmm)):
         encode = owner.encode
 
-        def noted(self: Any, visuals: Any, *rest: Any, _of: Any = encode, _to: str = name) -> Any:
+        def noted(self, visuals, *rest, _of=encode, _to=name):
             found[_to].append(len(visuals))
             return _of(self, visuals, *rest)
 
@@ -61,23 +58,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     return found
 
 
-def captured(base: str, adapters: dict[str, Path] | None = None, **options: Any) -> Engine:
+def captured(base, adapters=None, **options):
     given = {"prompt_graphs": True, "capture": "eager", "policy": "slora"} | options
     engine = make_engine(base, adapters, **given)
     engine.warm_up()
     return engine
 
 
-def test_images_of_several_requests_in_one_graph(base: str, calls: dict[str, list[int]]) -> None:
+def test_images_of_several_requests_in_one_graph(base, calls):
     engine = captured(base)
     requests = [about(1, 1), about(2, 2), about(3, 0), about(4, 2)]
     check_answers(run(engine, requests), Reference(base, {}), *requests)
     assert calls == {"all": [5], "eager": []}
 
 
-def test_more_images_than_the_largest_graph(
-    base: str, calls: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_images_than_the_largest_graph(base, calls, monkeypatch):
     monkeypatch.setattr("valora_serve.engine.sizing.IMAGE_COUNTS", (1, 2, 4))
     engine = captured(base, max_tokens=1024, chunk=1024)
     requests = [about(number, 3) for number in range(3)]
@@ -85,7 +80,7 @@ def test_more_images_than_the_largest_graph(
     assert calls == {"all": [9], "eager": []}
 
 
-def test_cached_images_skip_the_encoder(base: str, calls: dict[str, list[int]]) -> None:
+def test_cached_images_skip_the_encoder(base, calls):
     engine = captured(base, prefix_cache=False)
     first, again = about(1, 2), about(1, 2)
     run(engine, [first])
@@ -94,9 +89,7 @@ def test_cached_images_skip_the_encoder(base: str, calls: dict[str, list[int]]) 
     assert calls["all"] == [2]
 
 
-def test_adapters_of_the_tower_go_without_a_graph(
-    base: str, tmp_path: Path, calls: dict[str, list[int]]
-) -> None:
+def test_adapters_of_the_tower_go_without_a_graph(base, tmp_path, calls):
     kinds = {"tower": EVERYTHING, "language": LANGUAGE}
     adapters = {
         name: make_adapter(
@@ -114,7 +107,7 @@ def test_adapters_of_the_tower_go_without_a_graph(
     assert calls["eager"] == [2]
 
 
-def test_an_image_that_is_encoded_later_changes_no_cached_one(base: str) -> None:
+def test_an_image_that_is_encoded_later_changes_no_cached_one(base):
     """Graphs overwrite their results; what the cache holds are copies."""
     engine = captured(base, prefix_cache=False)
     run(engine, [about(1, 1)])
@@ -124,16 +117,14 @@ def test_an_image_that_is_encoded_later_changes_no_cached_one(base: str) -> None
     assert torch.equal(kept.embeddings, before)
 
 
-def test_no_graph_before_it_is_captured(base: str, calls: dict[str, list[int]]) -> None:
+def test_no_graph_before_it_is_captured(base, calls):
     engine = make_engine(base, prompt_graphs=True)
     add_requests(engine, about(1, 1))
     finish(engine)
     assert calls["eager"] == [1]
 
 
-def test_encoders_that_split_patches_on_the_host_have_none(
-    tmp_path: Path, calls: dict[str, list[int]]
-) -> None:
+def test_encoders_that_split_patches_on_the_host_have_none(tmp_path, calls):
     base = str(save_qwen2_vl(tmp_path / "qwen"))
     engine = captured(base)
     check_answers(run(engine, [about(1, 1)]), Reference(base, {}), about(1, 1))
@@ -141,12 +132,12 @@ def test_encoders_that_split_patches_on_the_host_have_none(
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def windowed(tmp_path_factory):
     return str(save_qwen2_5_vl(tmp_path_factory.mktemp("windows") / "qwen", seed=3))
 
 
 @pytest.mark.parametrize("spare", [0, 3])
-def test_windows_of_one_size_are_those_of_transformers(windowed: str, spare: int) -> None:
+def test_windows_of_one_size_are_those_of_transformers(windowed, spare):
     """Also where windows at the edges are smaller, and where there is room for more of them."""
     model, _ = load_model(windowed, torch.float32)
     encoder = WindowEncoder(model.model.visual)
@@ -167,7 +158,7 @@ def test_windows_of_one_size_are_those_of_transformers(windowed: str, spare: int
         torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
 
 
-def of_size(name: str, *sizes: tuple[int, int], frames: int = 0) -> Request:
+def of_size(name, *sizes, frames=0):
     """A question about images of some sizes, or about a video."""
     pictures = [noise(*size, seed=len(name) + i) for i, size in enumerate(sizes)]
     return Request(
@@ -179,9 +170,7 @@ def of_size(name: str, *sizes: tuple[int, int], frames: int = 0) -> Request:
     )
 
 
-def test_images_of_any_size_replay_graphs_of_windows(
-    windowed: str, calls: dict[str, list[int]]
-) -> None:
+def test_images_of_any_size_replay_graphs_of_windows(windowed, calls):
     engine = captured(windowed, max_tokens=1024, chunk=1024)
     requests = [
         of_size("small", (16, 16)), of_size("both", (60, 33), (20, 90)), of_size("large", (90, 90)),
@@ -196,9 +185,7 @@ def test_images_of_any_size_replay_graphs_of_windows(
     assert calls["eager"] == []
 
 
-def test_an_image_larger_than_all_graphs_goes_without(
-    windowed: str, calls: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_larger_than_all_graphs_goes_without(windowed, calls, monkeypatch):
     monkeypatch.setattr("valora_serve.model.image_graphs.WINDOWS", (1,))
     engine = captured(windowed, max_tokens=1024, chunk=1024)
     large = of_size("large", (90, 90))
@@ -206,13 +193,13 @@ def test_an_image_larger_than_all_graphs_goes_without(
     assert calls["eager"] == [1]
 
 
-def test_a_broken_image_leaves_nothing_behind(windowed: str) -> None:
+def test_a_broken_image_leaves_nothing_behind(windowed):
     """NaN in the buffers would spread: a masked value is still multiplied by zero."""
     engine = captured(windowed)
     encoder = engine.lmm.architecture.window_encoder(engine.lmm.model)
     assert encoder is not None
 
-    def image(patches: torch.Tensor, rows: int, columns: int) -> Any:
+    def image(patches, rows, columns):
         tensors = {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, rows, columns]])}
         return SimpleNamespace(kind="image", tensors=tensors)
 
@@ -223,13 +210,11 @@ def test_a_broken_image_leaves_nothing_behind(windowed: str) -> None:
     assert torch.equal(before.embeddings, after.embeddings)
 
 
-def test_an_encoder_that_waits_for_the_host_runs_without(
-    base: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_encoder_that_waits_for_the_host_runs_without(base, monkeypatch, caplog):
     engine = make_engine(base, prompt_graphs=True, capture="eager")
     features = type(engine.lmm.architecture).visual_features
 
-    def fails(self: Any, model: Any, inputs: Any) -> Any:
+    def fails(self, model, inputs):
         if not inputs["pixel_values"].any():  # a capture's
             raise RuntimeError("operation not permitted when stream is capturing")
         return features(self, model, inputs)

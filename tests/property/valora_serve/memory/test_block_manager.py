@@ -35,10 +35,10 @@ class Pages(RuleBasedStateMachine):
         self.pool = PagePool(pages)
         self.manager = BlockManager(self.pool, block, caching=caching)
         self.block, self.caching = block, caching
-        self.sequences: dict[int, Naive] = {}
-        self.adapters: list[list[int]] = []
-        self.holds: dict[int, tuple] = {}  # page: prefix that was computed into it
-        self.found: dict[tuple, int] = {}  # prefix: page where it can be found
+        self.sequences = {}
+        self.adapters = []
+        self.holds = {}  # page: prefix that was computed into it
+        self.found = {}  # prefix: page where it can be found
         self.count = 0
 
     def overwritten(self, pages):
@@ -267,7 +267,7 @@ def test_misuse_is_refused():
         BlockManager(pool, 0)
 
 
-def test_where_an_adapter_begins_counts() -> None:
+def test_where_an_adapter_begins_counts():
     manager = BlockManager(PagePool(20), 4)
     tokens = list(range(9))
     manager.open("late", tokens, b"one", since=5)
@@ -285,7 +285,7 @@ def test_where_an_adapter_begins_counts() -> None:
     assert manager.match(tokens, b"one", since=3)[0] == 0
 
 
-def test_the_pages_of_a_context_stand_first_and_stay_its_own() -> None:
+def test_the_pages_of_a_context_stand_first_and_stay_its_own():
     pool = PagePool(20)
     manager = BlockManager(pool, 4)
     held = pool.take(2, Owner.CONTEXT)
@@ -300,7 +300,7 @@ def test_the_pages_of_a_context_stand_first_and_stay_its_own() -> None:
     manager.open("b", tokens, b"", since=10, shared=held, root=b"doc")
     assert manager.table("b") == manager.table("a")[:3]
     for other in ({"root": b"other"}, {"root": b"doc", "salt": b"one"}):
-        assert manager.match(tokens, since=10, shared=2, **other)[0] == 8  # type: ignore[arg-type]
+        assert manager.match(tokens, since=10, shared=2, **other)[0] == 8
     assert manager.match(tokens)[0] == 0
     manager.close("a")
     manager.close("b")

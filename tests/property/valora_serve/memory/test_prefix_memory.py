@@ -1,7 +1,6 @@
 """Prefixes in pages: what lies where, and adapters and prefixes that evict each other."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from valora_serve.memory.block_manager import Owner, PagePool
 from valora_serve.memory.unified import PageShape
 
 
-def random_prefix(page: PageShape, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_prefix(page, tokens, seed):
     """Keys and values, each [layers, kv_heads, tokens, head_dim], whose elements all differ."""
     generator = torch.Generator().manual_seed(seed)
     shape = (page.layers, page.kv_heads, tokens, page.head_dim)
@@ -25,7 +24,7 @@ def random_prefix(page: PageShape, tokens: int, seed: int) -> tuple[torch.Tensor
     return keys, values
 
 
-def stored(memory: Any, table: list[int], tokens: int) -> torch.Tensor:
+def stored(memory, table, tokens):
     """Keys and values as the attention reads them: [2, layers, kv_heads, tokens, head_dim]."""
     size = memory.page.block_size
     found = []
@@ -43,9 +42,7 @@ def stored(memory: Any, table: list[int], tokens: int) -> torch.Tensor:
     seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
 @examples(80)
-def test_any_prefix_lies_in_any_pages(
-    tokens: int, block: int, heads: int, seed: int, dtype: torch.dtype
-) -> None:
+def test_any_prefix_lies_in_any_pages(tokens, block, heads, seed, dtype):
     page = PageShape(block, 2, heads, 16)
     memory = make_memory(60, dtype=dtype, page=page)
     keys, values = random_prefix(page, tokens, seed)
@@ -61,7 +58,7 @@ def test_any_prefix_lies_in_any_pages(
     assert torch.equal(stored(memory, [*table[:-1], pages[-1]], tokens), wanted)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     memory = make_memory(12)
     page = memory.page
     keys, values = random_prefix(page, 40, 0)
@@ -78,30 +75,28 @@ class Both(RuleBasedStateMachine):
     """Adapters and prefixes that are loaded, pinned, evicted and removed beside KV pages."""
 
     @initialize(
-        pages=st.integers(6, 30),
-        slots=st.integers(1, 3),
-        bound=st.sampled_from([None, 0, 3000]),
+        pages=st.integers(6, 30), slots=st.integers(1, 3), bound=st.sampled_from([None, 0, 3000])
     )
-    def start(self, pages: int, slots: int, bound: int | None) -> None:
+    def start(self, pages, slots, bound):
         self.memory = make_memory(pages, slots)
         self.pool = PagePool(pages)
         self.pool.take(1, Owner.RESERVED)
         self.adapters = AdapterMemory(self.memory, self.pool, host_bytes=bound)
         self.prefixes = PrefixMemory(self.memory, self.adapters.budget)
-        self.known: dict[str, Any] = {}
-        self.pins: Counter[str] = Counter()
-        self.kv: list[int] = []
+        self.known = {}
+        self.pins = Counter()
+        self.kv = []
         self.count = 0
 
-    def side(self, key: str) -> Any:
+    def side(self, key):
         return self.adapters if key[0] == "a" else self.prefixes
 
-    def one(self, data: Any) -> str:
-        found: str = data.draw(st.sampled_from(sorted(self.known)))
+    def one(self, data):
+        found = data.draw(st.sampled_from(sorted(self.known)))
         return found
 
     @rule(rank=st.integers(1, 9))
-    def add_adapter(self, rank: int) -> None:
+    def add_adapter(self, rank):
         self.count += 1
         adapter = make_adapter({"q": rank}, self.count)
         try:
@@ -112,12 +107,12 @@ class Both(RuleBasedStateMachine):
         self.known[f"a{self.count}"] = adapter
 
     @rule(tokens=st.integers(1, 14))
-    def add_prefix(self, tokens: int) -> None:
+    def add_prefix(self, tokens):
         self.count += 1
         key = f"p{self.count}"
         parts = random_prefix(self.memory.page, tokens, self.count)
 
-        def pack() -> Any:
+        def pack():
             return self.memory.pack_prefix(key, key, *parts)
 
         try:
@@ -129,7 +124,7 @@ class Both(RuleBasedStateMachine):
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), urgent=st.booleans())
-    def load(self, data: Any, urgent: bool) -> None:
+    def load(self, data, urgent):
         key = self.one(data)
         side = self.side(key)
         idle = [
@@ -151,7 +146,7 @@ class Both(RuleBasedStateMachine):
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
-    def pin(self, data: Any) -> None:
+    def pin(self, data):
         key = self.one(data)
         if key in self.side(key).resident:
             self.side(key).pin(key)
@@ -159,14 +154,14 @@ class Both(RuleBasedStateMachine):
 
     @precondition(lambda self: +self.pins)
     @rule(data=st.data())
-    def unpin(self, data: Any) -> None:
+    def unpin(self, data):
         key = data.draw(st.sampled_from(sorted(+self.pins)))
         self.side(key).unpin(key)
         self.pins[key] -= 1
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
-    def remove(self, data: Any) -> None:
+    def remove(self, data):
         key = self.one(data)
         if self.pins[key]:
             with pytest.raises(BusyError, match=f"{self.side(key).kind} {key} is in use"):
@@ -176,12 +171,12 @@ class Both(RuleBasedStateMachine):
         del self.known[key]
 
     @rule(data=st.data())
-    def want(self, data: Any) -> None:
+    def want(self, data):
         wanted = data.draw(st.sets(st.sampled_from(sorted(self.known) or ["-"])))
         self.adapters.wanted = self.prefixes.wanted = frozenset(wanted)
 
     @rule(count=st.integers(1, 12))
-    def take_kv(self, count: int) -> None:
+    def take_kv(self, count):
         room = self.pool.free + self.adapters.budget.idle_pages
         pages = self.pool.take(count, Owner.KV)
         assert (pages is None) == (count > room)
@@ -189,13 +184,13 @@ class Both(RuleBasedStateMachine):
 
     @precondition(lambda self: self.kv)
     @rule(count=st.integers(1, 12))
-    def give_kv(self, count: int) -> None:
+    def give_kv(self, count):
         for page in self.kv[:count]:
             self.pool.give(page)
         del self.kv[:count]
 
     @invariant()
-    def each_has_its_own_pages_and_content(self) -> None:
+    def each_has_its_own_pages_and_content(self):
         if not hasattr(self, "pool"):
             return
         for keys, _ in self.memory.kv:
@@ -215,7 +210,7 @@ class Both(RuleBasedStateMachine):
             found = stored(self.memory, list(self.prefixes.held(key)), wanted.shape[3])
             assert torch.equal(found, wanted)
 
-    def teardown(self) -> None:
+    def teardown(self):
         if not hasattr(self, "pool"):
             return
         for key in list(self.known):

@@ -193,19 +193,17 @@ class Adapters(RuleBasedStateMachine):
     """Loads, pins, evicts and removes adapters while KV pages are taken and given back."""
 
     @initialize(
-        pages=st.integers(4, 30),
-        slots=st.integers(1, 4),
-        bound=st.sampled_from([None, 0, 3000]),
+        pages=st.integers(4, 30), slots=st.integers(1, 4), bound=st.sampled_from([None, 0, 3000])
     )
     def start(self, pages, slots, bound):
         self.memory = make_memory(pages, slots)
         self.pool = PagePool(pages)
         self.adapters = AdapterMemory(self.memory, self.pool, host_bytes=bound)
         self.bound = bound
-        self.known: dict[str, Adapter] = {}
-        self.pins: Counter[str] = Counter()
-        self.kv: list[int] = []
-        self.used: list[str] = []  # idle ones, by last use
+        self.known = {}
+        self.pins = Counter()
+        self.kv = []
+        self.used = []  # idle ones, by last use
         self.count = 0
 
     def one(self, data):

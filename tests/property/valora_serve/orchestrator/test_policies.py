@@ -6,7 +6,6 @@ code with the simulator.
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -275,7 +274,7 @@ def size(adapter):
 
 
 @contextmanager
-def explained(machine) -> Iterator[None]:
+def explained(machine):
     """Print the last decisions if something is wrong with them."""
     try:
         yield

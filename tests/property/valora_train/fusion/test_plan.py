@@ -22,11 +22,11 @@ PLAYED = sorted(STRATEGIES)
 class Oracle:
     """Accuracy falls with the load of an adapter; each domain weighs differently."""
 
-    def __init__(self, weights: dict[str, float], noise: int) -> None:
+    def __init__(self, weights, noise):
         self.weights = weights
         self.noise = noise
 
-    def __call__(self, adapter: str, domains: tuple[str, ...]) -> dict[str, float]:
+    def __call__(self, adapter, domains):
         load = sum(self.weights[name] for name in domains)
         jitter = random.Random(f"{self.noise}{adapter}{domains}")
         return {name: max(0.0, 1.0 - load + jitter.uniform(-0.05, 0.05)) for name in domains}
@@ -221,7 +221,7 @@ def test_orders():
 def test_a_plan_goes_on_from_what_is_packed(data):
     names = [f"d{n}" for n in range(data.draw(st.integers(1, 6)))]
     held = data.draw(st.integers(0, len(names)))
-    packed: dict[str, tuple[str, ...]] = {}
+    packed = {}
     for name in names[:held]:
         adapter = f"adapter-{data.draw(st.integers(1, 3))}"
         packed[adapter] = (*packed.get(adapter, ()), name)

@@ -22,14 +22,14 @@ def tokenizer(processor):
     return processor.tokenizer.backend_tokenizer
 
 
-def turns_of(text: str) -> tuple[str, list[tuple[str, str]]]:
+def turns_of(text):
     """The document of a sample, and its questions with their answers."""
     head, *turns = text.replace("<pad>", "").split("<|user|>")
     asked = [turn.removesuffix("</s>").split("<|assistant|>") for turn in turns]
     return head.removeprefix("<s><|system|>"), [(question, answer) for question, answer in asked]
 
 
-def told_facts(document: str) -> list[tuple[str, str, str]]:
+def told_facts(document):
     """Letter, attribute and value of each line."""
     return [tuple(line.split(" ")) for line in document.split("\n")]
 
@@ -116,7 +116,7 @@ def test_the_next_length_opens_when_the_newest_is_read(tokenizer):
     lessons = Curriculum(RecordDrawer(tokenizer, 5, CPU), 600, 5)
     names = list(LENGTHS)
 
-    def learn(right: float, batches: int) -> set[str]:
+    def learn(right, batches):
         drawn = set()
         for _ in range(batches):
             name, batch = lessons.draw()

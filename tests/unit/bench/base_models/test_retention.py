@@ -22,13 +22,13 @@ def task(monkeypatch):
     return Pretraining(*load(TINY), CPU)
 
 
-def some_of(name: str, samples: int) -> Batch:
+def some_of(name, samples):
     chunk = SampleMaker(9, build_processor().tokenizer.backend_tokenizer).make(name)
     parts = ("pick", "ids", "span", "look", "boxes", "n_boxes", "task")
     return Batch(replace(chunk, **{part: getattr(chunk, part)[:samples] for part in parts}), CPU)
 
 
-def change(task: Pretraining) -> None:
+def change(task):
     """Move the language model and the head away from what they were."""
     torch.manual_seed(0)
     with torch.no_grad():

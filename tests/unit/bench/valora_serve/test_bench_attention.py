@@ -6,7 +6,7 @@ from tests.bench.valora_serve.bench_attention import Mix, main
 from tests.bench.valora_serve.harness import found
 
 
-def test_steps_of_a_mix() -> None:
+def test_steps_of_a_mix():
     rows = Mix(decoding=3, context=40, prompts=2, past=20).rows(13, pages=40)
     assert rows is not None
     assert np.diff(rows.starts).tolist() == [1, 1, 1, 5, 5]
@@ -19,7 +19,7 @@ def test_steps_of_a_mix() -> None:
     assert Mix(0, 0, 1, 640).rows(13, pages=40) is None  # too few pages
 
 
-def test_table() -> None:
+def test_table():
     found.clear()
     main(["--device", "cpu", "--backends", "torch", "--heads", "4", "--kv-heads", "4", "2",
           "--sizes", "16", "--pages", "120", "--layers", "1", "--repeats", "1"])  # fmt: skip

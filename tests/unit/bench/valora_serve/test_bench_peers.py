@@ -205,8 +205,7 @@ def test_one_engine_answers_all_cases_of_the_same_adapters(vllm, tmp_path):
 def test_a_peer_that_never_ends_is_stopped_after_its_answer(measure, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_peers, "CLOSING", 0.2)
     folder = package(
-        tmp_path / "site",
-        {"sglang/__init__.py": SGLANG, "sglang/srt/server_args.py": SERVER_ARGS},
+        tmp_path / "site", {"sglang/__init__.py": SGLANG, "sglang/srt/server_args.py": SERVER_ARGS}
     )
     row = measure(CASES["attention-5"], "sglang", folder, "--variants", "1")
     assert row.answer.error is None

@@ -16,19 +16,19 @@ OUT, WIDTH, RANK = 48, 64, 4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def pair(seed: int = 0, scaling: float = 0.5) -> LoraPair:
+def pair(seed=0, scaling=0.5):
     draw = torch.Generator().manual_seed(seed)
     a = torch.randn(RANK, WIDTH, generator=draw) * WIDTH**-0.5
     return LoraPair(a, torch.randn(OUT, RANK, generator=draw) * 0.1, scaling)
 
 
-def adapter(**pairs: LoraPair) -> Adapter:
+def adapter(**pairs):
     scaling = next(iter(pairs.values())).scaling
     parts = frozenset([ModelPart.LANGUAGE])
     return Adapter(Path("some/adapter"), pairs, RANK, scaling, parts, "content", "")
 
 
-def base_weight() -> torch.Tensor:
+def base_weight():
     return torch.randn(OUT, WIDTH, generator=torch.Generator().manual_seed(9)) * WIDTH**-0.5
 
 
@@ -36,7 +36,7 @@ NORMS = {"q": float(base_weight().norm() / OUT**0.5)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_usual_adapter_may_be_merged(dtype: torch.dtype) -> None:
+def test_a_usual_adapter_may_be_merged(dtype):
     assert check_effect(adapter(q=pair(), other=pair(1)), dtype, NORMS) is None
 
 
@@ -59,12 +59,12 @@ def test_a_usual_adapter_may_be_merged(dtype: torch.dtype) -> None:
         "one column": lambda p: replace(p, a=p.a + 1e30 * torch.eye(RANK, WIDTH)),
     }.values(),
 )  # fmt: skip
-def test_what_overflows_is_refused(dtype: torch.dtype, bad) -> None:  # type: ignore[no-untyped-def]
+def test_what_overflows_is_refused(dtype, bad):
     with pytest.raises(AdapterError, match=r"some/adapter.*weights of q.*overflow"):
         check_effect(adapter(first=pair(2), q=bad(pair())), dtype, {})
 
 
-def test_what_fits_one_type_may_overflow_another() -> None:
+def test_what_fits_one_type_may_overflow_another():
     large = replace(pair(), b=pair().b * 1e5)
     assert check_effect(adapter(q=large), torch.bfloat16, {}) is None
     with pytest.raises(AdapterError, match="overflow"):
@@ -73,14 +73,14 @@ def test_what_fits_one_type_may_overflow_another() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("row", [None, 0, 17])
-def test_what_outweighs_the_base_weights_is_not_merged(dtype: torch.dtype, row: int | None) -> None:
+def test_what_outweighs_the_base_weights_is_not_merged(dtype, row):
     """The limit lies where ‖ΔW‖ of the largest row is 64 (fp32) or 8 times that of a row of W."""
     most = 64 if dtype == torch.float32 else 8
     one = pair()
     delta = (one.scaling * (one.b @ one.a)).norm(dim=1)
     size = float(delta.max() if row is None else delta[row])
 
-    def scaled(share: float) -> Adapter:
+    def scaled(share):
         factor = share * NORMS["q"] / size
         b = one.b.clone()
         if row is None:
@@ -97,7 +97,7 @@ def test_what_outweighs_the_base_weights_is_not_merged(dtype: torch.dtype, row: 
     assert check_effect(scaled(1.5 * most), dtype, {}) is None  # nothing is merged into it
 
 
-def test_rank_rows_that_cancel_each_other() -> None:
+def test_rank_rows_that_cancel_each_other():
     """ΔW is zero, but its two halves are not, and are rounded apart."""
     one = pair()
     a = torch.cat([one.a[:2], -one.a[:2]]) * 300
@@ -106,7 +106,7 @@ def test_rank_rows_that_cancel_each_other() -> None:
     assert check_effect(adapter(q=LoraPair(a, b, 1.0)), torch.bfloat16, NORMS) is not None
 
 
-def test_a_shrink_that_leaves_the_range_of_fp16() -> None:
+def test_a_shrink_that_leaves_the_range_of_fp16():
     """Other requests compute the shrink, too: ΔW alone does not say whether that is harmless."""
     one = pair()
     above = replace(one, a=one.a * 200, b=one.b / 200)
@@ -119,7 +119,7 @@ def test_a_shrink_that_leaves_the_range_of_fp16() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(20))
-def test_mixture_is_harmless_within_the_limits(dtype: torch.dtype, seed: int) -> None:
+def test_mixture_is_harmless_within_the_limits(dtype, seed):
     """x·(W + ΔW) − x·ΔW, computed as the engine does, against x·W."""
     draw = torch.Generator().manual_seed(100 + seed)
     one = pair(seed)

@@ -1,7 +1,5 @@
 """A base model, adapters and a bundle for the tests of the engine."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.engine_reference import Reference
@@ -10,12 +8,12 @@ from tests.support.serve_helpers import LANGUAGE, MLP, DomainSpec, make_adapter,
 
 
 @pytest.fixture(scope="package")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+def base(tmp_path_factory):
     return str(save_llava(tmp_path_factory.mktemp("llava"), seed=2))
 
 
 @pytest.fixture(scope="package")
-def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     return {
         name: make_adapter(
@@ -27,12 +25,12 @@ def adapters(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 @pytest.fixture(scope="package")
-def reference(base: str, adapters: dict[str, Path]) -> Reference:
+def reference(base, adapters):
     return Reference(base, adapters)
 
 
 @pytest.fixture(scope="package")
-def scene(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scene(base, tmp_path_factory):
     """A bundle with one domain, which has a head."""
     spec = {"scene": DomainSpec("adapter-1", "classification", ["x", "y", "z"])}
     folder = tmp_path_factory.mktemp("bundle") / "scene"

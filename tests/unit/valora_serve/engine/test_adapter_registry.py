@@ -1,7 +1,6 @@
 """Adapters and bundles that are refused, replaced, read again, or have several names."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.engine_reference import (
-    Reference,
     add_requests,
     assert_empty,
     check_answers,
@@ -20,17 +18,14 @@ from tests.support.engine_reference import (
     run,
 )
 from valora_kernels.merge import MergeableWeights
-from valora_serve.errors import (
-    AdapterError,
-    RequestError,
-)
+from valora_serve.errors import AdapterError, RequestError
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.types import Finish
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _rewrite(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+def _rewrite(folder, change):
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
     name = sorted(tensors)[-1]
@@ -38,7 +33,7 @@ def _rewrite(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) 
     save_file(tensors, file)
 
 
-def _truncate(folder: Path) -> None:
+def _truncate(folder):
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
 
@@ -47,13 +42,8 @@ def _truncate(folder: Path) -> None:
     ("change", "overlap"), [("truncated", True), ("changed", False), ("gone", True)]
 )
 def test_a_file_that_was_changed_when_it_is_needed_again(
-    base: str,
-    adapters: dict[str, Path],
-    reference: Reference,
-    tmp_path: Path,
-    change: str,
-    overlap: bool,
-) -> None:
+    base, adapters, reference, tmp_path, change, overlap
+):
     """Host memory has room for one adapter and the device for two; files are read again."""
     folder = Path(shutil.copytree(adapters["a"], tmp_path / "a"))
     engine = make_engine(
@@ -81,9 +71,7 @@ def test_a_file_that_was_changed_when_it_is_needed_again(
     check_answers(run(engine, [again]), reference, again)
 
 
-def test_an_adapter_is_read_again_from_where_it_came_last(
-    base: str, adapters: dict[str, Path], reference: Reference, tmp_path: Path
-) -> None:
+def test_an_adapter_is_read_again_from_where_it_came_last(base, adapters, reference, tmp_path):
     folder = Path(shutil.copytree(adapters["a"], tmp_path / "a"))
     engine = make_engine(base, {"a": folder}, host_bytes=1, slots=1)
     engine.load(adapters["a"], "a")
@@ -99,9 +87,7 @@ def test_an_adapter_is_read_again_from_where_it_came_last(
     assert engine.stats().on_disk == ("b",)
 
 
-def test_folders_of_the_same_content(
-    base: str, adapters: dict[str, Path], reference: Reference, tmp_path: Path
-) -> None:
+def test_folders_of_the_same_content(base, adapters, reference, tmp_path):
     copied = Path(shutil.copytree(adapters["a"], tmp_path / "copy"))
     engine = make_engine(base, {"a": adapters["a"], "again": copied})
     assert len(engine.adapters) == 1
@@ -118,9 +104,7 @@ def test_folders_of_the_same_content(
     assert_empty(engine)
 
 
-def test_the_same_name_with_other_content(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
+def test_the_same_name_with_other_content(base, adapters, reference):
     engine = make_engine(base, {"x": adapters["a"]}, block_size=4)
     same = question("same")
     assert (
@@ -144,12 +128,7 @@ def test_the_same_name_with_other_content(
     assert_empty(engine)
 
 
-def test_no_memory_for_the_copy_that_merging_needs(
-    base: str,
-    adapters: dict[str, Path],
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_memory_for_the_copy_that_merging_needs(base, adapters, reference, monkeypatch):
     plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
     monkeypatch.setattr(TorchBackend, "decode_plan", plan)
     engine = make_engine(base, policy="merge_only", prompt_graphs=True, max_tokens=64, chunk=64)
@@ -157,7 +136,7 @@ def test_no_memory_for_the_copy_that_merging_needs(
     groups = engine.lmm.linears.groups
     before = {name: group.weights for name, group in groups.items()}
 
-    def keep(self: MergeableWeights) -> None:
+    def keep(self):
         raise torch.OutOfMemoryError("too little")
 
     with monkeypatch.context() as failing:
@@ -179,9 +158,7 @@ def test_no_memory_for_the_copy_that_merging_needs(
     assert engine.stats().merged_adapter == "a"
 
 
-def test_patterns_are_matched_once(
-    base: str, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patterns_are_matched_once(base, adapters, monkeypatch):
     """Each match takes a process; adapters of one training run have the same patterns."""
     engine = make_engine(base, {"b": adapters["b"]})
     monkeypatch.setattr("subprocess.run", None)

@@ -2,25 +2,14 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.engine_reference import (
-    Got,
-    Reference,
-    ask,
-    assert_empty,
-    collect,
-    make_engine,
-    question,
-)
+from tests.support.engine_reference import ask, assert_empty, collect, make_engine, question
 from valora_serve.engine import async_engine
 from valora_serve.engine.async_engine import AsyncEngine
-from valora_serve.engine.engine import Engine
 from valora_serve.errors import (
     AdapterError,
     RequestError,
@@ -33,23 +22,18 @@ from valora_serve.types import Finish, Request
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-async def outputs_of(engine: AsyncEngine, request: Request) -> Got:
-    found: dict[str, Got] = {}
+async def outputs_of(engine, request):
+    found = {}
     async for output in engine.generate(request):
         collect([output], found)
     return found[request.id]
 
 
-def served(
-    base: str,
-    adapters: dict[str, Path],
-    body: Callable[[AsyncEngine, Engine], Any],
-    **settings: Any,
-) -> Any:
+def served(base, adapters, body, **settings):
     """Run a coroutine with an engine behind an event loop, then close the engine."""
     inner = make_engine(base, adapters, **settings)
 
-    async def main() -> Any:
+    async def main():
         engine = AsyncEngine(inner)
         try:
             return await asyncio.wait_for(body(engine, inner), 60)
@@ -61,19 +45,17 @@ def served(
     return result
 
 
-def test_an_answer_that_is_not_streamed_comes_at_its_end(
-    base: str, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[list[str]] = []
+def test_an_answer_that_is_not_streamed_comes_at_its_end(base, adapters, monkeypatch):
+    calls = []
     put = async_engine._put
 
-    def counted(news: Any) -> None:
+    def counted(news):
         calls.append([output.id for _, output in news])
         put(news)
 
     monkeypatch.setattr(async_engine, "_put", counted)
 
-    async def body(engine: AsyncEngine, _: Engine) -> None:
+    async def body(engine, _):
         streamed = question("streamed", "a", tokens=6)
         whole = replace(streamed, id="whole", stream=False)
         one, other = await asyncio.gather(outputs_of(engine, streamed), outputs_of(engine, whole))
@@ -101,13 +83,13 @@ def test_an_answer_that_is_not_streamed_comes_at_its_end(
     served(base, adapters, body)
 
 
-def test_errors_come_as_outputs(base: str, adapters: dict[str, Path]) -> None:
-    async def body(engine: AsyncEngine, inner: Engine) -> None:
+def test_errors_come_as_outputs(base, adapters):
+    async def body(engine, inner):
         got = await outputs_of(engine, question("x", "nobody"))
         assert isinstance(got.error, UnknownModelError)
         got = await outputs_of(engine, question("x", tokens=0))
         assert isinstance(got.error, RequestError)
-        got = await outputs_of(engine, Request("x", messages=ask("y"), images=["no image"]))  # type: ignore[list-item]
+        got = await outputs_of(engine, Request("x", messages=ask("y"), images=["no image"]))
         assert isinstance(got.error, ServeError)
         both = await asyncio.gather(*(outputs_of(engine, question("same")) for _ in range(2)))
         assert sorted(str(one.finish) for one in both) == ["error", "length"]
@@ -120,13 +102,13 @@ def test_errors_come_as_outputs(base: str, adapters: dict[str, Path]) -> None:
     served(base, adapters, body)
 
 
-def test_closing_the_iterator_cancels(base: str, adapters: dict[str, Path]) -> None:
-    async def body(engine: AsyncEngine, inner: Engine) -> None:
+def test_closing_the_iterator_cancels(base, adapters):
+    async def body(engine, inner):
         long = question("long", "a", tokens=500)
         stream = engine.generate(long)
         first = await anext(stream)
         assert first.token_ids
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         # Its id is taken until it has ended, and nothing of it reaches the next of this id.
         for _ in range(500):
             got = await outputs_of(engine, replace(question("other"), id="long"))
@@ -156,22 +138,20 @@ def test_closing_the_iterator_cancels(base: str, adapters: dict[str, Path]) -> N
 
 
 @pytest.mark.parametrize("books", [False, True])
-def test_a_failure_of_the_engine_fails_everybody(
-    base: str, adapters: dict[str, Path], books: bool
-) -> None:
+def test_a_failure_of_the_engine_fails_everybody(base, adapters, books):
     """Also if the engine cannot even end its requests (`books`)."""
 
-    async def body(engine: AsyncEngine, inner: Engine) -> None:
+    async def body(engine, inner):
         streams = [engine.generate(question(f"{n}", tokens=400)) for n in range(3)]
         for stream in streams:
             await anext(stream)
 
-        def fails(*_: object, **__: object) -> None:
+        def fails(*_, **__):
             raise RuntimeError("device lost")
 
         if books:
-            inner._end = fails  # type: ignore[method-assign, assignment]
-        inner.runner.step = fails  # type: ignore[method-assign, assignment]
+            inner._end = fails
+        inner.runner.step = fails
         for stream in streams:
             last = [output async for output in stream][-1]
             assert last.finish is Finish.ERROR
@@ -195,8 +175,8 @@ def test_a_failure_of_the_engine_fails_everybody(
     served(base, {}, body)
 
 
-def test_closing_lets_running_requests_finish(base: str, reference: Reference) -> None:
-    async def main() -> None:
+def test_closing_lets_running_requests_finish(base, reference):
+    async def main():
         engine = AsyncEngine(make_engine(base))
         task = asyncio.create_task(outputs_of(engine, one := question("one", tokens=30)))
         await asyncio.sleep(0.02)
@@ -216,11 +196,9 @@ def test_closing_lets_running_requests_finish(base: str, reference: Reference) -
     asyncio.run(main())
 
 
-def test_loading_and_unloading_behind_the_event_loop(
-    base: str, adapters: dict[str, Path], reference: Reference
-) -> None:
-    async def body(engine: AsyncEngine, inner: Engine) -> None:
-        async def clients() -> None:
+def test_loading_and_unloading_behind_the_event_loop(base, adapters, reference):
+    async def body(engine, inner):
+        async def clients():
             for n in range(15):
                 one = question(f"client {n}", [None, "a"][n % 2])
                 assert (await outputs_of(engine, one)).tokens == reference(one).tokens
@@ -240,20 +218,18 @@ def test_loading_and_unloading_behind_the_event_loop(
     served(base, {"a": adapters["a"]}, body, overlap=True)
 
 
-def test_closing_tells_what_waits_to_be_prepared(
-    base: str, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_tells_what_waits_to_be_prepared(base, adapters, monkeypatch):
     made = make_engine(base)
     begun, go_on = threading.Event(), threading.Event()
 
-    def wait(*_: object, **__: object) -> None:
+    def wait(*_, **__):
         begun.set()
         go_on.wait()
 
     monkeypatch.setattr(made, "prepare", wait)
     monkeypatch.setattr(made.registry, "read", wait)
 
-    async def serve() -> None:
+    async def serve():
         engine = AsyncEngine(made)
         asked = [asyncio.create_task(outputs_of(engine, question(name))) for name in "xyz"]
         loads = [asyncio.create_task(engine.load_adapter(name, adapters[name])) for name in "ab"]

@@ -3,14 +3,11 @@
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.engine_reference import (
     Got,
-    Reference,
     add_requests,
     ask,
     assert_empty,
@@ -32,14 +29,14 @@ from valora_serve.errors import (
     SettingsError,
     TooLongError,
 )
-from valora_serve.orchestrator.decision import Decision, PolicySettings, View
+from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Finish, Mode, Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_prompts_that_do_not_fit(base: str, reference: Reference) -> None:
+def test_prompts_that_do_not_fit(base, reference):
     engine = make_engine(base, context_length=40, pages=5, block_size=8)
     long = replace(question("long"), token_ids=list(range(10, 50)))
     with pytest.raises(
@@ -68,13 +65,13 @@ def test_prompts_that_do_not_fit(base: str, reference: Reference) -> None:
     check_answers(run(engine, [fits]), reference, fits)
 
 
-def test_an_id_that_is_in_use(base: str, reference: Reference) -> None:
+def test_an_id_that_is_in_use(base, reference):
     engine = make_engine(base)
     add_requests(engine, one := question("one"))
     again = engine.prepare(question("one"))
     with pytest.raises(RequestError, match="in use"):
         engine.add(again)
-    found: dict[str, Got] = {}
+    found = {}
     collect(engine.step(), found)
     with pytest.raises(RequestError, match="in use"):
         engine.add(again)
@@ -88,9 +85,7 @@ def test_an_id_that_is_in_use(base: str, reference: Reference) -> None:
     ("overlap", "when"), [(False, 0), (True, 1), (False, 2), (True, 2), (True, 4)]
 )
 @pytest.mark.parametrize("kind", ["text", "image", "head"])
-def test_cancelled(
-    base: str, reference: Reference, scene: Path, overlap: bool, when: int, kind: str
-) -> None:
+def test_cancelled(base, reference, scene, overlap, when, kind):
     """Cancelled while it waits, between two chunks of its prompt, and while it generates."""
     engine = make_engine(base, chunk=10, overlap=overlap, policy="valora")
     one = question("one")
@@ -101,7 +96,7 @@ def test_cancelled(
         one = replace(one, model="scene")
     beside = question("beside", tokens=9)
     add_requests(engine, one, beside)
-    found: dict[str, Got] = {}
+    found = {}
     for _ in range(when):
         collect(engine.step(), found)
     over = one.id in found and found[one.id].finish is not None
@@ -111,7 +106,7 @@ def test_cancelled(
     other = question("two")
     again = replace(other, id="one")
     add_requests(engine, again)
-    seen: dict[str, Got] = {}
+    seen = {}
     collect(engine.step(), seen)
     if not over:
         first = seen.pop("one")
@@ -123,7 +118,7 @@ def test_cancelled(
     assert_empty(engine)
 
 
-def test_deadlines(base: str, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines(base, reference, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     engine = make_engine(base, policy="unmerge_only")
@@ -131,7 +126,7 @@ def test_deadlines(base: str, reference: Reference, monkeypatch: pytest.MonkeyPa
         question("soon", deadline=2.0), question("later", deadline=50.0), question("never")
     )  # fmt: skip
     add_requests(engine, soon, later, never)
-    found: dict[str, Got] = {}
+    found = {}
     collect(engine.step(), found)
     now[0] += 3.0
     collect(engine.step(), found)
@@ -150,9 +145,7 @@ def test_deadlines(base: str, reference: Reference, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("policy", "overlap"), [("cost", True), ("valora", False)])
-def test_a_deadline_steers_the_policy(
-    base: str, reference: Reference, monkeypatch: pytest.MonkeyPatch, policy: str, overlap: bool
-) -> None:
+def test_a_deadline_steers_the_policy(base, reference, monkeypatch, policy, overlap):
     """Both places are taken for 60 steps of 8 ms; the one with 0.2 s is answered in time."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -160,7 +153,7 @@ def test_a_deadline_steers_the_policy(
     long = [question("one", tokens=60), question("two", tokens=60)]
     soon = question("soon", tokens=5, deadline=0.2)
     add_requests(engine, *long)
-    found: dict[str, Got] = {}
+    found = {}
     for step in range(200):
         if step == 4:
             add_requests(engine, soon)
@@ -173,18 +166,16 @@ def test_a_deadline_steers_the_policy(
     assert_empty(engine)
 
 
-def test_what_policies_are_told_of_limits_and_arrivals(
-    base: str, scene: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_policies_are_told_of_limits_and_arrivals(base, scene, monkeypatch):
     """The policy sees the oldest, the newest and the most urgent, and hears of all arrivals."""
     monkeypatch.setattr(engine_module, "SEEN", 8)
     limits = PolicySettings(latency_limits={"scene": 3.0})
     engine = make_engine(base, max_requests=1, policy="slora", policy_settings=limits)
     engine.load(scene)
-    views: list[View] = []
+    views = []
     decide = engine.policy.decide
 
-    def recorded(view: View) -> Decision:
+    def recorded(view):
         views.append(view)
         return decide(view)
 
@@ -205,7 +196,7 @@ def test_what_policies_are_told_of_limits_and_arrivals(
     assert sum(len(view.arrived or ()) for view in views) == 20
 
 
-def test_deadlines_of_requests_that_have_ended_are_forgotten(base: str) -> None:
+def test_deadlines_of_requests_that_have_ended_are_forgotten(base):
     engine = make_engine(base)
     for number in range(400):
         add_requests(engine, question(f"{number}", deadline=86400.0))
@@ -218,9 +209,7 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten(base: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "places"), [(name, 1 + n % 2 * 2) for n, name in enumerate(sorted(POLICIES))]
 )
-def test_requests_that_hold_all_places_and_wait_to_be_read(
-    base: str, adapters: dict[str, Path], policy: str, places: int
-) -> None:
+def test_requests_that_hold_all_places_and_wait_to_be_read(base, adapters, policy, places):
     """All end in the same step, while others wait, some of them with a deadline."""
     engine = make_engine(
         base, {"a": adapters["a"]}, policy=policy, overlap=True, max_requests=places
@@ -239,9 +228,7 @@ def test_requests_that_hold_all_places_and_wait_to_be_read(
 @pytest.mark.parametrize(
     ("policy", "room"), [("cost", 2), ("cost", 14), ("slora", 2), ("valora", 14)]
 )
-def test_requests_that_have_waited_too_long_take_turns(
-    base: str, adapters: dict[str, Path], policy: str, room: int
-) -> None:
+def test_requests_that_have_waited_too_long_take_turns(base, adapters, policy, room):
     """No two adapters fit together with their requests, and each evicts another."""
     engine = make_engine(base, adapters, block_size=1)
     asked = [question(f"size {name}", name) for name in "abc"]
@@ -253,7 +240,7 @@ def test_requests_that_have_waited_too_long_take_turns(
     )  # fmt: skip
     asked = [question(f"q{n}", "abc"[n % 3]) for n in range(6)]
     add_requests(engine, *asked)
-    found: dict[str, Got] = {}
+    found = {}
     for _ in range(300):
         collect(engine.step(), found)
     assert not engine.busy
@@ -267,8 +254,8 @@ def test_requests_that_have_waited_too_long_take_turns(
         ({"adapter_share": 0.99, "pages": 10}, "leaves too few for keys and values"),
     ],
 )
-def test_settings_that_no_machine_has(base: str, wrong: dict[str, Any], words: str) -> None:
-    settings: dict[str, Any] = {"base": base, "device": "cpu", "pages": 64, "profile": False}
+def test_settings_that_no_machine_has(base, wrong, words):
+    settings = {"base": base, "device": "cpu", "pages": 64, "profile": False}
     with pytest.raises(SettingsError, match=words):
         Engine(EngineSettings(**(settings | wrong)))
 
@@ -288,13 +275,13 @@ def test_settings_that_no_machine_has(base: str, wrong: dict[str, Any], words: s
         ({"policy_settings": PolicySettings(shares={"a": 2.0})}, "set with share_by"),
     ],
 )  # fmt: skip
-def test_settings_that_contradict_themselves(wrong: dict[str, Any], words: str) -> None:
+def test_settings_that_contradict_themselves(wrong, words):
     with pytest.raises(ValueError, match=words):
         EngineSettings(**wrong)
 
 
 @pytest.mark.parametrize("name", ["theta", "patience", "hysteresis", "slo", "clusters"])
-def test_numbers_that_no_policy_can_use(name: str) -> None:
+def test_numbers_that_no_policy_can_use(name):
     for wrong in (-1, math.nan):
         with pytest.raises(SettingsError, match=f"{name}: expected 0 or more"):
             PolicySettings(**{name: wrong})
@@ -303,9 +290,7 @@ def test_numbers_that_no_policy_can_use(name: str) -> None:
             PolicySettings(latency_limits={"x": limit})
 
 
-def test_each_name_of_an_adapter_has_an_account_of_its_own(
-    base: str, adapters: dict[str, Path]
-) -> None:
+def test_each_name_of_an_adapter_has_an_account_of_its_own(base, adapters):
     names = {"one": adapters["a"], "two": adapters["a"]}
     engine = make_engine(base, names, share_by="adapter", shares={"two": 5.0})
     asked = [question("x", name) for name in ("one", "two", None)]
@@ -313,7 +298,7 @@ def test_each_name_of_an_adapter_has_an_account_of_its_own(
     assert clients == ["one", "two", "base"]
 
 
-def test_what_is_said_of_a_step(base: str, adapters: dict[str, Path]) -> None:
+def test_what_is_said_of_a_step(base, adapters):
     engine = make_engine(base, {"a": adapters["a"]}, policy="merge_only")
     found = run(engine, [question("one", "a"), question("two", "a")])
     last = found["one"].last
@@ -323,7 +308,7 @@ def test_what_is_said_of_a_step(base: str, adapters: dict[str, Path]) -> None:
     assert (last.usage.prompt, last.usage.completion) == (12, 6)
     times = last.times
     assert times is not None
-    assert times.arrival <= (times.started or 0) <= (times.first_token or 0) <= times.finished  # type: ignore[operator]
+    assert times.arrival <= (times.started or 0) <= (times.first_token or 0) <= times.finished
     stats = engine.stats()
     assert (stats.mode, stats.finished) == (Mode.MERGED, {"length": 2})
     assert stats.merged_adapter is not None

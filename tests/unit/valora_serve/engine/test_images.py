@@ -1,8 +1,6 @@
 """Images that cannot be encoded, and the limit of the image cache."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,12 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, MemoryError])
-def test_an_image_that_the_encoder_cannot_encode(
-    base: str,
-    error: type[Exception],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_image_that_the_encoder_cannot_encode(base, error, monkeypatch, caplog):
     engine = make_engine(base, policy="unmerge_only")
     reference = Reference(base, {})
     requests = [
@@ -50,7 +43,7 @@ def test_an_image_that_the_encoder_cannot_encode(
     wrong = prepared.prompt.visuals[1].tensors["pixel_values"]
     encode = engine.runner.encode
 
-    def fails(visuals: Any, slots: Any) -> Any:
+    def fails(visuals, slots):
         if any(torch.equal(one.tensors["pixel_values"], wrong) for one in visuals):
             raise error("cannot")
         return encode(visuals, slots)
@@ -76,7 +69,7 @@ def test_an_image_that_the_encoder_cannot_encode(
     assert_empty(engine)
 
 
-def test_the_image_cache_keeps_its_bound(base: str) -> None:
+def test_the_image_cache_keeps_its_bound(base):
     one = 16 * 64 * 4  # bytes of an encoded image
     engine = make_engine(base, image_cache_bytes=2 * one + 1, prefix_cache=False)
     for n in (1, 2, 1, 3, 1, 2):
@@ -91,7 +84,7 @@ def test_the_image_cache_keeps_its_bound(base: str) -> None:
     assert not len(engine.images)
 
 
-def test_cached_images_keep_no_others_in_memory(base: str) -> None:
+def test_cached_images_keep_no_others_in_memory(base):
     """Images that are encoded together lie in one tensor."""
     engine = make_engine(base, policy="unmerge_only", image_cache_bytes=1 << 30)
     asked = [
@@ -107,7 +100,7 @@ def test_cached_images_keep_no_others_in_memory(base: str) -> None:
     assert stored == engine.images.held_bytes
 
 
-def test_features_leave_the_tensor_that_they_are_part_of() -> None:
+def test_features_leave_the_tensor_that_they_are_part_of():
     whole = torch.arange(24.0).reshape(6, 4)
     own = VisualFeatures(torch.ones(2, 4), (whole[:3],))
     found = own.alone()
@@ -116,7 +109,7 @@ def test_features_leave_the_tensor_that_they_are_part_of() -> None:
     assert found.deep[0].untyped_storage().nbytes() == found.deep[0].numel() * 4
 
 
-def test_a_video_of_one_frame_is_refused_where_a_model_needs_more(tmp_path: Path) -> None:
+def test_a_video_of_one_frame_is_refused_where_a_model_needs_more(tmp_path):
     """Qwen3-VL's processor says so in its own words."""
     video = [[noise(24, 24, 1)]]
     engine = make_engine(str(save_qwen3_vl(tmp_path / "base", seed=2)))

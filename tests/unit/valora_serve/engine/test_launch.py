@@ -2,15 +2,10 @@
 
 import time
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from tests.support.engine_reference import (
-    Got,
-    Reference,
     add_requests,
     assert_empty,
     check_answers,
@@ -20,7 +15,7 @@ from tests.support.engine_reference import (
     run,
 )
 from valora_serve.errors import RequestError
-from valora_serve.types import Finish, Request, SamplingParams
+from valora_serve.types import Finish, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,10 +23,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Broken:
     """A constraint that fails at token number `place`, in one of four ways."""
 
-    def __init__(self, place: int, way: str) -> None:
+    def __init__(self, place, way):
         self._left, self._way = place, way
 
-    def mask(self, allowed: NDArray[np.bool_]) -> None:
+    def mask(self, allowed):
         if self._left == 0 and self._way == "mask":
             raise KeyError("no such state")
         if self._left == 0 and self._way == "refuse":
@@ -39,7 +34,7 @@ class Broken:
         if self._left == 0 and self._way == "nothing":
             allowed[:] = False
 
-    def advance(self, _token: int) -> None:
+    def advance(self, _token):
         if self._left == 0 and self._way == "advance":
             raise KeyError("no such state")
         self._left -= 1
@@ -49,9 +44,7 @@ class Broken:
 @pytest.mark.parametrize(
     ("way", "place"), [("mask", 0), ("advance", 2), ("nothing", 0), ("refuse", 2)]
 )
-def test_a_constraint_that_fails(
-    base: str, reference: Reference, overlap: bool, way: str, place: int
-) -> None:
+def test_a_constraint_that_fails(base, reference, overlap, way, place):
     engine = make_engine(base, overlap=overlap)
     one, beside = question("one"), question("beside")
     bad = replace(one, sampling=replace(one.sampling, constraint=Broken(place, way)))
@@ -67,24 +60,24 @@ def test_a_constraint_that_fails(
 class Only:
     """A constraint that allows these tokens only, one after another."""
 
-    def __init__(self, tokens: list[int]) -> None:
+    def __init__(self, tokens):
         self._tokens = tokens
 
-    def mask(self, allowed: NDArray[np.bool_]) -> None:
+    def mask(self, allowed):
         allowed[:] = False
         allowed[self._tokens[0]] = True
 
-    def advance(self, token: int) -> None:
+    def advance(self, token):
         assert token == self._tokens.pop(0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_constraints_and_min_tokens(base: str, reference: Reference, overlap: bool) -> None:
+def test_constraints_and_min_tokens(base, reference, overlap):
     engine = make_engine(base, overlap=overlap)
     end = min(engine.lmm.stop_ids)
     beside = question("beside")
 
-    def constrained(name: str, tokens: list[int], **options: Any) -> Request:
+    def constrained(name, tokens, **options):
         sampling = SamplingParams(max_tokens=9, constraint=Only(tokens), **options)
         return replace(question(name), sampling=sampling)
 
@@ -111,7 +104,7 @@ def test_constraints_and_min_tokens(base: str, reference: Reference, overlap: bo
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 7}, {"max_tokens": 3}])
-def test_a_constraint_decides_where_its_answer_ends(base: str, options: dict[str, Any]) -> None:
+def test_a_constraint_decides_where_its_answer_ends(base, options):
     engine = make_engine(base)
     end = min(engine.lmm.stop_ids)
     sampling = SamplingParams(**{"max_tokens": 9, "constraint": Only([11, 12, end])} | options)
@@ -120,7 +113,7 @@ def test_a_constraint_decides_where_its_answer_ends(base: str, options: dict[str
     assert found.finish is Finish.STOP
 
 
-def test_a_stop_text_that_cuts_constrained_text_is_an_error(base: str) -> None:
+def test_a_stop_text_that_cuts_constrained_text_is_an_error(base):
     engine = make_engine(base)
     tokens = engine.lmm.tokenizer("a red star")["input_ids"]
     sampling = SamplingParams(
@@ -136,16 +129,16 @@ def test_a_stop_text_that_cuts_constrained_text_is_an_error(base: str) -> None:
 class Says(Only):
     """A constraint that says of each token whether a stop text may end the answer in it."""
 
-    def __init__(self, tokens: list[int], free: list[bool]) -> None:
+    def __init__(self, tokens, free):
         super().__init__(tokens)
         self._free = free
 
-    def advance(self, token: int) -> bool:
+    def advance(self, token):
         super().advance(token)
         return self._free.pop(0)
 
 
-def test_stop_texts_count_where_a_constraint_says_so(base: str) -> None:
+def test_stop_texts_count_where_a_constraint_says_so(base):
     engine = make_engine(base)
     words = [engine.lmm.tokenizer(word)["input_ids"] for word in ("red", " red", " red")]
     for bound, text in enumerate(["", "red ", "red red ", "red red red"]):
@@ -162,24 +155,22 @@ def test_stop_texts_count_where_a_constraint_says_so(base: str) -> None:
 class Slow(Only):
     """A constraint whose masks take long; it notes when they are computed."""
 
-    def __init__(self, tokens: list[int], name: str, calls: list[str], seconds: float) -> None:
+    def __init__(self, tokens, name, calls, seconds):
         super().__init__(tokens)
         self._name, self._calls, self._seconds = name, calls, seconds
 
-    def mask(self, allowed: NDArray[np.bool_]) -> None:
+    def mask(self, allowed):
         self._calls.append(self._name)
         time.sleep(self._seconds)
         super().mask(allowed)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_slow_masks_delay_only_themselves(
-    base: str, reference: Reference, overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_masks_delay_only_themselves(base, reference, overlap, monkeypatch):
     monkeypatch.setattr("valora_serve.engine.engine.MASK_SECONDS", 0.01)
     engine = make_engine(base, overlap=overlap)
-    calls: list[str] = []
-    steps: list[list[str]] = []
+    calls = []
+    steps = []
     beside = question("beside", tokens=6)
     asked = [beside]
     for name, seconds in (("slow 1", 0.03), ("slow 2", 0.03), ("slow 3", 0.03), ("quick", 0.0)):
@@ -188,7 +179,7 @@ def test_slow_masks_delay_only_themselves(
         )
         asked.append(replace(question(name), sampling=sampling))
     add_requests(engine, *asked)
-    found: dict[str, Got] = {}
+    found = {}
     while engine.busy:
         calls.clear()
         collect(engine.step(), found)

@@ -3,25 +3,14 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.engine_reference import (
-    Reference,
-    assert_empty,
-    check_answers,
-    make_engine,
-    question,
-    run,
-)
+from tests.support.engine_reference import assert_empty, check_answers, make_engine, question, run
 from tests.support.serve_helpers import LANGUAGE, make_adapter
 from valora_kernels.merge import MergeableWeights
-from valora_serve.engine.engine import Engine
 from valora_serve.errors import QuarantinedError
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Finish, Mode
@@ -29,7 +18,7 @@ from valora_serve.types import Finish, Mode
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def digest(engine: Engine) -> str:
+def digest(engine):
     """Hash of the base weights that the model reads."""
     found = hashlib.sha256()
     for group in engine.lmm.linears.groups.values():
@@ -38,7 +27,7 @@ def digest(engine: Engine) -> str:
     return found.hexdigest()
 
 
-def enlarged(folder: Path, base: str, factor: float, **options: Any) -> Path:
+def enlarged(folder, base, factor, **options):
     """An adapter whose B is larger than usual."""
     make_adapter(folder, base, seed=99, rank=4, alpha=8, strength=0.3, **options)
     file = folder / "adapter_model.safetensors"
@@ -51,19 +40,19 @@ def enlarged(folder: Path, base: str, factor: float, **options: Any) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def any_size(monkeypatch):
     """Lets files in whatever their values are, to see what stands behind that check."""
     monkeypatch.setattr("valora_serve.catalogue.adapters.MAX_CHANGE", math.inf)
 
 
 @pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+def unchecked(monkeypatch):
     """Lets every adapter in, to see what stands behind the check at load."""
     monkeypatch.setattr("valora_serve.engine.adapter_registry.check_effect", lambda *_: None)
 
 
 @pytest.fixture
-def infinite(base: str, tmp_path: Path) -> Path:
+def infinite(base, tmp_path):
     """An adapter that passes as finite in fp32, and whose B·A does not."""
     folder = enlarged(tmp_path / "infinite", base, 1e30, targets=LANGUAGE)
     file = folder / "adapter_model.safetensors"
@@ -71,15 +60,13 @@ def infinite(base: str, tmp_path: Path) -> Path:
     return folder
 
 
-def key_of(engine: Engine, name: str) -> str:
+def key_of(engine, name):
     return engine.registry.key(engine.store.adapters()[name])
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("before", [None, "a"])
-def test_an_infinite_merge_is_taken_back(
-    base: str, adapters: dict[str, Path], infinite: Path, before: str | None
-) -> None:
+def test_an_infinite_merge_is_taken_back(base, adapters, infinite, before):
     engine = make_engine(base, {"a": adapters["a"], "bad": infinite}, policy="valora")
     pristine = digest(engine)
     for name in ("a", "bad"):
@@ -104,14 +91,8 @@ def test_an_infinite_merge_is_taken_back(
     ("policy", "overlap"), [(name, n % 2 == 0) for n, name in enumerate(POLICIES)]
 )
 def test_a_quarantined_adapter_costs_only_its_own_requests(
-    base: str,
-    adapters: dict[str, Path],
-    reference: Reference,
-    infinite: Path,
-    policy: str,
-    overlap: bool,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    base, adapters, reference, infinite, policy, overlap, caplog
+):
     engine = make_engine(
         base, {"a": adapters["a"], "bad": infinite}, policy=policy, overlap=overlap
     )
@@ -137,9 +118,7 @@ def test_a_quarantined_adapter_costs_only_its_own_requests(
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_loading_again_lifts_the_quarantine(
-    base: str, adapters: dict[str, Path], reference: Reference, infinite: Path
-) -> None:
+def test_loading_again_lifts_the_quarantine(base, adapters, reference, infinite):
     engine = make_engine(base, {"x": infinite}, policy="merge_only")
     found = run(engine, [question("one", "x")])
     error = found["one"].error
@@ -163,18 +142,13 @@ def test_loading_again_lifts_the_quarantine(
     assert engine.adapters.unmergeable == {}
 
 
-def test_a_merge_that_fails_is_taken_back(
-    base: str,
-    adapters: dict[str, Path],
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_merge_that_fails_is_taken_back(base, adapters, reference, monkeypatch):
     engine = make_engine(base, {"a": adapters["a"], "b": adapters["b"]}, policy="merge_only")
     pristine = digest(engine)
-    merge: Callable[..., None] = MergeableWeights.merge
-    slots: list[int] = []
+    merge = MergeableWeights.merge
+    slots = []
 
-    def fails_for_the_first(self: MergeableWeights, slot: int, *rest: Any) -> None:
+    def fails_for_the_first(self, slot, *rest):
         slots.append(slot)
         merge(self, slot, *rest)
         if slot == slots[0]:
@@ -194,8 +168,8 @@ def test_a_merge_that_fails_is_taken_back(
 
 
 def test_a_merged_adapter_is_barred_when_the_base_model_breaks_beside_it(
-    base: str, adapters: dict[str, Path], reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base, adapters, reference, monkeypatch
+):
     """What no bound foresaw: the first answer is an error, and everything after it is right."""
     engine = make_engine(base, {"a": adapters["a"]}, policy="valora", block_size=4)
     key = key_of(engine, "a")
@@ -218,7 +192,7 @@ def test_a_merged_adapter_is_barred_when_the_base_model_breaks_beside_it(
     assert_empty(engine)
 
 
-def _mixture(engine: Engine, key: str) -> Callable[[Any], Any]:
+def _mixture(engine, key):
     from dataclasses import replace
 
     decide = engine.policy.decide

@@ -1,7 +1,6 @@
 """What requests must have in common to share cached prompts and images."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ SALTS = (None, "a", "b")
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_only_requests_of_one_salt_share_prompts_and_images(base: str, together: bool) -> None:
+def test_only_requests_of_one_salt_share_prompts_and_images(base, together):
     """Two requests of each salt with the same image, one after the other or all in one step."""
     engine = make_engine(base, policy="unmerge_only", block_size=4)
     asked = [
@@ -21,7 +20,7 @@ def test_only_requests_of_one_salt_share_prompts_and_images(base: str, together:
                 messages=ask("Look at this", images=1))
         for n in range(2) for salt in SALTS
     ]  # fmt: skip
-    found: dict[str, Any] = {}
+    found = {}
     for requests in [asked] if together else [[one] for one in asked]:
         add_requests(engine, *requests)
         finish(engine, found)
@@ -33,7 +32,7 @@ def test_only_requests_of_one_salt_share_prompts_and_images(base: str, together:
     assert len({tuple(got.tokens) for got in found.values()}) == 1  # a salt changes no answer
 
 
-def test_keys_of_tenants() -> None:
+def test_keys_of_tenants():
     """No two salts have the same one."""
     salts = ["a", "A", "a ", "é", "e\u0301", "tenant|a", "\0", "a\0", "x" * 1024]
     made = [tenant_key(salt) for salt in salts]

@@ -1,10 +1,7 @@
 """Costs are measured once, saved, and used by the policy."""
 
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from shutil import copytree, rmtree
-from typing import Any
 
 import pytest
 import torch
@@ -12,18 +9,14 @@ import torch
 from tests.support.engine_reference import add_requests, finish, make_engine, question, serve
 from valora_kernels.metadata import NONE
 from valora_serve.engine import profile
-from valora_serve.engine.engine import Engine
 from valora_serve.engine.sizing import machine_name
 from valora_serve.model.preparation import PROMPT, Preparation
-from valora_serve.model.work import StepResult, Work
 from valora_serve.orchestrator.cost_model import load_or_estimate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_costs_are_measured_once(
-    base: str, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_are_measured_once(base, adapters, tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "measure", partial(profile.measure, seconds=0.0))
     options = {"profile": True, "cost_folder": str(tmp_path), "policy": "valora"}
     engine = make_engine(base, {"a": adapters["a"]}, **options)
@@ -44,9 +37,7 @@ def test_costs_are_measured_once(
     assert engine.cost is measured
 
 
-def test_costs_that_cannot_be_saved_are_used_all_the_same(
-    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_costs_that_cannot_be_saved_are_used_all_the_same(base, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(profile, "measure", partial(profile.measure, seconds=0.0))
     (tmp_path / "costs").touch()  # nobody, not even root, makes folders in it
     engine = make_engine(base, profile=True, cost_folder=str(tmp_path))
@@ -65,20 +56,18 @@ def test_costs_that_cannot_be_saved_are_used_all_the_same(
         {"max_tokens": 66, "chunk": 16, "prompt_graphs": True, "max_adapters": 2},
     ],
 )
-def test_measured_steps_keep_the_limits(
-    base: str, adapters: dict[str, Path], limits: dict[str, Any]
-) -> None:
+def test_measured_steps_keep_the_limits(base, adapters, limits):
     engine = make_engine(base, adapters, policy="valora", **limits)
     runner, settings = engine.runner, engine.settings
     if settings.prompt_graphs:  # there was no memory for the larger one
         runner.give_up(Preparation(PROMPT, runner.captured_prompts[-1], 0))
     ran, step = [], runner.step
 
-    def noting(works: Sequence[Work], merged: int) -> StepResult:
+    def noting(works, merged):
         ran.append(works)
         return step(works, merged)
 
-    runner.step = noting  # type: ignore[method-assign]
+    runner.step = noting
     assert profile.measure(engine) is not None
     assert max(len(works) for works in ran) <= settings.max_requests
     assert max(sum(work.count for work in works) for works in ran) <= settings.max_tokens
@@ -86,9 +75,7 @@ def test_measured_steps_keep_the_limits(
     assert max(distinct) == min(len(adapters), settings.max_adapters)
 
 
-def test_an_adapter_whose_file_is_gone_is_left_out(
-    base: str, adapters: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_whose_file_is_gone_is_left_out(base, adapters, tmp_path):
     folders = {name: tmp_path / name for name in "ab"}
     for name, folder in folders.items():
         copytree(adapters[name], folder)
@@ -99,13 +86,11 @@ def test_an_adapter_whose_file_is_gone_is_left_out(
     assert engine.stats().on_device == ("b",)
 
 
-def test_an_engine_serves_without_costs(
-    base: str, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_serves_without_costs(base, adapters, monkeypatch):
     made = make_engine(base, {"a": adapters["a"]}, profile=True, policy="valora")
     before, times = made.cost, []
 
-    def fail(engine: Engine, works: Sequence[Work]) -> float:
+    def fail(engine, works):
         times.append(engine.merge_state.adapter)
         if times[-1] is None:
             return 1.0

@@ -1,26 +1,15 @@
 """Too little memory for all requests and adapters at once: every request is still answered."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.support.engine_reference import (
-    Reference,
-    assert_empty,
-    check_answers,
-    make_engine,
-    question,
-    run,
-)
+from tests.support.engine_reference import assert_empty, check_answers, make_engine, question, run
 from valora_serve.orchestrator.registry import POLICIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_more_adapters_than_fit_and_a_base_request(
-    base: str, adapters: dict[str, Path], reference: Reference, policy: str
-) -> None:
+def test_more_adapters_than_fit_and_a_base_request(base, adapters, reference, policy):
     engine = make_engine(base, adapters, policy=policy, slots=2, max_adapters=2, overlap=True)
     requests = [question(f"{name}{n}", name) for n in range(2) for name in "abcdef"]
     requests.insert(5, question("base"))
@@ -29,9 +18,7 @@ def test_more_adapters_than_fit_and_a_base_request(
 
 
 @pytest.mark.parametrize("policy", ["cost", "merge_only", "valora", "slora"])
-def test_one_place_for_adapters(
-    base: str, adapters: dict[str, Path], reference: Reference, policy: str
-) -> None:
+def test_one_place_for_adapters(base, adapters, reference, policy):
     """The merged adapter is pinned, and must still make room for another."""
     engine = make_engine(base, adapters, policy=policy, slots=1, max_adapters=1)
     for name in "aba":

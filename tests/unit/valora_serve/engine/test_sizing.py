@@ -1,9 +1,7 @@
 """Graph sizes follow from the settings, and LoRA terms from the policy's modes."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +19,11 @@ CPU = torch.device("cpu")
     ("policy", "terms"),
     [("unmerge_only", [0, 1]), ("slora", [0, 1]), ("cost", [0, 1, 2]), ("valora", [0, 1, 2])],
 )
-def test_terms_of_policies(policy: str, terms: list[int]) -> None:
+def test_terms_of_policies(policy, terms):
     assert sizing.lora_terms(modes_of(policy)) == terms
 
 
-def test_sizes_of_graphs() -> None:
+def test_sizes_of_graphs():
     assert sizing.decode_sizes(EngineSettings(max_requests=9)) == [1, 2, 4, 8]
     assert sizing.decode_sizes(EngineSettings(graphs=False)) == []
     assert sizing.prompt_sizes(EngineSettings(), CPU) == ()
@@ -33,7 +31,7 @@ def test_sizes_of_graphs() -> None:
     assert sizes[-2] < 300 <= sizes[-1]
 
 
-def model_on_a_gpu(sizes: dict[str, list[int]], pristine: Sequence[int] = ()) -> Any:
+def model_on_a_gpu(sizes, pristine=()):
     """A model of groups of such weights by their part, with pristine copies of an earlier engine.
 
     It has 100 logits and a width of 8, in bfloat16.
@@ -53,7 +51,7 @@ def model_on_a_gpu(sizes: dict[str, list[int]], pristine: Sequence[int] = ()) ->
 
 
 @pytest.mark.parametrize("mergeable", [False, True])
-def test_a_gpu_without_room_is_refused(monkeypatch: pytest.MonkeyPatch, mergeable: bool) -> None:
+def test_a_gpu_without_room_is_refused(monkeypatch, mergeable):
     """With what helps; a policy that merges nothing only where a copy takes the room."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900 << 20, 4000 << 20))
@@ -72,9 +70,7 @@ def test_a_gpu_without_room_is_refused(monkeypatch: pytest.MonkeyPatch, mergeabl
     ("mergeable", "pristine", "copies"),
     [(False, (), 0), (True, (), 700), (True, (400,), 300), (True, (400, 300), 0)],
 )
-def test_pages_take_what_the_gpu_has_left(
-    monkeypatch: pytest.MonkeyPatch, mergeable: bool, pristine: tuple[int, ...], copies: int
-) -> None:
+def test_pages_take_what_the_gpu_has_left(monkeypatch, mergeable, pristine, copies):
     """What torch has kept of loading is let go first, and each weight is copied once at most."""
     taken = {"model": 600_000, "kept by torch": 200_000}
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: taken.pop("kept by torch"))
@@ -89,8 +85,8 @@ def test_pages_take_what_the_gpu_has_left(
     assert found == int(left // (2 * page.elements))
 
 
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> Path:
+def test_a_user_without_a_home(monkeypatch):
+    def none():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", none)
@@ -106,9 +102,9 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_threads_of_operators_on_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-    device: str, variable: str, cores: int, before: int, after: int,
-) -> None:  # fmt: skip
+    monkeypatch,
+    device, variable, cores, before, after,
+):  # fmt: skip
     """Few beside a GPU, and no more than the process has cores; the variable decides if set."""
     threads = [before]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])

@@ -1,9 +1,5 @@
 """Tilings measured while an engine is idle: on the CPU, with a made-up clock and compiler."""
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,10 +11,8 @@ from valora_kernels.lookup import TilingTable, table_of
 from valora_kernels.tiling import Case, Shape, Tiling
 from valora_kernels.tune import Tuner
 from valora_serve.engine import profile
-from valora_serve.engine.engine import Engine
 from valora_serve.engine.tuning import Tuning, make_tuning, read_table
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
-from valora_serve.model.preparation import Preparation
 
 CPU = torch.device("cpu")
 BEST = Tiling("shrink_expand", outputs=32)
@@ -26,7 +20,7 @@ LIKE = TilingTable(H200, [(Shape(64, 64, 1, 16, 16, 4.0), BEST)])
 
 
 @pytest.fixture(autouse=True)
-def apart(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def apart(one_thread, monkeypatch):
     """No other test sees these tables; plain torch has fixed buffers for decode steps, too."""
     monkeypatch.setattr(lookup, "_tables", {})
     monkeypatch.setattr("valora_kernels.tune.MOST_SETS", 2)
@@ -42,24 +36,24 @@ class Compiled:
     failed: frozenset[object] = frozenset()
     lost = False
 
-    def compile(self, jobs: object) -> bool:
+    def compile(self, jobs):
         return True
 
-    def close(self) -> None: ...
+    def close(self): ...
 
 
-def clock(calls: Any, **_: object) -> dict[str, np.ndarray]:
+def clock(calls, **_):
     """Time calls: what has 32 output columns takes half as long as what has not."""
     return {name: np.array([1.0 + ("outputs=32" not in name)]) for name in calls}
 
 
-def tunable(base: str, adapters: dict[str, Path], file: Path, **settings: Any) -> Engine:
+def tunable(base, adapters, file, **settings):
     """An engine that measures as it would on a GPU."""
     engine = make_engine(
         base, adapters, prompt_graphs=True, max_requests=2, max_tokens=64, chunk=24,
         policy="slora", **settings,
     )  # fmt: skip
-    tuner = Tuner(read_table(file, gpu_of(CPU)), LIKE, Compiled(), CPU, clock)  # type: ignore[arg-type]
+    tuner = Tuner(read_table(file, gpu_of(CPU)), LIKE, Compiled(), CPU, clock)
     engine.tuning = Tuning(
         tuner, file, engine.lmm.linears, engine.runner,
         terms=[0, 1], most_rows=64, most_adapters=2,
@@ -67,7 +61,7 @@ def tunable(base: str, adapters: dict[str, Path], file: Path, **settings: Any) -
     return engine
 
 
-def graphs(engine: Engine) -> dict[Any, Any]:
+def graphs(engine):
     return {
         (kind, *key): graph
         for kind, held in engine.runner._graphs.items()
@@ -75,9 +69,7 @@ def graphs(engine: Engine) -> dict[Any, Any]:
     }
 
 
-def test_steps_choose_from_what_was_measured(
-    base: str, adapters: dict[str, Path], tmp_path: Path
-) -> None:
+def test_steps_choose_from_what_was_measured(base, adapters, tmp_path):
     asked = [question(f"{n}", ("a", None)[n % 2], tokens=4) for n in range(3)]
     file = tmp_path / "tilings" / "cpu.json"
     engine = tunable(base, {"a": adapters["a"]}, file)
@@ -117,9 +109,7 @@ def test_steps_choose_from_what_was_measured(
     assert again.tuning is not None and again.tuning.progress == (measured, measured)
 
 
-def test_an_idle_engine_tunes_and_measures_its_costs_again(
-    base: str, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_tunes_and_measures_its_costs_again(base, adapters, tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "FEW_ROWS", (1,))
     monkeypatch.setattr(profile, "FEW_TOKENS", (64,))
     file = tmp_path / "cpu.json"
@@ -136,9 +126,7 @@ def test_an_idle_engine_tunes_and_measures_its_costs_again(
     assert made.cost.measured
 
 
-def test_a_file_that_cannot_be_read_or_written(
-    base: str, adapters: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_cannot_be_read_or_written(base, adapters, tmp_path, caplog):
     file = tmp_path / "cpu.json"
     for text in ("{", "[]", '{"version": 1}', '{"version": 2, "gpu": "cpu", "tilings": [{}]}'):
         file.write_text(text)
@@ -153,10 +141,8 @@ def test_a_file_that_cannot_be_read_or_written(
     assert engine.tuning is not None and engine.tuning.adopted == 1
 
 
-def test_a_measurement_that_fails_ends_nothing_else(
-    base: str, adapters: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: object, **__: object) -> Any:
+def test_a_measurement_that_fails_ends_nothing_else(base, adapters, tmp_path, caplog):
+    def fails(*_, **__):
         raise RuntimeError("no such kernel")
 
     engine = tunable(base, {"a": adapters["a"]}, tmp_path / "cpu.json")
@@ -170,9 +156,7 @@ def test_a_measurement_that_fails_ends_nothing_else(
     assert run(engine, [question("one", "a")])["one"].error is None
 
 
-def test_what_is_left_when_the_compiler_dies(
-    base: str, adapters: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_is_left_when_the_compiler_dies(base, adapters, tmp_path):
     engine = tunable(base, {"a": adapters["a"]}, tmp_path / "cpu.json")
     tuning = engine.tuning
     assert tuning is not None
@@ -182,7 +166,7 @@ def test_what_is_left_when_the_compiler_dies(
     while tuning.progress[0] < 3:
         assert engine.tune()
     compiler = tuning._tuner.compiler
-    compiler.lost, compiler.compile = True, lambda jobs: False  # type: ignore[method-assign]
+    compiler.lost, compiler.compile = True, lambda jobs: False
     while engine.tune():
         pass
     stats = engine.stats()
@@ -190,15 +174,13 @@ def test_what_is_left_when_the_compiler_dies(
     assert tuning.adopted == 1
 
 
-def test_no_memory_to_compile_kernels_with_new_tilings(
-    base: str, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_to_compile_kernels_with_new_tilings(base, adapters, tmp_path, monkeypatch):
     engine = tunable(base, {"a": adapters["a"]}, tmp_path / "cpu.json")
     engine.warm_up()
     while engine.prepare_next():
         pass
 
-    def fail(wanted: Preparation) -> None:
+    def fail(wanted):
         raise torch.OutOfMemoryError("too little")
 
     monkeypatch.setattr(engine.runner, "_compile", fail)
@@ -209,8 +191,8 @@ def test_no_memory_to_compile_kernels_with_new_tilings(
 
 @pytest.mark.parametrize(("quantize", "orders"), [("none", {False, True}), ("fp8", {False})])
 def test_lora_never_comes_before_the_product_of_rounded_weights(
-    base: str, adapters: dict[str, Path], tmp_path: Path, quantize: str, orders: set[bool]
-) -> None:
+    base, adapters, tmp_path, quantize, orders
+):
     engine = tunable(
         base, {"a": adapters["a"]}, tmp_path / "cpu.json", fresh=True, quantize=quantize
     )
@@ -220,7 +202,7 @@ def test_lora_never_comes_before_the_product_of_rounded_weights(
     assert {case.first for _, case in tuning._wanted()} == orders
 
 
-def test_nothing_is_measured_on_a_cpu_or_with_tilings(base: str) -> None:
+def test_nothing_is_measured_on_a_cpu_or_with_tilings(base):
     engine = make_engine(base, profile=True)
     assert engine.tuning is None
     assert not engine.tune()

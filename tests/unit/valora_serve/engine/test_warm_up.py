@@ -2,35 +2,17 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.support.engine_reference import (
-    add_requests,
-    finish,
-    make_engine,
-    question,
-    run,
-    serve,
-)
+from tests.support.engine_reference import add_requests, finish, make_engine, question, run, serve
 from valora_serve.engine import async_engine, profile
 from valora_serve.engine.async_engine import AsyncEngine
-from valora_serve.engine.engine import Engine
 from valora_serve.engine.warm_up import PATIENCE, PAUSE, WarmUp
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.model.graphs import GraphRecorder
-from valora_serve.model.preparation import (
-    DECODE,
-    KERNELS,
-    MIXTURE,
-    PROMPT,
-    VISION,
-    Preparation,
-)
+from valora_serve.model.preparation import DECODE, KERNELS, MIXTURE, PROMPT, VISION, Preparation
 from valora_serve.types import Mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,34 +24,32 @@ REST = [Preparation(DECODE, 2, 0), Preparation(PROMPT, 128, 0), Preparation(KERN
 class FakeRunner:
     """Records what is prepared; every preparation takes a second of a clock of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
-        self.prepared: list[Preparation] = []
-        self.wanted: Preparation | None = None
+        self.prepared = []
+        self.wanted = None
 
-    def preparations(self, terms: Any) -> tuple[list[Preparation], list[Preparation]]:
+    def preparations(self, terms):
         assert terms == [0, 1]
         return list(FIRST), list(REST)
 
-    def compile_together(self, wanted: Sequence[Preparation], patience: float | None) -> None:
+    def compile_together(self, wanted, patience):
         assert (list(wanted), patience) == (FIRST, PATIENCE)
 
-    def adopt(self) -> bool:
+    def adopt(self):
         return False
 
-    def prepare(self, wanted: Preparation) -> bool:
+    def prepare(self, wanted):
         self.now += 1.0
         self.prepared.append(wanted)
         return True
 
-    def missed(self) -> Preparation | None:
+    def missed(self):
         return self.wanted
 
 
-def test_what_a_step_misses_is_prepared_without_slowing_requests_down(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runner: Any = FakeRunner()
+def test_what_a_step_misses_is_prepared_without_slowing_requests_down(monkeypatch):
+    runner = FakeRunner()
     monkeypatch.setattr("valora_serve.engine.warm_up.time.monotonic", lambda: runner.now)
     warm = WarmUp([0, 1], lazy=True)
     assert not warm.prepare_next(runner)  # nothing before the start
@@ -92,7 +72,7 @@ def test_what_a_step_misses_is_prepared_without_slowing_requests_down(
     assert warm.seconds == {"graphs": 4.0, "kernels": 1.0}
 
 
-def graphs(engine: Engine) -> set[Preparation]:
+def graphs(engine):
     return {
         Preparation(kind, size, terms)
         for kind, held in engine.runner._graphs.items()
@@ -100,7 +80,7 @@ def graphs(engine: Engine) -> set[Preparation]:
     }
 
 
-def lazily(base: str, adapters: dict[str, Path], **options: Any) -> Engine:
+def lazily(base, adapters, **options):
     return make_engine(
         base, adapters, prompt_graphs=True, max_requests=4, max_tokens=128, chunk=24,
         policy="slora", **options,
@@ -108,16 +88,14 @@ def lazily(base: str, adapters: dict[str, Path], **options: Any) -> Engine:
 
 
 @pytest.fixture
-def decode_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def decode_graphs(monkeypatch):
     """Plain torch has fixed buffers for decode steps, too."""
     plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
     monkeypatch.setattr(TorchBackend, "decode_plan", plan)
 
 
 @pytest.mark.usefixtures("decode_graphs")
-def test_larger_graphs_serve_until_smaller_ones_are_captured(
-    base: str, adapters: dict[str, Path]
-) -> None:
+def test_larger_graphs_serve_until_smaller_ones_are_captured(base, adapters):
     asked = [question(f"{n}", ("a", None)[n % 2], tokens=3 + 5 * n) for n in range(3)]
     plain = make_engine(base, {"a": adapters["a"]}, policy="slora")
     expected = {name: got.tokens for name, got in run(plain, asked).items()}
@@ -143,7 +121,7 @@ def test_larger_graphs_serve_until_smaller_ones_are_captured(
     assert {name: got.tokens for name, got in again.items()} == expected
 
 
-def test_graphs_of_mixtures_wait(base: str, adapters: dict[str, Path]) -> None:
+def test_graphs_of_mixtures_wait(base, adapters):
     engine = lazily(base, {"a": adapters["a"]}).runner
     first, rest = engine.preparations((0, 1, 2))
     assert {one.terms for one in first} == {0, 1}
@@ -152,9 +130,7 @@ def test_graphs_of_mixtures_wait(base: str, adapters: dict[str, Path]) -> None:
 
 
 @pytest.mark.usefixtures("decode_graphs")
-def test_an_idle_engine_settles_and_then_measures(
-    base: str, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_settles_and_then_measures(base, adapters, tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "FEW_ROWS", (1,))
     monkeypatch.setattr(profile, "FEW_TOKENS", (64,))
     made = lazily(base, {"a": adapters["a"]}, profile=True, cost_folder=str(tmp_path))
@@ -166,20 +142,18 @@ def test_an_idle_engine_settles_and_then_measures(
     assert list(tmp_path.iterdir())
 
 
-def test_nothing_is_prepared_in_the_short_gaps_between_requests(
-    base: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_prepared_in_the_short_gaps_between_requests(base, monkeypatch):
     # Clients whose answers end together ask again a moment later.
     monkeypatch.setattr(async_engine, "QUIET", 3600.0)
     made = make_engine(base)
     settled = threading.Event()
     monkeypatch.setattr(made, "prepare_next", settled.set)
 
-    async def ask(engine: AsyncEngine, name: str) -> None:
+    async def ask(engine, name):
         async for output in engine.generate(question(name, None, tokens=2)):
             assert output.error is None
 
-    async def serve() -> None:
+    async def serve():
         engine = AsyncEngine(made)
         try:
             for number in range(3):
@@ -195,7 +169,7 @@ def test_nothing_is_prepared_in_the_short_gaps_between_requests(
     asyncio.run(serve())
 
 
-def test_a_measurement_that_is_interrupted_goes_on(base: str, adapters: dict[str, Path]) -> None:
+def test_a_measurement_that_is_interrupted_goes_on(base, adapters):
     engine = make_engine(base, {"a": adapters["a"]}, policy="valora")
     profiler = profile.Profiler(engine)
     for piece in range(200):
@@ -216,20 +190,20 @@ def test_a_measurement_that_is_interrupted_goes_on(base: str, adapters: dict[str
 
 @pytest.mark.usefixtures("decode_graphs")
 def test_graphs_that_are_there_serve_where_there_is_no_memory_for_mixtures(
-    base: str, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base, adapters, monkeypatch
+):
     engine = make_engine(
         base, {"a": adapters["a"]}, prompt_graphs=True, max_requests=4, max_tokens=128, chunk=24,
         policy="valora",
     )  # fmt: skip
     record = GraphRecorder.record
 
-    def refuse(self: GraphRecorder, run: Any) -> Any:
+    def refuse(self, run):
         if next_one[-1].terms == MIXTURE:
             raise torch.OutOfMemoryError("too little")
         return record(self, run)
 
-    next_one: list[Preparation] = []
+    next_one = []
     prepare = engine.runner.prepare
     monkeypatch.setattr(GraphRecorder, "record", refuse)
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from valora_serve.engine.workers import Workers, device_of
 from valora_serve.errors import SettingsError
 
 
-def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_gpus_than_there_are_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     two = EngineSettings(tensor_parallel=2, device="cuda")
     assert [str(device_of(two, rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
@@ -29,7 +29,7 @@ def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_a_worker_ends_with_rank_0() -> None:
+def test_a_worker_ends_with_rank_0():
     ours, theirs = multiprocessing.Pipe()
     command = [sys.executable, "-m", Workers.module, str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as worker:

@@ -1,8 +1,5 @@
 """Text as it comes: what is given out adds up to what the tokenizer makes of all tokens."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,13 +14,13 @@ WORDS = ["▁", "▁the", "▁cat", "s", "▁sat", ".", "a", "▁a", "fé", "▁
 SPECIAL = ["<s>", "</s>", "<pad>"]
 
 
-def wrapped(raw: Tokenizer) -> Any:
+def wrapped(raw):
     return PreTrainedTokenizerFast(
         tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
 
 
-def metaspace() -> Any:
+def metaspace():
     """As Llama's: spaces are part of words, the first is dropped, unknown bytes are tokens."""
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     known = {piece: i for i, piece in enumerate(pieces)}
@@ -35,7 +32,7 @@ def metaspace() -> Any:
     return wrapped(raw)
 
 
-def byte_level() -> Any:
+def byte_level():
     """As Qwen's: every token is bytes, some of them parts of characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -51,9 +48,7 @@ TOKENIZERS = {
 }
 
 
-def pushed(
-    tokenizer: Any, tokens: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0
-) -> Any:
+def pushed(tokenizer, tokens, stop=(), min_tokens=0):
     """The pieces, the last one from the flush, and the detokenizer."""
     text = Detokenizer(tokenizer, stop, min_tokens)
     pieces = []
@@ -64,21 +59,21 @@ def pushed(
     return [*pieces, text.flush()], text
 
 
-def whole(tokenizer: Any, tokens: Sequence[int]) -> str:
+def whole(tokenizer, tokens):
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 class OtherLibrary:
     """A tokenizer without a backend of the tokenizers library, like sentencepiece's."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner):
         self.decode = inner.decode
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
-def test_pieces_add_up(name: str, data: st.DataObject) -> None:
+def test_pieces_add_up(name, data):
     """Tokenizers of other libraries give the same pieces."""
     tokenizer = TOKENIZERS[name]
     tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
@@ -99,7 +94,7 @@ PIECES = [[0], [1], *([n] for n in range(259, 259 + len(WORDS)))]
     )
 )
 @settings(max_examples=150, deadline=None)
-def test_pieces_add_up_with_bytes_among_words(parts: list[list[int]]) -> None:
+def test_pieces_add_up_with_bytes_among_words(parts):
     """Bytes that are no characters are left out: such a tokenizer then takes back what it said."""
     tokenizer = TOKENIZERS["metaspace"]
     tokens = [token for part in parts for token in part]
@@ -110,7 +105,7 @@ def test_pieces_add_up_with_bytes_among_words(parts: list[list[int]]) -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
 @settings(max_examples=80, deadline=None)
-def test_characters_are_never_given_in_parts(name: str, text: str) -> None:
+def test_characters_are_never_given_in_parts(name, text):
     tokenizer = TOKENIZERS[name]
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     pieces, detokenizer = pushed(tokenizer, tokens)
@@ -123,13 +118,13 @@ def test_characters_are_never_given_in_parts(name: str, text: str) -> None:
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-def _bytes(tokenizer: Any, text: str) -> list[int]:
+def _bytes(tokenizer, text):
     if tokenizer is TOKENIZERS["metaspace"]:
         return [3 + byte for byte in text.encode()]
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _tokens(text: str) -> list[int]:
+def _tokens(text):
     return _bytes(TOKENIZERS["bytes"], text)
 
 
@@ -145,14 +140,14 @@ def _tokens(text: str) -> list[int]:
         ("almost sto", ["stop"], "almost sto"),
     ],
 )
-def test_stop_texts(text: str, stop: list[str], said: str) -> None:
+def test_stop_texts(text, stop, said):
     tokenizer = TOKENIZERS["bytes"]
     pieces, detokenizer = pushed(tokenizer, _tokens(text), stop)
     assert "".join(pieces) == said
     assert detokenizer.stopped == (said != text)
 
 
-def test_a_stop_text_is_never_given_out_in_parts() -> None:
+def test_a_stop_text_is_never_given_out_in_parts():
     pieces, text = pushed(TOKENIZERS["bytes"], _tokens("a</en</enc</end>"), ["</end>"])
     assert "".join(pieces) == "a</en</enc"
     assert pieces[:6] == ["a", "", "", "", "", "</en"]  # what may become a stop text waits
@@ -169,7 +164,7 @@ OF_LETTERS.decoder = decoders.Fuse()
     stop=st.lists(st.text("ab", min_size=1, max_size=6), max_size=3),
 )
 @settings(max_examples=200, deadline=None)
-def test_the_answer_ends_before_the_first_stop_text(tokens: list[int], stop: list[str]) -> None:
+def test_the_answer_ends_before_the_first_stop_text(tokens, stop):
     """The one that is complete first, the longest of them, however the text is divided."""
     text = "".join(LETTERS[token] for token in tokens)
     ends = [text.find(one) + len(one) for one in stop if one in text]
@@ -185,7 +180,7 @@ def test_the_answer_ends_before_the_first_stop_text(tokens: list[int], stop: lis
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("other", [False, True])
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_what_never_becomes_text_is_not_decoded_for_ever(name: str, other: bool, bad: int) -> None:
+def test_what_never_becomes_text_is_not_decoded_for_ever(name, other, bad):
     """Special tokens, bytes that begin no character, and beginnings of characters, again and again.
 
     The text around them is that of the whole, and few tokens are decoded at a time.
@@ -201,7 +196,7 @@ def test_what_never_becomes_text_is_not_decoded_for_ever(name: str, other: bool,
     longest = 0
 
     class Counting(OtherLibrary):
-        def decode(self, tokens: Sequence[int], **options: Any) -> str:
+        def decode(self, tokens, **options):
             nonlocal longest
             longest = max(longest, len(tokens))
             return str(tokenizer.decode(tokens, **options))
@@ -215,7 +210,7 @@ def test_what_never_becomes_text_is_not_decoded_for_ever(name: str, other: bool,
     assert text.chars == len(said)
 
 
-def test_no_stop_text_is_looked_for_before_min_tokens() -> None:
+def test_no_stop_text_is_looked_for_before_min_tokens():
     tokenizer = TOKENIZERS["bytes"]
     tokens = _tokens("ab ab ab")
     assert "".join(pushed(tokenizer, tokens, ["ab"])[0]) == ""
@@ -224,6 +219,6 @@ def test_no_stop_text_is_looked_for_before_min_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_token_that_no_word_has(name: str) -> None:
+def test_a_token_that_no_word_has(name):
     tokenizer = TOKENIZERS[name]
     assert text_and_bytes(tokenizer, len(tokenizer) + 7) == ("", None)

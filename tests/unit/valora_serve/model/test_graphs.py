@@ -1,18 +1,12 @@
 """Which steps replay a graph, on a CPU, where functions stand for CUDA graphs."""
 
-from pathlib import Path
-
-import pytest
-
 from tests.support.engine_reference import capture, make_engine, run
 from valora_serve.model import graphs
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.types import Request, SamplingParams
 
 
-def test_steps_whose_page_tables_are_too_long_run_without_a_graph(
-    random_llava: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_whose_page_tables_are_too_long_run_without_a_graph(random_llava, monkeypatch):
     shared = list(range(5, 45))
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
     asked = [Request(str(n), token_ids=[*shared, 50 + n], sampling=sampling) for n in range(6)]
@@ -37,16 +31,14 @@ def test_steps_whose_page_tables_are_too_long_run_without_a_graph(
     assert told == {(True, True), (False, False)}
 
 
-def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(
-    random_llava: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(random_llava, monkeypatch):
     """Prompts that come while two, then three, then four others decode."""
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     first = [Request(str(n), token_ids=[5 + n] * 9, sampling=sampling) for n in range(5)]
     short = SamplingParams(max_tokens=2, ignore_eos=True)
     later = [Request(f"late {n}", token_ids=[50 + n] * (70 + n), sampling=short) for n in range(3)]
     expected = run(make_engine(str(random_llava), policy="slora"), [*first, *later])
-    plans: list[tuple[str, int]] = []
+    plans = []
 
     class Noted(TorchMixedPlan):
         kind = "mixed"
@@ -67,9 +59,9 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(
     )  # fmt: skip
     engine.warm_up()
     plans.clear()
-    found: dict[str, list[int]] = {}
+    found = {}
 
-    def step() -> None:
+    def step():
         for output in engine.step():
             found.setdefault(output.id, []).extend(output.token_ids)
 
@@ -110,9 +102,7 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(
         assert bool(largest.missed) == (number >= 3)
 
 
-def test_graphs_share_what_one_step_needs_at_a_time(
-    random_llava: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_share_what_one_step_needs_at_a_time(random_llava, monkeypatch):
     """Plans (8 MB of FlashInfer's), logits (65 MB of 512 rows), hidden states, LoRA's memory."""
     monkeypatch.setattr(TorchBackend, "decode_plan", lambda self, _: TorchMixedPlan(self._cache))
     engine = make_engine(str(random_llava), policy="slora", max_requests=8, prompt_graphs=True)

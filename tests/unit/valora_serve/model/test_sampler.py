@@ -1,15 +1,9 @@
 """The choice of tokens, against closed forms."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
+from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from valora_serve.model import sampler
 from valora_serve.model.sampler import (
@@ -27,14 +21,8 @@ LOGITS = torch.tensor([2.0, 0.5, 1.2, -1.0, 1.1, 0.0, -3.0, 0.7])
 DRAWS = 4000
 
 
-def choice(
-    forbidden: Sequence[int] = (),
-    allowed: Sequence[int] | None = None,
-    prompt: Sequence[int] = (),
-    answer: Sequence[int] = (),
-    **given: object,
-) -> TokenChoice:
-    params = SamplingParams(**given)  # type: ignore[arg-type]
+def choice(forbidden=(), allowed=None, prompt=(), answer=(), **given):
+    params = SamplingParams(**given)
     counts = TokenCounts(prompt) if params.penalised else None
     if counts is not None:
         counts.update([*prompt, *answer[: len(answer) // 2]], len(prompt))
@@ -47,14 +35,14 @@ def choice(
     return TokenChoice(params, make_generator(params, CPU), forbidden, mask, counts, bias)
 
 
-def shares(logits: torch.Tensor, one: TokenChoice) -> torch.Tensor:
+def shares(logits, one):
     """How often each token comes in many draws of one stream."""
     rows = logits.expand(DRAWS, -1)
     found = sample(rows, [one] * DRAWS)
     return torch.bincount(found, minlength=logits.numel()) / DRAWS
 
 
-def assert_drawn(found: torch.Tensor, probabilities: torch.Tensor) -> None:
+def assert_drawn(found, probabilities):
     """Within four standard errors everywhere, and nothing that cannot come."""
     probabilities = probabilities / probabilities.sum()
     error = (probabilities * (1 - probabilities) / DRAWS).sqrt()
@@ -62,7 +50,7 @@ def assert_drawn(found: torch.Tensor, probabilities: torch.Tensor) -> None:
     assert bool(((found - probabilities).abs() <= 4 * error + 1e-9).all()), (found, probabilities)
 
 
-def only(kept: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+def only(kept, temperature=1.0):
     """Probabilities when only these tokens are left."""
     left = torch.zeros_like(LOGITS)
     left[list(kept)] = (LOGITS / temperature).softmax(-1)[list(kept)]
@@ -89,12 +77,12 @@ def only(kept: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
         ({"allowed": [3, 5, 6], "top_p": 0.8}, [5, 3]),
     ],
 )  # fmt: skip
-def test_cuts(given: dict[str, Any], kept: Sequence[int]) -> None:
+def test_cuts(given, kept):
     found = shares(LOGITS, choice(**{"temperature": 1.0, "seed": 3} | given))
     assert_drawn(found, only(kept, given.get("temperature", 1.0)))
 
 
-def test_neighbours_with_other_wishes() -> None:
+def test_neighbours_with_other_wishes():
     logits = torch.stack([LOGITS, LOGITS.flip(0), LOGITS * 2, LOGITS])
     choices = [
         choice(temperature=1.0, top_k=1, seed=1),
@@ -106,11 +94,11 @@ def test_neighbours_with_other_wishes() -> None:
         assert sample(logits, choices).tolist() == [0, 7, 0, 6]
 
 
-def test_seeds() -> None:
+def test_seeds():
     """Large ones are told apart, too, and without one every request draws its own."""
     flat = torch.zeros(1, 1000)
 
-    def drawn(seed: int | None, count: int = 6) -> list[int]:
+    def drawn(seed, count=6):
         one = choice(temperature=1.0, seed=seed)
         return [int(sample(flat, [one])[0]) for _ in range(count)]
 
@@ -125,7 +113,7 @@ TINY = [0.0, 5e-324, 1e-300, 1e-45, 1.5e-45, 1e-38, 1.2e-38, 1e-20, 9e-6]
 
 
 @pytest.mark.parametrize("temperature", TINY)
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+def test_a_tiny_temperature_is_greedy(temperature):
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(7, 300, generator=generator) * 100
     logits[1] *= 1e30
@@ -137,14 +125,14 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-4, 0.01, 0.3, 1.0, 2.0, 1e30, 1e300])
-def test_any_temperature_gives_the_distribution_of_float64(temperature: float) -> None:
+def test_any_temperature_gives_the_distribution_of_float64(temperature):
     logits = torch.tensor([3e-5, 0.0, -2e-5, 1e-5]) + LOGITS[4]
     wanted = ((logits.double() - logits.double().max()) / temperature).softmax(-1)
     assert_drawn(shares(logits, choice(temperature=temperature, seed=9)), wanted)
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1.0, 2.0])
-def test_large_and_infinite_logits(temperature: float) -> None:
+def test_large_and_infinite_logits(temperature):
     largest = torch.finfo(torch.float32).max
     logits = torch.tensor([largest, -torch.inf, largest, -largest])
     wanted = torch.tensor([0.5, 0.0, 0.5, 0.0])
@@ -153,7 +141,7 @@ def test_large_and_infinite_logits(temperature: float) -> None:
     assert_drawn(shares(logits, choice(temperature=temperature, seed=11)), torch.eye(4)[2])
 
 
-def test_the_tail_of_a_large_vocabulary_can_come() -> None:
+def test_the_tail_of_a_large_vocabulary_can_come():
     """In float32 the sums of 200,000 probabilities pass 1 before their end."""
     logits = torch.zeros(200_000)
     logits[:1000] = 1e-3  # these sort first
@@ -182,7 +170,7 @@ BIAS = {3: 2.5, 0: -1.5, 6: 4.0, 7: -100.0}
          SequenceBiasLogitsProcessor({(token,): value for token, value in BIAS.items()})),
     ],
 )  # fmt: skip
-def test_penalties_and_bias_are_those_of_transformers(given: dict[str, Any], wanted: Any) -> None:
+def test_penalties_and_bias_are_those_of_transformers(given, wanted):
     one, found = choice(prompt=PROMPT, answer=ANSWER, **given), LOGITS[None].clone()
     sampler._penalise(found, [one])
     sampler._bias(found, [one])
@@ -192,7 +180,7 @@ def test_penalties_and_bias_are_those_of_transformers(given: dict[str, Any], wan
     assert_drawn(shares(LOGITS, drawn), (expected[0] / 0.8).softmax(-1))
 
 
-def test_bias_comes_after_penalties_and_before_what_is_allowed() -> None:
+def test_bias_comes_after_penalties_and_before_what_is_allowed():
     forced = choice(logit_bias=((6, 100.0),), answer=[6] * 9, frequency_penalty=2.0)
     banned = choice(logit_bias=((0, -100.0),), answer=[0], frequency_penalty=-2.0)
     masked = choice(logit_bias=((3, -100.0), (5, -100.0), (0, 100.0)), allowed=[3, 5])
@@ -201,10 +189,10 @@ def test_bias_comes_after_penalties_and_before_what_is_allowed() -> None:
     assert found == [6, 2, 5, 0]
 
 
-def test_zero_noise_draws_nothing_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_noise_draws_nothing_impossible(monkeypatch):
     """Exponential noise can be exactly 0; 0 / 0 must not win."""
 
-    def noise(values: torch.Tensor, **_: object) -> torch.Tensor:
+    def noise(values, **_):
         values.fill_(1.0)[5:] = 0.0  # places of tokens that top-k has cut off
         return values
 
@@ -212,7 +200,7 @@ def test_zero_noise_draws_nothing_impossible(monkeypatch: pytest.MonkeyPatch) ->
     assert int(sample(LOGITS[None], [choice(temperature=1.0, top_k=2, seed=1)])[0]) == 0
 
 
-def test_log_probabilities_are_those_before_any_restriction() -> None:
+def test_log_probabilities_are_those_before_any_restriction():
     logits = torch.stack([LOGITS, LOGITS.flip(0)])
     tokens = sample(logits, [choice([0], temperature=0.1, top_k=1), choice()])
     found = top_logprobs(logits, tokens, 3)

@@ -1,8 +1,5 @@
 """What each process of a group reads: its parts of every layer, and never the whole."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,19 +14,19 @@ FAMILIES = CHECKPOINTS | TEXT_CHECKPOINTS
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+def base(request, tmp_path_factory):
     return str(FAMILIES[request.param](tmp_path_factory.mktemp(request.param), seed=5))
 
 
-def read(base: str, rank: int, size: int, quantize: str | None = None) -> tuple[Any, SplitReader]:
+def read(base, rank, size, quantize=None):
     reader = SplitReader(base, Group(rank, size, torch.device("cpu")), quantize)
     model, _ = load_model(base, torch.float32, read=reader)
     return model, reader
 
 
-def check(base: str, whole: dict[str, torch.Tensor], size: int, quantize: str | None) -> None:
+def check(base, whole, size, quantize):
     """Every parameter of every process is the right part of the whole model's."""
-    seen: dict[str, set[int]] = {}
+    seen = {}
     for rank in range(size):
         model, reader = read(base, rank, size, quantize)
         assert reader.targets is not None
@@ -52,14 +49,14 @@ def check(base: str, whole: dict[str, torch.Tensor], size: int, quantize: str | 
         assert found == set(range(whole[name].shape[1 if row else 0])), name
 
 
-def test_processes_read_their_parts(base: str) -> None:
+def test_processes_read_their_parts(base):
     whole = dict(load_model(base, torch.float32)[0].named_parameters())
     for size in (2, 4):  # two heads of keys and values
         check(base, whole, size, None)
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2"])
-def test_rounded_weights_are_those_of_one_process(family: str, tmp_path: Path) -> None:
+def test_rounded_weights_are_those_of_one_process(family, tmp_path):
     if not is_installed():
         pytest.skip("needs bitsandbytes")
     base = str(FAMILIES[family](tmp_path, seed=5))
@@ -67,7 +64,7 @@ def test_rounded_weights_are_those_of_one_process(family: str, tmp_path: Path) -
     check(base, dict(unpack(packed, torch.float32).named_parameters()), 2, NF4)
 
 
-def test_models_are_checked_before_processes_start(base: str) -> None:
+def test_models_are_checked_before_processes_start(base):
     check_split(base, 4)
     with pytest.raises(SettingsError, match=r"5 GPUs cannot share .* equally: use 1, 2, 4"):
         check_split(base, 5)

@@ -35,8 +35,7 @@ def test_unknown_policy_lists_the_known():
     for ask in (lambda: make_policy("fifo", H200_7B), lambda: modes_of("fifo"),
                 lambda: EngineSettings(policy="fifo")):  # fmt: skip
         with pytest.raises(
-            SettingsError,
-            match=r"unknown policy .fifo.: choose one of algorithm1, ",
+            SettingsError, match=r"unknown policy .fifo.: choose one of algorithm1, "
         ):
             ask()
     assert issubclass(SettingsError, ValoraError)

@@ -9,7 +9,7 @@ from valora_serve.parallel.partition import LoraParallel, Slice, partition, shar
 SLORA, REPLICATE_A = LoraParallel.SLORA, LoraParallel.REPLICATE_A
 
 
-def linears(heads: int, kv_heads: int, *, head_dim: int = 8, wide: int = 96) -> dict:
+def linears(heads, kv_heads, *, head_dim=8, wide=96):
     width = 64
     return {
         "q_proj": (heads * head_dim, width), "k_proj": (kv_heads * head_dim, width),
@@ -18,7 +18,7 @@ def linears(heads: int, kv_heads: int, *, head_dim: int = 8, wide: int = 96) -> 
     }  # fmt: skip
 
 
-def parts(size: int, heads: int, kv_heads: int, **more: int) -> list[dict[str, Slice]]:
+def parts(size, heads, kv_heads, **more):
     layers = {f"layers.3.{name}": shape for name, shape in linears(heads, kv_heads, **more).items()}
     common = {"heads": heads, "kv_heads": kv_heads, "head_dim": 8, "size": size, "base": "b"}
     found = [partition(layers, rank=rank, **common) for rank in range(size)]
@@ -26,7 +26,7 @@ def parts(size: int, heads: int, kv_heads: int, **more: int) -> list[dict[str, S
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_output_or_input_is_held_once(size: int) -> None:
+def test_every_output_or_input_is_held_once(size):
     found = parts(size, heads=8, kv_heads=4)
     for name, (outputs, inputs) in linears(8, 4).items():
         total = inputs if name in ("o_proj", "down_proj") else outputs
@@ -36,7 +36,7 @@ def test_every_output_or_input_is_held_once(size: int) -> None:
         assert {one[name].row for one in found} == {name in ("o_proj", "down_proj")}
 
 
-def test_a_head_of_keys_is_where_its_queries_are() -> None:
+def test_a_head_of_keys_is_where_its_queries_are():
     """Query head i reads head i // (heads / kv_heads) of keys and values."""
     for size, heads, kv_heads in [(2, 4, 2), (4, 4, 2), (8, 8, 2), (4, 12, 4), (2, 14, 2)]:
         for one in parts(size, heads, kv_heads, wide=48):
@@ -49,9 +49,7 @@ def test_a_head_of_keys_is_where_its_queries_are() -> None:
 @pytest.mark.parametrize(
     ("size", "heads", "kv_heads", "wide"), [(3, 8, 4, 96), (4, 12, 6, 96), (2, 8, 4, 97)]
 )
-def test_what_cannot_be_shared_equally_is_refused(
-    size: int, heads: int, kv_heads: int, wide: int
-) -> None:
+def test_what_cannot_be_shared_equally_is_refused(size, heads, kv_heads, wide):
     with pytest.raises(SettingsError, match=rf"^tensor_parallel: {size} GPUs .*: use 1") as caught:
         parts(size, heads, kv_heads, wide=wide)
     allowed = str(caught.value).rpartition("use ")[2].split(", ")
@@ -60,7 +58,7 @@ def test_what_cannot_be_shared_equally_is_refused(
         parts(number, heads, kv_heads, wide=wide)
 
 
-def test_unknown_layers_are_refused() -> None:
+def test_unknown_layers_are_refused():
     with pytest.raises(SettingsError, match=r"layers\.0\.qkv_proj of base model b cannot be split"):
         partition({"layers.0.qkv_proj": (96, 32)}, heads=4, kv_heads=4, head_dim=8, rank=0,
                   size=2, base="b")  # fmt: skip
@@ -69,9 +67,7 @@ def test_unknown_layers_are_refused() -> None:
 @pytest.mark.parametrize("lora", [SLORA, REPLICATE_A])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("rank", [1, 5, 6])
-def test_the_parts_of_lora_matrices_give_the_whole_product(
-    lora: LoraParallel, size: int, rank: int
-) -> None:
+def test_the_parts_of_lora_matrices_give_the_whole_product(lora, size, rank):
     """What processes compute from their slices is x·Aᵀ·Bᵀ, by hand in float64."""
     width, outputs = 48, 96
     a = torch.randn(rank, width, dtype=torch.float64)
@@ -96,6 +92,6 @@ def test_the_parts_of_lora_matrices_give_the_whole_product(
         torch.testing.assert_close(found, x @ a.T @ b.T)
 
 
-def test_matrices_that_cannot_be_split_stay_whole() -> None:
+def test_matrices_that_cannot_be_split_stay_whole():
     share = share_of([Slice(True, 0, 8)], 60, SLORA, rank=0, size=2)
     assert not share.exchanges and share.outputs(0, 60) == slice(0, 60)

@@ -42,10 +42,7 @@ def test_objects_by_class_and_size():
         },
     )
     assert made.images == 3
-    assert made.classes == {
-        "car": {"both": 1, "fused": 1},
-        "bus": {"fused": 1, "small": 2},
-    }
+    assert made.classes == {"car": {"both": 1, "fused": 1}, "bus": {"fused": 1, "small": 2}}
     assert made.sizes == {"small": {"both": 1, "fused": 1, "small": 2}, "large": {"fused": 1}}
     assert made.agreement == 2 / (2 + 2 + 2)
     assert [one.file for one, *_ in made.pictures] == ["b", "a"]

@@ -30,7 +30,7 @@ MIXES = {
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("heads", "block_size"), [((4, 4), 16), ((4, 2), 1), ((6, 1), 4)])
-def test_against_the_formula(mix: str, heads: tuple[int, int], block_size: int) -> None:
+def test_against_the_formula(mix, heads, block_size):
     case = Case(MIXES[mix], heads=heads, block_size=block_size, seed=len(mix), spare=2)
     for layer, scale in ((1, 0.35), (0, 1.3)):
         found = case.run("torch", layer, scale)  # for triton see test_triton_backend
@@ -38,7 +38,7 @@ def test_against_the_formula(mix: str, heads: tuple[int, int], block_size: int) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_writes_exactly_the_rows_of_the_step(backend: str) -> None:
+def test_writes_exactly_the_rows_of_the_step(backend):
     case = Case([(5, 1), (0, 6), (2, 3)], block_size=4)
     case.run(backend, 0, 1.0)
     keys, values = case.cache.layers[0]
@@ -58,7 +58,7 @@ def test_writes_exactly_the_rows_of_the_step(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_shared_prefix_is_read_by_both(backend: str) -> None:
+def test_a_shared_prefix_is_read_by_both(backend):
     alone = Case([(8, 1), (8, 5)], block_size=4, seed=1)
     for layer in range(2):
         for part, held in zip((alone.key, alone.value), alone.cache.layers[layer], strict=True):
@@ -78,9 +78,7 @@ def test_a_shared_prefix_is_read_by_both(backend: str) -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
-def test_locations_are_those_of_the_tables(
-    shares: list[tuple[int, int]], block_size: int, seed: int
-) -> None:
+def test_locations_are_those_of_the_tables(shares, block_size, seed):
     case = Case(shares, heads=(1, 1), block_size=block_size, seed=seed, spare=seed % 3)
     page, offset = case.rows.locations(block_size)
     wanted = [
@@ -100,7 +98,7 @@ def test_locations_are_those_of_the_tables(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mix", ["decodes", "mixed"])
-def test_a_sequence_that_is_not_finite_leaves_the_others_alone(backend: str, mix: str) -> None:
+def test_a_sequence_that_is_not_finite_leaves_the_others_alone(backend, mix):
     """Its neighbours' output is the same to the bit, and its own shows that something is wrong."""
     expected = Case(MIXES[mix], heads=(4, 2), seed=3).run(backend, 0, 0.35)
     bad = len(MIXES[mix]) - 1

@@ -5,9 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import make_adapter
 from valora_serve.engine import profile
 from valora_serve.engine.async_engine import AsyncEngine
-from valora_serve.engine.engine import Engine
 from valora_serve.errors import SettingsError, StoppedError
 from valora_serve.model.attention.compiling import Compiling, side_by_side
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
@@ -38,12 +34,12 @@ class Compiler:
         attended: Backends of the plans that were made or updated, in their order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.release = threading.Event()
-        self.error: BaseException | None = None
-        self.attended: list[TorchBackend] = []
+        self.error = None
+        self.attended = []
 
-    def run(self) -> None:
+    def run(self):
         """Compile."""
         assert self.release.wait(LONG)
         if self.error is not None:
@@ -51,22 +47,22 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+def compiler(monkeypatch):
     """Plain torch is compiled first, and another plain torch stands in for it."""
     made = Compiler()
 
     class Noted(TorchMixedPlan):
-        def __init__(self, backend: TorchBackend) -> None:
+        def __init__(self, backend):
             super().__init__(backend._cache)
             self._backend = backend
 
-        def update(self, rows: Any) -> None:
+        def update(self, rows):
             made.attended.append(self._backend)
             super().update(rows)
 
     plan = TorchBackend.plan
 
-    def eager(self: TorchBackend, rows: Any) -> Any:
+    def eager(self, rows):
         made.attended.append(self)
         return plan(self, rows)
 
@@ -82,16 +78,16 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+def base(tmp_path_factory):
     return str(save_llava(tmp_path_factory.mktemp("llava"), seed=2))
 
 
 @pytest.fixture(scope="module")
-def adapter(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(base, tmp_path_factory):
     return make_adapter(tmp_path_factory.mktemp("adapter") / "a", base, seed=1, rank=4)
 
 
-def started(base: str, adapter: Path, **options: Any) -> Engine:
+def started(base, adapter, **options):
     engine = make_engine(
         base, {"a": adapter}, prompt_graphs=True, max_requests=4, max_tokens=128, chunk=24,
         policy="slora", **options,
@@ -100,27 +96,25 @@ def started(base: str, adapter: Path, **options: Any) -> Engine:
     return engine
 
 
-def ended(engine: Engine) -> None:
+def ended(engine):
     compiling = engine.runner._compiling
     assert compiling is not None
     compiling.wait(LONG)
     assert not compiling.running
 
 
-def test_requests_are_answered_before_and_after_another_backend_takes_over(
-    base: str, adapter: Path, compiler: Compiler
-) -> None:
+def test_requests_are_answered_before_and_after_another_backend_takes_over(base, adapter, compiler):
     asked = [question(f"{n}", ("a", None)[n % 2], tokens=3 + 5 * n) for n in range(3)]
     plain = make_engine(base, {"a": adapter}, policy="slora")
     expected = {name: got.tokens for name, got in run(plain, asked).items()}
     compiler.attended.clear()
 
-    def answers() -> dict[str, list[int]]:
+    def answers():
         return {name: got.tokens for name, got in run(engine, asked).items()}
 
     engine = started(base, adapter)
     runner = engine.runner
-    own = runner._compiling.backend  # type: ignore[union-attr]
+    own = runner._compiling.backend
     assert runner.provisional
     compiler.attended.clear()
     assert answers() == expected
@@ -148,9 +142,7 @@ def test_requests_are_answered_before_and_after_another_backend_takes_over(
     assert stats.preparations == stats.prepared
 
 
-def test_eager_and_chosen_backends_are_waited_for(
-    base: str, adapter: Path, compiler: Compiler
-) -> None:
+def test_eager_and_chosen_backends_are_waited_for(base, adapter, compiler):
     for options in ({"capture": "eager"}, {"attention": "torch"}):
         compiler.release.clear()
         threading.Timer(0.2, compiler.release.set).start()
@@ -161,20 +153,14 @@ def test_eager_and_chosen_backends_are_waited_for(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_one_that_cannot_be_compiled_never_takes_over(
-    base: str,
-    adapter: Path,
-    compiler: Compiler,
-    caplog: pytest.LogCaptureFixture,
-    late: bool,
-) -> None:
+def test_one_that_cannot_be_compiled_never_takes_over(base, adapter, compiler, caplog, late):
     compiler.error = RuntimeError("nvcc has failed")
     if not late:
         compiler.release.set()
     engine = started(base, adapter, capture="lazy" if late else "eager")
     compiler.release.set()
     ended(engine)
-    own = engine.runner._compiling.backend  # type: ignore[union-attr]
+    own = engine.runner._compiling.backend
     while engine.prepare_next():
         pass
     compiler.attended.clear()
@@ -185,9 +171,7 @@ def test_one_that_cannot_be_compiled_never_takes_over(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("nvcc has failed\nwith many lines")])
-def test_one_that_was_named_and_cannot_be_compiled_ends_the_start(
-    base: str, adapter: Path, compiler: Compiler, error: BaseException
-) -> None:
+def test_one_that_was_named_and_cannot_be_compiled_ends_the_start(base, adapter, compiler, error):
     compiler.error = error
     compiler.release.set()
     with pytest.raises(SettingsError, match=r"compiled \(nvcc has failed\): see .* attention=auto"):
@@ -196,16 +180,16 @@ def test_one_that_was_named_and_cannot_be_compiled_ends_the_start(
 
 @pytest.mark.parametrize("options", [{"attention": "torch"}, {}])
 def test_a_start_that_is_interrupted_waits_for_no_compiler(
-    base: str, adapter: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-) -> None:  # fmt: skip
+    base, adapter, compiler, monkeypatch,
+    options,
+):  # fmt: skip
     """The compiler is never done, and would be waited for."""
     monkeypatch.setattr("valora_serve.engine.warm_up.PATIENCE", LONG)
     made = make_engine(
         base, {"a": adapter}, prompt_graphs=True, max_requests=4, max_tokens=128, **options
     )
 
-    async def main() -> None:
+    async def main():
         engine = AsyncEngine(made)
         start = asyncio.create_task(engine.warm_up())
         while made.runner._compiling is None:
@@ -219,9 +203,7 @@ def test_a_start_that_is_interrupted_waits_for_no_compiler(
     compiler.release.set()
 
 
-def test_graphs_that_find_no_memory_are_kept_as_they_were(
-    base: str, adapter: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_that_find_no_memory_are_kept_as_they_were(base, adapter, compiler, monkeypatch):
     engine = started(base, adapter)
     while engine.prepare_next():
         pass
@@ -229,7 +211,7 @@ def test_graphs_that_find_no_memory_are_kept_as_they_were(
     compiler.release.set()
     ended(engine)
 
-    def full(*_: Any) -> Any:
+    def full(*_):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(PromptGraphs, "_capture", full)
@@ -241,9 +223,9 @@ def test_graphs_that_find_no_memory_are_kept_as_they_were(
 
 
 def test_costs_are_measured_once_it_has_taken_over(
-    base: str, adapter: Path, compiler: Compiler, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    base, adapter, compiler, tmp_path,
+    monkeypatch,
+):  # fmt: skip
     monkeypatch.setattr(profile, "FEW_ROWS", (1,))
     monkeypatch.setattr(profile, "FEW_TOKENS", (64,))
     monkeypatch.setattr("valora_serve.engine.async_engine.QUIET", 0.05)
@@ -252,12 +234,12 @@ def test_costs_are_measured_once_it_has_taken_over(
         max_tokens=128, policy="slora", profile=True, cost_folder=str(tmp_path / "costs"),
     )  # fmt: skip
 
-    async def until(condition: Callable[[], bool]) -> None:
+    async def until(condition):
         async with asyncio.timeout(LONG):
             while not condition():
                 await asyncio.sleep(0.02)
 
-    async def serve() -> None:
+    async def serve():
         engine = AsyncEngine(made)
         try:
             await engine.warm_up()
@@ -273,7 +255,7 @@ def test_costs_are_measured_once_it_has_taken_over(
     asyncio.run(serve())
 
 
-def test_a_process_does_not_wait_for_its_compiler() -> None:
+def test_a_process_does_not_wait_for_its_compiler():
     """A pool of threads would be joined when Python ends."""
     program = """if True:
         import threading
@@ -292,30 +274,30 @@ def test_a_process_does_not_wait_for_its_compiler() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere priorities are those of processes")
 @pytest.mark.parametrize("awaited", [True, False])
-def test_a_compiler_that_is_awaited_has_the_priority_of_its_process(awaited: bool) -> None:
+def test_a_compiler_that_is_awaited_has_the_priority_of_its_process(awaited):
     """The compilers that it starts have its own; other engines' starts left a lower one no time."""
     found = []
 
     class Backend:
-        def compile(self) -> None:
+        def compile(self):
             command = [sys.executable, "-c", "import os; print(os.nice(0))"]
             side_by_side([lambda: found.append(int(subprocess.check_output(command)))])
 
-    compiling = Compiling(Backend(), lambda: None, awaited=awaited)  # type: ignore[arg-type]
+    compiling = Compiling(Backend(), lambda: None, awaited=awaited)
     compiling.wait(LONG)
     assert found == [os.nice(0) if awaited else min(19, os.nice(0) + 10)]
 
 
 @pytest.mark.parametrize("error", [ValueError("no compiler"), SystemExit("no compiler")])
-def test_jobs_side_by_side_end_with_their_first_error(error: BaseException) -> None:
+def test_jobs_side_by_side_end_with_their_first_error(error):
     both = threading.Barrier(2, timeout=LONG)
-    done: list[int] = []
+    done = []
 
-    def wait() -> None:
+    def wait():
         both.wait()
         done.append(1)
 
-    def fail() -> None:
+    def fail():
         both.wait()
         raise error
 

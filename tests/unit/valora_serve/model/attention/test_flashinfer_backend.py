@@ -1,10 +1,8 @@
 """FlashInfer's plans without a GPU: the library and the device's queue are simulated."""
 
 import sys
-from collections.abc import Callable
 from threading import Barrier
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,44 +28,44 @@ class Device:
         computed: Kind of each kernel that has run, and what its plan says first.
     """
 
-    def __init__(self) -> None:
-        self.queue: list[Callable[[], None]] = []
-        self.computed: list[tuple[str, list[int]]] = []
+    def __init__(self):
+        self.queue = []
+        self.computed = []
 
-    def finish(self) -> None:
+    def finish(self):
         """Run everything that is enqueued."""
         while self.queue:
             self.queue.pop(0)()
 
-    def event(self) -> Any:
+    def event(self):
         """An event, as `torch.cuda.Event()` makes it."""
         done = [True]
 
-        def record() -> None:
+        def record():
             done[0] = False
             self.queue.append(lambda: done.__setitem__(0, True))
 
-        def synchronize() -> None:
+        def synchronize():
             while not done[0]:
                 self.queue.pop(0)()
 
         return SimpleNamespace(record=record, synchronize=synchronize)
 
-    def prefill(self, *_: object, **options: Any) -> Any:
+    def prefill(self, *_, **options):
         """FlashInfer's wrapper for sequences of any number of rows."""
         return self._wrapper(f"prefill {options['backend']}", options)
 
-    def decode(self, *_: object, **options: Any) -> Any:
+    def decode(self, *_, **options):
         """FlashInfer's wrapper for sequences of one row."""
         return self._wrapper("decode", options)
 
-    def _wrapper(self, kind: str, options: dict[str, Any]) -> Any:
+    def _wrapper(self, kind, options):
         """A wrapper: its copies to the device begin in one buffer of the host."""
-        buffer: list[Tensor] = []
-        copied: list[Tensor] = []
-        fixed: list[int] = []
+        buffer = []
+        copied = []
+        fixed = []
 
-        def plan(*parts: Any, **_: object) -> None:
+        def plan(*parts, **_):
             parts = parts if kind != "decode" else (torch.arange(len(parts[0])), *parts)
             starts, indptr, indices, last, heads, kv_heads, width, page, *_ = parts
             assert heads in (KV_HEADS, HEADS)
@@ -80,7 +78,7 @@ class Device:
                 assert fixed == [len(last)], "a captured wrapper has a fixed number of sequences"
             buffer[:] = [part.clone() for part in (starts, indptr, indices, last)]
 
-            def copy() -> None:
+            def copy():
                 copied[:] = buffer
                 for name, new in zip(
                     ("indptr", "indices", "last_page_len"), buffer[1:], strict=True
@@ -92,8 +90,8 @@ class Device:
 
             self.queue.append(copy)
 
-        def run(query: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-            def attend() -> None:
+        def run(query, pages, out):
+            def attend():
                 starts, indptr, indices, last = copied
                 self.computed.append((kind, (indptr if kind == "decode" else starts).tolist()))
                 for i, tokens in enumerate(last.tolist()):
@@ -113,13 +111,13 @@ class Device:
 
         return SimpleNamespace(plan=plan, run=run)
 
-    def append(self, key: Tensor, value: Tensor, owner: Tensor, position: Tensor,
-               pages: tuple[Tensor, Tensor], indices: Tensor, indptr: Tensor,
-               last: Tensor) -> None:  # fmt: skip
+    def append(self, key, value, owner, position,
+               pages, indices, indptr,
+               last):  # fmt: skip
         """FlashInfer's `append_paged_kv_cache`."""
         del last
 
-        def write() -> None:
+        def write():
             at = indices[indptr[owner.long()] + position // PAGE].long()
             for held, new in zip(pages, (key, value), strict=True):
                 held[at, position.long() % PAGE] = new
@@ -127,7 +125,7 @@ class Device:
         self.queue.append(write)
 
 
-def replaced(patch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Device:
+def replaced(patch, capability=(9, 0)):
     """Put a simulated device of a compute capability in place of FlashInfer and CUDA."""
     found = Device()
     library = SimpleNamespace(
@@ -145,19 +143,19 @@ def replaced(patch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) ->
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(monkeypatch):
     return replaced(monkeypatch)
 
 
-def empty_cache(pages: int, heads: int = HEADS) -> KVCache:
+def empty_cache(pages, heads=HEADS):
     shape = (pages, PAGE, KV_HEADS, WIDTH)
     return KVCache([(torch.zeros(shape), torch.zeros(shape))], PAGE, heads)
 
 
 @pytest.mark.parametrize("kind", ["plan", "mixed_plan", "decode_plan"])
-def test_steps_of_a_device_that_is_behind_keep_their_plans(device: Device, kind: str) -> None:
+def test_steps_of_a_device_that_is_behind_keep_their_plans(device, kind):
     backend = FlashInferBackend(empty_cache(32))
-    fixed: Any = {
+    fixed = {
         "mixed_plan": lambda: backend.mixed_plan(2, 8),
         "decode_plan": lambda: backend.decode_plan(1),
     }.get(kind, lambda: None)()
@@ -166,7 +164,7 @@ def test_steps_of_a_device_that_is_behind_keep_their_plans(device: Device, kind:
     for count, length in steps:
         rows = Rows(np.array([0, count], np.int32), np.array([length], np.int32), [[*range(5)]])
         if fixed is None:
-            plan: Any = backend.plan(rows)
+            plan = backend.plan(rows)
         else:
             fixed.update(rows)
             plan = fixed
@@ -179,22 +177,22 @@ def test_steps_of_a_device_that_is_behind_keep_their_plans(device: Device, kind:
     assert [plan[:2] for made, plan in device.computed if made == name] == expected
 
 
-def test_libraries_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_compiled_side_by_side(monkeypatch):
     """Each waits until the other two have begun, and what they write has no sequence."""
     device, all_begun, seen = replaced(monkeypatch), Barrier(3), list[str]()
     library, cache = sys.modules["flashinfer"], empty_cache(3)
     cache.layers[0][0].fill_(2.0)
 
-    def first_use(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def compiled(*given: Any, **options: Any) -> Any:
+    def first_use(name, function):
+        def compiled(*given, **options):
             all_begun.wait(30)
             seen.append(name)
             return function(*given, **options)
 
         return compiled
 
-    def wrapper(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*given: Any, **options: Any) -> Any:
+    def wrapper(make):
+        def made(*given, **options):
             found = make(*given, **options)
             found.plan = first_use(options.get("backend", "decode"), found.plan)
             return found
@@ -211,13 +209,13 @@ def test_libraries_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("device")
-def test_the_library_finds_the_largest_of_a_tensor_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_finds_the_largest_of_a_tensor_at_once(monkeypatch):
     """Its modules call `max`, which makes a tensor of each element."""
     module = sys.modules["flashinfer.prefill"]
     exec("def longest(lengths): return max(lengths).item()", vars(module))
     FlashInferBackend(empty_cache(1))
 
-    def one_by_one(_: Tensor) -> None:
+    def one_by_one(_):
         raise AssertionError("the elements were compared one by one")
 
     monkeypatch.setattr(Tensor, "__iter__", one_by_one)
@@ -228,12 +226,12 @@ def test_the_library_finds_the_largest_of_a_tensor_at_once(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("kind", ["mixed_plan", "decode_plan"])
-def test_sequences_that_share_a_prefix_fit(kind: str) -> None:
+def test_sequences_that_share_a_prefix_fit(kind):
     """Together their tables have many more pages than the cache."""
     backend = FlashInferBackend(empty_cache(32))
     if kind == "mixed_plan":
         backend.mixed_plan(20, 32)  # whose buffers are smaller
-    plan: Any = backend.mixed_plan(20, 64) if kind == "mixed_plan" else backend.decode_plan(20)
+    plan = backend.mixed_plan(20, 64) if kind == "mixed_plan" else backend.decode_plan(20)
     shared = Rows(np.arange(21, dtype=np.int32), np.full(20, 124, np.int32), [[*range(1, 32)]] * 20)
     assert plan.max_pages >= 20 * 31
     plan.update(shared)
@@ -257,9 +255,7 @@ SEQUENCES = st.lists(
 @example([[(9, 1)], [(4, 3), (2, 1)], [(5, 1), (1, 1)]], ("crowded_plan", True, HEADS))
 @example([[(9, 1)], [(4, 3), (2, 1)], [(5, 1), (1, 1)]], ("mixed_plan", True, HEADS))
 @example([[(3, 2), (9, 1)]], ("mixed_plan", False, HEADS))
-def test_attention_is_that_of_plain_torch(
-    steps: list[list[tuple[int, int]]], kind: tuple[str, bool, int]
-) -> None:
+def test_attention_is_that_of_plain_torch(steps, kind):
     """For any mix of rows: each step's outputs, and the cache behind it."""
     with pytest.MonkeyPatch.context() as patch:
         made, hopper, heads = kind
@@ -282,7 +278,7 @@ def test_attention_is_that_of_plain_torch(
             key, value = torch.randn(2, used, KV_HEADS, WIDTH, generator=g)
             expected = reference.plan(rows).run(0, query, key, value, WIDTH**-0.5)
             if captured is None:
-                plan: Any = backend.plan(rows)
+                plan = backend.plan(rows)
                 parts = [query, key, value]
             else:
                 captured.update(rows)
@@ -295,7 +291,7 @@ def test_attention_is_that_of_plain_torch(
             torch.testing.assert_close(one[1:], two[1:])  # page 0 takes the rows that pad a step
 
 
-def test_decoding_rows_have_a_kernel_of_their_own(device: Device) -> None:
+def test_decoding_rows_have_a_kernel_of_their_own(device):
     """Three sequences of one row, then two with more; the last one of one row comes too late."""
     backend = FlashInferBackend(empty_cache(32))
     starts = np.array([0, 1, 2, 3, 9, 14, 15], np.int32)
@@ -312,17 +308,13 @@ def test_decoding_rows_have_a_kernel_of_their_own(device: Device) -> None:
     [(1, 64, 16), (1, 256, 28), (1, 512, 44), (4, 64, 8), (4, 256, 14), (7, 512, 22)],
 )
 @pytest.mark.usefixtures("device")
-def test_more_sequences_of_a_plan_need_a_larger_crowd(
-    heads: int, sequences: int, crowd: int
-) -> None:
+def test_more_sequences_of_a_plan_need_a_larger_crowd(heads, sequences, crowd):
     """With one head for each of keys and values, and with several that share it."""
     assert FlashInferBackend(empty_cache(8, heads)).crowd(sequences) == crowd
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
-def test_captured_steps_have_a_decode_kernel_where_many_rows_decode(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
-) -> None:
+def test_captured_steps_have_a_decode_kernel_where_many_rows_decode(monkeypatch, capability):
     device, hopper = replaced(monkeypatch, capability), capability == (9, 0)
     backend = FlashInferBackend(empty_cache(32, KV_HEADS))
     assert (backend.crowd(4) is not None) == hopper

@@ -6,7 +6,7 @@ import torch
 from valora_serve.model.attention.base import ALIGNED, send_together
 
 
-def test_arrays_keep_their_values_shapes_and_places() -> None:
+def test_arrays_keep_their_values_shapes_and_places():
     parts = [
         np.arange(10).reshape(2, 5),
         np.zeros(0, np.int64),

@@ -1,8 +1,5 @@
 """The Triton backend against dense attention in fp64, on the CPU in Triton's interpreter."""
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -25,11 +22,11 @@ pytestmark = [
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 
 Shares = list[tuple[int, int]]
-DECODES: Shares = [(0, 1), (64, 1), (65, 1), (150, 1)]
-MIXED: Shares = [(70, 1), (0, 75), (61, 7), (0, 1)]
+DECODES = [(0, 1), (64, 1), (65, 1), (150, 1)]
+MIXED = [(70, 1), (0, 75), (61, 7), (0, 1)]
 
 
-def check(found: torch.Tensor, case: Case, layer: int = 0, scale: float = 0.3) -> None:
+def check(found, case, layer=0, scale=0.3):
     expected = case.expected(layer, scale)
     tolerance = TOLERANCE[found.dtype]
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
@@ -47,9 +44,7 @@ def check(found: torch.Tensor, case: Case, layer: int = 0, scale: float = 0.3) -
         (DECODES, 256, (2, 1), 16, torch.float32),
     ],
 )
-def test_against_the_formula(
-    shares: Shares, width: int, heads: tuple[int, int], block_size: int, dtype: torch.dtype
-) -> None:
+def test_against_the_formula(shares, width, heads, block_size, dtype):
     case = Case(
         shares, heads=heads, block_size=block_size, width=width, dtype=dtype, seed=width, spare=2
     )
@@ -57,18 +52,16 @@ def test_against_the_formula(
 
 
 @pytest.mark.parametrize("splits", [2, 8])
-def test_sequences_are_split(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_are_split(splits, monkeypatch):
     """Shorter ones than splits, and those that end at the border of one, too."""
     monkeypatch.setattr(Tiling, "splits", lambda _, sequences: splits)
     case = Case(
-        [(0, 1), (63, 1), (64, 1), (65, 1), (129, 1), (320, 1)],
-        heads=(4, 2),
-        block_size=16,
+        [(0, 1), (63, 1), (64, 1), (65, 1), (129, 1), (320, 1)], heads=(4, 2), block_size=16
     )
     check(case.run("triton", 0, 0.3), case)
 
 
-def test_splits_fill_the_processors() -> None:
+def test_splits_fill_the_processors():
     case = Case([(3, 1)], heads=(8, 4))
     tiling = Tiling(case.cache)
     tiling._processors = 132
@@ -76,9 +69,7 @@ def test_splits_fill_the_processors() -> None:
     assert found == {1: 32, 2: 32, 4: 32, 8: 16, 32: 4, 33: 2, 66: 1, 67: 1, 512: 1}
 
 
-def follow(
-    plan: str, steps: Sequence[Shares], heads: tuple[int, int], *sizes: int, rows: int
-) -> None:
+def follow(plan, steps, heads, *sizes, rows):
     """Run steps through one plan in fixed buffers, on one cache."""
     first = Case(max(steps, key=lambda shares: sum(map(sum, shares))), heads=heads)
     fixed = getattr(TritonBackend(first.cache), plan)(*sizes)
@@ -99,19 +90,19 @@ def follow(
         assert {tuple(place) for place in held} == written  # what pads a step writes nothing
 
 
-def test_steps_of_decoding_rows_in_fixed_buffers() -> None:
-    steps: list[Shares] = [[(9, 1), (0, 1), (70, 1)], [(200, 1), (3, 1), (4, 1)], [(0, 1)] * 3]
+def test_steps_of_decoding_rows_in_fixed_buffers():
+    steps = [[(9, 1), (0, 1), (70, 1)], [(200, 1), (3, 1), (4, 1)], [(0, 1)] * 3]
     follow("decode_plan", steps, (4, 2), 3, rows=3)
 
 
-def test_mixed_steps_in_fixed_buffers() -> None:
-    steps: list[Shares] = [
+def test_mixed_steps_in_fixed_buffers():
+    steps = [
         [(9, 1), (0, 40)], [(0, 1)], [(30, 30), (3, 1), (0, 2), (64, 9)], [(0, 48)], [(5, 1)] * 4,
     ]  # fmt: skip
     follow("mixed_plan", steps, (6, 2), 4, 48, rows=48)
 
 
-def test_steps_that_do_not_fit() -> None:
+def test_steps_that_do_not_fit():
     case = Case([(0, 3), (4, 2)])
     backend = make_backend("triton", case.cache)
     for sequences, rows in ((1, 8), (2, 4)):
@@ -127,7 +118,7 @@ def test_steps_that_do_not_fit() -> None:
         plan.update(long)
 
 
-def test_an_engine_answers_alike(random_llava: Path) -> None:
+def test_an_engine_answers_alike(random_llava):
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
     asked = [Request(str(n), text="Where is it? " * n, sampling=sampling) for n in (1, 2, 3)]
     answers = []
@@ -140,7 +131,7 @@ def test_an_engine_answers_alike(random_llava: Path) -> None:
     assert all(map(len, answers[0].values()))
 
 
-def test_neither_gpu_nor_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_gpu_nor_interpreter(monkeypatch):
     from triton import knobs
 
     monkeypatch.setattr(knobs.runtime, "interpret", False)

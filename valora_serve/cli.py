@@ -110,7 +110,7 @@ def serve(
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.listen import bind, check_certificate
     from valora_serve.server.loading.served_set import check_state
-    from valora_serve.server.loading.state_lock import own_state
+    from valora_serve.server.loading.state_file import own_state
     from valora_serve.server.resolving.cache import lock_folder
     from valora_serve.server.resolving.registry import make_resolvers
     from valora_serve.server.telemetry import logs
@@ -118,7 +118,7 @@ def serve(
     began = time.monotonic()
     logs.set_up(settings.log_level, settings.log_format)
     # Wrong settings are reported before models are loaded.
-    keys = KeyRing.from_settings(settings)
+    keys = KeyRing(settings)
     if engine_settings.share_by == "key":
         for name in sorted(engine_settings.shares.keys() - keys.names):  # it may be added later
             logs.LOG.warning("shares: there is no key %s, so its share goes to nobody", name)

@@ -107,7 +107,7 @@ def create_app(
         served=served,
         on_request=on_request,
         guard=Guard(
-            KeyRing.from_settings(settings),
+            KeyRing(settings),
             RateLimiter(settings.rate, settings.burst),
             Sites(settings.host, settings.allowed_hosts, settings.allowed_origins),
         ),

@@ -93,9 +93,6 @@ class Grammars:
 
     One thread compiles, so that grammars that are slow to compile leave the other cores to the
     engine. Clients take turns at it, and each keeps its share of the cache.
-
-    Args:
-        engine: Engine whose tokenizer is used.
     """
 
     def __init__(self, engine: EngineClient) -> None:
@@ -247,11 +244,7 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """A grammar's constraint on the tokens of one answer, as `valora_serve.types.Constraint`.
-
-    Attributes:
-        grammar: The grammar, from which another process makes the same constraint.
-    """
+    """A grammar's constraint on the tokens of one answer, as `valora_serve.types.Constraint`."""
 
     def __init__(self, known: _Known, grammar: Grammar) -> None:
         self.grammar = grammar

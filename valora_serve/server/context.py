@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerContext:
-    """Parts of a running server, as endpoints use them.
-
-    Attributes:
-        on_request: Loads adapters that requests name; None if requests load nothing.
-        started: When the server started, in seconds of `time.monotonic`.
-    """
+    """Parts of a running server, as endpoints use them."""
 
     settings: ServerSettings
     service: Service
@@ -32,7 +27,7 @@ class ServerContext:
     grammars: Grammars
     metrics: Metrics
     served: ServedSet
-    on_request: OnRequest | None
+    on_request: OnRequest | None  # None if requests load nothing
     guard: Guard
     bodies: Bodies
-    started: float
+    started: float  # by `time.monotonic`

@@ -8,7 +8,7 @@ import dataclasses
 import time
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from valora_serve.errors import (
     CancelledRequestError,
@@ -21,13 +21,21 @@ from valora_serve.server.gather import gathered
 from valora_serve.types import Finish
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Coroutine,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from valora_serve.server.access.admission import Admission
     from valora_serve.server.telemetry.metrics import Metrics
     from valora_serve.server.telemetry.spans import Tracer
     from valora_serve.types import EngineClient, Output, Request, ServedModel, Times
 
+T = TypeVar("T")
 AT_ONCE = 128
 """Most requests of one HTTP request that the engine has at a time: a thousand that are begun, or
 end, together hold up the event loop for a third of a second."""
@@ -53,6 +61,7 @@ class Service:
         self._tracer = tracer
         self._share_by, self._cache_sharing = share_by, cache_sharing
         self._models: dict[str, ServedModel] = {}
+        self._changes: set[asyncio.Task[Any]] = set()
         self._hidden: set[str] = set()
         self.refresh()
 
@@ -61,6 +70,20 @@ class Service:
         listed = {model.name: without_folder(model) for model in self.engine.models()}
         found = {model.name: model for model in listed.values()} | listed
         self._models = {name: found[name] for name in found if name not in self._hidden}
+
+    async def changed(self, change: Coroutine[Any, Any, T]) -> T:
+        """Make a change of what is served to its end, also if its client leaves meanwhile."""
+
+        async def made() -> T:
+            try:
+                return await change
+            finally:
+                self.refresh()
+
+        task = asyncio.create_task(made())
+        self._changes.add(task)  # the event loop itself holds tasks weakly
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
 
     def hide(self, name: str) -> None:
         """Let no request name a model that is about to be unloaded, until `show`."""

@@ -70,12 +70,8 @@ class Admission:
     less than its share of the queue is admitted to a full one, which may then be twice as long, and
     what others have sent beyond their shares is not counted before its requests.
 
-    Args:
-        most: Number of requests that may wait.
-        deadline_admission: Refuse requests whose predicted latency exceeds their deadline.
-        deadline: Default deadline in seconds from arrival; 0 for no limit.
-        deadlines: Deadline in seconds by domain; overrides `deadline`.
-        shares: Share of each client, 1 for those that it does not name; None if none are kept.
+    `deadlines` are those of domains, in seconds from arrival, which override `deadline` (0 for
+    none). `shares` are those of clients, 1 for whom they do not name; None if none are kept.
     """
 
     def __init__(

@@ -83,20 +83,20 @@ def read_keys(path: Path) -> list[Key]:
 
 
 class KeyRing:
-    """API keys that the server accepts; without any, everybody has access."""
+    """API keys that the server accepts; without any, everybody has access.
 
-    def __init__(self, keys: list[Key]) -> None:
-        self._keys = keys
+    The file of `keys_file` may change while the server runs. One that cannot be read, or holds no
+    key, changes nothing: a server with keys never becomes one without, and a half-written file
+    locks nobody out.
+    """
 
-    @classmethod
-    def from_settings(cls, settings: ServerSettings) -> KeyRing:
-        """Keys of the settings: those of `keys_file`, which is watched, and `api_key`."""
-        fixed = []
+    def __init__(self, settings: ServerSettings) -> None:
+        self._path = None if settings.keys_file is None else Path(settings.keys_file)
+        self._fixed = []
         if settings.api_key:
-            fixed.append(Key("api_key", "admin", hashed(settings.api_key)))
-        if settings.keys_file is None:
-            return cls(fixed)
-        return WatchedKeyRing(Path(settings.keys_file), fixed)
+            self._fixed.append(Key("api_key", "admin", hashed(settings.api_key)))
+        self._looked, self._version = time.monotonic(), self._version_now()
+        self._keys = self._read()
 
     @property
     def names(self) -> set[str]:
@@ -113,7 +113,47 @@ class KeyRing:
         return bool(self._keys)
 
     def update(self) -> None:
-        """Take over keys that were added or removed; a ring without a file has none."""
+        """Read the file again if it has changed; looked at once in `LOOK_SECONDS`."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        version = self._version_now()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            keys = self._read()
+        except SettingsError as error:
+            logs.LOG.error("API keys stay as they were: %s", error)
+            return
+        added = {key.name for key in keys} - {key.name for key in self._keys}
+        removed = {key.name for key in self._keys} - {key.name for key in keys}
+        logs.LOG.info(
+            "API keys read again: %d (new: %s; removed: %s)", len(keys),
+            ", ".join(sorted(added)) or "none", ", ".join(sorted(removed)) or "none",
+        )  # fmt: skip
+        self._keys = keys
+
+    def _read(self) -> list[Key]:
+        if self._path is None:
+            return self._fixed
+        keys = [*read_keys(self._path), *self._fixed]
+        if not keys:
+            raise SettingsError(
+                f"keys file {self._path} holds no key: make one with `valora-serve key NAME`"
+            )
+        return keys
+
+    def _version_now(self) -> tuple[int, int, int] | None:
+        """What changes with the file's content; None if it cannot be looked at."""
+        if self._path is None:
+            return None
+        try:
+            facts = self._path.stat()
+        except OSError:
+            return None
+        return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
     def check(self, authorization: str | None, *, admin: bool = False) -> Key | None:
         """Find the key of an Authorization header.
@@ -138,57 +178,3 @@ class KeyRing:
         if admin and found.role != "admin":
             raise ForbiddenError(f"Key {found.name} may not do this: it takes an admin key")
         return found
-
-
-class WatchedKeyRing(KeyRing):
-    """Keys of a file, which may change while the server runs.
-
-    A file that cannot be read, or holds no key, changes nothing: a server with keys never becomes
-    one without, and a half-written file locks nobody out.
-    """
-
-    def __init__(self, path: Path, fixed: list[Key]) -> None:
-        self._path, self._fixed = path, fixed
-        self._looked = time.monotonic()
-        self._version = _version(path)
-        super().__init__(self._read())
-
-    def update(self) -> None:
-        """Read the file again if it has changed; looked at once in `LOOK_SECONDS`."""
-        now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
-            return
-        self._looked = now
-        version = _version(self._path)
-        if version == self._version:
-            return
-        self._version = version
-        try:
-            keys = self._read()
-        except SettingsError as error:
-            logs.LOG.error("API keys stay as they were: %s", error)
-            return
-        added = {key.name for key in keys} - {key.name for key in self._keys}
-        removed = {key.name for key in self._keys} - {key.name for key in keys}
-        logs.LOG.info(
-            "API keys read again: %d (new: %s; removed: %s)", len(keys),
-            ", ".join(sorted(added)) or "none", ", ".join(sorted(removed)) or "none",
-        )  # fmt: skip
-        self._keys = keys
-
-    def _read(self) -> list[Key]:
-        keys = [*read_keys(self._path), *self._fixed]
-        if not keys:
-            raise SettingsError(
-                f"keys file {self._path} holds no key: make one with `valora-serve key NAME`"
-            )
-        return keys
-
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    """What changes with a file's content; None if it cannot be looked at."""
-    try:
-        facts = path.stat()
-    except OSError:
-        return None
-    return facts.st_ino, facts.st_size, facts.st_mtime_ns

@@ -14,18 +14,7 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import RequestError
-from valora_serve.server.api.common import (
-    EventStream,
-    answer,
-    chat_logprobs,
-    error_answers,
-    filled,
-    finish_reason,
-    items_json,
-    joined,
-    usage,
-    valora_block,
-)
+from valora_serve.server.api import common
 from valora_serve.server.api.domain_prompt import as_measured, check_measured_media
 from valora_serve.server.api.requests import (
     Arrival,
@@ -55,14 +44,14 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post(
         "/v1/chat/completions",
         response_model=ChatAnswer,
-        responses=error_answers(event_stream=True),
+        responses=common.error_answers(event_stream=True),
         summary="Answer a conversation with text, or with a domain's head",
     )
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         chat = await begin(context, request, body)
         if body.stream:
-            return EventStream(chat.events())
-        return answer(await until_disconnect(request.receive, chat.json()))
+            return common.EventStream(chat.events())
+        return common.answer(await until_disconnect(request.receive, chat.json()))
 
     return routes
 
@@ -148,21 +137,23 @@ class Chat:
             async for number, output in outputs:
                 texts[number] += self._text(output)
                 if output.logprobs:
-                    logprobs[number].append(items_json(chat_logprobs(output.logprobs)))
+                    logprobs[number].append(
+                        common.items_json(common.chat_logprobs(output.logprobs))
+                    )
                 if output.finish is not None:
                     lasts[number] = output
         order, choices = sorted(lasts), []
         for n in order:
             message = AnswerReader(self.tools).message(texts[n])
-            reason = finish_reason(lasts[n], call=bool(message.tool_calls))
+            reason = common.finish_reason(lasts[n], call=bool(message.tool_calls))
             choices.append(ChatChoice(index=n, message=message, finish_reason=reason))
         body = ChatAnswer(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=choices,
-            usage=usage(lasts[n] for n in order),
-            valora=valora_block(self.arrival.model, lasts[0], self.sizes, self.warnings),
+            usage=common.usage(lasts[n] for n in order),
+            valora=common.valora_block(self.arrival.model, lasts[0], self.sizes, self.warnings),
         ).model_dump_json()
         if not self.body.logprobs:
             return body.encode()
@@ -170,7 +161,7 @@ class Chat:
         def made() -> bytes:
             found = (",".join(logprobs[n]) for n in order)
             contents = [f'"logprobs":{{"content":[{one}],"refusal":null}}' for one in found]
-            return filled(body, '"logprobs":null', contents).encode()
+            return common.filled(body, '"logprobs":null', contents).encode()
 
         return await asyncio.to_thread(made)
 
@@ -190,12 +181,14 @@ class Chat:
                 if output.finish is not None:
                     lasts[number] = output
                     event = self._event(number, {})
-                    reason = finish_reason(output, call=reader.calls > 0)
+                    reason = common.finish_reason(output, call=reader.calls > 0)
                     event["choices"][0]["finish_reason"] = reason
-                    block = valora_block(self.arrival.model, output, self.sizes, self.warnings)
+                    block = common.valora_block(
+                        self.arrival.model, output, self.sizes, self.warnings
+                    )
                     yield event | {"valora": block.model_dump(exclude_none=True)}
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            used = usage(lasts[number] for number in sorted(lasts))
+            used = common.usage(lasts[number] for number in sorted(lasts))
             yield self._event(0, {}) | {"choices": [], "usage": used.model_dump()}
 
     def _text(self, output: Output) -> str:
@@ -206,7 +199,7 @@ class Chat:
         if self.groups > 1:
             lasts = [outputs[-1] for outputs in await self.arrival.ask_all(self.requests)]
             for number, start in enumerate(range(0, len(lasts), self.groups)):
-                yield number, joined(lasts[start : start + self.groups])
+                yield number, common.joined(lasts[start : start + self.groups])
             return
         asking = self.arrival.outputs(self.requests, stream=stream)
         async with contextlib.aclosing(asking) as outputs:
@@ -218,7 +211,7 @@ class Chat:
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": number, "delta": delta, "finish_reason": None}
         if output is not None and output.logprobs:
-            choice["logprobs"] = {"content": chat_logprobs(output.logprobs)}
+            choice["logprobs"] = {"content": common.chat_logprobs(output.logprobs)}
         return {
             "id": self.id, "object": "chat.completion.chunk", "created": self.created,
             "model": self.model, "choices": [choice],

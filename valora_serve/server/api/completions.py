@@ -16,20 +16,7 @@ from starlette.responses import Response
 from valora_serve import types
 from valora_serve.errors import RequestError
 from valora_serve.server.access.rules import Access, allow
-from valora_serve.server.api.common import (
-    AT_ONCE,
-    EventJson,
-    EventStream,
-    answer,
-    error_answers,
-    event_json,
-    filled,
-    finish_reason,
-    items_json,
-    json_logprob,
-    usage,
-    valora_block,
-)
+from valora_serve.server.api import common
 from valora_serve.server.api.domain_prompt import completion_warnings
 from valora_serve.server.api.requests import (
     Arrival,
@@ -63,15 +50,15 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post(
         "/v1/completions",
         response_model=CompletionAnswer,
-        responses=error_answers(event_stream=True),
+        responses=common.error_answers(event_stream=True),
         summary="Complete a text",
     )
     @allow(Access.KEYED, max_body_bytes=most_bytes)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         completion = await _begin(context, request, body)
         if body.stream:
-            return EventStream(completion.events())
-        return answer(await until_disconnect(request.receive, completion.json()))
+            return common.EventStream(completion.events())
+        return common.answer(await until_disconnect(request.receive, completion.json()))
 
     return routes
 
@@ -152,11 +139,11 @@ class _Completion:
             return body.encode()
 
         def made() -> bytes:
-            return filled(body, _PLACE, [whole[n].logprobs_json() for n in order]).encode()
+            return common.filled(body, _PLACE, [whole[n].logprobs_json() for n in order]).encode()
 
         return await asyncio.to_thread(made)
 
-    async def events(self) -> AsyncGenerator[dict[str, Any] | EventJson, None]:
+    async def events(self) -> AsyncGenerator[dict[str, Any] | common.EventJson, None]:
         """The answer as chunks of OpenAI's API."""
         lasts: dict[int, Output] = {}
         base = {"id": self.id, "object": "text_completion", "created": self.created,
@@ -174,7 +161,7 @@ class _Completion:
                     event["valora"] = self._block(output).model_dump(exclude_none=True)
                 if self.body.logprobs is None:
                     yield event
-                elif len(part.logprobs["tokens"]) > AT_ONCE:
+                elif len(part.logprobs["tokens"]) > common.AT_ONCE:
                     yield await asyncio.to_thread(_filled, event, part)
                 else:
                     yield _filled(event, part)
@@ -206,23 +193,25 @@ class _Completion:
         part.start = len(part.text)
 
     def _finish_reason(self, last: Output) -> str:
-        return "length" if self.body.max_tokens == 0 else finish_reason(last)
+        return "length" if self.body.max_tokens == 0 else common.finish_reason(last)
 
     def _block(self, last: Output) -> ValoraAnswer:
-        return valora_block(self.arrival.model, last, (), completion_warnings(self.arrival.model))
+        return common.valora_block(
+            self.arrival.model, last, (), completion_warnings(self.arrival.model)
+        )
 
     def _used(self, lasts: Sequence[Output]) -> UsageAnswer:
         """Token counts of the response; a token that is left out does not count."""
-        used = usage(lasts, self.prompts)
+        used = common.usage(lasts, self.prompts)
         if self.body.max_tokens != 0:
             return used
         return used.model_copy(update={"completion_tokens": 0, "total_tokens": used.prompt_tokens})
 
 
-def _filled(event: dict[str, Any], part: _Part) -> EventJson:
+def _filled(event: dict[str, Any], part: _Part) -> common.EventJson:
     """An event with log probabilities."""
-    made = event_json(event)
-    return made._replace(text=filled(made.text, _PLACE, [part.logprobs_json()]))
+    made = common.event_json(event)
+    return made._replace(text=common.filled(made.text, _PLACE, [part.logprobs_json()]))
 
 
 class _Part:
@@ -237,7 +226,7 @@ class _Part:
 
     def logprobs_json(self) -> str:
         """The log probabilities as JSON, with their name in an answer."""
-        fields = (f'"{name}":[{items_json(items)}]' for name, items in self.logprobs.items())
+        fields = (f'"{name}":[{common.items_json(items)}]' for name, items in self.logprobs.items())
         return f'"logprobs":{{{",".join(fields)}}}'
 
     def append(self, part: _Part) -> None:
@@ -252,14 +241,14 @@ class _Part:
         for item in output.logprobs:
             top = _by_text((top.text, top.logprob) for top in item.top)
             chosen, at = item.chosen, self.start + item.offset
-            self._token(chosen.text, json_logprob(chosen.logprob), top, at)
+            self._token(chosen.text, common.json_logprob(chosen.logprob), top, at)
 
     async def add_prompt(self, prompt: PromptLogprobs, tokenizer: Any) -> None:
         """Add the tokens of a prompt; nothing precedes the first one, whose entries are None."""
         ids = np.unique(np.concatenate([prompt.ids, prompt.top_ids.ravel()])).tolist()
         texts: dict[int, tuple[str, bytes | None]] = {}
-        for start in range(0, len(ids), AT_ONCE):
-            some = ids[start : start + AT_ONCE]
+        for start in range(0, len(ids), common.AT_ONCE):
+            some = ids[start : start + common.AT_ONCE]
             texts |= {token: text_and_bytes(tokenizer, token) for token in some}
             await asyncio.sleep(0)
         told, others, values = (
@@ -268,12 +257,12 @@ class _Part:
         )
         decoder, at = getincrementaldecoder("utf-8")("replace"), 0
         for number, token in enumerate(prompt.ids.tolist()):
-            if number % AT_ONCE == 0:
+            if number % common.AT_ONCE == 0:
                 await asyncio.sleep(0)
             text, raw = texts[token]
             if number:
                 likely = zip((texts[one][0] for one in others[number]), values[number], strict=True)
-                self._token(text, json_logprob(told[number]), _by_text(likely), at)
+                self._token(text, common.json_logprob(told[number]), _by_text(likely), at)
             else:
                 self._token(text, None, None, at)
             # The text has neither a token of its beginning nor the space that words begin with.
@@ -292,5 +281,5 @@ def _by_text(found: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Log probabilities by text; of tokens with the same text the first, likeliest one counts."""
     top: dict[str, float] = {}
     for text, logprob in found:
-        top.setdefault(text, json_logprob(logprob))
+        top.setdefault(text, common.json_logprob(logprob))
     return top

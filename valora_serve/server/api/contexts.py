@@ -11,7 +11,6 @@ from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.requests import check_text
 from valora_serve.server.api.schema import Body, Done, ResponseBody, Text
-from valora_serve.server.loading.changes import Changes
 from valora_serve.server.service import last_part
 from valora_serve.types import NewContext
 
@@ -88,7 +87,6 @@ def router(context: ServerContext) -> APIRouter:
     if not context.settings.allow_runtime_loading:
         disabled = "This server makes nothing at run time: start it with --allow-runtime-loading"
     admin = allow(Access.ADMIN, disabled=disabled)
-    changes = Changes(context.service)
 
     @routes.get("/v1/contexts", summary="List the contexts that a request can name")
     async def contexts() -> ContextList:
@@ -99,14 +97,16 @@ def router(context: ServerContext) -> APIRouter:
     async def make(body: ContextRequest) -> ContextCard:
         check_text(len(body.document), context)
         wanted = NewContext(**body.model_dump(exclude={"replace"}))
-        return card(await changes.whole(served.make_context(wanted, replace=body.replace)))
+        return card(
+            await context.service.changed(served.make_context(wanted, replace=body.replace))
+        )
 
     @routes.delete("/v1/contexts/{name}", summary="Delete a context that was made at run time")
     @admin
     async def delete(
         name: Annotated[str, Path(description="name of a context", max_length=256)],
     ) -> Done:
-        await changes.whole(served.forget_context(name))
+        await context.service.changed(served.forget_context(name))
         return Done(message=f"context {name} is no longer served")
 
     return routes

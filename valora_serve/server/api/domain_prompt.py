@@ -33,13 +33,9 @@ _SYSTEM = ("system", "developer")
 def as_measured(
     model: ServedModel, messages: Sequence[Message], *, head: bool, told: bool = False
 ) -> Asked:
-    """Return the conversation that a model is asked, and what of it was not measured or left out.
+    """Return what a model is asked, and what of it was not measured or left out.
 
-    Args:
-        model: The model.
-        messages: The request's conversation.
-        head: Whether the model's head answers.
-        told: Whether an instruction is added to the system prompt.
+    `told`: an instruction is added to the system prompt.
     """
     if model.kind != "domain":
         return list(messages), []

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.schema import Body, Done, ResponseBody
-from valora_serve.server.loading.changes import Changes
 from valora_serve.server.service import last_part, without_folder
 from valora_serve.server.telemetry.adapter_states import adapter_states
 
@@ -129,7 +128,7 @@ def router(context: ServerContext) -> APIRouter:
     if not context.settings.allow_runtime_loading:
         disabled = "This server loads nothing at run time: start it with --allow-runtime-loading"
     admin = allow(Access.ADMIN, max_body_bytes=MAX_BODY_BYTES, disabled=disabled)
-    whole = Changes(context.service).whole
+    whole = context.service.changed
 
     def cards_of(models: Sequence[ServedModel]) -> list[ModelCard]:
         stats = engine.stats()

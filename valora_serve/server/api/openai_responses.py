@@ -10,35 +10,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from valora_serve.errors import RequestError
+from valora_serve.server.api import common, schema
 from valora_serve.server.api.chat import begin
-from valora_serve.server.api.common import (
-    EventJson,
-    EventStream,
-    answer,
-    error_answers,
-    event_json,
-    filled,
-    items_json,
-)
-from valora_serve.server.api.schema import (
-    ChatRequest,
-    ImagePart,
-    JsonSchema,
-    Message,
-    RefusalPart,
-    ResponseAnswer,
-    ResponseFormat,
-    ResponseInputCall,
-    ResponseInputImage,
-    ResponseInputItem,
-    ResponseInputMessage,
-    ResponseInputResult,
-    ResponseInputText,
-    ResponsesRequest,
-    StreamOptions,
-    TextPart,
-    ToolCall,
-)
 from valora_serve.server.api.tools import refuse
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
@@ -47,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 
     from valora_serve.server.api.chat import Chat
-    from valora_serve.server.api.schema import ContentPart
     from valora_serve.server.context import ServerContext
 
 LOGPROBS = "message.output_text.logprobs"
@@ -64,45 +36,51 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.post(
         "/v1/responses",
-        response_model=ResponseAnswer,
-        responses=error_answers(event_stream=True),
+        response_model=schema.ResponseAnswer,
+        responses=common.error_answers(event_stream=True),
         summary="Answer a conversation, in the form of OpenAI's Responses API",
     )
-    async def responses(request: Request, body: ResponsesRequest) -> Response:
+    async def responses(request: Request, body: schema.ResponsesRequest) -> Response:
         chat = await begin(context, request, _as_chat(body))
         made = _Responses(chat, body)
         if body.stream:
-            return EventStream(made.events())
-        return answer(await until_disconnect(request.receive, made.json()))
+            return common.EventStream(made.events())
+        return common.answer(await until_disconnect(request.receive, made.json()))
 
     return routes
 
 
-def _as_chat(body: ResponsesRequest) -> ChatRequest:
+def _as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
     """The same request as a chat request."""
     refuse(body)
     others = [one for one in body.include or () if one != LOGPROBS and one not in _EMPTY]
     if others:
         raise RequestError(f"include holds {others[0][:50]!a}: only {LOGPROBS} is served")
-    messages: list[Message] = []
+    messages: list[schema.Message] = []
     if body.instructions is not None:
-        messages.append(Message(role="system", content=body.instructions))
+        messages.append(schema.Message(role="system", content=body.instructions))
     if isinstance(body.input, str):
-        messages.append(Message(role="user", content=body.input))
+        messages.append(schema.Message(role="user", content=body.input))
     else:
         for number, item in enumerate(body.input):
-            if isinstance(item, ResponseInputCall):
-                if not messages or messages[-1].tool_calls is None:
-                    messages.append(Message(role="assistant", tool_calls=[]))
-                calls = messages[-1].tool_calls
-                assert calls is not None
-                calls.append(ToolCall(function=item))
-            elif not isinstance(item, ResponseInputItem) or item.type != "reasoning":
-                messages.append(_message(item, number))
+            if isinstance(item, schema.Message):
+                messages.append(item)
+            elif isinstance(item, schema.ResponseInputResult):
+                messages.append(schema.Message(role="tool", content=item.output))
+            elif isinstance(item, schema.ResponseInputCall):  # of the assistant's message before it
+                if not messages or messages[-1].role != "assistant":
+                    messages.append(schema.Message(role="assistant"))
+                calls = [*(messages[-1].tool_calls or ()), schema.ToolCall(function=item)]
+                messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
+            elif item.type != "reasoning":
+                raise RequestError(
+                    f"input.{number} is of type {item.type[:50]!a}: only messages, function calls "
+                    "and their outputs are served"
+                )
     if not messages:
         raise RequestError("input holds only reasoning: send a message")
     logprobs = LOGPROBS in (body.include or ())
-    return ChatRequest(
+    return schema.ChatRequest(
         model=body.model,
         cache_salt=body.cache_salt,
         messages=messages,
@@ -111,7 +89,7 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         top_p=body.top_p,
         response_format=_format(body),
         stream=True,
-        stream_options=StreamOptions(include_usage=True),
+        stream_options=schema.StreamOptions(include_usage=True),
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,
         tools=body.tools,
@@ -121,60 +99,22 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
     )
 
 
-def _format(body: ResponsesRequest) -> ResponseFormat | None:
+def _format(body: schema.ResponsesRequest) -> schema.ResponseFormat | None:
     form = None if body.text is None else body.text.format
     if form is None:
         return None
     if form.type != "json_schema":
-        return ResponseFormat(type=form.type)
+        return schema.ResponseFormat(type=form.type)
     if form.schema_ is None:
         raise RequestError("text.format is json_schema, but holds no schema: put schema")
-    wanted = JsonSchema(schema=form.schema_, strict=form.strict)
-    return ResponseFormat(type="json_schema", json_schema=wanted)
-
-
-def _message(
-    item: ResponseInputMessage | ResponseInputResult | ResponseInputItem, number: int
-) -> Message:
-    if isinstance(item, ResponseInputItem):
-        raise RequestError(
-            f"input.{number} is of type {item.type[:50]!a}: only messages, function calls and "
-            "their outputs are served"
-        )
-    if isinstance(item, ResponseInputResult):
-        return Message(role="tool", content=_content(item.output, number))
-    # Calls that follow an assistant's message belong to it.
-    calls: list[ToolCall] | None = [] if item.role == "assistant" else None
-    return Message(role=item.role, content=_content(item.content, number), tool_calls=calls)
-
-
-def _content(content: str | list[Any], number: int) -> str | list[ContentPart]:
-    if isinstance(content, str):
-        return content
-    parts: list[ContentPart] = []
-    for part in content:
-        if isinstance(part, ResponseInputText):
-            parts.append(TextPart(type="text", text=part.text))
-        elif isinstance(part, RefusalPart):
-            parts.append(part)
-        elif isinstance(part, ResponseInputImage) and part.image_url:
-            parts.append(ImagePart(type="image_url", image_url=part.image_url))
-        elif isinstance(part, ResponseInputImage):
-            raise RequestError(
-                f"input.{number} has an image without image_url: send one, as no files are kept"
-            )
-        else:
-            raise RequestError(
-                f"input.{number} has a part of type {part.type}, which the model cannot read: "
-                "send input_text or input_image"
-            )
-    return parts
+    wanted = schema.JsonSchema(schema=form.schema_, strict=form.strict)
+    return schema.ResponseFormat(type="json_schema", json_schema=wanted)
 
 
 class _Responses:
     """Response to one request, complete or streamed."""
 
-    def __init__(self, chat: Chat, body: ResponsesRequest) -> None:
+    def __init__(self, chat: Chat, body: schema.ResponsesRequest) -> None:
         self._chat = chat
         self._body = body
         self._id = f"resp_{new_id()}"
@@ -188,7 +128,7 @@ class _Responses:
         # The last event holds the response, after its own type and number.
         return last.text[last.text.index('"response":{') + len('"response":') : -1].encode()
 
-    async def events(self, *, stream: bool = True) -> AsyncGenerator[EventJson, None]:
+    async def events(self, *, stream: bool = True) -> AsyncGenerator[common.EventJson, None]:
         """The answer as events of OpenAI's API."""
         output, finish = _Output(), "stop"
         usage = block = None
@@ -270,19 +210,19 @@ class _Output:
         self._logprobs: list[str] = []  # of the text, as JSON
         self._unsent: list[Any] = []  # those of tokens that are no text yet
 
-    def event(self, kind: str, **fields: Any) -> EventJson:
+    def event(self, kind: str, **fields: Any) -> common.EventJson:
         """The next event."""
         self._number += 1
-        return event_json(
+        return common.event_json(
             {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
         )
 
-    def full(self, kind: str, **fields: Any) -> EventJson:
+    def full(self, kind: str, **fields: Any) -> common.EventJson:
         """The next event, which holds the whole text, with its log probabilities."""
         made = self.event(kind, **fields)
         return made._replace(text=_filled(made.text, self._logprobs))
 
-    def push(self, choice: dict[str, Any]) -> Iterator[EventJson]:
+    def push(self, choice: dict[str, Any]) -> Iterator[common.EventJson]:
         """Events of the next part of an answer, a choice of a chunk of the chat endpoint."""
         delta = choice["delta"]
         self._unsent += (choice.get("logprobs") or {}).get("content") or []
@@ -298,7 +238,7 @@ class _Output:
             else:
                 yield self._more(call["function"]["arguments"])
 
-    def begun(self, item: dict[str, Any]) -> Iterator[EventJson]:
+    def begun(self, item: dict[str, Any]) -> Iterator[common.EventJson]:
         """Events that begin an item."""
         self.items.append(item)
         self._pieces.clear()
@@ -308,7 +248,7 @@ class _Output:
         if text:
             yield self.event("content_part.added", **self._place(), part=_part(""))
 
-    def ended(self, status: str) -> Iterator[EventJson]:
+    def ended(self, status: str) -> Iterator[common.EventJson]:
         """Events that end the last item, if there is one."""
         if not self.items:
             return
@@ -328,13 +268,13 @@ class _Output:
         yield self.full("content_part.done", **place, part=_part(text))
         yield self.full("output_item.done", **done)
 
-    def _more(self, delta: str) -> EventJson:
+    def _more(self, delta: str) -> common.EventJson:
         self._pieces.append(delta)
         new, self._unsent = self._unsent, []
         if "arguments" in self.items[-1]:
             return self.event("function_call_arguments.delta", **self._place(), delta=delta)
         if new:
-            self._logprobs.append(items_json(new))
+            self._logprobs.append(common.items_json(new))
         return self.event("output_text.delta", **self._place(), delta=delta, logprobs=new)
 
     def _place(self) -> dict[str, Any]:
@@ -360,7 +300,7 @@ def _call(identity: str, name: str, arguments: str) -> dict[str, Any]:
 def _filled(body: str, logprobs: Sequence[str]) -> str:
     """JSON of an answer or event with the log probabilities of its text, if it has one."""
     found = [f'"logprobs":[{",".join(logprobs)}]'] if logprobs else []
-    return filled(body, '"logprobs":[]', found)
+    return common.filled(body, '"logprobs":[]', found)
 
 
 def _part(text: str) -> dict[str, Any]:

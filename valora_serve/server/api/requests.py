@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from valora_serve.errors import DeadlineError, ImageError, RequestError, TooLongError
 from valora_serve.server.access.guard import caller
-from valora_serve.server.api.schema import OtherPart, RefusalPart, TextPart, Url
+from valora_serve.server.api.schema import (
+    FramesPart,
+    ImagePart,
+    OtherPart,
+    RefusalPart,
+    TextPart,
+    Url,
+    VideoPart,
+)
 from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.gather import gathered, until_disconnect
@@ -305,13 +313,13 @@ class _Reading:
             )
 
     def _part(self, number: int, part: ContentPart) -> dict[str, Any]:
-        if part.type == "image_url":
+        if isinstance(part, ImagePart):
             self.images.append(self._media.image(_url(part.image_url), self._pixels))
             return {"type": "image"}
-        if part.type == "video_url":
+        if isinstance(part, VideoPart):
             self.videos.append(self._media.video(_url(part.video_url), self._pixels))
             return {"type": "video"}
-        if part.type == "frames":
+        if isinstance(part, FramesPart):
             self.videos.append(self._media.frames(list(map(_url, part.frames)), self._pixels))
             return {"type": "video"}
         if isinstance(part, OtherPart):

@@ -114,14 +114,14 @@ class Url(OpenBody):
 class TextPart(OpenBody):
     """Text in a message."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: Text
 
 
 class ImagePart(OpenBody):
     """An image in a message."""
 
-    type: Literal["image_url"]
+    type: Literal["image_url", "input_image"]
     image_url: Url | MediaUrl
 
 
@@ -149,7 +149,7 @@ class RefusalPart(OpenBody):
 class OtherPart(OpenBody):
     """Audio or a file, which is refused."""
 
-    type: Literal["input_audio", "file"]
+    type: Literal["input_audio", "input_file", "file"]
 
 
 ContentPart = Annotated[
@@ -362,45 +362,6 @@ class EmbeddingRequest(_Asked):
     user: str | None = Field(default=None, description="ignored")
 
 
-class ResponseInputText(OpenBody):
-    """Text in a message of ``/v1/responses``."""
-
-    type: Literal["input_text", "output_text"]
-    text: Text
-
-
-class ResponseInputImage(OpenBody):
-    """An image in a message of ``/v1/responses``."""
-
-    type: Literal["input_image"]
-    image_url: MediaUrl | None = None
-
-
-class ResponseInputOther(OpenBody):
-    """A file or audio in a message of ``/v1/responses``, which is refused."""
-
-    type: Literal["input_file", "input_audio"]
-
-
-_ResponseParts = Annotated[
-    list[
-        Annotated[
-            ResponseInputText | ResponseInputImage | RefusalPart | ResponseInputOther,
-            Field(discriminator="type"),
-        ]
-    ],
-    Field(max_length=10_000, fail_fast=True),
-]
-
-
-class ResponseInputMessage(OpenBody):
-    """A turn of a conversation of ``/v1/responses``."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | _ResponseParts
-
-
 class ResponseInputCall(FunctionCall):
     """An earlier call of a function."""
 
@@ -411,7 +372,7 @@ class ResponseInputResult(OpenBody):
     """What a called function returned."""
 
     type: Literal["function_call_output"]
-    output: Text | _ResponseParts
+    output: Text | _Parts
 
 
 class ResponseInputItem(OpenBody):
@@ -428,7 +389,7 @@ def _kind_of_item(item: object) -> str:
 
 
 _ResponseItem = Annotated[
-    Annotated[ResponseInputMessage, Tag("message")]
+    Annotated[Message, Tag("message")]
     | Annotated[ResponseInputCall, Tag("function_call")]
     | Annotated[ResponseInputResult, Tag("function_call_output")]
     | Annotated[ResponseInputItem, Tag("item")],

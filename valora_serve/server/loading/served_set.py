@@ -1,8 +1,8 @@
 """Loads adapters and bundles and makes contexts at run time, and restores them after a restart.
 
 What is served, what the state file says and what the client is told agree, whatever fails: a load
-is recorded in a draft first, then made, then the draft is renamed to the state file; an unload is
-made last. Whatever can fail for lack of space thus fails before anything has changed.
+or unload is recorded in a draft first, then made, then the draft is renamed to the state file.
+Whatever can fail for lack of space thus fails before anything has changed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import errno
 import secrets
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,9 +33,11 @@ from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS, 
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterable
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
     from valora_serve.types import EngineClient, NewContext, ServedModel
+
+    _Act = Callable[[], Awaitable[None]]
 
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
 MOST_FILES = 20_000
@@ -120,46 +123,44 @@ class ServedSet:
     async def restore(self) -> list[str]:
         """Load what earlier runs loaded; a sentence for each that could not be, which is kept."""
         problems = []
-        for name, path in self._state.bundles.items():
-            try:
-                folder = await asyncio.to_thread(self._bundle_folder, path)
-                await self._load_bundle(folder, self._served_bundles())
-            except Exception as error:  # noqa: BLE001 - the others are served all the same
-                problems.append(f"bundle {name} is not served again: {error}")
-        for name, path in self._state.adapters.items():
-            try:
-                folder = await asyncio.to_thread(self._adapter_folder, path)
-                late = name in self._state.decode_only
-                await self._engine.load_adapter(name, folder, decode_only=late)
-            except Exception as error:  # noqa: BLE001 - the others are served all the same
-                problems.append(f"adapter {name} is not served again: {error}")
-        # After the adapters that answer.
-        problems += await self._restore_contexts(list(self._state.contexts))
-        for problem in problems:
-            logs.LOG.error("%s", problem)
+        for kind in ("bundle", "adapter", "context"):  # contexts after the adapters that answer
+            problems += await self._restored(kind, list(self._state.of(kind)))
         self._reserve_served()
         return problems
 
-    async def _restore_contexts(self, names: Iterable[str]) -> list[str]:
-        """Load contexts of earlier runs; return a sentence for each that could not be loaded."""
+    async def _restored(self, kind: str, names: Iterable[str]) -> list[str]:
+        """Load what was recorded under these names; a sentence for each that could not be."""
         problems = []
         for name in names:
             try:
-                folder = await asyncio.to_thread(self._checked, self._state.contexts[name])
-                await self._engine.load_context(name, folder)
+                await self._load_again(kind, name)
             except Exception as error:  # noqa: BLE001 - the others are served all the same
-                problems.append(f"context {name} is not served again: {error}")
+                problems.append(f"{kind} {name} is not served again: {error}")
+                logs.LOG.error("%s", problems[-1])
                 if isinstance(error, MissingAdapterError):
                     self._waiting.setdefault(error.adapter, []).append(name)
         return problems
+
+    async def _load_again(self, kind: str, name: str) -> None:
+        """Load what the state says."""
+        path = self._state.of(kind)[name]
+        if kind == "bundle":
+            folder = await asyncio.to_thread(self._bundle_folder, path)
+            await self._load_bundle(folder, self._served_bundles())
+        elif kind == "adapter":
+            folder = await asyncio.to_thread(self._adapter_folder, path)
+            late = name in self._state.decode_only
+            await self._engine.load_adapter(name, folder, decode_only=late)
+        else:
+            folder = await asyncio.to_thread(self._checked, path)
+            await self._engine.load_context(name, folder)
 
     async def _serve_waiting(self) -> None:
         """Load the contexts whose adapter has come, unless they were forgotten or replaced."""
         served = {model.name for model in self._engine.models()}
         came = [name for name in self._waiting if name in served]
         waiting = {context for name in came for context in self._waiting.pop(name)} - served
-        for problem in await self._restore_contexts(sorted(waiting & set(self._state.contexts))):
-            logs.LOG.error("%s", problem)
+        await self._restored("context", sorted(waiting & set(self._state.contexts)))
 
     async def load_adapter(
         self, name: str, path: str, *, replace: bool, decode_only: bool = False
@@ -177,19 +178,36 @@ class ServedSet:
             new.decode_only = [one for one in new.decode_only if one != name]
             new.decode_only += [name] * decode_only
 
-            async def load(state: SavedState) -> ServedModel:
-                late = name in state.decode_only
-                path = Path(state.adapters[name])
-                made = await self._engine.load_adapter(name, path, decode_only=late)
+            async def load() -> ServedModel:
+                made = await self._engine.load_adapter(name, folder, decode_only=decode_only)
                 self._found.discard(name)
                 return made
 
             async def undo() -> None:
-                await (load(self._state) if before else self._engine.unload_adapter(name))
+                await (self._load_again if before else self._unload)("adapter", name)
 
-            made = await self._loaded(f"adapter {name}", new, lambda: load(new), undo)
+            made = await self._changed(f"adapter {name}", new, load, undo)
             await self._serve_waiting()
             return made
+
+    async def _unload(self, kind: str, name: str) -> None:
+        await getattr(self._engine, f"unload_{kind}")(name)
+
+    async def _unrecord(self, kind: str, name: str) -> str | None:
+        """Unload an adapter or a context; its folder if it was recorded."""
+        served, new = self._served(name), self._state.copied()
+        folder = new.of(kind).pop(name, None)
+        if folder is None or (served is not None and served.bundle):
+            await self._unload(kind, name)  # says what is wrong with the name
+            self._found.discard(name)
+            return None
+        new.decode_only = [one for one in new.decode_only if one != name or kind != "adapter"]
+
+        await self._gone(
+            f"{kind} {name}", new, partial(self._unload, kind, name) if served else None,
+            partial(self._load_again, kind, name),
+        )  # fmt: skip
+        return folder
 
     def _replaced(self, name: str, recorded: Collection[str], replace: bool, remedy: str) -> bool:
         """Whether a recorded load is replaced; raises if the name is taken by anything else."""
@@ -240,17 +258,7 @@ class ServedSet:
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; a `BusyError` if domains of a bundle use it."""
         async with self._lock:
-            served = self._served(name)
-            if name not in self._state.adapters or (served is not None and served.bundle):
-                await self._engine.unload_adapter(name)  # says what is wrong with the name
-                self._found.discard(name)
-                return
-            new = self._state.copied()
-            del new.adapters[name]
-            new.decode_only = [one for one in new.decode_only if one != name]
-            # One that could not be restored is only forgotten.
-            act = self._engine.unload_adapter if served is not None else None
-            await self._unloaded(f"adapter {name}", name, new, act)
+            await self._unrecord("adapter", name)
 
     async def make_context(self, wanted: NewContext, *, replace: bool) -> ServedModel:
         """Make a context of a document and serve it; its files lie in the adapter folder."""
@@ -274,14 +282,11 @@ class ServedSet:
                     raise self._unrecorded(f"context {name}", error) from error
 
             async def undo() -> None:
-                if served:
-                    await self._engine.load_context(name, Path(self._state.contexts[name]))
-                else:
-                    await self._engine.unload_context(name)
+                await (self._load_again if served else self._unload)("context", name)
 
             before = self._state.contexts.get(name)
             try:
-                made = await self._loaded(f"context {name}", new, make, undo)
+                made = await self._changed(f"context {name}", new, make, undo)
             except BaseException:
                 await asyncio.to_thread(_remove, folder)
                 raise
@@ -292,15 +297,9 @@ class ServedSet:
     async def forget_context(self, name: str) -> None:
         """Forget a context that was made at run time, and delete its files."""
         async with self._lock:
-            served = self._served(name)
-            if name not in self._state.contexts or (served is not None and served.bundle):
-                await self._engine.unload_context(name)  # says what is wrong with the name
+            folder = await self._unrecord("context", name)
+            if folder is None:
                 return
-            new = self._state.copied()
-            folder = new.contexts.pop(name)
-            # One that could not be restored is only forgotten.
-            act = self._engine.unload_context if served is not None else None
-            await self._unloaded(f"context {name}", name, new, act)
             try:
                 await asyncio.to_thread(lambda: _remove(self._checked(folder)))
             except AdapterError as error:  # it is gone, or the adapter folder is another one now
@@ -318,14 +317,10 @@ class ServedSet:
                 new.unloaded.append(name)  # the command line's, which this one replaces
             new.bundles[name] = str(folder)
 
-            async def undo() -> None:
-                await self._engine.unload_bundle(name)
-                if name in before:
-                    await self._engine.load_bundle(before[name])
-
-            made = await self._loaded(
-                f"bundle {name}", new, lambda: self._load_bundle(folder, before), undo
-            )
+            made = await self._changed(
+                f"bundle {name}", new, lambda: self._load_bundle(folder, before),
+                lambda: self._take_back(name, before),
+            )  # fmt: skip
             await self._serve_waiting()
             return made
 
@@ -342,18 +337,27 @@ class ServedSet:
             new = self._state.copied()
             if new.bundles.pop(short, None) is None and short not in new.unloaded:
                 new.unloaded.append(short)
-            # One that could not be restored is only forgotten.
-            act = None if lost else self._engine.unload_bundle
-            await self._unloaded(f"bundle {short}", short, new, act)
+            unload = None if lost else partial(self._unload, "bundle", short)
+            undo = partial(self._load_before, short, self._served_bundles())
+            await self._gone(f"bundle {short}", new, unload, undo)
 
-    async def _loaded(
+    async def _gone(self, what: str, new: SavedState, unload: _Act | None, undo: _Act) -> None:
+        """Record and make an unload; one that could not be restored is only forgotten."""
+
+        async def nothing() -> None:
+            pass
+
+        await self._changed(what, new, unload or nothing, undo if unload else nothing)
+
+    async def _changed(
         self,
         what: str,
         new: SavedState,
         act: Callable[[], Awaitable[T]],
-        undo: Callable[[], Awaitable[None]],
+        undo: _Act,
     ) -> T:
-        """Record a load and make it: both, or neither. `act` changes nothing if it raises."""
+        """Record a change and make it: both, or neither. `act` changes nothing if it raises."""
+        self._reserve_served()
         try:
             draft = await asyncio.to_thread(self._file.draft, new)
         except OSError as error:
@@ -370,42 +374,14 @@ class ServedSet:
             try:
                 await undo()
             except ValoraError as failure:
-                logs.LOG.exception("%s: the version before it could not be loaded again", what)
+                logs.LOG.exception("%s: what was served before could not be loaded again", what)
                 raise self._unrecorded(
-                    what, error, f"the version before it could not be loaded again ({failure})"
+                    what, error, f"what was served before could not be loaded again ({failure})"
                 ) from error
             raise self._unrecorded(what, error) from error
         self._state = new
         self._reserve_served()
         return made
-
-    async def _unloaded(
-        self,
-        what: str,
-        name: str,
-        new: SavedState,
-        act: Callable[[str], Awaitable[None]] | None,
-    ) -> None:
-        """Record that something is unloaded and unload it: both, or neither."""
-        self._reserve_served()
-        old = self._state
-        try:
-            await asyncio.to_thread(self._file.write, new)
-        except OSError as error:
-            raise self._unrecorded(what, error) from error
-        self._state = new
-        if act is None:
-            return
-        try:
-            await act(name)
-        except BaseException:
-            self._state = old
-            try:
-                await asyncio.to_thread(self._file.write, old)
-            except OSError as error:
-                logs.LOG.error("%s is still served, but %s does not say so: %s",
-                               what, self._file.path, error)  # fmt: skip
-            raise
 
     def _unrecorded(
         self, what: str, error: OSError, but: str = "nothing was changed"
@@ -423,23 +399,30 @@ class ServedSet:
 
     async def _load_bundle(self, folder: Path, before: dict[str, Path]) -> list[ServedModel]:
         """Load a bundle and replay its examples; `before` is served again if they differ."""
-        await self._give_way(await asyncio.to_thread(bundle_names, folder))
+        names = await asyncio.to_thread(bundle_names, folder)
+        await self._give_way(names)
         made = await self._engine.load_bundle(folder)
-        if self._replay is not None:
-            try:
+        try:
+            if self._replay is not None:
                 await self._replay(folder)
-            except BaseException as error:
-                name = _label(made, folder)
-                await self._engine.unload_bundle(name)
-                if name in before:  # it replaced another version, which is restored
-                    try:
-                        await self._engine.load_bundle(before[name])
-                    except ValoraError as failure:
-                        raise AdapterError(
-                            f"{error}; the version before it could not be loaded again: {failure}"
-                        ) from error
-                raise
+        except BaseException as error:
+            try:
+                await self._take_back(names[0], before)
+            except ValoraError as failure:
+                raise AdapterError(
+                    f"{error}; the version before it could not be loaded again: {failure}"
+                ) from error
+            raise
         return made
+
+    async def _take_back(self, name: str, before: Mapping[str, Path]) -> None:
+        """Unload a bundle, and load the version that it has replaced."""
+        await self._engine.unload_bundle(name)
+        await self._load_before(name, before)
+
+    async def _load_before(self, name: str, before: Mapping[str, Path]) -> None:
+        if name in before:
+            await self._engine.load_bundle(before[name])
 
     def _served_bundles(self) -> dict[str, Path]:
         """Folders of the bundles that are served now, by name."""
@@ -560,9 +543,3 @@ def bundle_names(folder: Path) -> list[str]:
 def _is_among(name: str, names: Collection[str]) -> bool:
     """Return whether names as `bundle_names` gives them stand for this one, too."""
     return name in names or f"{name.partition('/')[0]}/" in names
-
-
-def _label(made: list[ServedModel], folder: Path) -> str:
-    """Return the name of a bundle that was loaded."""
-    named = next((model.bundle for model in made if model.bundle), None)
-    return (named or folder.name).partition("@")[0]

@@ -6,6 +6,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
 
 from valora_data.contract.files import UnreadableError, parse_json, read_bytes
@@ -13,6 +14,7 @@ from valora_serve.errors import SettingsError
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 VERSION = 1
@@ -20,17 +22,10 @@ VERSION = 1
 
 
 class SavedState(BaseModel):
-    """Content of the state file.
+    """Content of the state file: folders of adapters, bundles and contexts, by name.
 
-    Attributes:
-        version: Version of the format.
-        adapters: Folders of adapters loaded at run time, by name.
-        bundles: Folders of bundles loaded at run time, by name.
-        contexts: Folders of contexts made at run time, by name.
-        unloaded: Bundles of the command line that were unloaded or replaced at run time.
-        decode_only: Names of the adapters that are applied at decoding only.
-        reserved: Names that bundles loaded at run time have brought, by bundle, see
-            `served_set.bundle_names`; also of those that were unloaded or replaced since.
+    `unloaded` are bundles of the command line that were unloaded or replaced, and `reserved` names
+    that bundles have brought, also those that were unloaded or replaced since.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -42,6 +37,11 @@ class SavedState(BaseModel):
     unloaded: list[str] = []
     decode_only: list[str] = []
     reserved: dict[str, list[str]] = {}
+
+    def of(self, kind: str) -> dict[str, str]:
+        """Folders of adapters, bundles or contexts, by name."""
+        found: dict[str, str] = getattr(self, f"{kind}s")
+        return found
 
     def copied(self) -> SavedState:
         """Return a copy that can be changed."""
@@ -80,10 +80,6 @@ class StateFile:
         except OSError as error:  # only a loss of power could undo the renaming now
             logs.LOG.warning("the folder of %s could not be synchronized: %s", self.path, error)
 
-    def write(self, state: SavedState) -> None:
-        """Replace the content."""
-        self.publish(self.draft(state))
-
     @staticmethod
     def discard(draft: Path) -> None:
         """Remove a draft."""
@@ -121,3 +117,29 @@ def read_state(file: Path) -> SavedState:
         return SavedState.model_validate(saved)
     except ValueError as error:
         raise SettingsError(f"state file {file} is damaged: restore it, {start_without}") from error
+
+
+@contextlib.contextmanager
+def own_state(file: Path) -> Iterator[None]:
+    """Lock a state file for this process.
+
+    Each server writes the whole file: with two of them, the loads of one would be lost. The
+    kernel holds the lock, and drops it when the process ends, however it ends.
+    """
+    lock = FileLock(str(file.absolute()) + ".lock", timeout=0)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise SettingsError(
+            f"state file {file} is in use by another server: stop that one, or give this one a "
+            "file of its own with --state-file"
+        ) from None
+    except (OSError, NotImplementedError) as error:  # a full disk, or a system without locks
+        logs.LOG.warning(
+            "state file %s cannot be locked (%s): start no other server with it", file, error
+        )
+    try:
+        yield
+    finally:
+        lock.release()

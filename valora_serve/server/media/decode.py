@@ -49,19 +49,7 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one image or video.
-
-    Attributes:
-        pixels: Largest image or frame, in pixels.
-        video_pixels: Most pixels of the frames that are taken from a video together.
-        side: Largest width or height, in pixels.
-        ratio: Largest ratio of the longer side to the shorter one.
-        memory: Most memory that decoding takes, in bytes: the file, what its decoder allocates,
-            and all frames of a video.
-        seconds: Time limit of decoding, in seconds.
-        video_seconds: Longest video, in seconds.
-        frames: Number of frames to take from a video.
-    """
+    """Limits of one image or video, as the settings have them; memory is for file and frames."""
 
     pixels: int
     video_pixels: int
@@ -130,15 +118,7 @@ def nothing() -> None:
 
 
 def measure(what: str, file: str, limits: Limits) -> tuple[int, int]:
-    """Check a file's header; nothing is decoded.
-
-    Returns:
-        Pixels of the image or of a video's frames together, and bytes of memory that decoding
-        takes at most.
-
-    Raises:
-        ImageError: It is damaged, too large, or of no known format.
-    """
+    """Return pixels, and bytes that decoding takes at most, by a header; nothing is decoded."""
     with _limited(limits.seconds, limits.memory), Path(file).open("rb") as opened:
         return (measure_image if what == "image" else measure_video)(opened, limits)
 

@@ -165,20 +165,28 @@ class AdapterCache:
                 partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self._folder))
                 folder = partial / name.rpartition("/")[2]
                 folder.mkdir()
-            hashes, read = {}, 0
-            for file in found.sizes:
+            hashes, left = {}, self._adapter_bytes
+            for file, size in found.sizes.items():
+                limit = left if file == WEIGHTS else min(left, CONFIG_BYTES)
+                most = limit if size is None else min(size, limit)
                 with resolver.open(name, file, found) as stream:
-                    left = self._adapter_bytes - read
-                    size, hashes[file] = self._copy(
-                        stream, folder / file, name, found.sizes[file], left, cancelled
+                    hashes[file], read = self._copy(stream, folder / file, name, most, cancelled)
+                if read > left:
+                    raise self._too_large(name, f"more than {self._adapter_bytes}")
+                if read > limit:
+                    raise AdapterError(
+                        f"{file} of adapter {name} has more than {CONFIG_BYTES} bytes, which none "
+                        "that PEFT writes has: save it again"
                     )
-                read += size
+                if size not in (None, read):
+                    raise _changed(name)
+                left -= read
             again = resolver.find(name)
             if again is None or again.version != found.version:
                 raise _changed(name)
             entry = Entry(
-                name, resolver.scheme, _hash_of(resolver.url), found.version, read, hashes,
-                place / folder.name,
+                name, resolver.scheme, _hash_of(resolver.url), found.version,
+                self._adapter_bytes - left, hashes, place / folder.name,
             )  # fmt: skip
             facts = {key: getattr(entry, key) for key in ("name", "source", "place", "version")}
             with self._writing(name):
@@ -199,17 +207,10 @@ class AdapterCache:
                 self._reserved -= room
 
     def _copy(
-        self,
-        stream: Stream,
-        file: Path,
-        name: str,
-        size: int | None,
-        left: int,
-        cancelled: threading.Event,
-    ) -> tuple[int, str]:
-        """Copy a file, and return its bytes and their sha256."""
+        self, stream: Stream, file: Path, name: str, most: int, cancelled: threading.Event
+    ) -> tuple[str, int]:
+        """Copy a file; return its sha256 and bytes, or what is read when they are too many."""
         digest, read = hashlib.sha256(), 0
-        most = left if file.name == WEIGHTS else min(left, CONFIG_BYTES)
         with self._writing(name):
             # Without a buffer, which closing the file would write again where the disk is full.
             opened = file.open("wb", buffering=0)
@@ -218,27 +219,16 @@ class AdapterCache:
                 read += len(piece)
                 if cancelled.is_set():
                     raise _given_up(name)
-                if size is not None and read > size:
-                    raise _changed(name)
                 if read > most:
-                    raise (
-                        self._too_large(name, f"more than {self._adapter_bytes}")
-                        if most == left
-                        else AdapterError(
-                            f"{file.name} of adapter {name} has more than {CONFIG_BYTES} bytes, "
-                            "which none that PEFT writes has: save it again"
-                        )
-                    )
+                    break
                 digest.update(piece)
-                left_of_it = memoryview(piece)
+                left = memoryview(piece)
                 with self._writing(name):
-                    while left_of_it:
-                        left_of_it = left_of_it[opened.write(left_of_it) :]
+                    while left:
+                        left = left[opened.write(left) :]
             with self._writing(name):
                 opened.close()
-        if size is not None and read != size:
-            raise _changed(name)
-        return read, digest.hexdigest()
+        return digest.hexdigest(), read
 
     def _too_large(self, name: str, size: str) -> AdapterError:
         return AdapterError(

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -46,8 +47,7 @@ REMEMBERED = 4096
 NAME = re.compile(r"(?=.{1,200}\Z)[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*){0,3}")
 """Names that are looked for: they are parts of paths and URLs."""
 
-LOADED, ABSENT, REFUSED, UNAVAILABLE = "loaded", "absent", "refused", "unavailable"
-RESULTS = (LOADED, ABSENT, REFUSED, UNAVAILABLE)
+RESULTS = LOADED, ABSENT, REFUSED, UNAVAILABLE = "loaded", "absent", "refused", "unavailable"
 """Results of loads, as metrics name them."""
 
 T = TypeVar("T")
@@ -253,26 +253,21 @@ class OnRequest:
         """Find an adapter, and fetch it unless the cache has it; called in a thread."""
         name = attempt.name
         for resolver in self._resolvers:
-            scheme = resolver.scheme
+            attempt.source = scheme = resolver.scheme
             try:
-                found = resolver.find(name)
-                if found is None:
+                if (found := resolver.find(name)) is None:
                     continue
-                attempt.source = scheme
                 entry = self.cache.get(name, resolver, found.version)
                 return entry or self.cache.fetch(resolver, name, found, attempt.ended)
             except ServeError:
-                attempt.source = scheme
                 raise
             except PermissionError as error:
-                attempt.source = scheme
                 logs.LOG.warning("adapter %s: %s", name, without_password(error))
                 raise ForbiddenError(
                     f"The server may not read adapter {name} from its source {scheme}: give it the "
                     "right to read and to list there"
                 ) from error
             except Exception as error:
-                attempt.source = scheme
                 said = without_password(error)
                 logs.LOG.warning("adapter %s: %s: %s", name, type(error).__name__, said)
                 entry = self.cache.get(name, resolver)
@@ -282,6 +277,7 @@ class OnRequest:
                     f"The source {scheme} of adapter {name} cannot be read now "
                     f"({type(error).__name__}): try again later, and see the server's log"
                 ) from error
+        attempt.source = "none"
         remedies = ", ".join(dict.fromkeys(resolver.remedy for resolver in self._resolvers))
         raise UnknownModelError(
             f"There is no model {name!r}, and no source of adapters has it ({CONFIG} and "
@@ -332,31 +328,16 @@ class OnRequest:
         """
         await self._places.acquire()
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def ended(made: Callable[[], T]) -> None:
-            self._places.release()
-            if not future.done():
-                try:
-                    future.set_result(made())
-                except Exception as error:  # noqa: BLE001 - the caller gets it
-                    future.set_exception(error)
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # it ends although its caller is cancelled
 
         def run() -> None:
             try:
-                result = work()
+                future.set_result(work())
             except Exception as error:  # noqa: BLE001 - the caller gets it
-                failed = error
-
-                def made() -> T:
-                    raise failed
-            else:
-
-                def made() -> T:
-                    return result
-
+                future.set_exception(error)
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(ended, made)
+                loop.call_soon_threadsafe(self._places.release)
 
         threading.Thread(target=run, name="adapter", daemon=True).start()
-        return await future
+        return await asyncio.wrap_future(future)

@@ -30,7 +30,8 @@ def test_https(tmp_path):
     import ssl
 
     command = [
-        "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj",
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
+        "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1", "-subj",
         "/CN=localhost", "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem",
     ]  # fmt: skip
     try:

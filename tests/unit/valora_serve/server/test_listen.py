@@ -72,7 +72,8 @@ def test_localhost_listens_on_one_port_of_all_its_addresses():
 
 def certificate(folder, name):
     command = [
-        "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj",
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
+        "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1", "-subj",
         "/CN=localhost", "-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem",
     ]  # fmt: skip
     try:
@@ -85,7 +86,7 @@ def test_certificates(tmp_path):
     certificate(tmp_path, "a")
     certificate(tmp_path, "b")
     (tmp_path / "text").write_text("hello")
-    locked = ["openssl", "rsa", "-aes256", "-passout", "pass:1234", "-in", tmp_path / "a.key",
+    locked = ["openssl", "pkey", "-aes256", "-passout", "pass:1234", "-in", tmp_path / "a.key",
               "-out", tmp_path / "locked.key"]  # fmt: skip
     subprocess.run(locked, check=True, capture_output=True)
 

@@ -67,16 +67,6 @@ def test_json_has_a_limit_of_its_own_and_forms_do_not():
         assert answer.json()["error"]["message"].endswith("1000 bytes: send less at once")
 
 
-@pytest.mark.parametrize(
-    "kind", ["text/plain", "", "application/x-www-form-urlencoded", "image/png"]
-)
-def test_wrong_content_types(plain, kind):
-    for path in (CHAT, "/v1/completions"):
-        answer = plain.client.post(path, content=json.dumps(chat()), headers={"content-type": kind})
-        assert answer.status_code in (400, 415)
-        assert answer.json()["error"]["message"]
-
-
 def test_wrong_methods_and_paths(plain):
     assert plain.client.get(CHAT).status_code == 405
     assert plain.client.request("BREW", CHAT).status_code in (400, 405)
@@ -85,9 +75,10 @@ def test_wrong_methods_and_paths(plain):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    ("stream", "n", "half"),
+    [(False, 1, False), (True, 3, False), (False, 3, True), (True, 1, True)],
+)
 def test_a_client_that_goes_away_is_cancelled(stream, n, half):
     engine = FakeEngine(step=0.02)
     with serving(engine) as server:

@@ -52,24 +52,6 @@ def test_deadlines_of_request_and_domain():
         assert server.inside == 0
 
 
-def test_what_would_miss_its_deadline_is_refused_at_once():
-    engine = FakeEngine(slots=1, step=0.02)
-    with serving(engine) as server:
-        for _ in range(3):
-            ask(server, max_tokens=5)
-        threads = [threading.Thread(target=lambda: ask(server, max_tokens=5)) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        until(lambda: len(engine.waiting) >= 4 and len(engine.asked) == 9)
-        before = len(engine.asked)
-        refused = ask(server, max_tokens=5, valora={"deadline": 0.05})
-        assert refused.status_code == 429
-        assert "deadline" in refused.json()["error"]["message"]
-        assert len(engine.asked) == before
-        for thread in threads:
-            thread.join()
-
-
 def test_a_model_whose_requests_fill_the_queue_leaves_places_to_others_where_shares_are_kept():
     for share_by, expected in (("none", 429), ("adapter", 200)):
         engine = FakeEngine(slots=1, step=0.05)

@@ -51,7 +51,8 @@ def test_who_shares_cached_prompts(keyed, sharing, group):
     with serving(keys_file=file, cache_sharing=sharing) as server:
         asked = server.engine.asked
         streamed = [(path, body | {"stream": True}) for path, body in BY_BODY.items()][:3]
-        for path, body in (*BY_BODY.items(), *BY_PATH.items(), *streamed):
+        every = (*BY_BODY.items(), *BY_PATH.items(), *streamed)
+        for path, body in every if sharing == "salt" else every[1:2]:
             salts = {}
             for name, headers in keys.items():
                 for salt in SALTS:
@@ -96,40 +97,42 @@ def filled():
     return engine
 
 
-@pytest.mark.parametrize(
-    ("models", "seen"),
-    [
-        ((), {"person", *OTHERS}),
-        (("person",), {"person"}),
-        (("PERSON", "person?", "erson"), set()),
-        (("team-*", "rules"), {"team-1", "rules"}),
-        (("d@1",), {"adapter-1", "person", "scene", "caption"}),
-        (("d@*", "tiny"), {"adapter-1", "person", "scene", "caption", "tiny"}),
-        (("d*", "d@2"), set()),  # a bundle is meant only by its version, too
-        (("*",), {"person", *OTHERS}),
-    ],
-)
-def test_a_key_sees_the_models_that_its_patterns_name(keyed, models, seen):
-    keys, file = keyed(app=models)
+PATTERNS = {
+    "all": ((), {"person", *OTHERS}),
+    "one": (("person",), {"person"}),
+    "none": (("PERSON", "person?", "erson"), set()),
+    "several": (("team-*", "rules"), {"team-1", "rules"}),
+    "bundle": (("d@1",), {"adapter-1", "person", "scene", "caption"}),
+    "base": (("d@*", "tiny"), {"adapter-1", "person", "scene", "caption", "tiny"}),
+    "version": (("d*", "d@2"), set()),  # a bundle is meant only by its version, too
+    "star": (("*",), {"person", *OTHERS}),
+}
+
+
+def test_a_key_sees_the_models_that_its_patterns_name(keyed):
+    keys, file = keyed(**{name: models for name, (models, _) in PATTERNS.items()})
     with serving(filled(), keys_file=file) as server:
-        get = lambda path: server.client.get(path, headers=keys["app"])  # noqa: E731
-        assert {one["id"] for one in get("/v1/models").json()["data"]} == seen
-        assert {one["id"] for one in get("/v1/contexts").json()["data"]} == seen & {"rules"}
-        for name in ("person", *OTHERS):
-            expected = 200 if name in seen else 404
-            assert get(f"/v1/models/{name}").status_code == expected
-            for path, body in BY_BODY.items():
-                sent = body | {"model": name}
-                answer = server.client.post(path, json=sent, headers=keys["app"])
-                assert answer.status_code == expected, (path, name, answer.text)
-        bare = server.client.post(
-            "/v1/completions", json=BY_BODY["/v1/completions"], headers=keys["app"]
-        )
-        assert bare.status_code == (200 if "tiny" in seen else 404)
-        limited = bool(models)
-        assert get("/v1/status").status_code == (403 if limited else 200)
-        assert get("/metrics").status_code == (403 if limited else 200)
-        assert server.client.get("/metrics").status_code == (401 if limited else 200)
+        for key, (models, seen) in PATTERNS.items():
+
+            def status(method, path, key=key, **body):
+                answer = server.client.request(method, path, headers=keys[key], **body)
+                return answer.status_code
+
+            for path, there in (("/v1/models", seen), ("/v1/contexts", seen & {"rules"})):
+                found = server.client.get(path, headers=keys[key]).json()["data"]
+                assert {one["id"] for one in found} == there
+            for name in ("person", *OTHERS):
+                expected = 200 if name in seen else 404
+                assert status("GET", f"/v1/models/{name}") == expected
+                for path, body in list(BY_BODY.items())[:: 1 if key == "base" else 3]:
+                    assert status("POST", path, json=body | {"model": name}) == expected, path
+            bare = status("POST", "/v1/completions", json=BY_BODY["/v1/completions"])
+            assert bare == (200 if "tiny" in seen else 404)
+            for path in ("/v1/status", "/metrics"):
+                assert status("GET", path) == (403 if models else 200)
+        assert server.client.get("/metrics").status_code == 401
+    with serving(filled(), keys_file=keyed(all=())[1]) as server:
+        assert server.client.get("/metrics").status_code == 200
 
 
 def test_models_that_a_key_does_not_see_are_as_if_they_were_not_there(keyed):

@@ -37,9 +37,6 @@ def test_streamed_text_is_the_same_and_usage_comes_last(client):
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == len(WORDS)
     assert len({c.id for c in chunks}) == 1
-
-
-def test_no_usage_in_a_stream_unless_asked_for(client):
     assert all(chunk.usage is None for chunk in ask(client, stream=True))
 
 
@@ -78,12 +75,6 @@ def test_what_is_asked_reaches_the_engine(server, client):
     assert params.ignore_eos
     assert (asked.head, asked.min_score) == (False, 0.25)
     assert 6 < asked.deadline <= 7
-
-
-def test_stop_ends_the_answer(client):
-    answer = ask(client, stop="star")
-    assert answer.choices[0].message.content == "a red"
-    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_logprobs(client):
@@ -188,23 +179,6 @@ def test_a_domain_with_a_head_generates_when_told_to(client):
     answer = ask(client, model="person", max_tokens=2, extra_body={"valora": {"head": False}})
     assert answer.choices[0].message.content == "a red"
     assert answer.valora["kind"] is None
-
-
-def test_json_schema_holds(client):
-    schema = {
-        "type": "object",
-        "properties": {"colour": {"enum": ["red", "blue"]}, "big": {"type": "boolean"}},
-        "required": ["colour", "big"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
-    for number in (1, 2):
-        answer = ask(client, response_format=form, n=number, max_tokens=100)
-        for choice in answer.choices:
-            found = json.loads(choice.message.content)
-            assert set(found) == {"colour", "big"}
-            assert found["colour"] in {"red", "blue"}
-            assert isinstance(found["big"], bool)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -326,21 +300,17 @@ PNG = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(40, 20
 TALL = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(10, 50)))}}
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("messages", "warned"),
     [
         ([{"role": "user", "content": [PNG]}], False),
-        ([{"role": "user", "content": [{"type": "text", "text": "Who is it?"}, PNG]}], True),
         ([{"role": "user", "content": [PNG, {"type": "text", "text": "Who is it?"}]}], True),
-        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": [PNG]}], True),
         ([{"role": "user", "content": [TALL]}, {"role": "assistant", "content": "None."},
           {"role": "user", "content": [PNG]}], True),
     ],
 )  # fmt: skip
-def test_a_heads_prompt_is_the_domains_whatever_is_sent(server, client, messages, warned, stream):
-    answer = ask(client, model="person", messages=messages, stream=stream)
-    block = list(answer)[-1].valora if stream else answer.valora
+def test_a_heads_prompt_is_the_domains_whatever_is_sent(server, client, messages, warned):
+    block = ask(client, model="person", messages=messages).valora
     assert bool(block["warnings"]) == warned
     assert [image["width"] for image in block["images"]] == [40]
     asked = server.engine.asked[-1]
@@ -376,11 +346,6 @@ def test_each_image_of_a_box_head_is_a_prompt_of_its_own(server, client, stream)
     assert set(texts) == {0, 1}
     assert texts[0] == "\n".join(["<ref>person</ref><box>(0,0),(500,500)</box>"] * 2)
     assert used.prompt_tokens == 2 * 69
-
-
-def test_a_head_without_an_image_is_refused(client):
-    with pytest.raises(openai.BadRequestError, match="scene answers with its classification head"):
-        ask(client, model="scene")
 
 
 def test_a_domain_that_writes_warns_of_what_was_not_measured(server, client):

@@ -67,18 +67,18 @@ def test_a_document_becomes_a_context_that_can_be_asked(place):
         assert client.get("/v1/contexts", headers=HEADERS).json()["data"] == []
 
 
-@pytest.mark.parametrize("body, status, message", [
-    ({"name": "a", "document": " "}, 400, "the document is empty"),
-    ({"name": "../a", "document": "x"}, 400, "name"),
-    ({"name": "a", "document": "x", "form": "adapter"}, 400, "form"),
-    ({"name": "a", "document": "x", "tokens": 0}, 400, "tokens"),
-    ({"name": "person", "document": "x"}, 409, "The name person is taken by a served domain"),
-])  # fmt: skip
-def test_refusals_change_nothing(place, body, status, message):
+def test_refusals_change_nothing(place):
     with serving(FakeEngine(), **settings(place)) as server:
-        found = server.client.post("/v1/contexts", json=body, headers=HEADERS)
-        assert found.status_code == status, found.text
-        assert message in found.json()["error"]["message"]
+        for body, status, message in (
+            ({"name": "a", "document": " "}, 400, "the document is empty"),
+            ({"name": "../a", "document": "x"}, 400, "name"),
+            ({"name": "a", "document": "x", "form": "adapter"}, 400, "form"),
+            ({"name": "a", "document": "x", "tokens": 0}, 400, "tokens"),
+            ({"name": "person", "document": "x"}, 409, "name person is taken by a served domain"),
+        ):
+            found = server.client.post("/v1/contexts", json=body, headers=HEADERS)
+            assert found.status_code == status, found.text
+            assert message in found.json()["error"]["message"]
         assert server.client.get("/v1/contexts", headers=HEADERS).json()["data"] == []
     folder = place / "adapters/contexts"
     assert not folder.exists() or not list(folder.iterdir())

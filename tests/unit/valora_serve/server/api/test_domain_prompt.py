@@ -94,15 +94,11 @@ def test_a_head_sees_its_own_prompt_and_the_newest_image(turns, ignored):
         assert "'detect person'" in warnings[0]
 
 
-@pytest.mark.parametrize("order", list(permutations(["words", "system", "picture", "more"])))
-def test_every_order_of_the_parts_gives_the_same_prompt(order):
-    pieces = {
-        "words": turn("user", "Anyone?"),
-        "system": turn("system", "You are a pirate."),
-        "picture": turn("user", IMAGE),
-        "more": turn("user", text("Count them"), text("please")),
-    }
-    assert ask(PERSON, *[pieces[name] for name in order])[0] == MEASURED
+def test_every_order_of_the_parts_gives_the_same_prompt():
+    system, picture = turn("system", "You are a pirate."), turn("user", IMAGE)
+    words, more = turn("user", "Anyone?"), turn("user", text("Count them"), text("please"))
+    for turns in permutations([words, system, picture, more]):
+        assert ask(PERSON, *turns)[0] == MEASURED
 
 
 def test_several_images_of_the_newest_turn_are_kept_in_their_order():

@@ -86,11 +86,6 @@ def test_wrong_requests_are_400_and_say_why(server, body, said):
     assert said in answer.json()["error"]["message"]
 
 
-def test_an_unknown_model_is_a_404(client):
-    with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="nobody", input="x")
-
-
 def test_a_hidden_state_that_is_not_finite_is_an_error():
     class Diverged(FakeEngine):
         async def _answer(self, request, arrival):

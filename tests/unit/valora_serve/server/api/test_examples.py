@@ -11,8 +11,9 @@ from tests.support.http_helpers import encoded, picture, serving
 PNG = encoded(picture(40, 20))
 
 
-@pytest.fixture
-def server(tmp_path):
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("bundle")
     (tmp_path / "golden").mkdir()
     for name in ("person-0", "scene-0", "scene-0-1"):
         (tmp_path / "golden" / f"{name}.png").write_bytes(PNG)
@@ -65,6 +66,6 @@ def test_nothing_else_is_sent(server, path):
     assert b"secret" not in answer.content
 
 
-def test_a_folder_that_is_gone_has_no_examples(server):
+def test_a_folder_that_is_gone_has_no_examples(server):  # the last one, as it stays so
     (server.folder / "golden" / "golden.json").write_text("{")
     assert server.client.get("/v1/examples").json()["data"] == []

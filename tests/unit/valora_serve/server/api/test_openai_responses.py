@@ -5,8 +5,8 @@ import json
 import openai
 import pytest
 
-from tests.support.fake_engine import WORDS, FakeEngine
-from tests.support.http_helpers import data_url, encoded, picture, serving
+from tests.support.fake_engine import WORDS
+from tests.support.http_helpers import data_url, encoded, picture
 
 IMAGE = {"type": "input_image", "detail": "auto", "image_url": data_url(encoded(picture(40, 20)))}
 
@@ -157,7 +157,6 @@ def test_fields_that_change_nothing_are_taken(client):
          "input_file"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
          "image_url"),
-        ({"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "type"),
         ({"input": []}, "input"), ({"input": ""}, "no text"), ({"input": [5]}, "input"),
         ({"input": [{"type": 5}]}, "input"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "put schema"),
@@ -176,17 +175,3 @@ def test_errors_before_the_answer_have_a_status(client, stream):
         ask(client, model="nobody", stream=stream)
     with pytest.raises(openai.BadRequestError, match="send one in a user message"):
         ask(client, model="scene", stream=stream)
-
-
-def test_an_error_in_mid_stream_is_told_in_the_stream():
-    class Broken(FakeEngine):
-        async def _answer(self, request, arrival):
-            async for output in super()._answer(request, arrival):
-                yield output
-                return
-
-    with serving(Broken()) as broken:
-        other = openai.OpenAI(base_url=f"{broken.url}/v1", api_key="x", max_retries=0)
-        with pytest.raises(openai.APIError, match="stopped while it answered"):
-            list(ask(other, stream=True))
-        assert broken.inside == 0

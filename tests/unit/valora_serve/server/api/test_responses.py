@@ -45,10 +45,17 @@ class Strange(FakeEngine):
         return replace(super().stats(), non_finite=4, unmergeable=("person",), quarantined=found)
 
 
+@pytest.fixture(scope="module")
+def running():
+    with serving(Strange()) as server:
+        yield server
+
+
 @pytest.fixture
-def server():
-    with serving(Strange()) as running:
-        yield running
+def server(running):
+    running.engine.breaks_at = running.engine.refuse = None
+    running.engine.asked.clear()
+    return running
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.support.http_helpers import chat, data_url, encoded, picture
+from tests.support.http_helpers import chat
 
 WEATHER = {
     "type": "function",
@@ -31,7 +31,6 @@ WEATHER = {
 STOP = {"type": "function", "function": {"name": "stop"}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 BERN = '{"unit": "C", "place": "Bern"}'
-IMAGE = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(40, 20)))}}
 
 
 def called(name="weather", arguments=BERN):

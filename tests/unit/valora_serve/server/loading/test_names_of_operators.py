@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import shutil
 
 import pytest
 
@@ -111,7 +110,7 @@ def unload(server, what):
 def test_what_an_operator_loads_replaces_what_requests_loaded(place, what):
     path, body, names = LOADS[what]
     with started(place) as server:
-        assert set(asked(server, *NAMES, "free").values()) == {200}
+        assert set(asked(server, *names, "free").values()) == {200}
         assert all(kinds(server)[name] == ("adapter", "file") for name in names)
         post(server, path, **body)
         now = kinds(server)
@@ -122,36 +121,6 @@ def test_what_an_operator_loads_replaces_what_requests_loaded(place, what):
         assert set(asked(server, *names).values()) == {404}
         post(server, path, **body)
         assert set(asked(server, *names).values()) == {200}
-
-
-def test_names_of_an_unloaded_bundle_are_kept(place):
-    with started(place) as server:
-        post(server, "load_bundle", bundle_path="b")
-        for gone in (False, True):
-            if gone:
-                unload(server, "bundle")
-            taken = asked(server, "Car", "cars", "cars/1", "CARS/9", "Tiny", "Person", "free")
-            assert taken == dict.fromkeys(taken, 404) | {"free": 200}
-        assert asked(server, "car", "bus") == {"car": 404, "bus": 404}
-
-
-@pytest.mark.parametrize("how", ["unloaded", "without its folder", "of the command line"])
-def test_names_are_kept_after_a_restart(place, how):
-    bundles = [bundle(place / "outside")] if how == "of the command line" else []
-    with started(place, *bundles) as server:
-        if not bundles:
-            post(server, "load_bundle", bundle_path="b")
-        if how != "without its folder":
-            unload(server, "bundle")
-    if how == "without its folder":
-        shutil.move(place / "adapters" / "b", place / "away")
-    with started(place, *bundles) as server:
-        assert "car" not in kinds(server)
-        assert set(asked(server, "car", "bus", "cars", "cars/1").values()) == {404}
-        if how == "without its folder":
-            shutil.move(place / "away", place / "adapters" / "b")
-        post(server, "load_bundle", bundle_path="b")
-        assert set(asked(server, "car", "bus").values()) == {200}
 
 
 def test_what_is_loaded_by_hand_is_not_taken_without_being_asked(place):

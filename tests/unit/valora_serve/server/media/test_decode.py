@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
 from tests.fuzz.media import images, inflating, png, scans, videos, with_chunk
 from tests.support.http_helpers import data_url, encoded, picture
@@ -53,40 +51,6 @@ def sampled(content, **limits):
 # Images
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "BMP", "GIF"])
-def test_formats(form):
-    image = read(data_url(encoded(picture(), form)))
-    assert (image.size, image.mode) == ((40, 20), "RGB")
-    assert np.allclose(np.asarray(image)[10, 10], (200, 30, 60), atol=6)
-
-
-@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"])
-def test_modes_become_rgb(mode):
-    form = "JPEG" if mode == "CMYK" else "PNG"
-    source = Image.new("I;16", (8, 6)) if mode == "I;16" else picture(8, 6).convert(mode)
-    assert read(data_url(encoded(source, form))).mode == "RGB"
-
-
-def test_sixteen_bits_and_transparency():
-    """16-bit levels are scaled, and transparent pixels lie on white."""
-    levels = np.array([[0, 257 * 10, 257 * 128, 65535]], np.uint16)
-    found = read(data_url(encoded(Image.fromarray(levels), "PNG")))
-    assert np.asarray(found)[0, :, 0].tolist() == [0, 10, 128, 255]
-    pixels = np.array([[[200, 30, 60, 255], [200, 30, 60, 0], [0, 0, 0, 51]]], np.uint8)
-    found = read(data_url(encoded(Image.fromarray(pixels, "RGBA"), "PNG")))
-    assert np.asarray(found)[0].tolist() == [[200, 30, 60], [255, 255, 255], [204, 204, 204]]
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation(orientation):
-    source = picture()
-    exif = source.getexif()
-    exif[0x0112] = orientation
-    content = encoded(source, "PNG", exif=exif)
-    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-    assert np.array_equal(np.asarray(read(data_url(content))), np.asarray(expected.convert("RGB")))
-
-
 @pytest.mark.parametrize("number", range(len(images())))
 def test_pixels_are_those_that_were_trained_on(number):
     """Formats, modes, palettes, interlacing, animations, profiles, EXIF."""
@@ -97,7 +61,7 @@ def test_pixels_are_those_that_were_trained_on(number):
     assert found.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize(("mode", "orientation"), [("RGB", 6), ("CMYK", 7), ("L", 8), ("RGB", 3)])
+@pytest.mark.parametrize(("mode", "orientation"), [("RGB", 6), ("CMYK", 7)])
 def test_pixels_of_an_image_that_is_sent_in_strips(mode, orientation):
     noise = np.random.default_rng(0).integers(0, 256, (901, 1203, 4), np.uint8)
     source = Image.fromarray(noise, "RGBA").convert("RGB").convert(mode)
@@ -110,12 +74,11 @@ def test_pixels_of_an_image_that_is_sent_in_strips(mode, orientation):
     assert found.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("orientation", [1, 8])
-def test_colours_of_a_cmyk_profile(orientation):
+def test_colours_of_a_cmyk_profile():
     noise = np.random.default_rng(0).integers(0, 256, (30, 40, 4), np.uint8)
     source = Image.fromarray(noise, "CMYK")
     exif = source.getexif()
-    exif[0x0112] = orientation
+    exif[0x0112] = 8
     content = encoded(source, "JPEG", exif=exif, icc_profile=cmyk_profile())
     found = read(data_url(content))
     assert found.tobytes() == trained_on(content).tobytes()
@@ -131,11 +94,10 @@ def test_colours_of_a_cmyk_profile(orientation):
         ((51, 1), "50 times"), ((50_000, 50_000), "pixels"), ((7000, 7000), "pixels"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("depth", [1, 16])
-def test_sizes_are_refused_by_the_header(size, said, depth):
-    content = png(8, 8, depth)
+def test_sizes_are_refused_by_the_header(size, said):
+    content = png(8, 8, 1)
     content = content[:16] + png(1, 1)[16:33] + content[33:]
-    whole = png(*size, depth) if max(size) < 10**6 and size[0] * size[1] < 10**7 else None
+    whole = png(*size, 1) if max(size) < 10**6 and size[0] * size[1] < 10**7 else None
     forged = png_head(content, *size)
     for sent in (forged, whole):
         if sent is not None:
@@ -150,15 +112,6 @@ def png_head(content, width, height):
 
     head = content[12:16] + struct.pack(">II", width, height) + content[24:29]
     return content[:12] + head + struct.pack(">I", zlib.crc32(head)) + content[33:]
-
-
-def test_a_whole_narrow_image_of_forty_million_pixels():
-    """78 kB that an image processor, which enlarges the shorter side, would make terabytes of."""
-    content = png(1, 39_999_999, depth=1)
-    assert len(content) < 200_000
-    for settings in ({}, {"max_image_pixels": 10**8}):
-        with pytest.raises(ImageError, match=r"pixels|a side"):
-            read(data_url(content), **settings)
 
 
 @pytest.mark.parametrize("size", [(2**31 - 1, 2**31 - 1), (0, 5), (5, 0), (2**31, 1)])
@@ -198,16 +151,16 @@ print(json.dumps(found))
 def test_memory_is_known_before_anything_is_decoded(tmp_path):
     """What is reserved is at least what decoding takes, as the system measures it."""
     noise = np.random.default_rng(0).integers(0, 256, (300, 250, 4), np.uint8)
-    large = Image.fromarray(noise, "RGBA").resize((1500, 2000))
+    large = Image.fromarray(noise, "RGBA").resize((900, 1200))
     exif = large.getexif()
     exif[0x0112] = 6
     rgb, cmyk = large.convert("RGB"), large.convert("RGB").convert("CMYK")
     full = {"subsampling": 0, "quality": 90}
     cases = {
         "small.png": encoded(picture()),
-        "a.png": encoded(large, compress_level=1, exif=exif), "b.png": png(2000, 1500, 16, 6),
-        "c.png": png(2000, 1500, 1), "a.webp": encoded(large, "WEBP", method=0, exif=exif),
-        "b.webp": encoded(rgb.resize((800, 700)), "WEBP", lossless=True, method=0),
+        "a.png": encoded(large, compress_level=1, exif=exif), "b.png": png(1200, 900, 16, 6),
+        "c.png": png(1200, 900, 1), "a.webp": encoded(large, "WEBP", method=0, exif=exif),
+        "b.webp": encoded(rgb.resize((600, 500)), "WEBP", lossless=True, method=0),
         "a.jpg": encoded(rgb, "JPEG"), "b.jpg": encoded(rgb, "JPEG", progressive=True),
         "c.jpg": encoded(rgb, "JPEG", progressive=True, exif=exif, **full),
         "d.jpg": encoded(cmyk, "JPEG", progressive=True, exif=exif, quality=90),
@@ -236,15 +189,6 @@ def test_memory_beyond_the_limit_is_refused_before_anything_is_decoded():
         measure_image(file, replace(LIMITS, memory=told - 1))
 
 
-def test_coefficients_of_jpegs_are_counted():
-    """Two bytes a sample for files of several scans, by the sampling of each component."""
-    size = 1600, 800
-    for options, samples in (({"subsampling": 0}, 3.0), ({"subsampling": 2}, 1.5)):
-        content = encoded(Image.new("RGB", size), "JPEG", progressive=True, **options)
-        pixels, told = measure_image(io.BytesIO(content), LIMITS)
-        assert told == len(content) + max(4 + 2 * samples, 8) * pixels + 2**23
-
-
 def test_a_video_and_its_frames_share_the_memory(tmp_path):
     file = io.BytesIO(video_file(tmp_path / "a.mp4", size=(640, 480)).read_bytes())
     size = len(file.getvalue())
@@ -257,45 +201,20 @@ def test_a_video_and_its_frames_share_the_memory(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [b"iCCP", b"zTXt", b"iTXt"])
-@pytest.mark.parametrize("count", [1, 80])
-def test_chunks_that_inflate(kind, count):
+def test_chunks_that_inflate(kind):
     """A profile or text of 30 MB: Pillow refuses it, or leaves it out."""
     content = png(40, 30, 8, 2)
-    for _ in range(count):
+    for _ in range(20):
         content = with_chunk(content, kind, inflating(kind, 3 * 10**7))
     with contextlib.suppress(ImageError):
         assert read(data_url(content)).size == (40, 30)
 
 
-def test_text_bombs_that_pillow_writes():
-    from PIL.PngImagePlugin import PngInfo
-
-    info = PngInfo()
-    for _ in range(3):
-        info.add_text("Comment", "a" * 2**24, zip=True)
-    with pytest.raises(ImageError):
-        read(data_url(encoded(picture(), "PNG", pnginfo=info)))
-
-
-def archive(kind):
-    buffer = io.BytesIO()
-    content = encoded(picture())
-    if kind == "zip":
-        with zipfile.ZipFile(buffer, "w") as file:
-            file.writestr("a.png", content)
-    else:
-        with tarfile.open(fileobj=buffer, mode="w") as file:
-            entry = tarfile.TarInfo("../a.png")
-            entry.size = len(content)
-            file.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
-
-
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"x", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.4", archive("zip"),
-        archive("tar"), encoded(picture())[:60], encoded(picture(400, 400), "JPEG")[:50],
+        b"", b"x", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.4", b"PK\x03\x04",
+        encoded(picture())[:60], encoded(picture(400, 400), "JPEG")[:50],
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", encoded(picture(), "TIFF"),
         encoded(picture(), "ICO"),
     ],
@@ -308,19 +227,13 @@ def test_what_is_no_image_is_refused(content):
 # Videos
 
 
-@pytest.mark.parametrize("suffix", ["mp4", "mov", "mkv", "avi"])
-def test_videos_of_common_containers(tmp_path, suffix):
-    content = video_file(tmp_path / f"a.{suffix}", count=12).read_bytes()
+def test_frames_of_a_video_are_evenly_spaced(tmp_path):
+    content = video_file(tmp_path / "a.mp4", count=12).read_bytes()
     frames = sampled(content)
     assert [frame.size for frame in frames] == [(64, 48)] * 4
     # (i + ½)/4 of 12 frames: 1.5, 4.5, 7.5, 10.5.
     levels = [frame.getpixel((30, 20))[0] for frame in frames]
     assert levels == pytest.approx([10, 40, 70, 100], abs=4)
-
-
-def test_a_webm(tmp_path):
-    content = video_file(tmp_path / "a.webm", codec="libvpx", count=4).read_bytes()
-    assert len(sampled(content, frames=2)) == 2
 
 
 def test_fewer_frames_than_wanted_are_repeated(tmp_path):
@@ -354,7 +267,7 @@ def test_what_is_no_video_is_refused(tmp_path):
     concat = b"ffconcat version 1.0\nfile '/etc/passwd'\n"
     for content in (
         b"", playlist, concat, encoded(picture()), good[:100], b"\0\0\0\x18ftyp" + b"\0" * 500,
-        b"\x1aE\xdf\xa3" + b"\xff" * 300, archive("zip"), b"RIFF\0\0\0\0AVI " + b"\0" * 99,
+        b"\x1aE\xdf\xa3" + b"\xff" * 300, b"PK\x03\x04", b"RIFF\0\0\0\0AVI " + b"\0" * 99,
     ):  # fmt: skip
         with pytest.raises(ImageError):
             sampled(content)
@@ -415,7 +328,7 @@ def test_random_damage_never_raises_anything_else(tmp_path):
     rng = np.random.default_rng(0)
     video = bytearray(video_file(tmp_path / "a.mp4", count=6).read_bytes())
     image = bytearray(encoded(picture(64, 64), "JPEG"))
-    for _ in range(60):
+    for _ in range(15):
         broken_video, broken_image = bytearray(video), bytearray(image)
         for broken in (broken_video, broken_image):
             for place in rng.integers(0, len(broken), 8):

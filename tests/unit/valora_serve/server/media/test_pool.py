@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.fuzz.media import scans
+from tests.support.cases import others_slow
 from tests.support.http_helpers import encoded, picture, until
 from valora_serve.errors import ImageError, OverloadedError, ServeError
 from valora_serve.server.media import decode
@@ -203,6 +204,7 @@ def test_a_pool_that_cannot_start_processes(monkeypatch):
     assert decoded(pool, job(encoded(picture())))[0][0].size == (40, 20)
 
 
+ENDS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, None]
 PROGRAM = """
 import asyncio, io, signal, sys
 # A shell starts what runs in its background with SIGINT ignored.
@@ -221,7 +223,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, None])
+@pytest.mark.parametrize("how", others_slow([signal.SIGKILL], ENDS))
 def test_processes_end_with_the_server(how):
     server = subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import io
 import json
-import shutil
 import threading
 
 import pytest
@@ -149,21 +148,6 @@ def test_what_others_have_put_into_the_folder_stays(place, tmp_path):
     assert (place / ".partial-x").is_symlink()
 
 
-@pytest.mark.parametrize("harm", ["changed", "one file gone", "all gone"])
-def test_what_is_damaged_while_the_server_runs_is_fetched_again(place, harm):
-    shelf, held = Shelf(a=300), cache(place)
-    entry = fetch(held, shelf, "a")
-    if harm == "changed":
-        (entry.folder / WEIGHTS).write_bytes(b"x" * 297)
-    elif harm == "one file gone":
-        (entry.folder / CONFIG).unlink()
-    else:
-        shutil.rmtree(entry.folder.parent)
-    assert held.get("a", shelf, "1") is None
-    assert held.bytes == 0
-    assert fetch(held, shelf, "a").is_whole()
-
-
 def test_an_attempt_that_was_given_up_harms_no_later_one(place):
     """It wakes while the next one reads: nothing of either is mixed, and the later one is kept."""
     shelf, held, given_up = Shelf(a=300), cache(place), threading.Event()
@@ -201,23 +185,6 @@ def test_an_attempt_that_was_given_up_harms_no_later_one(place):
     assert entry.is_whole()
     assert held.get("a", shelf, "1") == entry
     assert [item for item in place.iterdir() if item.is_dir()] == [entry.folder.parent]
-
-
-def test_an_adapter_of_any_name_has_a_place_of_its_own(place):
-    shelf = Shelf(**{"entry.json": 300})
-    held = cache(place)
-    fetch(held, shelf, "entry.json")
-    held.close()
-    assert names(cache(place)) == ["entry.json"]
-
-
-def test_a_cancelled_download_leaves_nothing(place):
-    shelf, held, cancelled = Shelf(a=300), cache(place), threading.Event()
-    cancelled.set()
-    with pytest.raises(SourceError, match="ask again"):
-        held.fetch(shelf, "a", shelf.find("a"), cancelled)
-    assert [item.name for item in place.iterdir()] == [".lock"]
-    assert held.bytes == 0
 
 
 def test_a_full_disk(place):

@@ -11,9 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import own_logging, serving, until
@@ -177,15 +175,10 @@ def hub_cache(place, out=False):
     return snapshot
 
 
-@pytest.mark.parametrize(
-    ("root", "name"),
-    [("", "models--acme--cars/snapshots/abc"), ("models--acme--cars", "snapshots/abc"),
-     ("models--acme--cars/snapshots", "abc")],
-)  # fmt: skip
 @pytest.mark.parametrize("out", [False, True])
-def test_links_of_a_hub_s_cache_are_followed(root, name, out, place):
+def test_links_of_a_hub_s_cache_are_followed(out, place):
     hub_cache(place, out)
-    sources = (str(place / "store" / root),)
+    sources, name = (str(place / "store" / "models--acme--cars"),), "snapshots/abc"
     with serving(**settings(place, adapter_sources=sources, adapter_allow=("*",))) as server:
         if out:
             refused(ask(server, name), 400, "link that leads out")
@@ -211,7 +204,7 @@ def test_of_other_files_only_the_model_s_configuration_is_fetched(place):
         assert {file.name for file in served.iterdir()} == set(FILES)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a\nb"), MemoryError(), KeyError("x"), OSError()])
+@pytest.mark.parametrize("error", [RuntimeError("a\nb"), OSError()])
 def test_what_nothing_foresees_is_refused_and_remembered(error, place, monkeypatch):
     asked = []
 
@@ -455,37 +448,6 @@ def test_a_loaded_adapter_whose_files_are_lost_is_fetched_again(place, monkeypat
         refused(ask(server, "cars-2"), 404, "no source of adapters has it")
 
 
-def test_adapters_that_contexts_need_stay(place):
-    engine = FakeEngine()
-    with serving(engine, **settings(place, max_found_adapters=1)) as server:
-        assert ask(server, "cars-1").status_code == 200
-        engine._served["rules"] = ServedModel("rules", "domain", "rules", adapter="cars-1")
-        refused(ask(server, "cars-2"), 429, "are in use")
-        assert "cars-1" in {m.name for m in engine.models()}
-
-
-def test_administrators_may_unload_and_replace_it(place):
-    adapter(place / "by-hand" / "own")
-    key = "an-admin-key-of-32-characters-ok"
-    more = {
-        "allow_runtime_loading": True, "api_key": key, "adapter_folder": str(place / "by-hand"),
-        "max_found_adapters": 1,
-    }  # fmt: skip
-    with serving(**settings(place, **more)) as server:
-        server.client.headers["authorization"] = f"Bearer {key}"
-        assert ask(server, "cars-1").status_code == 200
-        load = {"lora_name": "cars-1", "lora_path": "own"}
-        post = server.client.post
-        refused(post("/v1/load_lora_adapter", json=load), 409, "taken")
-        gone = post("/v1/unload_lora_adapter", json={"lora_name": "cars-1"})
-        assert gone.status_code == 200
-        assert post("/v1/load_lora_adapter", json=load).status_code == 200
-        assert ask(server, "cars-2").status_code == 200
-        roots = {m.name: m.root for m in server.engine.models()}
-        assert roots["cars-1"] == str(place / "by-hand" / "own")
-        assert "cars-1" not in json.dumps(server.app.state.context.on_request._loaded, default=str)
-
-
 def test_strangers_make_no_labels(place):
     with serving(**settings(place)) as server:
         for name in ("cars-1", "cars-2", "cars-none"):
@@ -507,32 +469,6 @@ def test_the_cache_survives_a_restart_and_an_unreachable_source(place, monkeypat
         monkeypatch.setattr("valora_serve.server.resolving.folder.FolderResolver.find", find)
         assert ask(server, "cars-1").status_code == 200
         refused(ask(server, "cars-2"), 503, "cannot be read now")
-
-
-class Denied(MemoryFileSystem):
-    protocol = "denied"
-
-    def info(self, path, **_):
-        raise PermissionError(path)
-
-
-def test_places_of_fsspec(place):
-    fsspec.register_implementation("denied", Denied, clobber=True)
-    memory = fsspec.filesystem("memory")
-    for name, base in (("cars-5", "tiny"), ("cars-6", "another")):
-        memory.pipe(
-            f"/shelf/{name}/{CONFIG}", json.dumps({"base_model_name_or_path": base}).encode()
-        )
-        memory.pipe(f"/shelf/{name}/{WEIGHTS}", b"\0" * 9)
-        memory.pipe(f"/shelf/{name}/optimizer.bin", b"\0" * 99)
-    sources = ("memory://shelf", "denied://bucket")
-    with serving(**settings(place, adapter_sources=sources)) as server:
-        assert ask(server, "cars-5").status_code == 200
-        assert cards(server)["cars-5"]["resolver"] == "memory"
-        refused(ask(server, "cars-6"), 400, "another, not for tiny")
-        refused(ask(server, "cars-8"), 403, "may not read adapter cars-8 from its source denied")
-        files = {item.name for item in (place / "cache").rglob("cars-5/*")}
-        assert files == set(FILES)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.unit.valora_serve.server.resolving.test_on_request import (
     settings,
 )
 from valora_serve.errors import SettingsError
-from valora_serve.server.resolving.base import CONFIG, PICKLE, WEIGHTS
+from valora_serve.server.resolving.base import CONFIG, WEIGHTS
 from valora_serve.server.resolving.remote import FsspecResolver
 
 LARGE = 6 << 20
@@ -97,16 +97,6 @@ def test_a_server_that_hides_what_is_absent(tmp_path, web):
     with serving(**chosen(tmp_path, web.url)) as server:
         assert ask(server, "cars-1").status_code == 200
         refused(ask(server, "cars-9"), 403, "may not read")
-
-
-def test_a_classifier_s_labels_are_fetched_and_a_pickle_is_not(tmp_path, web):
-    (tmp_path / "web" / "cars-1" / "config.json").write_text("{}")
-    (tmp_path / "web" / "cars-2" / WEIGHTS).rename(tmp_path / "web" / "cars-2" / PICKLE)
-    with serving(**chosen(tmp_path, web.url)) as server:
-        assert ask(server, "cars-1").status_code == 200
-        assert list((tmp_path / "cache").rglob("cars-1/config.json"))
-        refused(ask(server, "cars-2"), 400, "a pickle", "its save_pretrained writes")
-        assert not list((tmp_path / "cache").rglob(PICKLE))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""Two servers and one state file."""
+"""State files: which are none, and two servers with one."""
 
 import logging
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from filelock import FileLock
@@ -12,12 +13,12 @@ from filelock import FileLock
 from tests.support.http_helpers import own_logging
 from valora_serve import cli
 from valora_serve.errors import SettingsError
-from valora_serve.server.loading.state_lock import own_state
+from valora_serve.server.loading.state_file import own_state, read_state
 
 HOLD = """
 import sys
 from pathlib import Path
-from valora_serve.server.loading.state_lock import own_state
+from valora_serve.server.loading.state_file import own_state
 with own_state(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -96,3 +97,27 @@ def test_the_command_says_so_before_it_loads_a_model(tmp_path, monkeypatch, caps
     state.write_text('{"version": 1, "ada')
     assert cli.main(given) == 1
     assert f"error: state file {state} is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"version": 2, "fleets": {}}', "newer version"),
+        ('{"version": 0, "loaded": {}}', "another version"),
+        ('{"version": 1, "adapters": {"one": "goo', "damaged"),
+        ('{"version": "1", "adapters": {}}', "damaged"), ('{"adapters": 5}', "damaged"),
+        ('{"unknown": {}}', "damaged"), ('{"adapters": {"a": 1}}', "damaged"), (300, "damaged"),
+        ('["adapters"]', "damaged"), ("[" * 10**5, "damaged, as it is nested"),
+        ('{"adapters": {"a": "x", "a": "y"}}', "key 'a' twice"), ("", "damaged"),
+        ('{"bundles": {"a": "\\ud800"}}', "not Unicode"), (b"\xff", "damaged"),
+        (Path.mkdir, "no regular file"), (os.mkfifo, "no regular file"),
+    ],
+)  # fmt: skip
+def test_state_files_that_are_none(tmp_path, content, message):
+    file = tmp_path / "served.json"
+    if callable(content):
+        content(file)
+    else:
+        file.write_bytes(content.encode() if isinstance(content, str) else bytes(content))
+    with pytest.raises(SettingsError, match=message):
+        read_state(file)

@@ -214,9 +214,8 @@ def make_server(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
     files = settings.max_connections + 256
     if most == resource.RLIM_INFINITY or most >= files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        # glibc returns large blocks (bodies, images) to the system as soon as they are freed.
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+    # glibc returns large blocks (bodies, images) to the system as soon as they are freed.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
     drain: Any = settings.drain_seconds
     config = uvicorn.Config(
         app,

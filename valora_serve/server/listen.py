@@ -39,9 +39,9 @@ def bind(settings: ServerSettings) -> list[socket.socket]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: those whose client
-                milliseconds = int(1000 * settings.send_seconds)  # reads nothing end by it
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+            # Connections inherit it: those whose client reads nothing end by it.
+            milliseconds = int(1000 * settings.send_seconds)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
             # With port 0, all addresses get the port that the first one got.
             chosen = port or (bound[0].getsockname()[1] if len(bound) > 1 else 0)
             sock.bind((address[0], chosen, *address[2:]))

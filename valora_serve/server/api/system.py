@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -121,12 +120,8 @@ def _version(package: str) -> str | None:
 
 def memory_bytes() -> int:
     """Resident memory of this process, in bytes."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return pages * resource.getpagesize()
-    except OSError:  # not Linux: peak memory instead
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return used if sys.platform == "darwin" else used * 1024
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
 
 
 def router(context: ServerContext) -> APIRouter:

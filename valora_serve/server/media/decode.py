@@ -105,9 +105,8 @@ def begin() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     warnings.simplefilter("ignore")
     system = ctypes.CDLL(None)
-    if hasattr(system, "mallopt"):  # memory is given back when it is freed
-        system.mallopt(_M_MMAP_THRESHOLD, 1 << 18)
-        system.mallopt(_M_ARENA_MAX, 1)
+    system.mallopt(_M_MMAP_THRESHOLD, 1 << 18)  # memory is given back when it is freed
+    system.mallopt(_M_ARENA_MAX, 1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # codecs print
         os.dup2(nowhere, descriptor)

@@ -176,12 +176,6 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
             addresses[0], port, timeout, local_address, socket_options
         )
 
-    async def connect_unix_socket(self, *_: Any, **__: Any) -> httpcore.AsyncNetworkStream:
-        raise ImageError("Unix sockets are not fetched from")
-
-    async def sleep(self, seconds: float) -> None:
-        await self._backend.sleep(seconds)
-
 
 def is_public(address: str) -> bool:
     """Whether an IP address belongs to the public internet.

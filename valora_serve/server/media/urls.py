@@ -30,12 +30,6 @@ class MediaUrl:
         """Length of the URL in characters, also after it was taken."""
         return self._length
 
-    def __eq__(self, other: object) -> bool:
-        """Whether the other is the same URL, and neither or both were taken."""
-        return isinstance(other, MediaUrl) and self._text == other._text
-
-    __hash__ = None  # type: ignore[assignment]  # it changes when it is taken
-
     def take(self) -> str:
         """Return the URL, which this object no longer holds then; it can be taken once."""
         text, self._text = self._text, None

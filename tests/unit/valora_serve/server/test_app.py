@@ -1,7 +1,6 @@
 """The application: its pages, https, and the end of its life."""
 
 import asyncio
-import re
 import subprocess
 import threading
 import time
@@ -14,16 +13,6 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import ask, serving
 from valora_serve.server.app import WORKERS, create_app
 from valora_serve.server.settings import ServerSettings
-
-
-def test_the_page_of_the_api_loads_nothing_from_elsewhere():
-    with serving() as server:
-        page = server.client.get("/docs").text
-        links = re.findall(r'(?:src|href)="([^"]+)"', page)
-        assert len(links) >= 3
-        for link in links:
-            assert link.startswith("/console/docs/")
-            assert server.client.get(link).status_code == 200
 
 
 def test_https(tmp_path):

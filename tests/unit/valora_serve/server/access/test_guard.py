@@ -18,7 +18,8 @@ def test_every_route_under_v1_asks_for_a_key(keys_file):
             assert server.client.get(path).status_code == 401, path
         for path in (CHAT, "/v1/completions", "/v1/vision/person"):
             assert server.client.post(path, json={}).status_code == 401, path
-        for path in ("/health", "/ready", "/version", "/metrics", "/", "/openapi.json"):
+        for path in ("/health", "/ready", "/version", "/metrics", "/", "/openapi.json", "/docs",
+                     "/console/app.js", "/console/docs/swagger-ui.css"):  # fmt: skip
             assert server.client.get(path).status_code == 200, path
         # No spelling of a path leads around.
         for path in ("//v1/models", "/v1//models", "/v1/models/", "/V1/models", "/%76%31/models",

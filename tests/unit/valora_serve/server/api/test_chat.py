@@ -141,13 +141,6 @@ def test_images_come_in_the_order_of_their_parts(server, client):
     assert kinds == ["image", "text", "image"]
 
 
-def test_an_image_without_text_leaves_the_prompt_to_the_domain(server, client):
-    parts = [{"type": "image_url", "image_url": {"url": data_url(encoded(picture()))}}]
-    ask(client, model="caption", messages=[{"role": "user", "content": parts}])
-    assert server.engine.asked[-1].messages is None
-    assert len(server.engine.asked[-1].images) == 1
-
-
 def test_a_box_heads_boxes_are_in_pixels_and_in_words(client):
     message = chat(url=data_url(encoded(picture(40, 20))))["messages"]
     answer = ask(client, model="person", messages=message)
@@ -164,15 +157,6 @@ def test_a_box_heads_boxes_are_in_pixels_and_in_words(client):
     assert len(more.valora["images"][0]["detections"]) == 2
     last = list(ask(client, model="person", messages=message, stream=True))[-1]
     assert last.valora["images"] == block["images"]
-
-
-def test_a_classification_heads_label_and_confidences(client):
-    message = chat(url=data_url(encoded(picture(20, 60))))["messages"]
-    answer = ask(client, model="scene", messages=message)
-    assert answer.choices[0].message.content == "beach"
-    assert answer.valora["label"] == "beach"
-    assert answer.valora["confidence"] == 0.875
-    assert answer.valora["confidences"] == {"street": 0.125, "beach": 0.875}
 
 
 def test_a_domain_with_a_head_generates_when_told_to(client):

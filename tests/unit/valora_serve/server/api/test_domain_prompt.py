@@ -28,18 +28,22 @@ ACTION = ServedModel(
 CAPTION = ServedModel("caption", "domain", "b", prompt="describe it.", media="images", images=1)
 PLACE = ServedModel("place", "domain", "b", prompt="locate {}", prompted=True, media="images")
 MOOD = ServedModel("mood", "domain", "b", head="yes_no", prompt="{}", prompted=True, media="text")
+WRITTEN = replace(MOOD, head=None, prompt="How? {}")
 ADAPTER = ServedModel("b/one", "adapter", "b")
 
 IMAGE = {"type": "image_url", "image_url": "data:,1"}
 OTHER = {"type": "image_url", "image_url": "data:,2"}
+BRIEF = {"role": "system", "content": "Be brief."}
 
 
-def text(words):
-    return {"type": "text", "text": words}
+def user(*parts):
+    return {"role": "user", "content": [
+        {"type": "text", "text": part} if isinstance(part, str) else part for part in parts
+    ]}  # fmt: skip
 
 
-def turn(role, *parts):
-    return {"role": role, "content": parts[0] if isinstance(parts[0], str) else list(parts)}
+def said(text):
+    return {"role": "assistant", "content": text}
 
 
 def ask(model, *turns, head=True):
@@ -60,100 +64,101 @@ def ask(model, *turns, head=True):
 
 
 MEASURED = [("user", "detect person", "data:,1")]
+RED, BIG = [("user", "is it red?", "data:,1")], [("user", "is it big?", "data:,1")]
+LOCATE, CAPTIONED = [("user", "locate the dog", "data:,1")], [("user", "describe it.", "data:,1")]
 
 
 @pytest.mark.parametrize(
-    ("turns", "ignored"),
+    ("model", "turns", "seen", "warned"),
     [
-        ([turn("user", IMAGE)], []),
-        ([turn("user", text("detect person"), IMAGE)], []),
-        ([turn("user", IMAGE, text(" detect person\n"))], []),
-        ([turn("user", IMAGE, text("  "))], []),
-        ([turn("user", text("Who is there?"), IMAGE)], ["the text"]),
-        ([turn("user", IMAGE, text("Who is there?"))], ["the text"]),
-        ([turn("user", text("Look:"), IMAGE, text("who?"))], ["the text"]),
-        ([turn("system", "Be brief."), turn("user", IMAGE)], ["the system prompt"]),
-        ([turn("developer", text("Be brief.")), turn("user", IMAGE)], ["the system prompt"]),
-        ([turn("user", IMAGE), turn("system", "Be brief.")], ["the system prompt"]),
-        (
-            [turn("user", OTHER), turn("assistant", "None."), turn("user", text("now"), IMAGE)],
-            ["the other turns", "the text"],
-        ),
-        ([turn("user", IMAGE), turn("assistant", "One."), turn("user", "Sure?")],
+        # A head sees its own prompt and the newest image.
+        (PERSON, [user(IMAGE)], MEASURED, []),
+        (PERSON, [user("detect person", IMAGE)], MEASURED, []),
+        (PERSON, [user(IMAGE, " detect person\n")], MEASURED, []),
+        (PERSON, [user(IMAGE, "  ")], MEASURED, []),
+        (PERSON, [user("Who is there?", IMAGE)], MEASURED, ["the text"]),
+        (PERSON, [user("Look:", IMAGE, "who?")], MEASURED, ["the text"]),
+        (PERSON, [BRIEF, user(IMAGE)], MEASURED, ["the system prompt"]),
+        (PERSON, [user(IMAGE), BRIEF | {"role": "developer"}], MEASURED, ["the system prompt"]),
+        (PERSON, [user(OTHER), said("None."), user("now", IMAGE)], MEASURED,
          ["the other turns", "the text"]),
-        ([turn("user", "Look."), turn("user", IMAGE)], ["the other turns"]),
-        ([turn("user", IMAGE), {"role": "assistant", "content": None}], ["the other turns"]),
+        (PERSON, [user(IMAGE), said("One."), user("Sure?")], MEASURED,
+         ["the other turns", "the text"]),
+        (PERSON, [user("Look."), user(IMAGE)], MEASURED, ["the other turns"]),
+        (PERSON, [user(IMAGE), said(None)], MEASURED, ["the other turns"]),
+        (PERSON, [user(OTHER, "and", IMAGE)], [("user", "detect person", "data:,2", "data:,1")],
+         ["the text"]),
+        # A head's question is kept before the image.
+        (FACTS, [user("is it red?", IMAGE)], RED, []),
+        (FACTS, [user(IMAGE, "is it red?")], RED, []),
+        (FACTS, [user("is it", IMAGE, "red?")], RED, []),
+        (FACTS, [user("is it red?"), user(IMAGE)], RED, []),
+        (FACTS, [BRIEF, user(IMAGE, "is it red?")], RED, ["the system prompt"]),
+        (FACTS, [user("is it red?", IMAGE), said("yes"), user("is it big?")], BIG,
+         ["the other turns"]),
+        (FACTS, [user("is it red?", OTHER), said("yes"), user(IMAGE)], RED, ["the other turns"]),
+        (MOOD, [BRIEF, user("Is it fine?")], [("user", "Is it fine?")], ["the system prompt"]),
+        # The request's words are put into the domain's prompt once.
+        (PLACE, [user("the dog", IMAGE)], LOCATE, []),
+        (PLACE, [user(IMAGE, "the dog")], LOCATE, []),
+        (PLACE, [user(IMAGE, "Locate  the dog")], LOCATE, []),
+        (PLACE, [user(" locate the dog ", IMAGE)], LOCATE, []),
+        (WRITTEN, [user("Is it fine?")], [("user", "How? Is it fine?")], []),
+        (WRITTEN, [BRIEF, user("Fine?")], [("system", "Be brief."), ("user", "How? Fine?")],
+         ["measured with its prompt ('How? {}') alone"]),
+        # A domain that writes is asked in the order of its training.
+        (CAPTION, [user(IMAGE)], [("user", "data:,1")], []),  # the engine adds the prompt
+        (CAPTION, [user("describe it.", IMAGE)], CAPTIONED, []),
+        (CAPTION, [user(IMAGE, "describe it.")], CAPTIONED, []),
+        (CAPTION, [user(IMAGE, "What", "is it?")], [("user", "What", "is it?", "data:,1")],
+         ["another text"]),
+        (CAPTION, [user("a", IMAGE, "b")], [("user", "a", "data:,1", "b")], ["another text"]),
+        (CAPTION, [BRIEF, user(IMAGE)], [("system", "Be brief."), *CAPTIONED],
+         ["a system prompt"]),
+        (CAPTION, [user("describe it.")], [("user", "describe it.")], ["no image"]),
+        (CAPTION, [user(IMAGE, "describe it."), said("A dog."), user("More.")],
+         [*CAPTIONED, ("assistant", "A dog."), ("user", "More.")],
+         ["several turns", "another text"]),
+        # Others than domains are asked as they were.
+        (ADAPTER, [user(IMAGE, "y")], [("user", "data:,1", "y")], []),
     ],
 )  # fmt: skip
-def test_a_head_sees_its_own_prompt_and_the_newest_image(turns, ignored):
-    seen, warnings = ask(PERSON, *turns)
-    assert seen == MEASURED
-    assert len(warnings) == (1 if ignored else 0)
-    for what in ignored:
+def test_what_is_asked(model, turns, seen, warned):
+    found, warnings = ask(model, *turns)
+    assert found == seen
+    assert len(warnings) == bool(warned)
+    for what in warned:
         assert what in warnings[0]
+    if warned and model is PERSON:
         assert "'detect person'" in warnings[0]
 
 
 def test_every_order_of_the_parts_gives_the_same_prompt():
-    system, picture = turn("system", "You are a pirate."), turn("user", IMAGE)
-    words, more = turn("user", "Anyone?"), turn("user", text("Count them"), text("please"))
-    for turns in permutations([words, system, picture, more]):
-        assert ask(PERSON, *turns)[0] == MEASURED
+    turns = [user("Anyone?"), BRIEF, user(IMAGE), user("Count them", "please")]
+    for order in permutations(turns):
+        assert ask(PERSON, *order)[0] == MEASURED
 
 
-def test_several_images_of_the_newest_turn_are_kept_in_their_order():
-    assert ask(PERSON, turn("user", OTHER, text("and"), IMAGE))[0] == [
-        ("user", "detect person", "data:,2", "data:,1")
-    ]
-
-
-def test_a_head_needs_an_image():
-    with pytest.raises(RequestError, match=r"person .* send one in a user message"):
-        ask(PERSON, turn("user", "detect person"))
-    with pytest.raises(RequestError, match="send one in a user message"):
-        ask(PERSON, turn("assistant", IMAGE), turn("user", "And now?"))
+def test_without_its_head_a_domain_is_asked_like_one_that_writes():
+    found, warnings = ask(PERSON, BRIEF, user(IMAGE, "y"), head=False)
+    assert found == [("system", "Be brief."), ("user", "y", "data:,1")]
+    assert warnings == []
+    assert ask(PERSON, BRIEF, user(IMAGE), head=False)[0][1] == MEASURED[0]
 
 
 @pytest.mark.parametrize(
-    ("turns", "question", "ignored"),
+    ("model", "turns", "message"),
     [
-        ([turn("user", text("is it red?"), IMAGE)], "is it red?", []),
-        ([turn("user", IMAGE, text("is it red?"))], "is it red?", []),
-        ([turn("user", text("is it"), IMAGE, text("red?"))], "is it red?", []),
-        ([turn("system", "Be brief."), turn("user", IMAGE, text("is it red?"))], "is it red?",
-         ["the system prompt"]),
-        ([turn("user", text("is it red?"), IMAGE), turn("assistant", "yes"),
-          turn("user", "is it big?")], "is it big?", ["the other turns"]),
-        ([turn("user", text("is it red?"), OTHER), turn("assistant", "yes"),
-          turn("user", IMAGE)], "is it red?", ["the other turns"]),
-        ([turn("user", "is it red?"), turn("user", IMAGE)], "is it red?", []),
+        (PERSON, [user("detect person")], "person .* send one in a user message"),
+        (PERSON, [said("x") | {"content": [IMAGE]}, user("Now?")], "send one in a user message"),
+        (MOOD, [BRIEF], "which reads text: send one"),
+        *((model, turns, "send the question as text") for model in (FACTS, PLACE)
+          for turns in ([user(IMAGE)], [BRIEF, user(IMAGE)])),
     ],
 )  # fmt: skip
-def test_a_heads_question_is_kept_before_the_image(turns, question, ignored):
-    seen, warnings = ask(FACTS, *turns)
-    assert seen == [("user", question, "data:,1")]
-    assert bool(warnings) == bool(ignored)
-    for what in ignored:
-        assert what in warnings[0]
-
-
-def test_a_question_must_be_sent():
-    for model in (FACTS, PLACE):
-        for turns in ([turn("user", IMAGE)], [turn("system", "Be brief."), turn("user", IMAGE)]):
-            with pytest.raises(RequestError, match="send the question as text"):
-                ask(model, *turns)
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["the red ball", "locate the red ball", "Locate  the red ball", " locate the red ball "],
-)
-def test_the_requests_words_are_put_into_the_domains_prompt_once(words):
-    for parts in ([text(words), IMAGE], [IMAGE, text(words)]):
-        assert ask(PLACE, turn("user", *parts)) == (
-            [("user", "locate the red ball", "data:,1")],
-            [],
-        )
+def test_what_cannot_be_asked(model, turns, message):
+    with pytest.raises(RequestError, match=message):
+        ask(model, *turns)
 
 
 def test_words_that_only_begin_like_the_prompt_are_not_cut():
@@ -162,68 +167,18 @@ def test_words_that_only_begin_like_the_prompt_are_not_cut():
     assert question_of(around, "a dog", head=False)[0] == "is there a dog?"
     assert question_of(around, "Is there a dog?", head=False)[0] == "is there a dog?"
     assert question_of(around, "is there", head=False)[0] == "is there is there?"
-
-
-@pytest.mark.parametrize(
-    ("turns", "seen", "warned"),
-    [
-        ([turn("user", text("describe it."), IMAGE)], [("user", "describe it.", "data:,1")], []),
-        ([turn("user", IMAGE, text("describe it."))], [("user", "describe it.", "data:,1")], []),
-        ([turn("user", IMAGE, text("What"), text("is it?"))],
-         [("user", "What", "is it?", "data:,1")], ["another text"]),
-        ([turn("user", text("a"), IMAGE, text("b"))], [("user", "a", "data:,1", "b")],
-         ["another text"]),
-        ([turn("system", "Be brief."), turn("user", IMAGE)],
-         [("system", "Be brief."), ("user", "describe it.", "data:,1")], ["a system prompt"]),
-        ([turn("user", "describe it.")], [("user", "describe it.")], ["no image"]),
-        ([turn("user", IMAGE, text("describe it.")), turn("assistant", "A dog."),
-          turn("user", "More.")],
-         [("user", "describe it.", "data:,1"), ("assistant", "A dog."), ("user", "More.")],
-         ["several turns", "another text"]),
-    ],
-)  # fmt: skip
-def test_a_domain_that_writes_is_asked_in_the_order_of_its_training(turns, seen, warned):
-    found, warnings = ask(CAPTION, *turns)
-    assert found == seen
-    assert bool(warnings) == bool(warned)
-    for what in warned:
-        assert what in warnings[0]
-
-
-def test_an_image_alone_leaves_the_prompt_to_the_engine():
-    assert ask(CAPTION, turn("user", IMAGE)) == ([("user", "data:,1")], [])
-
-
-def test_without_its_head_a_domain_is_asked_like_one_that_writes():
-    found, warnings = ask(PERSON, turn("system", "x"), turn("user", IMAGE, text("y")), head=False)
-    assert found == [("system", "x"), ("user", "y", "data:,1")]
-    assert warnings == []
-    assert ask(PERSON, turn("system", "x"), turn("user", IMAGE), head=False)[0][1] == MEASURED[0]
-
-
-def test_a_domain_of_text_reads_no_image():
-    asked = turn("user", text("Is it fine?"))
-    assert ask(MOOD, turn("system", "x"), asked)[0] == [("user", "Is it fine?")]
-    written = replace(MOOD, head=None, prompt="How? {}")
-    assert ask(written, asked, head=False) == ([("user", "How? Is it fine?")], [])
-    warning = ask(written, turn("system", "x"), asked, head=False)[1][0]
-    assert "measured with its prompt ('How? {}') alone" in warning
-    assert "and images" not in completion_warnings(written)[0]
-    with pytest.raises(RequestError, match="which reads text: send one"):
-        ask(MOOD, turn("system", "x"))
     with pytest.raises(RequestError, match=r"mood answers questions .*: send the question as text"):
         question_of(MOOD, None, head=True)
 
 
-def test_others_than_domains_are_asked_as_they_were():
-    turns = [turn("user", IMAGE, text("y"))]
-    assert ask(ADAPTER, *turns) == ([("user", "data:,1", "y")], [])
+def test_text_completions_are_warned_of():
     assert completion_warnings(ADAPTER) == []
     assert "chat" in completion_warnings(PERSON)[0]
+    assert "and images" not in completion_warnings(WRITTEN)[0]
 
 
 @pytest.mark.parametrize(
-    ("model", "images", "videos", "said"),
+    ("model", "images", "videos", "message"),
     [
         (PERSON, 0, [4], "not videos"), (PERSON, 2, [], "1 image at a time"),
         (PERSON, 1, [4], "not videos"), (ACTION, 1, [], "one video"),
@@ -232,8 +187,8 @@ def test_others_than_domains_are_asked_as_they_were():
         (MOOD, 1, [], "reads text: leave images"), (MOOD, 0, [4], "reads text: leave images"),
     ],
 )  # fmt: skip
-def test_media_that_a_head_was_not_measured_with_are_refused(model, images, videos, said):
-    with pytest.raises(ImageError, match=said):
+def test_media_that_a_head_was_not_measured_with_are_refused(model, images, videos, message):
+    with pytest.raises(ImageError, match=message):
         check_measured_media(model, images, videos, head=True)
     written = replace(model, head=None)
     (warning,) = check_measured_media(written, images, videos, head=False)

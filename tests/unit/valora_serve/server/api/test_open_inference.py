@@ -1,16 +1,12 @@
 """``/v2``, which is no longer served, and what replaces its readiness."""
 
-import pytest
-
 from tests.support.http_helpers import serving
 from valora_serve.server.access.keys import new_key
-from valora_serve.types import EngineStats
 
 
-@pytest.mark.parametrize("keyed", [False, True])
-def test_every_request_below_it_is_told_what_to_use(tmp_path, keyed):
+def test_every_request_below_it_is_told_what_to_use(tmp_path):
     (tmp_path / "keys").write_text(new_key("app", "user")[1])
-    with serving(**{"keys_file": str(tmp_path / "keys")} if keyed else {}) as server:
+    with serving(keys_file=str(tmp_path / "keys")) as server:
         for method, path, content in (
             ("GET", "/v2", b""), ("GET", "/v2/", b""), ("HEAD", "/v2/health/ready", b""),
             ("GET", "/v2/models/person/versions/1/ready", b""), ("DELETE", "/v2/models/x", b""),
@@ -27,11 +23,3 @@ def test_every_request_below_it_is_told_what_to_use(tmp_path, keyed):
         assert not server.engine.asked
         assert server.client.get("/v2x").status_code == 404
         assert "/v2" not in server.client.get("/openapi.json").text
-
-
-def test_a_model_says_whether_its_adapter_is_quarantined(monkeypatch):
-    with serving() as server:
-        assert server.client.get("/v1/models/person").json()["quarantined"] is None
-        stats = EngineStats(quarantined={"adapter-1": "not finite", "person": "not finite"})
-        monkeypatch.setattr(server.engine, "stats", lambda: stats)
-        assert server.client.get("/v1/models/person").json()["quarantined"] == "not finite"

@@ -86,6 +86,23 @@ def test_an_earlier_answer_is_part_of_the_next_input(server, client):
     assert turns[1]["content"][0]["text"] == first.output_text
 
 
+def test_earlier_calls_belong_to_the_assistants_turn_before_them(server, client):
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "5"}
+    said = {"role": "assistant", "content": "Wait."}
+    thought = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "x"}]}
+    for items, roles in (([said, call, call, result], "au"), ([thought, call, result], "au"),
+                         ([call, said, result], "aau")):  # fmt: skip
+        ask(client, input=items)
+        turns = server.engine.asked[-1].messages
+        assert "".join(turn["role"][0] for turn in turns) == roles
+        calls = "".join(str(turn["content"]) for turn in turns).count("<tool_call>")
+        assert calls == items.count(call)
+        assert "".join(part["text"] for part in turns[-1]["content"]) == (
+            "<tool_response>\n5\n</tool_response>"
+        )
+
+
 def test_json_schema_holds(client):
     schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}},
               "required": ["colour"], "additionalProperties": False}  # fmt: skip

@@ -118,14 +118,6 @@ def test_nobody_is_an_admin_where_there_are_no_keys(installed):
         assert "keys_file" in refused.json()["error"]["message"]
 
 
-def test_open_paths_take_no_key():
-    with serving(api_key=KEY) as server:
-        assert server.client.get("/nothing", headers=HEADERS).status_code == 404
-        for path in ("/health", "/ready", "/version", "/metrics", "/", "/console/app.js", "/docs",
-                     "/console/docs/swagger-ui.css", "/openapi.json"):  # fmt: skip
-            assert server.client.get(path).status_code == 200, path
-
-
 def test_the_page_on_the_api_lists_the_endpoints_that_there_are():
     page = (Path(__file__).parents[5] / "docs" / "reference" / "http.md").read_text()
     listed = set(re.findall(r"`((?:GET|POST|DELETE) /[^`]*)`", page.partition("## Answers")[0]))

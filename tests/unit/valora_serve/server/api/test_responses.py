@@ -10,7 +10,6 @@ import pytest
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import CHAT, chat, serving
 from valora_serve.errors import NonFiniteError, QuarantinedError
-from valora_serve.server.api.common import filled, items_json, json_logprob
 from valora_serve.types import Finish, Logprob, Output, TokenLogprobs
 
 VALUES = (math.nan, math.inf, -math.inf, -1e30, -0.25)
@@ -56,15 +55,6 @@ def server(running):
     running.engine.breaks_at = running.engine.refuse = None
     running.engine.asked.clear()
     return running
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [(math.nan, -9999.0), (math.inf, -9999.0), (-math.inf, -9999.0), (-1e30, -9999.0),
-     (-9998.5, -9998.5), (-0.25, -0.25), (0.0, 0.0)],
-)  # fmt: skip
-def test_log_probabilities_in_json(value, said):
-    assert json_logprob(value) == said
 
 
 def events(response):
@@ -130,17 +120,3 @@ def test_a_quarantined_adapter(server):
     for line in ("valora_models_quarantined 1.0", "valora_models_unmergeable 1.0",
                  "valora_non_finite_outputs_total 4.0"):  # fmt: skip
         assert line in metrics
-
-
-def test_large_parts_go_to_their_places():
-    said = {"text": 'see "logprobs":null', "choices": [{"logprobs": None, "n": 0}] * 2, "x": "é"}
-    said["schema"] = {"logprobs": None}  # what comes after the last place stays
-    body = json.dumps(said, separators=(",", ":"))
-    made = json.loads(filled(body, '"logprobs":null', ['"logprobs":[1]', '"logprobs":"\\""']))
-    assert [one["logprobs"] for one in made["choices"]] == [[1], '"']
-    assert made["text"] == said["text"]
-    assert made["schema"] == said["schema"]
-    with pytest.raises(ValueError, match="zip"):
-        filled("{}", '"logprobs":null', ["1"])
-    assert json.loads(f"[{items_json([{'a': 'é'}, 1.5, None])}]") == [{"a": "é"}, 1.5, None]
-    assert items_json([]) == ""

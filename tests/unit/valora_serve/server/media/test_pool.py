@@ -115,29 +115,11 @@ def test_a_process_that_is_killed_while_it_decodes(pool, slow):
 
 def test_a_decode_that_takes_too_long_holds_no_place(pool, slow):
     began = time.monotonic()
-    found = decoded(pool, *[job(slow, seconds(0.4)) for _ in range(4)], job(encoded(picture())))
-    assert all(isinstance(error, ImageError) for error in found[:4])
-    assert all("longer than 0.4 s" in str(error) for error in found[:4])
-    assert found[4][0].size == (40, 20)
+    found = decoded(pool, *[job(slow, seconds(0.4)) for _ in range(2)], job(encoded(picture())))
+    assert all(isinstance(error, ImageError) for error in found[:2])
+    assert all("longer than 0.4 s" in str(error) for error in found[:2])
+    assert found[2][0].size == (40, 20)
     assert time.monotonic() - began < 20
-
-
-def test_who_is_cancelled_frees_the_place(pool, slow):
-    async def run():
-        tasks = [asyncio.create_task(pool.decode(job(slow), 60)) for _ in range(6)]
-        await asyncio.sleep(0.5)
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(error, asyncio.CancelledError) for error in ended)
-        began = time.monotonic()
-        [image] = await pool.decode(job(encoded(picture())), 60)
-        assert time.monotonic() - began < 10  # far below what six would take
-        return image
-
-    decoded(pool, job(encoded(picture())))
-    assert asyncio.run(run()).size == (40, 20)
-    until(lambda: not pool._held)
 
 
 def test_waiting_is_limited(pool, slow):

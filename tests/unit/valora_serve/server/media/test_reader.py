@@ -3,7 +3,6 @@
 import asyncio
 import base64
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -14,15 +13,6 @@ from tests.support.http_helpers import read_media as read
 from valora_serve.errors import ImageError, OverloadedError
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.settings import ServerSettings
-
-
-def test_encoded_size_is_limited():
-    content = encoded(
-        Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), np.uint8))
-    )
-    assert read(data_url(content), max_image_bytes=len(content)).size == (99, 99)
-    with pytest.raises(ImageError, match="larger than"):
-        read(data_url(content), max_image_bytes=len(content) - 1)
 
 
 def test_pixels_of_a_request_and_of_all_are_bounded():

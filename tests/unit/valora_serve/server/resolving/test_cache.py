@@ -69,16 +69,6 @@ def test_the_least_recently_used_is_deleted_first(place):
     assert len([item for item in place.iterdir() if item.is_dir()]) == 3
 
 
-def test_unknown_sizes_are_bounded_while_they_are_read(place):
-    shelf = Shelf(known=False, a=600, b=601)
-    held = cache(place)
-    assert fetch(held, shelf, "a").bytes == 600
-    with pytest.raises(AdapterError, match="has more than 600 bytes, and may have 600"):
-        fetch(held, shelf, "b")
-    assert held.bytes == 0  # `a` made room for the most that `b` may have
-    assert fetch(held, shelf, "a").bytes == 600
-
-
 def test_a_new_version_replaces_the_old_one(place):
     shelf = Shelf(a=300)
     held = cache(place)

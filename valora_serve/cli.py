@@ -102,11 +102,7 @@ def serve(
     replica_settings: ReplicaSettings,
     on_started: Callable[[str], None] | None = None,
 ) -> int:
-    """Load and verify the bundles, print what is served, and serve until a signal comes.
-
-    `bundles` are folders of bundles, or MLflow URIs. `on_started` is called with the server's
-    address once it answers.
-    """
+    """Load and verify the bundles, print what is served, and serve until a signal comes."""
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.listen import bind, check_certificate
     from valora_serve.server.loading.served_set import check_state
@@ -242,10 +238,7 @@ async def _serve(
 async def _watch(
     server: uvicorn.Server, engine: AsyncEngine | None, on_started: Callable[[], None] | None
 ) -> None:
-    """Call `on_started`, and end the server when its engine has lost a process of its group.
-
-    Requests have been answered with the error by then.
-    """
+    """Call `on_started`, and end the server when its engine has lost a process of its group."""
     while not server.started:
         await asyncio.sleep(0.02)
     if on_started:

@@ -217,17 +217,13 @@ class PromptLogprobs:
     """Log probabilities of a prompt's tokens, each given the tokens before it.
 
     The first token has none. n is the request's `SamplingParams.prompt_logprobs`.
-
-    Attributes:
-        ids: [tokens] int64, ids of the prompt's tokens.
-        logprobs: [tokens - 1] float32, those of the tokens from the second one on.
-        top_ids: [tokens - 1, n] int64, the most likely tokens at these places.
-        top_logprobs: [tokens - 1, n] float32, their log probabilities, in descending order.
     """
 
-    ids: NDArray[np.int64]
+    ids: NDArray[np.int64]  # [tokens] int64, ids of the prompt's tokens
+    # [tokens - 1] float32, those of the tokens from the second one on.
     logprobs: NDArray[np.float32]
-    top_ids: NDArray[np.int64]
+    top_ids: NDArray[np.int64]  # [tokens - 1, n] int64, the most likely tokens at these places
+    # [tokens - 1, n] float32, their log probabilities, in descending order.
     top_logprobs: NDArray[np.float32]
 
 
@@ -424,23 +420,17 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class NewContext:
-    """A document that is to become a context while others are served.
+    """A document that is to become a context while others are served."""
 
-    Attributes:
-        name: Name that requests will use.
-        document: The document's text.
-        form: ``prefix`` for its own keys and values, ``memory_tokens`` for those of an encoder.
-        tokens: Tokens that a prefix keeps, None for all; an encoder makes as many as it has.
-        encoder: Name of the encoder, ``bundle/encoder``; None for the only one.
-        adapter: Name of the adapter that answers; None for the base model, which encoders are
-            trained for unless they come with an adapter that decodes.
-    """
-
-    name: str
-    document: str
+    name: str  # name that requests will use
+    document: str  # the document's text
+    # ``prefix`` for its own keys and values, ``memory_tokens`` for those of an encoder.
     form: str = "prefix"
+    # Tokens that a prefix keeps, None for all; an encoder makes as many as it has.
     tokens: int | None = None
-    encoder: str | None = None
+    encoder: str | None = None  # name of the encoder, ``bundle/encoder``; None for the only one
+    # Name of the adapter that answers; None for the base model, which encoders are trained for
+    # unless they come with an adapter that decodes.
     adapter: str | None = None
 
 

@@ -40,11 +40,7 @@ class MergeableWeights:
     """The weights that adapters can be merged into, in one allocation beside a pristine copy.
 
     The weights of the model's linears are views of the flat `live`, so every reader sees a merge.
-
-    Args:
-        shapes: (outputs, inputs) of every matrix by its name, in the order of the memory.
-        dtype: Type of the weights and of the adapters.
-        device: Device of the weights.
+    `shapes` are (outputs, inputs) of every matrix by its name, in the order of the memory.
     """
 
     def __init__(

@@ -426,15 +426,9 @@ class Scratch:
 class LoraBatch:
     """The adapters of one batch, in fixed device buffers that all layers read.
 
-    Call `update` before every batch, then `atmm` for every projection. Captured in a CUDA graph,
-    buffers keep their addresses and grids cover `max_rows` rows in `max_segments` segments.
-
-    Args:
-        max_rows: Most rows of a batch; a captured graph has exactly as many.
-        max_segments: Most different (adapter, second adapter) pairs of a batch.
-        device: Device on which `atmm` runs.
-        fixed: Whether CUDA graphs are captured with it, so that rows and terms stay.
-        scratch: Working memory that batches of the same stream may share; its own by default.
+    Call `update` before every batch, then `atmm` for every projection. With `fixed` it is captured
+    in CUDA graphs: rows, terms and addresses stay, and grids cover `max_rows` rows in at most
+    `max_segments` different (adapter, second adapter) pairs. Batches of a stream share `scratch`.
     """
 
     def __init__(

@@ -72,17 +72,8 @@ def add_projection(
 ) -> None:
     """Compute y = x·Wᵀ + bias + LoRA for each projection that shares x, in the fastest way.
 
-    Args:
-        ys: [P] tensors [rows, out_features[p]], overwritten.
-        x: [rows, in_features].
-        bases: [P] base weights W [out_features[p], in_features].
-        weights: A and B of every adapter.
-        batch: Which rows have which adapters.
-        biases: [P] biases [out_features[p]] or None; none by default.
-        tiling: Forces the kernels wherever x is; by default what the record of the GPU says.
-
-    Raises:
-        ValueError: What `atmm` raises, or base weights or biases that do not fit.
+    As `atmm`, but `ys` are overwritten. `bases` are [P] weights [out_features[p], in_features],
+    `biases` [P] biases [out_features[p]] or None, none by default; a ValueError may be of them.
     """
     check(ys, x, weights, batch)
     biases = biases or [None] * len(bases)

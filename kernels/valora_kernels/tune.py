@@ -58,17 +58,13 @@ STOP_SECONDS = 5.0
 
 
 class Compiler:
-    """A process of the lowest priority that runs kernels once, so that Triton has them on disk.
-
-    Attributes:
-        on_news: Called in another thread whenever a job is done, or the process has ended.
-        failed: Jobs that cannot be compiled.
-        lost: Whether the process has ended by itself, so that nothing more is compiled.
-    """
+    """A process of the lowest priority that runs kernels once, so that Triton has them on disk."""
 
     def __init__(self, device: torch.device) -> None:
+        # Called in another thread whenever a job is done, or the process has ended.
         self.on_news: Callable[[], None] = lambda: None
-        self.failed: set[Job] = set()
+        self.failed: set[Job] = set()  # jobs that cannot be compiled
+        # Whether the process has ended by itself, so that nothing more is compiled.
         self.lost = False
         self._device = device
         self._begun: set[Job] = set()
@@ -141,12 +137,7 @@ class Piece(Enum):
 class Tuner:
     """Measures shapes one after another into `table`; `skipped` ones cannot be.
 
-    Args:
-        table: What was measured before.
-        like: Table of another GPU, whose tilings are the candidates.
-        compiler: Compiles the candidates.
-        device: The GPU.
-        clock: Times lists of calls by name, see `timing.times_in_turn`.
+    Candidates are the tilings of `like`, another GPU's table; `clock` is as `timing.times_in_turn`.
     """
 
     def __init__(

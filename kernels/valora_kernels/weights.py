@@ -99,10 +99,7 @@ class LoraWeights:
         return found[0], found[1]
 
     def write(self, slot: int, a: Tensors, b: Tensors) -> None:
-        """Write A [rank, in_features] and B [out_features[p], rank] of each projection into a slot.
-
-        A `ValueError` says that there is no room for their number, shapes or rank.
-        """
+        """Write A [rank, in_features] and B [out_features[p], rank] of each p into a slot."""
         if not 0 <= slot < self.slots or not len(a) == len(b) == len(self.out_features):
             raise ValueError(
                 f"adapter: expected {len(self.out_features)} projections and a slot below "

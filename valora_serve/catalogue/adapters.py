@@ -102,21 +102,13 @@ _END = re.compile(r"\.(lora_|base_layer|modules_to_save|token_adapter|weight$|bi
 
 @dataclass(frozen=True)
 class ModelTargets:
-    """The linear layers of a model that adapters can change.
+    """The linear layers of a model that adapters can change."""
 
-    Attributes:
-        linears: (outputs, inputs) of every linear by module path.
-        parts: Part of the model that each linear belongs to.
-        rename: Returns the path in this model for a module path of an older checkpoint.
-        language: Path of the language model.
-        others: Class of the modules that they cannot change, by the last part of their path.
-    """
-
-    linears: Mapping[str, tuple[int, int]]
-    parts: Mapping[str, ModelPart]
-    rename: Callable[[str], str]
-    language: str
-    others: Mapping[str, str]
+    linears: Mapping[str, tuple[int, int]]  # (outputs, inputs) by module path
+    parts: Mapping[str, ModelPart]  # that each linear belongs to
+    rename: Callable[[str], str]  # of a module path of an older checkpoint, to that of this model
+    language: str  # path of the language model
+    others: Mapping[str, str]  # class of the modules that cannot change, by the path's last part
 
     @classmethod
     def of(cls, model: Any, architecture: Architecture) -> ModelTargets:
@@ -172,45 +164,23 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter that was read and fits the model.
+    """An adapter that was read and fits the model."""
 
-    Attributes:
-        folder: Folder that it was read from.
-        modules: Its matrices, by module path of the model.
-        rank: Largest rank of its modules.
-        scaling: Most frequent scaling of its modules; 0 only if all are 0.
-        parts: Parts of the model that it changes.
-        content: Content hash: hexadecimal sha256 of everything that changes its result.
-        vision_content: The same hash over the modules that change how images are encoded (vision
-            tower, projector); empty if it has none.
-        score: [labels, width], a classifier's output layer; None if it is none.
-    """
-
-    folder: Path
-    modules: Mapping[str, LoraPair]
-    rank: int
-    scaling: float
-    parts: frozenset[ModelPart]
-    content: str
-    vision_content: str
-    score: torch.Tensor | None = None
+    folder: Path  # that it was read from
+    modules: Mapping[str, LoraPair]  # its matrices, by module path of the model
+    rank: int  # largest of its modules
+    scaling: float  # most frequent one of its modules; 0 only if all are 0
+    parts: frozenset[ModelPart]  # of the model that it changes
+    content: str  # hexadecimal sha256 of everything that changes its result
+    vision_content: str  # the same of what changes how images are encoded; empty without any
+    score: torch.Tensor | None = None  # [labels, width], a classifier's output layer
 
 
 def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
-    """Read an adapter and check that it will compute the same as under PEFT.
-
-    Args:
-        folder: Folder with `adapter_config.json` and `adapter_model.safetensors`.
-        targets: Linears of the model.
-
-    Raises:
-        AdapterError: A file is missing, damaged, too large or a pickle; an option cannot be served;
-            a tensor matches no linear of the model, has another shape, contains NaN or Inf, or is
-            so large that training must have diverged.
-    """
-    options = _read_options(folder)
+    """Read an adapter, and check that it will compute the same as under PEFT; or `AdapterError`."""
+    rules = _Rules(folder)
     tensors = _read_tensors(folder, targets)
-    score = _take_score(folder, options, tensors)
+    score = _take_score(folder, rules, tensors)
     found: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
     stored: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -230,7 +200,7 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
         raise AdapterError(f"adapter {folder} holds no tensors: save it again")
     try:
         # Sorted, as files list tensors in any order: what was matched once is matched no more.
-        rules = _Rules(options, tuple(sorted({*found, *stored.values()})))
+        rules.match(tuple(sorted({*found, *stored.values()})))
     except AdapterError as error:
         raise AdapterError(f"adapter {folder}: {CONFIG} is damaged: {error}") from error
     modules = {
@@ -268,24 +238,7 @@ def _unmatched(folder: Path, name: str, targets: ModelTargets) -> AdapterError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """The options of `adapter_config.json` that change the result, with their types checked."""
-
-    rank: int
-    alpha: float
-    ranks: dict[str, int]  # by pattern
-    alphas: dict[str, float]
-    rslora: bool  # the scaling is alpha / √rank, not alpha / rank
-    targets: str | frozenset[str] | None  # pattern or names
-    excluded: str | frozenset[str] | None
-    layers: frozenset[int] | None  # None for all
-    layers_pattern: tuple[str, ...]  # of the module list that they count in
-    saved: tuple[str, ...]  # modules that were trained whole
-    task: Any
-
-
-def _read_options(folder: Path) -> _Options:
+def _read_config(folder: Path) -> dict[str, Any]:
     """Read the configuration, and refuse options that cannot be served."""
     try:
         config = read_json(folder / CONFIG, CONFIG_BYTES)
@@ -298,16 +251,13 @@ def _read_options(folder: Path) -> _Options:
     if not isinstance(config, dict) or kind != "LORA":
         remedy = "name a folder that PEFT saved"
         if isinstance(config, dict) and isinstance(kind, str):
-            remedy = MERGE
-            if kind in CONVERTIBLE or kind in PROMPTS:
-                remedy = CONVERT if kind in CONVERTIBLE else "train a LoRA adapter instead"
+            remedy = CONVERT if kind in CONVERTIBLE else MERGE
+            remedy = "train a LoRA adapter instead" if kind in PROMPTS else remedy
         kind = shown(kind).strip("'")
         raise AdapterError(f"adapter {folder} is of type {kind}: only LORA can be served; {remedy}")
     for option, value in config.items():
         off = not value and not (option in ACTIVE_IF_EMPTY and isinstance(value, dict))
-        if option in HONOURED | WITHOUT_EFFECT or off:
-            continue
-        if option == "bias" and value == "none":
+        if option in HONOURED | WITHOUT_EFFECT or off or (option, value) == ("bias", "none"):
             continue
         remedy = REMEDIES.get(option, f"{MERGE}, or train it again without that option")
         raise AdapterError(
@@ -320,71 +270,7 @@ def _read_options(folder: Path) -> _Options:
             f"adapter {folder}: init_lora_weights = {shown(start)} changed the base weights; "
             "convert it with PEFT's path_initial_model_for_weight_conversion"
         )
-    try:
-        return _options(config)
-    except (TypeError, ValueError) as error:
-        raise AdapterError(
-            f"adapter {folder}: {CONFIG} is damaged: {error}; save the adapter again"
-        ) from error
-
-
-def _options(config: dict[str, Any]) -> _Options:
-    """Check the types of the options, which are those of PEFT's `LoraConfig`; errors name them."""
-    layers = config.get("layers_to_transform")
-    layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
-    pattern = config.get("layers_pattern") or []
-    rslora = config.get("use_rslora") or False
-    if not isinstance(rslora, bool):
-        raise TypeError(f"use_rslora: expected true or false, got {shown(rslora)}")
-    for layer in layers:
-        if type(layer) is not int:
-            raise ValueError(f"layers_to_transform: expected whole numbers, got {shown(layer)}")
-    if "r" not in config or "lora_alpha" not in config:
-        raise ValueError("expected r and lora_alpha")
-    patterns = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
-    for name, values in patterns.items():
-        if not isinstance(values, dict) or len(values) > MOST_PATTERNS:
-            raise ValueError(
-                f"{name}: expected at most {MOST_PATTERNS} values by pattern, got {shown(values)}"
-            )
-    ranks, alphas = patterns["rank_pattern"], patterns["alpha_pattern"]
-    return _Options(
-        rank=_rank("r", config["r"]),
-        alpha=_alpha("lora_alpha", config["lora_alpha"]),
-        ranks={key: _rank(f"rank_pattern.{shown(key)}", ranks[key]) for key in ranks},
-        alphas={key: _alpha(f"alpha_pattern.{shown(key)}", alphas[key]) for key in alphas},
-        rslora=rslora,
-        targets=_modules("target_modules", config.get("target_modules")),
-        excluded=_modules("exclude_modules", config.get("exclude_modules")),
-        layers=frozenset(layers) or None,
-        layers_pattern=_texts("layers_pattern", [pattern] if isinstance(pattern, str) else pattern),
-        saved=_texts("modules_to_save", config.get("modules_to_save") or []),
-        task=config.get("task_type"),
-    )
-
-
-def _rank(name: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}: expected a rank of at least 1, got {shown(value)}")
-    return value
-
-
-def _alpha(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{name}: expected a number, got {shown(value)}")
-    return float(value)
-
-
-def _modules(name: str, value: Any) -> str | frozenset[str] | None:
-    if not value:
-        return None
-    return value if isinstance(value, str) else frozenset(_texts(name, value))
-
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{name}: expected a list of names, got {shown(value)}")
-    return tuple(value)
+    return config
 
 
 def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor]:
@@ -416,15 +302,15 @@ def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor
 
 
 def _take_score(
-    folder: Path, options: _Options, tensors: dict[str, torch.Tensor]
+    folder: Path, rules: _Rules, tensors: dict[str, torch.Tensor]
 ) -> torch.Tensor | None:
     """Take the output layer of transformers' sequence classifiers out of the tensors.
 
     Other modules that were trained whole, without LoRA (`modules_to_save`), are refused.
     """
-    saved, score = options.saved, None
+    saved, score = rules.saved, None
     named = [name for name in tensors if name.removeprefix(_PREFIX) == "score.weight"]
-    if len(named) == 1 and options.task in (None, "SEQ_CLS"):
+    if len(named) == 1 and rules.task in (None, "SEQ_CLS"):
         score = tensors.pop(named[0])
     whole = [
         name for name in tensors
@@ -446,23 +332,81 @@ def _take_score(
     return score
 
 
-class _Rules:
-    """What the options say of module paths, all of which are given, as PEFT reads them."""
+def _expect(fine: bool, option: str, what: str, value: object) -> None:
+    if not fine:
+        raise ValueError(f"{option}: expected {what}, got {shown(value)}")
 
-    def __init__(self, options: _Options, paths: tuple[str, ...]) -> None:
-        self.rslora = options.rslora
-        self._options = options
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+NUMBERS = (
+    ("rank_pattern", "r", _is_rank, "a rank of at least 1"),
+    ("alpha_pattern", "lora_alpha", _is_alpha, "a number"),
+)
+"""Numbers by pattern, for all other modules, and what they must be."""
+
+
+class _Rules:
+    """What `adapter_config.json` says of modules, read as PEFT reads it; first `match` paths."""
+
+    def __init__(self, folder: Path) -> None:
+        self._config = config = _read_config(folder)
+        try:
+            if "r" not in config or "lora_alpha" not in config:
+                raise ValueError("expected r and lora_alpha")  # noqa: TRY301
+            for option, general, fine, what in NUMBERS:
+                given = config.setdefault(option, {}) or {}
+                few = isinstance(given, dict) and len(given) <= MOST_PATTERNS
+                _expect(few, option, f"at most {MOST_PATTERNS} values by pattern", given)
+                config[option] = given
+                _expect(fine(config[general]), general, what, config[general])
+                for key, value in given.items():
+                    _expect(fine(value), f"{option}.{shown(key)}", what, value)
+            self.rslora = config.get("use_rslora") or False
+            _expect(isinstance(self.rslora, bool), "use_rslora", "true or false", self.rslora)
+            layers = config.get("layers_to_transform")
+            layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
+            for layer in layers:
+                _expect(type(layer) is int, "layers_to_transform", "whole numbers", layer)
+            self._layers = frozenset(layers)
+            self._targets, self._excluded = (
+                names if isinstance(names, str) else frozenset(names)
+                for names in map(self._names, ("target_modules", "exclude_modules"))
+            )
+            pattern = self._names("layers_pattern")
+            self._layers_pattern = [pattern] if isinstance(pattern, str) else pattern
+            self.saved = self._names("modules_to_save")
+            _expect(isinstance(self.saved, list), "modules_to_save", "a list of names", self.saved)
+        except (TypeError, ValueError) as error:
+            raise AdapterError(
+                f"adapter {folder}: {CONFIG} is damaged: {error}; save the adapter again"
+            ) from error
+        self.task = config.get("task_type")
+
+    def _names(self, option: str) -> Any:
+        """A pattern, or a list of names."""
+        value = self._config.get(option) or []
+        names = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        _expect(names or isinstance(value, str), option, "a list of names", value)
+        return value
+
+    def match(self, paths: tuple[str, ...]) -> None:
+        """Match all expressions against all module paths that will be asked for."""
         wanted = [
-            *(_suffix("rank_pattern", key) for key in options.ranks if not plain(key)),
-            *(_suffix("alpha_pattern", key) for key in options.alphas if not plain(key)),
-            *(_layer(pattern) for pattern in options.layers_pattern if options.layers),
-        ]
-        for name, value in (
-            ("target_modules", options.targets),
-            ("exclude_modules", options.excluded),
-        ):
-            if isinstance(value, str):
-                wanted.append(Expression(name, "fullmatch", value))
+            *(_suffix(option, key) for option, *_ in NUMBERS for key in self._config[option]
+              if not plain(key)),
+            *(_layer(pattern) for pattern in self._layers_pattern if self._layers),
+            *(Expression(name, "fullmatch", value)
+              for name, value in (("target_modules", self._targets),
+                                  ("exclude_modules", self._excluded))
+              if value and isinstance(value, str)),
+        ]  # fmt: skip
         expressions = tuple(dict.fromkeys(wanted))
         rows = match_all(expressions, paths)
         self._found = {
@@ -470,54 +414,40 @@ class _Rules:
             for expression, row in zip(expressions, rows, strict=True)
         }
 
-    def rank_and_alpha(self, paths: tuple[str, str]) -> tuple[int, float]:
-        """Those of the first matching pattern, else the general ones."""
-        options = self._options
-        rank = self._first("rank_pattern", options.ranks, paths)
-        alpha = self._first("alpha_pattern", options.alphas, paths)
-        return (
-            options.rank if rank is None else options.ranks[rank],
-            options.alpha if alpha is None else options.alphas[alpha],
-        )
-
-    def _first(
-        self, option: str, patterns: Mapping[str, object], paths: tuple[str, str]
-    ) -> str | None:
-        """Return the first pattern that matches a path, or its end after a dot."""
+    def number(self, option: str, general: str, paths: tuple[str, str]) -> Any:
+        """That of the first pattern that matches a path or its end after a dot, or the general."""
         for path in dict.fromkeys(paths):
-            for pattern in patterns:
+            for pattern, value in self._config[option].items():
                 if plain(pattern):
                     if _ends_with(path, pattern):
-                        return pattern
+                        return value
                 elif self._found[_suffix(option, pattern)][path] is not None:
-                    return pattern
-        return None
+                    return value
+        return self._config[general]
 
     def targeted(self, path: str) -> bool:
-        """Return whether PEFT would adapt a module."""
-        options = self._options
-        if self._named("exclude_modules", options.excluded, path):
+        """Whether PEFT would adapt a module."""
+        targets = self._targets
+        if self._named("exclude_modules", self._excluded, path):
             return False
-        if isinstance(options.targets, str) and options.targets.lower() == "all-linear":
+        if isinstance(targets, str) and targets.lower() == "all-linear":
             return True
-        if not self._named("target_modules", options.targets, path):
+        if not self._named("target_modules", targets, path):
             return False
-        if options.layers is None or isinstance(options.targets, str):
+        if not self._layers or isinstance(targets, str):
             return True
-        if options.layers_pattern:
-            rows = (self._found[_layer(pattern)][path] for pattern in options.layers_pattern)
+        if self._layers_pattern:
+            rows = (self._found[_layer(pattern)][path] for pattern in self._layers_pattern)
             number = next((row for row in rows if row is not None), None)
         else:
             match = re.match(r".*?\.[^.]*\.(\d+)\.", path)
             number = None if match is None else match[1]
-        return int(number) in options.layers if number else False
+        return int(number) in self._layers if number else False
 
-    def _named(self, option: str, names: str | frozenset[str] | None, path: str) -> bool:
-        """Return whether a pattern, or a list of names, names a module as in PEFT."""
+    def _named(self, option: str, names: str | frozenset[str], path: str) -> bool:
+        """Whether a pattern, or a list of names, names a module as in PEFT."""
         if isinstance(names, str):
             return self._found[Expression(option, "fullmatch", names)][path] is not None
-        if names is None:
-            return False
         ends = (path[at + 1 :] for at, character in enumerate(path) if character == ".")
         return path in names or any(end in names for end in ends)
 
@@ -555,7 +485,7 @@ def _pair(
             f"adapter {folder}: tensor {tensors['A'][0]} is of a module that target_modules does "
             f"not name; correct its {CONFIG}"
         )
-    rank, alpha = rules.rank_and_alpha(paths)
+    rank, alpha = (rules.number(option, general, paths) for option, general, *_ in NUMBERS)
     if rank > MAX_RANK:
         raise AdapterError(
             f"adapter {folder}: expected a rank of at most {MAX_RANK}, got {rank}; train it again"

@@ -6,12 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.contexts import (
-    ADAPTER,
-    MEMORY_TOKENS,
-    PREFIX,
-    read_memory,
-)
+from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX, read_memory
 from valora_data.contract.files import first_fault, read_json, shown
 from valora_data.errors import BundleError
 from valora_data.hashing import file_hash
@@ -33,29 +28,17 @@ MEMORY_FILE = "memory.safetensors"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """A context, as requests about it need it.
-
-    Attributes:
-        name: Its name.
-        form: `ADAPTER`, `PREFIX` or `MEMORY_TOKENS`.
-        tokens: Tokens of its memory; 0 where an adapter alone answers.
-        position: Position of the first token behind a prefix.
-        content: Hexadecimal sha256 of its file; empty without one.
-        bytes: Size of its memory.
-        source_tokens: Tokens of the document.
-        file: Its file, None without one.
-        embeddings: [tokens, width] on the CPU, its memory tokens; None in other forms.
-    """
+    """A context, as requests about it need it."""
 
     name: str
-    form: str
-    tokens: int = 0
-    position: int = 0
-    content: str = ""
-    bytes: int = 0
-    source_tokens: int = 0
+    form: str  # `ADAPTER`, `PREFIX` or `MEMORY_TOKENS`
+    tokens: int = 0  # of its memory; 0 where an adapter alone answers
+    position: int = 0  # of the first token behind a prefix
+    content: str = ""  # hexadecimal sha256 of its file; empty without one
+    bytes: int = 0  # size of its memory
+    source_tokens: int = 0  # of the document
     file: Path | None = None
-    embeddings: Tensor | None = None
+    embeddings: Tensor | None = None  # [tokens, width] on the CPU; of `MEMORY_TOKENS` alone
 
     @property
     def has_prefix(self) -> bool:
@@ -66,10 +49,9 @@ class Context:
 def read_context(
     name: str, entry: ContextEntry, folder: Path, base: str, config: Any
 ) -> tuple[Context, Memory | None]:
-    """Read a context of a bundle, whose manifest has `entry`; `base` is the base model's hash.
+    """Read a context of a manifest's `entry` for the base model of hash `base`; or `AdapterError`.
 
-    Returns the context, and the memory whose keys and values are to be packed; None if it has none.
-    Raises an AdapterError if the file is damaged, or was made for another base model.
+    Returns it, and the memory whose keys and values are to be packed; None if it has none.
     """
     if entry.form == ADAPTER or entry.file is None:
         return Context(name, ADAPTER, source_tokens=entry.source_tokens), None
@@ -84,17 +66,8 @@ def read_context(
             f"{memory.form} of {memory.tokens}: export the bundle again"
         )
     embeddings = memory.tensors["embeddings"] if memory.form == MEMORY_TOKENS else None
-    context = Context(
-        name,
-        memory.form,
-        memory.tokens,
-        memory.position,
-        content,
-        memory.bytes,
-        entry.source_tokens,
-        file,
-        embeddings,
-    )
+    facts = (memory.form, memory.tokens, memory.position, content, memory.bytes)
+    context = Context(name, *facts, entry.source_tokens, file, embeddings)
     return context, None if embeddings is not None else memory
 
 
@@ -115,21 +88,14 @@ def write_context(folder: Path, memory: Memory, entry: ContextEntry, adapter: st
 
 def read_facts(folder: Path) -> tuple[ContextEntry, str | None]:
     """Read what `write_context` wrote besides the memory: the entry and the adapter's name."""
-    try:
-        return _parse_facts(read_json(folder / FACTS_FILE))
-    except (BundleError, TypeError, ValueError) as error:
-        raise AdapterError(f"{folder} holds no context: {first_fault(error)}") from error
-
-
-def _parse_facts(facts: Any) -> tuple[ContextEntry, str | None]:
     from valora_data.contract.manifest import context_entry
 
-    if not isinstance(facts, dict):
-        raise TypeError(f"expected an object, got {shown(facts)}")
-    adapter = facts.pop("adapter", None)
-    if not isinstance(adapter, str | None):
-        raise TypeError(f"adapter: expected a text, got {shown(adapter)}")
-    entry = context_entry(facts)
-    if entry.file != MEMORY_FILE:
-        raise ValueError(f"file: expected {MEMORY_FILE}, got {shown(entry.file)}")
+    try:
+        facts: Any = read_json(folder / FACTS_FILE)
+        adapter = facts.pop("adapter", None)
+        entry = context_entry(facts)
+        if not isinstance(adapter, str | None) or entry.file != MEMORY_FILE:
+            raise ValueError(f"adapter {shown(adapter)}, file {shown(entry.file)}")  # noqa: TRY301
+    except (BundleError, TypeError, ValueError, AttributeError) as error:
+        raise AdapterError(f"{folder} holds no context: {first_fault(error)}") from error
     return entry, adapter

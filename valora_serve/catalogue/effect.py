@@ -22,7 +22,7 @@ from valora_serve.errors import AdapterError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from valora_serve.catalogue.adapters import Adapter, LoraPair
+    from valora_serve.catalogue.adapters import Adapter
 
 LARGEST_SQUARED = 2.0**63
 """Norms square activations in fp32: what is larger overflows there, also in wider types."""
@@ -41,7 +41,7 @@ HEADROOM = 2.0**12
 def check_effect(
     adapter: Adapter, dtype: torch.dtype, row_norms: Mapping[str, float]
 ) -> str | None:
-    """Check that an adapter's outputs are finite, and whether it may be merged.
+    """Return why an adapter must not be merged, None if it may be.
 
     Args:
         adapter: The adapter with its matrices.
@@ -49,58 +49,50 @@ def check_effect(
         row_norms: Root mean square of the norms of the rows of W, by name of each linear that
             adapters are merged into; empty if none ever is.
 
-    Returns:
-        Why the adapter must not be merged, None if it may be.
-
     Raises:
         AdapterError: Its outputs overflow the data type for an input of root mean square 1.
     """
     largest = min(torch.finfo(dtype).max, LARGEST_SQUARED)
     reason = None
     for module, pair in adapter.modules.items():
-        bounds = _Bounds(pair)
-        length = math.sqrt(pair.a.shape[1])  # norm of an input whose root mean square is 1
-        scaling = abs(pair.scaling)
-        products = length * max(bounds.shrink, bounds.expand)
-        worst = max(scaling * products, scaling)
+        rows = torch.linalg.vector_norm(pair.a, dim=1, dtype=torch.float64)
+        b, scaling = pair.b.abs().double(), abs(pair.scaling)
+        shrink = float(rows.max())  # largest norm of a row of A
+        expand = float((b @ rows).max())  # bounds the norm of a row of B·A
+        products = math.sqrt(pair.a.shape[1]) * max(shrink, expand)  # of an input with that norm
         # Merging multiplies B·A first, in fp32. The comparisons are false for NaN, too.
-        if not (worst <= largest and products <= LARGEST_SQUARED):
+        if not (max(scaling * products, scaling) <= largest and products <= LARGEST_SQUARED):
             raise AdapterError(
                 f"adapter {adapter.folder}: lora_alpha or the weights of {module} are so large "
                 f"that its outputs overflow {dtype}: train it again with a smaller learning rate"
             )
         if reason is None and module in row_norms:
-            reason = _unmergeable(module, pair, bounds, dtype, row_norms[module])
+            # The norm of a row of B·A if the rows of A are orthogonal: independent rounding errors
+            # add up so.
+            spread = float((b.square() @ rows.square()).max().sqrt())
+            bounds = scaling * shrink, spread, float(b.max()), scaling * spread
+            reason = _unmergeable(module, bounds, len(pair.a), dtype, row_norms[module])
     return reason
 
 
-class _Bounds:
-    """Norms of the matrices of one linear, in float64."""
-
-    def __init__(self, pair: LoraPair) -> None:
-        rows = torch.linalg.vector_norm(pair.a, dim=1, dtype=torch.float64)
-        b = pair.b.abs().double()
-        self.shrink = float(rows.max())  # largest norm of a row of A
-        self.expand = float((b @ rows).max())  # bounds the norm of a row of B·A
-        # That norm if the rows of A are orthogonal: independent rounding errors add up so.
-        self.spread = float((b.square() @ rows.square()).max().sqrt())
-        self.b = float(b.max())
-
-
 def _unmergeable(
-    module: str, pair: LoraPair, bounds: _Bounds, dtype: torch.dtype, row_norm: float
+    module: str,
+    bounds: tuple[float, float, float, float],
+    rank: int,
+    dtype: torch.dtype,
+    row_norm: float,
 ) -> str | None:
     """Return why merging into one linear would harm other requests, None if it would not."""
-    limits = torch.finfo(dtype)
+    limits, (shrink, spread, largest, change) = torch.finfo(dtype), bounds
     most = LARGEST_SHARE if dtype == torch.float32 else LARGEST_SHARE_16
-    scaling = abs(pair.scaling)
-    share = scaling * bounds.spread / row_norm if row_norm else math.inf
-    if bounds.spread == 0 or share <= most:
-        if scaling * bounds.shrink * HEADROOM > limits.max:
-            return f"A of {module} is too large for other requests' inputs"
-        # What a shrink loses below the smallest number is not taken back out of the weights.
-        lost = limits.tiny * bounds.b * math.sqrt(len(pair.a))
-        if lost > limits.eps * most * row_norm and bounds.spread:
-            return f"A of {module} is so small, and B so large, that the shrink underflows"
-        return None
-    return f"it changes {module} by {share:.3g} times the base weights' size, more than {most:g}"
+    share = change / row_norm if row_norm else math.inf
+    if spread and not share <= most:
+        return (
+            f"it changes {module} by {share:.3g} times the base weights' size, more than {most:g}"
+        )
+    if shrink * HEADROOM > limits.max:
+        return f"A of {module} is too large for other requests' inputs"
+    # What a shrink loses below the smallest number is not taken back out of the weights.
+    if spread and limits.tiny * largest * math.sqrt(rank) > limits.eps * most * row_norm:
+        return f"A of {module} is so small, and B so large, that the shrink underflows"
+    return None

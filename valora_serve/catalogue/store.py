@@ -47,23 +47,14 @@ NAME_LENGTH = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedModel:
-    """What a name stands for; a request keeps the one that it was prepared with.
+    """What a name stands for; a request keeps the one that it was prepared with."""
 
-    Attributes:
-        model: Entry in the list of models.
-        adapter: Adapter to apply, without its matrices; None for the base model.
-        head: Head of the domain, None if it generates text.
-        context: Context that the domain answers about, None for others.
-        encoder: What an encoder of memory tokens has beside its adapter, None for others.
-        mixed: Adapters with weights that are applied instead of `adapter`; None for that one.
-    """
-
-    model: ServedModel
-    adapter: Adapter | None = None
-    head: Head | None = None
-    context: Context | None = None
-    encoder: Encoder | None = None
-    mixed: tuple[tuple[Adapter, float], ...] | None = None
+    model: ServedModel  # entry in the list of models
+    adapter: Adapter | None = None  # to apply, without its matrices; None for the base model
+    head: Head | None = None  # of the domain, None if it generates text
+    context: Context | None = None  # that the domain answers about
+    encoder: Encoder | None = None  # what an encoder of memory tokens has beside its adapter
+    mixed: tuple[tuple[Adapter, float], ...] | None = None  # with weights, instead of `adapter`
 
     @property
     def terms(self) -> tuple[tuple[Adapter, float], ...]:
@@ -84,17 +75,13 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staged:
-    """A bundle or adapter that was read and checked, and cannot be named yet.
+    """A bundle or adapter that was read and checked, and cannot be named yet."""
 
-    `adapters`, with matrices, and `memories`, keys and values of contexts, are by content hash;
-    `bundle` is None for a plain adapter. In `targets`, adapters come before domains.
-    """
-
-    bundle: str | None
-    targets: tuple[ResolvedModel, ...]
-    adapters: Mapping[str, Adapter]
+    bundle: str | None  # None for a plain adapter
+    targets: tuple[ResolvedModel, ...]  # adapters before domains
+    adapters: Mapping[str, Adapter]  # with matrices, by content hash
     folder: Path
-    memories: Mapping[str, Memory] = field(default_factory=dict)
+    memories: Mapping[str, Memory] = field(default_factory=dict)  # of contexts, by content hash
 
 
 class Store:
@@ -147,12 +134,7 @@ class Store:
         return self._named[name]
 
     def mix(self, name: str | None, weights: Sequence[tuple[str, float]]) -> ResolvedModel:
-        """Return what a request names: a model, or adapters with weights, see `Request`.
-
-        Raises:
-            UnknownModelError: Nothing has one of the names.
-            RequestError: The adapters cannot be applied so.
-        """
+        """Return what a request names: a model, or adapters with weights, see `Request`."""
         named = self.resolve(name)
         if not weights:
             return named
@@ -194,36 +176,24 @@ class Store:
 
     def contexts(self) -> dict[str, Context]:
         """Return the contexts by their names."""
-        return {
-            name: target.context
-            for name, target in self._named.items()
-            if target.context is not None
-        }
+        return {name: one.context for name, one in self._named.items() if one.context is not None}
 
     def adapters(self) -> dict[str, Adapter]:
         """Return the adapter of every adapter and domain by its name, without matrices.
 
         In a bundle the names of adapters come before those of the domains that use them.
         """
-        return {
-            name: target.adapter
-            for name, target in self._named.items()
-            if target.adapter is not None
-        }
+        return {name: one.adapter for name, one in self._named.items() if one.adapter is not None}
 
     def stage_adapter(self, name: str, folder: Path, *, decode_only: bool = False) -> Staged:
-        """Read and check a PEFT folder, without making it nameable.
-
-        With `decode_only` it is applied only to the last token of a prompt and those after. Raises
-        an AdapterError if the adapter cannot be served, or the name is not allowed.
-        """
+        """Read and check a PEFT folder, without making it nameable; or `AdapterError`."""
         adapter, target = self._adapter(name, folder, decode_only=decode_only)
         return Staged(None, (target,), {adapter.content: adapter}, folder)
 
     def _adapter(
         self, name: str, folder: Path, *, bundle: Bundle | None = None, **facts: Any
     ) -> tuple[Adapter, ResolvedModel]:
-        """Read an adapter; return it and its entry, which has further `facts` of `ServedModel`."""
+        """An adapter, and its entry with further `facts` of `ServedModel`."""
         self._check_name(name)
         adapter = read_adapter(folder, self._targets)
         head = None
@@ -249,12 +219,7 @@ class Store:
         return adapter, ResolvedModel(model, replace(adapter, modules={}, score=None), head)
 
     def stage_bundle(self, folder: Path) -> Staged:
-        """Read a bundle, verify all its files, and check its adapters and heads.
-
-        Raises:
-            AdapterError: The folder is no bundle, was changed, is for another base model, or has a
-                part that cannot be served.
-        """
+        """Read a bundle, verify all its files, and check its adapters and heads, as above."""
         try:
             bundle = read_bundle(folder)
             check_base(bundle, self.base, self.base_hash(), self._quantize)
@@ -297,11 +262,10 @@ class Store:
             if memory is not None:
                 memories[contexts[name].content] = memory
         domains = [
-            self._domain(
-                bundle, name, facts, listed.get(facts["adapter"]), golden, loaded_at, contexts
-            )
+            self._domain(bundle, name, listed.get(facts["adapter"]), golden, loaded_at,
+                         contexts.get(name))
             for name, facts in bundle.domains.items()
-        ]
+        ]  # fmt: skip
         targets = (*listed.values(), *encoders, *domains)
         return Staged(bundle.name, targets, adapters, bundle.folder, memories)
 
@@ -325,10 +289,7 @@ class Store:
         return replace(listed, encoder=encoder)
 
     def stage_context(self, name: str, folder: Path) -> Staged:
-        """Read a context of `contexts.write_context`, without making it nameable.
-
-        Raises an AdapterError if it cannot be served, or its adapter is not served.
-        """
+        """Read a context of `contexts.write_context`, without making it nameable; as above."""
         self._check_name(name)
         entry, adapter = read_facts(folder)
         context, memory = read_context(name, entry, folder, self.base_hash(), self._config)
@@ -341,10 +302,11 @@ class Store:
             task=CONTEXT_TASK,
             prompt="{}",
             prompted=True,
+            **_about(context),
             loaded_at=time.time(),
         )
         used = None if by is None else by.adapter
-        target = ResolvedModel(_about(model, context), used, context=context)
+        target = ResolvedModel(model, used, context=context)
         memories = {} if memory is None else {context.content: memory}
         return Staged(None, (target,), {}, folder, memories)
 
@@ -360,10 +322,7 @@ class Store:
         return found
 
     def encoder(self, name: str | None) -> ResolvedModel:
-        """Return an encoder of memory tokens, ``bundle/encoder``; the only one for None.
-
-        Raises an UnknownModelError if there is no such encoder, or several.
-        """
+        """Return an encoder of memory tokens, ``bundle/encoder``; the only one for None."""
         known = {n: one for n, one in self._named.items() if one.encoder is not None}
         if name is None and len(known) == 1:
             return next(iter(known.values()))
@@ -374,12 +333,7 @@ class Store:
         return known[name]
 
     def unregister_context(self, name: str) -> ServedModel:
-        """Forget a context that was made at run time; return its entry in the list of models.
-
-        Raises:
-            UnknownModelError: No context has this name.
-            BusyError: The context belongs to a bundle.
-        """
+        """Forget a context that was made at run time; return its entry in the list of models."""
         target = self._named.get(name)
         if target is None or target.context is None:
             known = ", ".join(self.contexts()) or "none"
@@ -398,14 +352,14 @@ class Store:
         self,
         bundle: Bundle,
         name: str,
-        facts: dict[str, Any],
         by: ResolvedModel | None,
         examples: Sequence[dict[str, Any]],
         loaded_at: float,
-        contexts: Mapping[str, Context],
+        context: Context | None,
     ) -> ResolvedModel:
         """A domain of a bundle; `by` is the adapter that answers, None for the base model."""
         self._check_name(name)
+        facts = bundle.domains[name]
         labels = tuple(facts.get("labels") or ())
         head = None
         if facts.get("head"):
@@ -449,13 +403,12 @@ class Store:
             images=counts.pop() if len(counts) == 1 else None,
             max_tokens=facts.get("max_tokens"),
             bundle=f"{bundle.name}@{bundle.version}",
+            **_about(context),
             loaded_at=loaded_at,
         )
-        adapter = None if by is None else by.adapter
-        return ResolvedModel(_about(model, contexts.get(name)), adapter, head, contexts.get(name))
+        return ResolvedModel(model, None if by is None else by.adapter, head, context)
 
     def _answered_by(self, by: ResolvedModel | None) -> dict[str, Any]:
-        """The fields of a domain that say which adapter answers."""
         if by is None:
             return {"parent": self.base}
         model = by.model
@@ -471,11 +424,7 @@ class Store:
             raise AdapterError(f"{name} is the base model's name: choose another one")
 
     def check(self, staged: Staged) -> frozenset[str]:
-        """Return the names that a staged bundle or adapter replaces: those of its own name.
-
-        Raises:
-            AdapterError: Another bundle or adapter has one of the names.
-        """
+        """Return the names that it replaces, of its own name; or `AdapterError`, if of another."""
         names = [target.model.name for target in staged.targets]
         replaced: frozenset[str] = frozenset()
         if staged.bundle in self._bundles:
@@ -503,12 +452,7 @@ class Store:
         return [target.model for target in staged.targets]
 
     def unregister_adapter(self, name: str) -> ServedModel:
-        """Forget an adapter; return its entry in the list of models.
-
-        Raises:
-            UnknownModelError: No adapter has this name.
-            BusyError: The adapter belongs to a bundle.
-        """
+        """Forget an adapter that belongs to no bundle; return its entry in the list of models."""
         target = self._named.get(name)
         if target is None or target.model.kind != "adapter":
             known = [model.name for model in self.models() if model.kind == "adapter"]
@@ -516,10 +460,7 @@ class Store:
         return self._forget("adapter", name)
 
     def unregister_bundle(self, name: str) -> list[ServedModel]:
-        """Forget a bundle, named with or without ``@version``, with its adapters and domains.
-
-        Returns their entries in the list of models; raises an UnknownModelError if there is none.
-        """
+        """Forget a bundle, named with or without ``@version``; return its entries in that list."""
         short, _, version = name.partition("@")
         names = self._bundles.get(short)
         labels = {self._named[n].model.bundle for n in names} if names else set()
@@ -535,17 +476,12 @@ class Store:
         return next((bundle for bundle, names in self._bundles.items() if name in names), None)
 
 
-def _about(model: ServedModel, context: Context | None) -> ServedModel:
-    """A domain's entry in the list of models, with the facts of its context."""
+def _about(context: Context | None) -> dict[str, Any]:
+    """What a domain's entry in the list of models has of its context."""
     if context is None:
-        return model
-    return replace(
-        model,
-        form=context.form,
-        memory_tokens=context.tokens,
-        memory_bytes=context.bytes,
-        source_tokens=context.source_tokens,
-    )
+        return {}
+    sizes = {"memory_tokens": context.tokens, "memory_bytes": context.bytes}
+    return {"form": context.form, **sizes, "source_tokens": context.source_tokens}
 
 
 def _golden_examples(bundle: Bundle) -> list[dict[str, Any]]:

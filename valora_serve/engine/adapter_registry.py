@@ -39,8 +39,8 @@ class AdapterRegistry:
     """The names of the store, and the adapters and prefixes behind them in memory.
 
     An adapter's key is its folder's name and the start of its content hash; it is freed after its
-    last name and request. `on_change(language)` is called after weights, the language model's or
-    others, were moved or began to take adapters.
+    last name and request. `on_change(language)` is called after weights were moved, or began to
+    take adapters.
     """
 
     def __init__(
@@ -107,11 +107,7 @@ class AdapterRegistry:
     def load(
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> list[str]:
-        """Read, check, pack and register a bundle, or a PEFT adapter under a name; return names.
-
-        With `decode_only` an adapter applies from a prompt's last token on. An `AdapterError` says
-        that the folder cannot be served; nothing has changed then.
-        """
+        """Read, check, pack and register a bundle, or a PEFT adapter under a name; return names."""
         return self.register(*self.read(folder, name, decode_only=decode_only))
 
     def read(
@@ -168,10 +164,7 @@ class AdapterRegistry:
         unmergeable: Mapping[str, str] | None = None,
         prefixes: Mapping[str, PackedPrefix] | None = None,
     ) -> list[str]:
-        """Make what was read nameable, all of it or nothing (`AdapterError`), and return the names.
-
-        What was packed, and why some must not be merged, come by content hash.
-        """
+        """Make what was read nameable, all of it or nothing (`AdapterError`); return the names."""
         self._store.check(staged)
         self._activate({name for one in packed.values() for name in one.groups})
         models = self._store.commit(staged)

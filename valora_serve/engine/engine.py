@@ -102,16 +102,10 @@ Shares = list[tuple[SequenceState, int]]
 
 
 class Engine:
-    """A base model with its adapters and heads, and the requests on them.
+    """A base model with its adapters and heads, and the requests on them; or a `SettingsError`.
 
-    Args:
-        settings: Settings of the engine.
-        lmm: The base model; loaded as the settings say if None.
-        cost_model: Predicts what steps cost; what was measured here, or an estimate, if None.
-        group: The tensor-parallel group of a worker; rank 0 starts the group itself.
-
-    Raises:
-        SettingsError: Settings contradict each other, or ask for what the machine has not.
+    Without `lmm` the base model of the settings is loaded, without `cost_model` costs are those
+    measured here, or estimates. `group` is that of a worker; rank 0 starts the group itself.
     """
 
     def __init__(
@@ -424,10 +418,7 @@ class Engine:
         return self._flight is None and not self._outputs and self._idle
 
     def step(self) -> list[Output]:
-        """Launch the next step and read the one before; return the outputs, in order.
-
-        A `StoppedError` says that a process of the tensor-parallel group has ended.
-        """
+        """Launch the next step and read the one before; return the outputs, in order."""
         with self._explained():
             return self._step()
 
@@ -679,10 +670,7 @@ class Engine:
                 self._fail_adapter(key, wrong)
 
     def _works(self, shares: Shares) -> tuple[Shares, list[Work]]:
-        """Return the shares with their works; requests whose constraint fails are ended.
-
-        Constraints have `MASK_SECONDS` in all; the slowest come last, and may have to wait.
-        """
+        """Return the shares with their works; requests whose constraint fails are ended."""
         kept, works = [], []
         until: float | None = None
         table, adapters, lmm = self.blocks.table, self.adapters, self.lmm

@@ -21,10 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ImageEncoder:
-    """Encodes images, with an LRU cache by image, the adapter's vision weights and the tenant.
-
-    Images looked up (`queries`), found (`hits`) and `encoded` are counted.
-    """
+    """Encodes images, with an LRU cache by image, the adapter's vision weights and the tenant."""
 
     def __init__(self, runner: ModelRunner, adapters: AdapterMemory, most_bytes: int) -> None:
         self.queries = self.hits = self.encoded = self.held_bytes = 0
@@ -37,10 +34,7 @@ class ImageEncoder:
     def encode(
         self, shares: Sequence[tuple[SequenceState, int]]
     ) -> list[tuple[SequenceState, ImageError]]:
-        """Set `SequenceState.features` for the images and memory tokens among the tokens of a step.
-
-        Images are encoded together, across requests. Returns the requests with one that cannot be.
-        """
+        """Set `features` of the requests of a step; return those whose images are broken."""
         groups: dict[tuple[object, ...], list[tuple[SequenceState, int]]] = {}
         for sequence, count in shares:
             end = sequence.computed + count

@@ -73,10 +73,7 @@ def adopt(engine: Engine, costs: CostModel) -> None:
 
 
 def measure(engine: Engine, seconds: float = SECONDS) -> CostModel | None:
-    """Measure an engine without requests, and fit a cost model; None (see the log) if that fails.
-
-    Steps run without adapters and, in all modes, with up to 16 of those that the engine knows.
-    """
+    """Measure an engine without requests, and fit a cost model; None (see the log) if it fails."""
     profiler = Profiler(engine, seconds)
     while profiler.found is None and not profiler.failed:
         profiler.go_on()

@@ -86,10 +86,7 @@ class Requests:
         return -(-tokens // size) - sequence.prompt.given // size
 
     def load_prefixes(self, starved: float) -> dict[str, ServeError]:
-        """Start loading prefixes in the order of the queue; return the errors by key.
-
-        No request that arrived before the time `starved` is overtaken.
-        """
+        """Start loading prefixes, none before that of a starved request; return errors by key."""
         prefixes = self.prefixes
         failed = prefixes.poll()
         self._starved = False

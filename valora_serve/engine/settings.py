@@ -8,7 +8,7 @@ from pathlib import Path
 from valora_data.contract.quantized import NF4
 from valora_kernels.operators import ATMM, OPERATORS
 from valora_serve.orchestrator.decision import PolicySettings
-from valora_serve.orchestrator.registry import keeps_shares, modes_of
+from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.parallel.partition import LoraParallel
 
 FP8, NF4_PACKED = "fp8", "nf4_packed"
@@ -168,7 +168,7 @@ class EngineSettings:
                 f"operator={ATMM} and switch={SWIFT}, or tensor_parallel=1"
             )
         self._check_shares()
-        modes_of(self.policy)  # refuses an unknown policy
+        POLICIES[self.policy]  # refuses an unknown policy
 
     def _check_shares(self) -> None:
         if self.shares and self.share_by == "none":
@@ -176,7 +176,7 @@ class EngineSettings:
         if self.policy_settings.fair or self.policy_settings.shares:
             raise ValueError("policy_settings: shares and fair are set with share_by and shares")
         _ = self.deciding  # refuses shares that are none
-        if self.share_by != "none" and not keeps_shares(self.policy):
+        if self.share_by != "none" and not POLICIES[self.policy].shares:
             raise ValueError(
                 f"share_by: the policy {self.policy} keeps no shares: choose cost, valora, slora "
                 "or unmerge_only"

@@ -33,12 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Tuning:
-    """Tilings of the GPU of one engine.
-
-    Attributes:
-        adopted: How often steps have begun to choose from new measurements.
-        progress: Number of shapes that are measured, and of those that are or will be.
-    """
+    """Tilings of the GPU of one engine."""
 
     def __init__(
         self,
@@ -51,7 +46,8 @@ class Tuning:
         most_rows: int,
         most_adapters: int,
     ) -> None:
-        self.adopted = 0
+        self.adopted = 0  # how often steps have begun to choose from new measurements
+        # Number of shapes that are measured, and of those that are or will be.
         self.progress = (0, 0)
         self._tuner, self._file, self._linears, self._runner = tuner, file, linears, runner
         self._terms = [count for count in terms if count]

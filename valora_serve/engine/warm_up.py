@@ -31,21 +31,15 @@ PROGRESS_SECONDS = 5.0
 
 
 class WarmUp:
-    """Graphs and kernels of an engine; a `lazy` start leaves all but the likeliest for later.
-
-    Attributes:
-        seconds: Seconds that each phase of the start took, by its name.
-        done: Number of preparations that are done.
-        left: Preparations that are left, the next one first.
-        interrupted: Whether `start` is to end after what it prepares now.
-    """
+    """Graphs and kernels of an engine; a `lazy` start leaves all but the likeliest for later."""
 
     def __init__(self, terms: Sequence[int], *, lazy: bool) -> None:
+        # Seconds that each phase of the start took, by its name.
         self.seconds: dict[str, float] = {}
-        self.done = 0
-        self.left: list[Preparation] = []
+        self.done = 0  # number of preparations that are done
+        self.left: list[Preparation] = []  # preparations that are left, the next one first
         self._terms, self._lazy = terms, lazy
-        self.interrupted = False
+        self.interrupted = False  # whether `start` is to end after what it prepares now
         self._next = 0.0  # when the next preparation that overlaps with requests may begin
 
     @contextlib.contextmanager

@@ -54,15 +54,7 @@ class DeviceResidency(Residency[P]):
 
 
 class AdapterMemory(DeviceResidency[PackedAdapter]):
-    """The adapters of an engine, by key.
-
-    Attributes:
-        ranks: [slots] int32, rank of the adapter in each slot, 0 for an empty slot.
-        scalings: [slots] float32, scaling of the adapter in each slot.
-        unmergeable: Adapters that must not be merged into the base weights, each with the reason.
-        quarantined: Those of them that no request may use until they are loaded again.
-        proven: Keys of the adapters that were merged once, with finite weights.
-    """
+    """The adapters of an engine, by key."""
 
     kind = "adapter"
     owner = Owner.ADAPTER
@@ -71,10 +63,15 @@ class AdapterMemory(DeviceResidency[PackedAdapter]):
         self, memory: UnifiedMemory, pool: PagePool, *, host_bytes: int | None = None
     ) -> None:
         super().__init__(memory, MemoryBudget(pool, host_bytes), memory.slots)
+        # [slots] int32, rank of the adapter in each slot, 0 for an empty slot.
         self.ranks: NDArray[np.int32] = np.zeros(memory.slots, np.int32)
+        # [slots] float32, scaling of the adapter in each slot.
         self.scalings: NDArray[np.float32] = np.zeros(memory.slots, np.float32)
+        # Adapters that must not be merged into the base weights, each with the reason.
         self.unmergeable: dict[str, str] = {}
+        # Those of them that no request may use until they are loaded again.
         self.quarantined: dict[str, str] = {}
+        # Keys of the adapters that were merged once, with finite weights.
         self.proven: set[str] = set()
 
     def add(

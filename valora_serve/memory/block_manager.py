@@ -28,19 +28,16 @@ class Owner(IntEnum):
 
 
 class PagePool:
-    """Free and used pages, with the use and the number of users of each.
-
-    Attributes:
-        on_evict: Called with a cached page before it is taken for something else.
-        on_short: Called with the number of missing pages when `take` finds too few; may give pages
-            back (idle adapters).
-    """
+    """Free and used pages, with the use and the number of users of each."""
 
     def __init__(self, pages: int, first: int = 0) -> None:
         if pages < 1:
             raise ValueError(f"pages: expected at least 1, got {pages}")
         self.pages = pages
+        # Called with a cached page before it is taken for something else.
         self.on_evict: Callable[[int], None] = lambda _: None
+        # Called with the number of missing pages when `take` finds too few; may give pages back
+        # (idle adapters).
         self.on_short: Callable[[int], None] = lambda _: None
         self._free = list(range(first + pages - 1, first - 1, -1))
         self._cached: dict[int, None] = {}  # in order of last use
@@ -181,10 +178,7 @@ class BlockManager:
         shared: int = 0,
         root: bytes = b"",
     ) -> tuple[int, list[int]]:
-        """Count the cached tokens of a prompt, `shared` ones included, and the blocks behind those.
-
-        Arguments as of `open`. Never the whole prompt, as its last token must be computed.
-        """
+        """Count the cached tokens of a prompt, `shared` ones included, and the blocks behind."""
         blocks: list[int] = []
         if self.caching:
             most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
@@ -209,20 +203,12 @@ class BlockManager:
         shared: Sequence[int] = (),
         root: bytes = b"",
     ) -> int:
-        """Open a sequence; its table starts with the cached prefix of its prompt.
+        """Open a sequence; return the number of its cached tokens, `shared` ones included.
 
-        Args:
-            sequence: Id of the sequence.
-            tokens: Token ids of the prompt; the list is kept, and the caller appends to it.
-            salt: Content hash of the adapter, empty for the base model.
-            spans: Images among the tokens, by ascending start.
-            limit: Most tokens to take from the cache (heads need visual tokens computed).
-            since: First token that the adapter is applied to, not among `shared`.
-            shared: Full pages of a context with which the table begins; they stay the context's.
-            root: What the chain of keys begins with: hashes of the tenant and of the context.
-
-        Returns:
-            Number of cached tokens, those of `shared` included, which need not be computed.
+        `tokens` are those of the prompt; the list is kept, and the caller appends to it. `salt` is
+        the adapter's hash, which is applied from token `since` on; `spans` are images, by ascending
+        start. At most `limit` tokens come from the cache. `shared` are full pages of a context that
+        the table begins with; `root`, hashes of tenant and context, begins the chain of keys.
         """
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is open already: close it first")

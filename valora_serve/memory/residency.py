@@ -139,35 +139,25 @@ class MemoryBudget:
 
 
 class Residency(Generic[P]):
-    """Things of one kind, by key.
+    """Things of one kind, by key; at most `slots` on the device, each with a slot of its own.
 
-    Args:
-        budget: Pages and host memory.
-        slots: Most of them on the device at a time, each with a slot of its own; None for no limit.
-        background: Whether files are read again in another thread.
-
-    Attributes:
-        kind: What it holds, for messages.
-        owner: Use of its pages.
-        resident: Keys of those on the device; as the next two, updated in place: do not change it.
-        loading: Keys of those that are being loaded.
-        dropped: Keys of those that are not in host memory.
-        wanted: Keys of those that unfinished requests use; they are evicted last.
-        loads: How often one was copied to the device.
+    In the `background`, another thread reads files again.
     """
 
-    kind: str
-    owner: Owner
+    kind: str  # what it holds, for messages
+    owner: Owner  # use of its pages
 
     def __init__(
         self, budget: MemoryBudget, *, slots: int | None = None, background: bool = False
     ) -> None:
         self.budget = budget
+        # Keys of those on the device; as the next two, updated in place: do not change it.
         self.resident: set[str] = set()
-        self.loading: set[str] = set()
-        self.dropped: set[str] = set()
+        self.loading: set[str] = set()  # keys of those that are being loaded
+        self.dropped: set[str] = set()  # keys of those that are not in host memory
+        # Keys of those that unfinished requests use; they are evicted last.
         self.wanted: Collection[str] = ()
-        self.loads = 0
+        self.loads = 0  # how often one was copied to the device
         self._entries: dict[str, Entry[P]] = {}
         self._removed: set[str] = set()  # are forgotten as soon as they have loaded
         self._free_slots = None if slots is None else list(range(slots - 1, -1, -1))

@@ -115,14 +115,7 @@ class PackedPrefix(Packed):
 
 
 class UnifiedMemory:
-    """One tensor of pages, with its views as KV cache and as adapters, of which `slots` fit.
-
-    Attributes:
-        storage: [pages · elements per page + widest rank row], flat. Behind the pages lie zeros,
-            from which absent rank rows are read.
-        kv: Keys and values of each layer, two views [pages, block_size, kv_heads, head_dim].
-        lora: Address tables into `storage` for the adapters of each group, by its name.
-    """
+    """One tensor of pages, with its views as KV cache and as adapters, of which `slots` fit."""
 
     def __init__(
         self,
@@ -146,9 +139,12 @@ class UnifiedMemory:
         self.slots, self.max_rank = slots, max_rank
         self._zeros = pages * page.elements
         # Zeros: attention multiplies values of masked tokens by 0, so they must be finite.
+        # [pages · elements per page + widest rank row], flat. Behind the pages lie zeros, from
+        # which absent rank rows are read.
         self.storage = torch.zeros(self._zeros + widest, dtype=dtype, device=device)
         self.device = self.storage.device
         blocks = page.view(self.storage[: self._zeros])
+        # Keys and values of each layer, two views [pages, block_size, kv_heads, head_dim].
         self.kv = [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(page.layers)]
         count = sum(len(group.modules) for group in groups)
         self._tables = torch.full(
@@ -161,6 +157,7 @@ class UnifiedMemory:
         )
         self._table = torch.zeros_like(self._on_host[0], device=device)
         self._projections: dict[str, tuple[int, int, GroupSpec]] = {}  # number, index in its group
+        # Address tables into `storage` for the adapters of each group, by its name.
         self.lora: dict[str, LoraWeights] = {}
         for group in groups:
             first = len(self._projections)
@@ -210,10 +207,7 @@ class UnifiedMemory:
         return Layout(-(-end // size), end, tuple(runs), starts)
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
-        """Lay out an adapter in host memory as in its pages, in any thread; or `AdapterError`.
-
-        The scaling of a module, where it differs, is multiplied into B in float32.
-        """
+        """Lay out an adapter in host memory as in its pages, in any thread; or `AdapterError`."""
         called = f"adapter {adapter.folder}"
         if adapter.rank > self.max_rank:
             raise AdapterError(

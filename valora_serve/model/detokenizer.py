@@ -22,13 +22,9 @@ class Detokenizer:
     """Text of a growing list of tokens.
 
     Text that may still change is held back: an unfinished character at the end, and the possible
-    beginning of a stop text. The stop text that is complete first ends the answer, and of several
-    the longest, however the text is divided. No token costs more the longer answer or stops are.
-
-    Args:
-        tokenizer: transformers' tokenizer.
-        stop: Texts that end the answer (`stopped`); they are not part of it.
-        min_tokens: Number of first tokens in whose text no stop text is looked for.
+    beginning of a `stop` text, which ends the answer and is not part of it; none is looked for in
+    the first `min_tokens`. The stop text that is complete first counts, of several the longest,
+    however the text is divided. No token costs more the longer answer or stops are.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], min_tokens: int = 0) -> None:

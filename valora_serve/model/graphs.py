@@ -76,12 +76,7 @@ def _holds(plan: FixedAttentionPlan, tables: Sequence[Sequence[int]]) -> bool:
 
 
 class Graphs(ABC, Generic[G]):
-    """Captured steps of one kind by their number of rows and of LoRA terms.
-
-    Attributes:
-        sizes: Numbers of rows of the steps that are or will be captured, ascending.
-        missed: Sizes and terms of steps that wanted a graph that is not captured yet, oldest first.
-    """
+    """Captured steps of one kind by their number of rows and of LoRA terms."""
 
     rows_per_adapter = 1  # in a typical step, by which the LoRA tiles of a graph are chosen
 
@@ -89,12 +84,14 @@ class Graphs(ABC, Generic[G]):
         self, resources: StepResources, recorder: GraphRecorder, sizes: Sequence[int]
     ) -> None:
         self._resources, self._recorder = resources, recorder
+        # Numbers of rows of the steps that are or will be captured, ascending.
         self.sizes = sorted(sizes)
         self._graphs: dict[tuple[int, int], G] = {}
         # The graphs of a size share one plan, as a step is planned just before its replay.
         self._plans: dict[int, FixedAttentionPlan] = {}
         self._stale: set[tuple[int, int]] = set()  # are replayed until they are captured again
         self._given_up: set[int] = set()  # sizes of which no more graphs are captured
+        # Sizes and terms of steps that wanted a graph that is not captured yet, oldest first.
         self.missed: dict[tuple[int, int], None] = {}
 
     def forget(self) -> None:

@@ -17,25 +17,22 @@ from valora_serve.model.attention.base import to_host
 from valora_serve.model.finite import finite_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingResult(HeadResult):
-    """An embedding; `logits` holds it. It is no answer to a prompt."""
+    """An embedding; `logits` holds it. It is no answer to a prompt, and in no bundle."""
 
     def image_fields(self, number: int) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
     def text(self, sizes: Sequence[tuple[int, int]]) -> str:
-        """Nothing."""
         return ""
 
-    def golden(self) -> None:
-        """Nothing: no bundle holds embeddings."""
+    def golden(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,42 +46,25 @@ class EmbeddingHead(Head):
 
     @property
     def reads_visual(self) -> bool:
-        """No."""
         return False
 
     @property
     def last_tokens(self) -> int:
-        """Number of tokens."""
         return self.tokens
 
     @classmethod
-    def parse(
-        cls,
-        kind: str,
-        metadata: Mapping[str, str],
-        tensors: Mapping[str, torch.Tensor],
-        width: int,
-    ) -> EmbeddingHead:
-        """Return the head, which no file describes."""
+    def parse(cls, *_: Any, **__: Any) -> EmbeddingHead:
         return cls()
 
     def metadata(self) -> dict[str, str]:
-        """Nothing."""
         return {}
 
     def inputs(
         self, last: torch.Tensor, visual: torch.Tensor, places: torch.Tensor | None
     ) -> torch.Tensor:
-        """[tokens, width] float32."""
         return last.float()
 
-    def interpret(
-        self,
-        logits: torch.Tensor,
-        sizes: Sequence[tuple[int, int]],
-        min_score: float | None = None,
-    ) -> EmbeddingResult:
-        """Return the hidden states as they are."""
+    def interpret(self, logits: torch.Tensor, *_: Any, **__: Any) -> EmbeddingResult:
         return EmbeddingResult(kind=self.kind, logits=logits.numpy().copy())
 
 

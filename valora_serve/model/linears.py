@@ -73,25 +73,21 @@ class LoraScope:
 
 
 class LinearGroup:
-    """Linear layers that share their input, with stacked weights.
+    """Linear layers that share their input, with stacked weights."""
 
-    Attributes:
-        weights: One [sum of outputs, inputs], or one per layer where they cannot be stacked.
-        bias: [sum of outputs] or None.
-        lora: LoRA weights of these layers; None while no adapter has any.
-        rounded: Whether weights are stored rounded, so that nothing can merge or read them.
-    """
-
+    # Whether weights are stored rounded, so that nothing can merge or read them.
     rounded: ClassVar[bool] = False
 
     def __init__(self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope) -> None:
         self.spec = spec
+        # LoRA weights of these layers; None while no adapter has any.
         self.lora: LoraWeights | None = None
         self._scope = scope
         widths = spec.out_features
         with torch.no_grad():
+            # One [sum of outputs, inputs], or one per layer where they cannot be stacked.
             self.weights: tuple[Tensor, ...] = self._stack(linears)
-            self.bias: Tensor | None = None
+            self.bias: Tensor | None = None  # [sum of outputs] or None
             biases: list[Tensor | None] = [linear.bias for linear in linears]
             if (one := next((bias for bias in biases if bias is not None), None)) is not None:
                 parts = [
@@ -214,20 +210,15 @@ MakeGroup: TypeAlias = "Callable[[GroupSpec, Sequence[nn.Linear], LoraScope], Li
 
 @dataclass(slots=True)
 class Linears:
-    """All linear layers that adapters can change.
+    """All linear layers that adapters can change."""
 
-    Attributes:
-        groups: Groups by name.
-        group_of: Group of each module by the module's name, and the module's index in it.
-        scope: Adapters of the current forward pass.
-        merged: Memories of the weights that adapters are merged into, by when their targets came.
-        by_matrix: Whether merges take one matrix after the other, to compare the swift switch.
-    """
-
-    groups: dict[str, LinearGroup]
+    groups: dict[str, LinearGroup]  # groups by name
+    # Group of each module by the module's name, and the module's index in it.
     group_of: dict[str, tuple[LinearGroup, int]]
-    scope: LoraScope
+    scope: LoraScope  # adapters of the current forward pass
+    # Memories of the weights that adapters are merged into, by when their targets came.
     merged: list[MergeableWeights] = field(default_factory=list)
+    # Whether merges take one matrix after the other, to compare the swift switch.
     by_matrix: bool = False
 
     @classmethod

@@ -49,16 +49,9 @@ class VisualRows:
 class Lmm(BaseModel):
     """A base model whose attention is paged and whose linears take LoRA terms.
 
-    Args:
-        base: Id of the base model.
-        model: The transformers model, which is changed in place; `load` reads it from disk.
-        processor: Its processor.
-        device: Device to move the model to.
-        quantize: How its weights were rounded; None if they were not.
-        split: How a rank's part of the model was read; None if the model is whole.
-        lora: How LoRA matrices are split; only with `split`.
-        fp8: Whether a whole language model computes with weights and activations of 8 bits.
-        packed: Whether the weights of a whole language model stay in 4 bits, or are rounded to it.
+    The transformers model is changed in place. `quantize` says how its weights were rounded.
+    `split` read a rank's part, with `lora` split so. The language model computes in 8 bits with
+    `fp8`; with `packed` its weights stay in 4 bits.
     """
 
     linears: Linears
@@ -230,10 +223,7 @@ class Lmm(BaseModel):
         return hidden
 
     def compile_layers(self) -> None:
-        """Let torch compile each layer, but for products and attention, at its first use.
-
-        From compute capability 9.0 on, a kernel starts while the one before it still ends.
-        """
+        """Let torch compile each layer, but for products and attention, at its first use."""
         early = has_dependent_launch(self.device)
         torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
         for layer in self.language_model.layers:

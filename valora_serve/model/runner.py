@@ -54,12 +54,7 @@ SCORED_ROWS = 256  # of a prompt whose logits are in memory at a time: 150 MB fo
 
 
 class ModelRunner:
-    """Computes steps, eagerly or by replaying a CUDA graph, and encodes images.
-
-    Attributes:
-        has_lora: Whether any adapter was registered; until then no graph with LoRA is captured.
-        on_compiled: Called in another thread once `adopt` may have something to do.
-    """
+    """Computes steps, eagerly or by replaying a CUDA graph, and encodes images."""
 
     def __init__(
         self,
@@ -99,8 +94,10 @@ class ModelRunner:
         self._may_stand_in = backend == AUTO
         self._compiling: Compiling | None = None
         self._interrupted = False
+        # Called in another thread once `adopt` may have something to do.
         self.on_compiled: Callable[[], None] = lambda: None
         self._compiled: set[Preparation] = set()
+        # Whether any adapter was registered; until then no graph with LoRA is captured.
         self.has_lora = False
 
     def _make_crowded(self, sizes: Sequence[int]) -> PromptGraphs:
@@ -369,10 +366,7 @@ class ModelRunner:
     def compile_together(
         self, wanted: Sequence[Preparation], patience: float | None = None
     ) -> None:
-        """Compile kernels on all cores: attention's, and those of `wanted` graphs.
-
-        Attention's may take `patience` seconds longer if another backend stands in for it.
-        """
+        """Compile kernels on all cores: attention's, and those of `wanted` graphs."""
         if self._compiling is None:
             backend = self._resources.backend
             self._compiling = Compiling(
@@ -465,10 +459,7 @@ class ModelRunner:
             group.compute(torch.zeros(shape, dtype=self._lmm.dtype, device=self._device))
 
     def _kernel_runs(self, terms: Sequence[int]) -> Iterator[Preparation]:
-        """Yield runs of a whole step (size 0), and of linears by rows with an adapter.
-
-        Compiling LoRA kernels in the middle of serving would halt requests for up to a second.
-        """
+        """Yield runs of a whole step (size 0), and of linears by rows with an adapter."""
         for count in self._terms(terms):
             yield Preparation(KERNELS, 0, count)
             if count:

@@ -32,17 +32,14 @@ HEAD = "lm_head"
 
 @dataclass(slots=True)
 class SplitReader:
-    """Reads this rank's part of a base model; called like transformers' ``from_pretrained``.
-
-    Attributes:
-        slices: Part of every linear layer of the decoder, by path.
-        targets: Linear layers that adapters on disk name, with the sizes of the whole model.
-    """
+    """Reads this rank's part of a base model; called like transformers' ``from_pretrained``."""
 
     base: str
     group: Group
     quantize: str | None = None
+    # Part of every linear layer of the decoder, by path.
     slices: dict[str, Slice] = field(default_factory=dict)
+    # Linear layers that adapters on disk name, with the sizes of the whole model.
     targets: ModelTargets | None = None
 
     def __call__(self, source: str, *, dtype: torch.dtype, **options: Any) -> Any:

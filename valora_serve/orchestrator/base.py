@@ -6,7 +6,6 @@ which order, and which adapter is merged.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,8 +30,7 @@ class BasePolicy:
     """Decides before each step what it computes; a subclass implements `plan`.
 
     Attributes:
-        modes: Inference modes that the decisions can have. The engine prepares only these: it keeps
-            no pristine copy of the weights for a policy that never merges.
+        modes: Inference modes that the decisions can have; the engine prepares only these.
         shares: Whether `PolicySettings.fair` is kept.
     """
 
@@ -43,7 +41,6 @@ class BasePolicy:
         self.cost = cost_model
         self.settings = settings
         self._steady: Sequence[RequestView] = ()
-        self._newest = -math.inf
         many, few = StepShape(prefill=1024), StepShape(prefill=512)
         self._per_token = (cost_model.step(many) - cost_model.step(few)) / 512
         self._early_abort = EarlyAbort(settings) if settings.early_abort else None
@@ -62,12 +59,11 @@ class BasePolicy:
         for request in self._steady:
             request.served = view.now
         self._steady = ()
-        arrived = self._arrivals(view)
-        self.observe(arrived)
+        self.observe(view.arrived)
         waiting = view.waiting
         abort: tuple[tuple[str, str], ...] = ()
         if self._early_abort is not None:
-            waiting, abort = self._early_abort(view, len(arrived))
+            waiting, abort = self._early_abort(view, len(view.arrived))
         if abort:  # no pages are reserved and no adapters loaded for them
             gone = {request_id for request_id, _ in abort}
             view = replace(view, waiting=[r for r in view.waiting if r.id not in gone])
@@ -128,14 +124,6 @@ class BasePolicy:
             before += prompt + output / view.limits.max_requests
         return urgent[:found]
 
-    def _arrivals(self, view: View) -> Sequence[float]:
-        """Return when requests have arrived since the last view."""
-        if view.arrived is not None:
-            return view.arrived
-        found = [r.arrival for r in view.waiting if r.arrival > self._newest]
-        self._newest = max([self._newest, *found])
-        return found
-
     def _pack(
         self,
         view: View,
@@ -157,8 +145,7 @@ class BasePolicy:
         batch.run()
         plan = batch.plan
         stuck = not batch.items and not batch.preempt
-        holds_adapter = (plan.merged or view.merged) is not None
-        holds_adapter = holds_adapter and bool(plan.running or plan.waiting)
+        holds_adapter = bool((plan.merged or view.merged) and (plan.running or plan.waiting))
         stuck = stuck and (holds_adapter or len(plan.running) < len(view.running))
         if stuck:
             # The merged adapter, or running requests that the plan left out, hold the pages or the
@@ -184,16 +171,9 @@ class BasePolicy:
             until = 0.0
         if until > now:
             self._steady = batch.requests
-        return Decision(
-            mode,
-            merged,
-            tuple(batch.items),
-            tuple(batch.prefetch),
-            abort,
-            tuple(r.id for r in batch.preempt),
-            plan.reason,
-            until,
-        )
+        preempt = tuple(r.id for r in batch.preempt)
+        items, prefetch = tuple(batch.items), tuple(batch.prefetch)
+        return Decision(mode, merged, items, prefetch, abort, preempt, plan.reason, until)
 
     def decode_seconds(self, rows: int) -> float:
         """Predict an unmerged decode step of rows with adapters of rank 64."""
@@ -213,10 +193,7 @@ def with_adapter(requests: Iterable[RequestView], adapter: str | None) -> list[R
 
 
 def _cluster(view: View, waiting: Sequence[RequestView], most: int) -> list[RequestView]:
-    """Order waiting requests by S-LoRA's adapter clustering (§4.2, appendix A.2).
-
-    Once `most` distinct adapters are in the batch, requests of these adapters go first.
-    """
+    """S-LoRA's clustering (§4.2, A.2): requests of `most` adapters in the batch go first."""
     inside = {r.adapter for r in view.running}
     first, later = [], []
     for request in waiting:

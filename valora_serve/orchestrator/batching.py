@@ -40,30 +40,18 @@ def waiting_since(request: RequestView) -> float:
 
 @dataclass(slots=True)
 class BatchPlan:
-    """What a policy wants of a step.
-
-    Attributes:
-        mode: Inference mode of the step.
-        merged: Adapter to merge into the base weights, None for pristine weights.
-        running: Running requests that may take part.
-        waiting: Waiting requests that may be admitted, in this order.
-        reason: Explanation for the decision trace.
-        until: Time until which the decision holds if the step prefills nothing and leaves no
-            request out.
-        budget: Most prompt tokens of the step, None for as many as the limits allow.
-        strict: Whether a request that does not fit blocks those behind it.
-        urgent: Waiting requests that must be admitted to keep their latency limits. Running
-            requests without a limit are preempted for them, unless they have starved.
-    """
+    """What a policy wants of a step."""
 
     mode: Mode
-    merged: str | None
-    running: Sequence[RequestView]
-    waiting: Sequence[RequestView]
-    reason: str
-    until: float = FOREVER
-    budget: int | None = None
-    strict: bool = False
+    merged: str | None  # adapter to merge into the base weights, None for pristine weights
+    running: Sequence[RequestView]  # that may take part
+    waiting: Sequence[RequestView]  # that may be admitted, in this order
+    reason: str  # explanation for the decision trace
+    until: float = FOREVER  # the decision holds so long if no prompt and no request left out
+    budget: int | None = None  # most prompt tokens of the step, None for the limits' own
+    strict: bool = False  # whether a request that does not fit blocks those behind it
+    # Waiting requests that must be admitted to keep their latency limits. Running requests without
+    # a limit are preempted for them, unless they have starved.
     urgent: Sequence[RequestView] = ()
 
 
@@ -81,7 +69,7 @@ class BatchBuilder:
         self.preempt: list[RequestView] = []
         self.prefetch: list[str] = []  # adapters to load
         self.rotating = False  # whether not all running requests fit, so that they take turns
-        self.prompt_tokens = 0
+        self.prompt_tokens = 0  # of the step
         self._reserved = False  # whether a starved request gets the next free pages
         self._max_adapters = view.limits.max_adapters + 1  # None, the base model, is one of them
         self._pinned: set[str | None] = {r.adapter for r in view.running}
@@ -106,7 +94,7 @@ class BatchBuilder:
         return self.view.limits.free_pages - self._merge_pages + held
 
     def run(self) -> None:
-        """Add running requests, then waiting requests, then prefetch adapters."""
+        """Fill the batch: `items`, `requests`, `preempt` and `prefetch`."""
         if self.plan.urgent:
             self._preempt_for_urgent()
         if self._add_running() and self.plan.waiting:
@@ -200,23 +188,33 @@ class BatchBuilder:
         The youngest go first, those that have a latency limit or have starved last, and the oldest
         of all stays: it makes progress whatever happens.
         """
-        free = self._free_pages()
-        running = self._kept(self.view.running)
-        wanted = self._kept(self.plan.running)
-        taking = {r.id for r in wanted}
-        need = sum(r.pages for r in wanted)
+        running = sorted(self._kept(self.view.running), key=by_age, reverse=True)[:-1]
+        running.sort(key=lambda r: has_limit(r) or r.arrival < self.starved)
+        return self._victims(running, self._kept(self.plan.running))[0]
+
+    def _victims(
+        self,
+        able: Iterable[RequestView],
+        wanted: Iterable[RequestView],
+        need: int = 0,
+        slots: int = 1,
+    ) -> tuple[list[RequestView], bool]:
+        """Choose the first of `able` until all `wanted` and `need` have pages; whether they do."""
+        free, taking = self._free_pages(), {r.id: r.pages for r in wanted}
+        need += sum(taking.values())
         victims: list[RequestView] = []
-        for request in sorted(
-            sorted(running, key=by_age, reverse=True)[:-1],
-            key=lambda r: has_limit(r) or r.arrival < self.starved,
-        ):
-            if need <= free:
+        for request in able:
+            if need <= free and slots > 0:
                 break
             victims.append(request)
             free += request.held
-            if request.id in taking:
-                need -= request.pages
-        return victims
+            slots += 1
+            need -= taking.get(request.id, 0)
+        return victims, need <= free and slots > 0
+
+    def _need(self, request: RequestView) -> int:
+        """Pages of a waiting request, and of its adapter where that is not pinned."""
+        return request.pages + (request.adapter_pages if request.adapter not in self._pinned else 0)
 
     def _fits(self, adapter: str | None) -> bool:
         """Whether the batch may use an adapter, which is counted if so."""
@@ -242,7 +240,6 @@ class BatchBuilder:
         budget = self.tokens
         if plan.budget is not None:
             budget = min(budget, plan.budget - self.prompt_tokens)
-        pinned = set(self._pinned)
         self._reserved = not self._reserve()
         if self._reserved:
             return
@@ -255,16 +252,14 @@ class BatchBuilder:
             if adapter is not None and adapter not in resident:
                 continue
             starved = request.arrival < self.starved
-            need = request.pages
-            if adapter is not None and adapter not in pinned:
-                need += request.adapter_pages
+            need = self._need(request)
             # What is preempted soon after its admission was computed in vain.
             room = self.pages if request.id in urgent else self.pages - HEADROOM * growing
             if need > room or not self._fits(adapter):
                 if starved or plan.strict:
                     break
                 continue
-            pinned.add(adapter)
+            self._pinned.add(adapter)
             self.pages -= need
             growing += 1
             slots -= 1
@@ -303,9 +298,7 @@ class BatchBuilder:
         younger = [r for r in self.view.running if by_age(r) > by_age(head)]
         if not self._preempt_for(head, younger):
             return
-        self.pages = self._free_pages() - head.pages
-        if head.adapter not in self._pinned:
-            self.pages -= head.adapter_pages
+        self.pages = self._free_pages() - self._need(head)
         budget = self.tokens if self.plan.budget is None else max(1, self.plan.budget)
         self._add(head, min(max(1, head.prompt_left), self.view.limits.chunk, self.tokens, budget))
 
@@ -325,25 +318,13 @@ class BatchBuilder:
         self.pages = self._free_pages()
 
     def _preempt_for(self, head: RequestView, able: Sequence[RequestView]) -> bool:
-        """Preempt some of `able`, the youngest first, until a waiting request fits, if it can.
-
-        Returns whether some were preempted.
-        """
-        pages = self._free_pages() - sum(r.pages for r in self.plan.running)
+        """Preempt the youngest of `able` for a waiting request; whether it fits, and some were."""
         slots = self.view.limits.max_requests - len(self.view.running)
-        need = head.pages + (head.adapter_pages if head.adapter not in self._pinned else 0)
-        taking = {r.id for r in self.plan.running}
-        victims = []
-        for request in sorted(able, key=by_age, reverse=True):
-            if need <= pages and slots > 0:
-                break
-            victims.append(request)
-            pages += request.held + (request.pages if request.id in taking else 0)
-            slots += 1
-        if need > pages or slots <= 0:
-            return False
-        self.preempt += victims
-        return bool(victims)
+        youngest = sorted(able, key=by_age, reverse=True)
+        victims, fits = self._victims(youngest, self.plan.running, self._need(head), slots)
+        if fits:
+            self.preempt += victims
+        return bool(victims) and fits
 
     def _is_ready(self, request: RequestView) -> bool:
         return request.adapter is None or request.adapter in self.view.resident

@@ -12,7 +12,7 @@ import math
 import os
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,29 +43,19 @@ class CostVersionError(CostModelError):
 class StepShape:
     """The counts of a step on which its time depends.
 
-    Attributes:
-        mode: Inference mode of the step.
-        decode: Rows that decode one token each.
-        prefill: Prompt tokens.
-        images: Images to encode.
-        kv_tokens: Tokens in the KV cache that decode rows attend to, summed over the rows.
-        pairs: Pairs of a prompt token and a token that it attends to.
-        terms: LoRA terms, summed over tokens. In unmerged mode a token has 1 term, or 0 for the
-            base model. In mixture mode it has 0 terms for the merged adapter, 1 for the base model
-            and 2 for any other adapter. In merged mode it has none.
-        work: Ranks of the LoRA terms, summed over tokens.
-        ranks: Ranks summed over the distinct adapters that have a term.
+    In unmerged mode a token has 1 LoRA term, or 0 for the base model. In mixture mode it has 0 for
+    the merged adapter, 1 for the base model and 2 for any other adapter; in merged mode, none.
     """
 
     mode: Mode = Mode.UNMERGED
-    decode: int = 0
-    prefill: int = 0
-    images: int = 0
-    kv_tokens: int = 0
-    pairs: int = 0
-    terms: int = 0
-    work: int = 0
-    ranks: int = 0
+    decode: int = 0  # rows that decode one token each
+    prefill: int = 0  # prompt tokens
+    images: int = 0  # to encode
+    kv_tokens: int = 0  # that decode rows attend to, summed over the rows
+    pairs: int = 0  # of a prompt token and a token that it attends to
+    terms: int = 0  # LoRA terms, summed over tokens
+    work: int = 0  # ranks of the LoRA terms, summed over tokens
+    ranks: int = 0  # summed over the distinct adapters that have a term
 
 
 def step_shape(
@@ -78,8 +68,7 @@ def step_shape(
     mixture = mode is Mode.MIXTURE and merged is not None
     merged_rank = ranks[merged] if mixture and merged is not None else 0
     decode = prefill = images = kv_tokens = pairs = terms = work = 0
-    distinct: dict[str, int] = {}
-    foreign = False
+    distinct: dict[str | None, int] = {}
     for request, tokens in batch:
         if request.prompt_left:
             prefill += tokens
@@ -98,19 +87,9 @@ def step_shape(
         if mixture:
             terms += tokens
             work += tokens * merged_rank
-            foreign = True
+            distinct[merged] = merged_rank
     total = sum(distinct.values())
-    return StepShape(
-        mode,
-        decode,
-        prefill,
-        images,
-        kv_tokens,
-        pairs,
-        terms,
-        work,
-        total + merged_rank if foreign else total,
-    )
+    return StepShape(mode, decode, prefill, images, kv_tokens, pairs, terms, work, total)
 
 
 PROMPT_SIZES = (64, 128, 192, 256, 288, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
@@ -136,35 +115,22 @@ def _row(s: StepShape, rows: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicts the seconds of steps, switches and loads.
+    """Predicts the seconds of steps, switches and loads."""
 
-    Attributes:
-        machine: Name of the machine, such as the name of its GPU.
-        model: Name of the base model.
-        decode_seconds: Seconds per unit of each of `DECODE_TERMS`.
-        prefill_seconds: Seconds per unit of each of `PREFILL_TERMS`.
-        merge_seconds: Seconds to merge an adapter: a constant, and seconds per unit of rank.
-        unmerge_seconds: Seconds to restore the pristine weights.
-        load_seconds: Seconds to load an adapter: a constant, and seconds per unit of rank.
-        captured_rows: Rows of the steps with prompt tokens that are replayed from CUDA graphs,
-            ascending. A step takes as long as the next larger graph.
-        uncaptured_seconds: Min seconds of a step with prompt tokens that no graph covers, as the
-            host launches its kernels one by one.
-        measured: Whether the costs were measured; False for an estimate.
-        error: Median relative error over the points of the fit, None for an estimate.
-    """
-
-    machine: str
-    model: str
-    decode_seconds: tuple[float, ...]
-    prefill_seconds: tuple[float, ...]
-    merge_seconds: tuple[float, float]
-    unmerge_seconds: float
-    load_seconds: tuple[float, float]
+    machine: str  # such as the name of its GPU
+    model: str  # name of the base model
+    decode_seconds: tuple[float, ...]  # per unit of each of `DECODE_TERMS`
+    prefill_seconds: tuple[float, ...]  # per unit of each of `PREFILL_TERMS`
+    merge_seconds: tuple[float, float]  # of an adapter: a constant, and per unit of rank
+    unmerge_seconds: float  # to restore the pristine weights
+    load_seconds: tuple[float, float]  # of an adapter: a constant, and per unit of rank
+    # Rows of the steps with prompt tokens that are replayed from CUDA graphs, ascending: a step
+    # takes as long as the next larger graph.
     captured_rows: tuple[int, ...] = ()
+    # Least of a step with prompt tokens that no graph covers: the host launches one by one.
     uncaptured_seconds: float = 0.0
-    measured: bool = False
-    error: float | None = None
+    measured: bool = False  # or an estimate
+    error: float | None = None  # median relative error over the points of the fit
 
     def step(self, s: StepShape) -> float:
         """Predict the seconds of a step; 0 for an empty step."""
@@ -201,7 +167,7 @@ class CostModel:
         return time
 
     def is_captured(self, rows: int) -> bool:
-        """Return whether a CUDA graph covers a step with prompt tokens and so many rows."""
+        """Whether a CUDA graph covers a step with prompt tokens and so many rows."""
         return bool(self.captured_rows) and rows <= self.captured_rows[-1]
 
     def rows(self, rows: int) -> int:
@@ -246,8 +212,7 @@ class CostModel:
         """Fit a cost model to measurements, by non-negative least squares of the relative errors.
 
         `points` are steps with their seconds, `merges` and `loads` ranks with theirs. A coefficient
-        that occurs in no measurement keeps the value of this model, such as the cost of an image if
-        none was measured. Raises a CostModelError if a time is not a positive number.
+        that occurs in no measurement keeps the value of this model.
         """
         times = [t for _, t in (*points, *merges, *loads)] + list(unmerges)
         if not all(0 < t < math.inf for t in times):
@@ -295,35 +260,24 @@ class CostModel:
     @staticmethod
     def read(path: Path) -> CostModel:
         """Read a file of costs; CostModelError if it is missing, damaged or of another version."""
+        again = "delete it to profile the engine again."
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version = content.pop("version")
             if version != VERSION:
-                raise CostVersionError(
-                    f"{path} has version {version}, expected {VERSION}; delete it to profile the "
-                    "engine again."
-                )
+                raise CostVersionError(f"{path} has version {version}, expected {VERSION}; {again}")
             for name, terms in _TERMS.items():
                 content[name] = [float(content[name][term]) for term in terms]
-            for name, value in content.items():
-                if isinstance(value, list):
-                    content[name] = tuple(value)
-            model = CostModel(**content)
-            wrong = not all(
-                0 <= cost < math.inf
-                for costs in (model.decode_seconds, model.prefill_seconds, model.merge_seconds,
-                              model.load_seconds, model.captured_rows,
-                              (model.unmerge_seconds, model.uncaptured_seconds))
-                for cost in costs
-            )  # fmt: skip
+            lists = {
+                name: tuple(value) for name, value in content.items() if isinstance(value, list)
+            }
+            model = CostModel(**content | lists)
+            costs = [*chain(*lists.values()), model.unmerge_seconds, model.uncaptured_seconds]
+            wrong = not all(0 <= cost < math.inf for cost in costs)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CostModelError(
-                f"{path} is not a file of costs ({error}); delete it to profile the engine again."
-            ) from error
+            raise CostModelError(f"{path} is not a file of costs ({error}); {again}") from error
         if wrong:
-            raise CostModelError(
-                f"{path} has a negative or infinite cost; delete it to profile the engine again."
-            )
+            raise CostModelError(f"{path} has a negative or infinite cost; {again}")
         return model
 
 

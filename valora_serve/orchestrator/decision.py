@@ -23,102 +23,59 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestView:
-    """What a policy sees of a request; the engine updates it in place.
-
-    Attributes:
-        id: The request's id.
-        adapter: Adapter to apply, None for the base model. Two adapters, or one with another weight
-            than 1, have a name of their own, which is never merged.
-        rank: Rank of the adapter, 0 for the base model; of two, the sum.
-        arrival: Arrival time in seconds on the engine's clock.
-        prompt_left: Prompt tokens to prefill, with image tokens, without prefix cache hits.
-        kv_tokens: Tokens of the request in the KV cache.
-        output_left: Expected number of tokens still to generate, 0 for a head request.
-        running: Whether the request holds pages.
-        pages: Pages to allocate before anything more of the request is computed: for a waiting
-            request those of its prompt and first token, for a running one of its next token.
-        held: Pages that are released if the request is preempted.
-        adapter_pages: Pages that the adapter takes on the device, 0 for the base model.
-        images: Images still to encode.
-        deadline: Time in seconds by which the request must be answered, None for no deadline.
-        domain: Domain that the request names, if any.
-        latency_limit: Latency limit in seconds from arrival, None for that of the domain.
-        client: Who is charged for the request, if shares are kept.
-        credit: Seconds of waiting plus predicted execution and switch; written by the policy.
-        served: When the request was last in a batch, None if never; written by the policy.
-        pair: Whether two adapters apply, which can be computed in unmerged mode only.
-    """
+    """What a policy sees of a request; the engine updates it in place. Times are in seconds."""
 
     id: str
-    adapter: str | None
-    rank: int
-    arrival: float
-    prompt_left: int
-    kv_tokens: int = 0
-    output_left: int = 0
-    running: bool = False
+    adapter: str | None  # None: base model. Two, or a weighted one, have a name, never merged
+    rank: int  # of the adapter, of two the sum; 0 for the base model
+    arrival: float  # on the engine's clock
+    prompt_left: int  # prompt tokens to prefill, with image tokens, without prefix cache hits
+    kv_tokens: int = 0  # tokens in the KV cache
+    output_left: int = 0  # expected number of tokens still to generate, 0 for a head request
+    running: bool = False  # whether the request holds pages
+    # Pages to allocate before more is computed: for a waiting request those of its prompt and first
+    # token, for a running one of its next token.
     pages: int = 0
-    held: int = 0
-    adapter_pages: int = 0
-    images: int = 0
-    deadline: float | None = None
-    domain: str | None = None
-    latency_limit: float | None = None
-    client: str | None = None
-    credit: float = 0.0
-    served: float | None = None
-    pair: bool = False
+    held: int = 0  # pages that are released if the request is preempted
+    adapter_pages: int = 0  # that the adapter takes on the device, 0 for the base model
+    images: int = 0  # still to encode
+    deadline: float | None = None  # time by which the request must be answered
+    domain: str | None = None  # that the request names
+    latency_limit: float | None = None  # from arrival; None for that of the domain
+    client: str | None = None  # who is charged, if shares are kept
+    credit: float = 0.0  # waiting plus predicted execution and switch; written by the policy
+    served: float | None = None  # when it was last in a batch; written by the policy
+    pair: bool = False  # whether two adapters apply, which only unmerged mode computes
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What one step may use.
+    """What one step may use."""
 
-    Attributes:
-        max_requests: Most requests that may hold pages at a time, which bounds the batch.
-        max_tokens: Most tokens computed in the step.
-        free_pages: Pages that are free or can be freed at once: all except those of running
-            requests, their adapters, the merged adapter and adapters being loaded. A policy that
-            admits a request must also count its adapter's pages, unless they are among these.
-        max_adapters: Most distinct adapters in the step, including the merged one.
-        chunk: Most prompt tokens of one request in the step.
-    """
-
-    max_requests: int
-    max_tokens: int
+    max_requests: int  # most requests that may hold pages at a time, which bounds the batch
+    max_tokens: int  # most tokens computed in the step
+    # Pages that are free or can be freed at once: all except those of running requests, their
+    # adapters, the merged adapter and adapters being loaded. A policy that admits a request must
+    # also count its adapter's pages, unless they are among these.
     free_pages: int
-    max_adapters: int
-    chunk: int
+    max_adapters: int  # most distinct adapters in the step, including the merged one
+    chunk: int  # most prompt tokens of one request in the step
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a policy sees before a step.
-
-    Attributes:
-        now: Current time in seconds on the engine's clock.
-        running: Requests that hold pages.
-        waiting: Requests that hold no pages, oldest first; of very many, some (`window`).
-        mode: Inference mode of the last step.
-        merged: Adapter merged into the base weights, None if the weights are pristine.
-        resident: Adapters on the device.
-        loading: Adapters that are being copied to the device.
-        limits: Most tokens, sequences and pages of the step.
-        switchable: Adapters that can be merged now, None for all resident adapters.
-        arrived: Arrival times of all requests since the last view, oldest first; None to have the
-            policy take them from `waiting`.
-    """
+    """What a policy sees before a step; times are in seconds on the engine's clock."""
 
     now: float
-    running: Sequence[RequestView]
-    waiting: Sequence[RequestView]
-    mode: Mode
-    merged: str | None
-    resident: frozenset[str] | set[str]
-    loading: frozenset[str] | set[str]
+    running: Sequence[RequestView]  # they hold pages
+    waiting: Sequence[RequestView]  # they hold none, oldest first; of very many, some (`window`)
+    mode: Mode  # of the last step
+    merged: str | None  # adapter in the base weights, None if these are pristine
+    resident: frozenset[str] | set[str]  # adapters on the device
+    loading: frozenset[str] | set[str]  # adapters that are being copied to it
     limits: StepLimits
-    switchable: frozenset[str] | None = None
-    arrived: Sequence[float] | None = None
+    switchable: frozenset[str] | None = None  # adapters that can be merged now; None: all resident
+    arrived: Sequence[float] = ()  # arrival times of all requests since the last view, oldest first
 
 
 def window(queue: Sequence[RequestView], most: int) -> Sequence[RequestView]:
@@ -141,11 +98,9 @@ def _oldest(queue: Sequence[RequestView], most: int) -> Sequence[RequestView]:
     """Return the oldest requests of a queue, in turn from each client if there are several."""
     seen: Counter[str | None] = Counter()
     turns: list[tuple[int, int]] = []
-    for request in queue:
-        turns.append((seen[request.client], len(turns)))
+    for place, request in enumerate(queue):
+        turns.append((seen[request.client], place))
         seen[request.client] += 1
-    if len(seen) < 2:
-        return queue[:most]
     return [queue[place] for _, place in heapq.nsmallest(most, turns)]
 
 
@@ -153,29 +108,19 @@ def _oldest(queue: Sequence[RequestView], most: int) -> Sequence[RequestView]:
 class Decision:
     """What the next step does.
 
-    Attributes:
-        mode: Inference mode. ``MERGED``: the batch has only rows of `merged`. ``MIXTURE``: `merged`
-            is in the weights and the batch has any rows. ``UNMERGED``: the weights are pristine,
-            the batch has any rows, and `merged` is None.
-        merged: Adapter that the base weights hold during the step.
-        batch: Request ids with the number of tokens to compute: 1 for a request that decodes, a
-            chunk of the prompt for a request that prefills. May be empty.
-        prefetch: Adapters to load, most urgent first; none is resident or being loaded.
-        abort: Ids of requests to abort, each with the reason.
-        preempt: Ids of running requests to preempt; none is in the batch.
-        reason: Explanation for the decision trace.
-        until: The same decision holds for all steps that start before this time, as long as no
-            request arrives, ends, finishes its prompt or needs a page and no adapter finishes
-            loading. 0 for this step only.
+    In `Mode.MERGED`, the batch has only rows of `merged`; in `MIXTURE`, `merged` is in the weights
+    and the batch has any rows; in `UNMERGED`, it has any rows, and `merged` is None.
     """
 
     mode: Mode
-    merged: str | None
-    batch: tuple[tuple[str, int], ...] = ()
-    prefetch: tuple[str, ...] = ()
-    abort: tuple[tuple[str, str], ...] = ()
-    preempt: tuple[str, ...] = ()
-    reason: str = ""
+    merged: str | None  # adapter that the base weights hold during the step
+    batch: tuple[tuple[str, int], ...] = ()  # ids with the tokens to compute: 1, or of the prompt
+    prefetch: tuple[str, ...] = ()  # adapters to load, most urgent first; none is here or loading
+    abort: tuple[tuple[str, str], ...] = ()  # ids of requests to abort, each with the reason
+    preempt: tuple[str, ...] = ()  # ids of running requests to preempt; none is in the batch
+    reason: str = ""  # explanation for the decision trace
+    # The decision holds for all steps that start before this time, as long as no request arrives,
+    # ends, finishes its prompt or needs a page and no adapter finishes loading; 0: this step only.
     until: float = 0.0
 
 

@@ -35,10 +35,7 @@ class EarlyAbort:
     def __call__(
         self, view: View, arrived: int
     ) -> tuple[Sequence[RequestView], tuple[tuple[str, str], ...]]:
-        """Return the requests to keep, in order of admission, and the ids to abort with reasons.
-
-        So many requests have `arrived` since the last call.
-        """
+        """The requests to keep, in order of admission, and the ids to abort with reasons."""
         now, settings = view.now, self._settings
         self._measure(view, arrived)
         preempted, keep, abort = [], [], []

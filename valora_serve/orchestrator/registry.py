@@ -41,8 +41,3 @@ def make_policy(
 def modes_of(name: str) -> frozenset[Mode]:
     """Return the inference modes that the decisions of a policy can have."""
     return POLICIES[name].modes
-
-
-def keeps_shares(name: str) -> bool:
-    """Return whether a policy keeps shares (`PolicySettings.fair`)."""
-    return POLICIES[name].shares

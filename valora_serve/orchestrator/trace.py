@@ -15,12 +15,7 @@ class DecisionTrace:
     """Writes one line per decision, until the file cannot be written any more (a full disk).
 
     Time in seconds, mode, merged adapter, rows (``d`` decode, ``p`` prompt tokens), running and
-    waiting requests, prefetched adapters, preempted and aborted requests if any, reason::
-
-          12.345678 mixture  plates        18d+256p run 19 wait 2  +faces  2 others wait > 0.1 s
-
-    Args:
-        file: File to write to. Whoever opened it flushes and closes it.
+    waiting requests, prefetched adapters, preempted and aborted requests if any, reason.
     """
 
     def __init__(self, file: TextIO) -> None:

@@ -128,21 +128,14 @@ def signal_all(pads: Sequence[Tensor], rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A rank's view of its tensor-parallel group, whose processes run on one machine.
+    """A rank's view of its tensor-parallel group, whose processes run on one machine."""
 
-    Attributes:
-        rank: Number of this process; 0 has the queue and the policy.
-        size: Number of processes.
-        device: Device of this process.
-        peers: Memory that the GPUs share; None without GPUs, or where they cannot.
-        beside: Stream for sums beside other work; None without GPUs.
-    """
-
-    rank: int
-    size: int
-    device: torch.device
+    rank: int  # number of this process; 0 has the queue and the policy
+    size: int  # number of processes
+    device: torch.device  # device of this process
+    # Memory that the GPUs share; None without GPUs, or where they cannot.
     peers: PeerMemory | None = None
-    beside: torch.cuda.Stream | None = None
+    beside: torch.cuda.Stream | None = None  # stream for sums beside other work; None without GPUs
 
     @classmethod
     def join(cls, rank: int, size: int, device: torch.device, store: Any) -> Group:

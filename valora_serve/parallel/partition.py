@@ -130,9 +130,6 @@ def partition(
 def share_of(
     slices: Sequence[Slice], width: int, lora: LoraParallel, *, rank: int, size: int
 ) -> Share:
-    """Return the share of layers; `width` is that of the side by which they are not split.
-
-    LoRA matrices stay whole there if it has no equal, aligned parts.
-    """
+    """Return the share of layers; `width` is that of the side by which they are not split."""
     exchanges = lora is LoraParallel.SLORA and not width % (size * ALIGNMENT)
     return Share(rank, size, tuple(slices), exchanges)

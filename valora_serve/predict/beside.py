@@ -37,14 +37,11 @@ _SIDES = ("both", "fused", "small")
 
 @dataclass(slots=True)
 class Comparison:
-    """What both models found, or one alone, by class and by size, and where.
-
-    `classes` and `sizes` count by name and side (`both`, `fused` or `small`); `pictures` are those
-    in which the models differ, most first, with what the fused and the small one found alone.
-    """
+    """What both models found, or one alone, counted by name and side (`both`, `fused`, `small`)."""
 
     classes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     sizes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    # Where the models differ, most first, with what the fused and the small one found alone.
     pictures: list[tuple[Prediction, list[Box], list[Box]]] = field(default_factory=list)
     images: int = 0
 

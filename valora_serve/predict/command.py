@@ -94,7 +94,7 @@ async def _run(options: argparse.Namespace) -> int:
     from valora_serve.server.loading import startup
 
     began, console = time.monotonic(), Console(stderr=True)
-    formats = [name.strip() for name in options.format.split(",") if name.strip()]
+    formats = _split(options.format)
     for name in formats:
         WRITERS[name]  # an unknown one is refused before a model is loaded
     _check(options)
@@ -148,6 +148,10 @@ async def _run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _split(names: str | None) -> list[str]:
+    return [name.strip() for name in (names or "").split(",") if name.strip()]
+
+
 def _check(options: argparse.Namespace) -> None:
     if options.min_score is not None and not 0 <= options.min_score <= 1:
         raise SettingsError(f"--min-score is {options.min_score}: name one from 0 to 1")
@@ -164,7 +168,6 @@ def _check(options: argparse.Namespace) -> None:
 async def _load(
     engine: EngineClient, folders: Sequence[Path], *, golden: bool
 ) -> list[ServedModel]:
-    """Load the bundles and replay their golden examples; the domains."""
     from valora_serve.server.loading import golden as examples
     from valora_serve.server.media.pool import shared_pool
 
@@ -180,10 +183,9 @@ async def _load(
 def _chosen(
     models: Sequence[ServedModel], options: argparse.Namespace, console: Console
 ) -> list[ServedModel]:
-    """The domains to ask."""
     from valora_serve.predict.run import needs_words
 
-    named = [name.strip() for name in (options.domain or "").split(",") if name.strip()]
+    named = _split(options.domain)
     known = {model.name: model for model in models}
     for name in named:
         if name not in known:

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from valora_serve.predict.records import Prediction
 
 Writer = Callable[[Results], Path]
-"""Writes the answers of a run into its output folder, and returns the file or folder.
-
-Raises a `SettingsError` if no answer fits the format.
-"""
+"""Writes the answers of a run into its output folder, and returns the file or folder."""
 LOCAL = "/data/local-files/?d="
 """How Label Studio names a file below its document root (LOCAL_FILES_DOCUMENT_ROOT)."""
 
@@ -30,10 +27,7 @@ LOCAL = "/data/local-files/?d="
 def class_indices(results: Results, kind: str) -> dict[tuple[str, str], tuple[int, str]]:
     """Return index and name of the class of each (domain, label) of domains that find boxes.
 
-    The name is the label, or ``domain/label`` where several domains have it.
-
-    Raises:
-        SettingsError: No domain answers with boxes; `kind` names the format.
+    The name is the label, or ``domain/label`` where several domains have it. `kind` is the format.
     """
     pairs = [(m.name, label) for m in results.domains.values() if m.boxes for label in m.labels]
     if not pairs:
@@ -59,10 +53,7 @@ def write_jsonl(results: Results) -> Path:
 
 
 def write_coco(results: Results) -> Path:
-    """Write ``coco.json``: boxes as (x, y, width, height) in pixels, ids from 1.
-
-    A category's `supercategory` is its domain.
-    """
+    """Write ``coco.json``: boxes as (x, y, width, height) in pixels, ids from 1."""
     indices = class_indices(results, "coco")
     images: dict[str, dict[str, Any]] = {}
     annotations: list[dict[str, Any]] = []
@@ -93,9 +84,8 @@ def write_coco(results: Results) -> Path:
 
 
 def write_yolo(results: Results) -> Path:
-    """Write ``yolo/`` with ``data.yaml``, ``labels/`` and ``confidences/``.
+    """Write ``yolo/``: ``data.yaml`` and ``labels/``, which Ultralytics can be trained with.
 
-    `labels/` holds one row "class x y width height" per box, which Ultralytics can be trained with;
     `images` is a link to the images that were read. The same rows with the confidence behind, as
     Ultralytics' own `save_conf` writes them, are in `confidences/`.
     """
@@ -130,8 +120,7 @@ def write_label_studio(results: Results) -> Path:
     """Write ``labelstudio.json``: one task per file, with the answers of all domains.
 
     Images are named by their path below the folder that was read, which Label Studio's document
-    root must be. The result of a domain has `from_name` ``label`` for boxes, ``choice`` for labels
-    and ``text`` for texts, and `to_name` ``image``.
+    root must be.
     """
     tasks: dict[str, list[dict[str, Any]]] = {}
     for made in results.predictions():

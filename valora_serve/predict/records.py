@@ -15,36 +15,23 @@ if TYPE_CHECKING:
     from valora_serve.types import ServedModel
 
 PREDICTIONS = "predictions.jsonl"
-"""File of the predictions, in the output folder."""
-RUN = "run.json"
-"""File beside it with what the predictions depend on."""
+RUN = "run.json"  # what the predictions depend on
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The answer of one domain to one file.
+    """The answer of one domain to one file."""
 
-    Attributes:
-        file: Path of the image or video below the folder that was read.
-        domain: Name of the domain.
-        task: Its task type.
-        width: Width of the image in pixels, as a viewer shows it.
-        height: Its height.
-        answer: Fields of `/v1/vision`'s results: `detections` (each with `label`, `confidence`
-            and `box` (x0, y0, x1, y1) in pixels), or `label`, `confidence` and `confidences`, or
-            `text`.
-        error: Why there is no answer; None if there is one.
-        version: Size in bytes and time of change in nanoseconds of the file, as it was read.
-    """
-
-    file: str
+    file: str  # path of the image or video below the folder that was read
     domain: str
     task: str
-    width: int = 0
+    width: int = 0  # of the image in pixels, as a viewer shows it
     height: int = 0
+    # Fields of `/v1/vision`'s results: `detections` (each with `label`, `confidence` and `box`
+    # (x0, y0, x1, y1) in pixels), or `label`, `confidence` and `confidences`, or `text`.
     answer: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
-    version: tuple[int, int] = (0, 0)
+    error: str | None = None  # why there is no answer
+    version: tuple[int, int] = (0, 0)  # bytes of the file, and time of change in nanoseconds
 
     @property
     def detections(self) -> list[dict[str, Any]]:
@@ -54,19 +41,12 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A finished run, as the writers of formats read it.
-
-    Attributes:
-        out: Output folder.
-        source: Folder of the images and videos, absolute.
-        model: Name and version of the bundles, e.g. ``detection@1``.
-        domains: The domains that were asked, by name.
-    """
+    """A finished run, as the writers of formats read it."""
 
     out: Path
-    source: Path
-    model: str
-    domains: dict[str, ServedModel]
+    source: Path  # folder of the images and videos, absolute
+    model: str  # name and version of the bundles, e.g. ``detection@1``
+    domains: dict[str, ServedModel]  # that were asked, by name
 
     def predictions(self) -> Iterator[Prediction]:
         """All answers, sorted by file and domain; failures are left out."""
@@ -80,9 +60,6 @@ def read_predictions(path: Path) -> list[Prediction]:
     """Return the predictions of a file, the newest of each file and domain.
 
     A last line that was cut off, as by a full disk or a killed process, is removed from the file.
-
-    Raises:
-        SettingsError: A line is damaged.
     """
     content = path.read_bytes() if path.is_file() else b""
     end = content.rfind(b"\n") + 1
@@ -103,11 +80,7 @@ def read_predictions(path: Path) -> list[Prediction]:
 
 
 def check_run(out: Path, facts: dict[str, Any]) -> None:
-    """Keep the JSON values that a folder's predictions depend on; refuse to mix them with others.
-
-    Raises:
-        SettingsError: The folder holds predictions that depend on something else.
-    """
+    """Keep the JSON values that predictions depend on; refuse to mix them with others."""
     file = out / RUN
     if not file.is_file():
         if (out / PREDICTIONS).exists():

@@ -31,32 +31,22 @@ FRAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A file, its name below the folder, its size and time, and who has not answered it yet."""
+    """A file that is to be answered."""
 
     path: Path
-    name: str
-    version: tuple[int, int]
-    domains: tuple[ServedModel, ...]
-
-    @property
-    def video(self) -> bool:
-        """Whether the file is a video."""
-        return self.path.suffix.lower() not in STILLS
+    name: str  # below the folder
+    version: tuple[int, int]  # size and time
+    domains: tuple[ServedModel, ...]  # which have not answered it yet
+    video: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What every request has in common.
+    """What every request has in common; None for what each domain has."""
 
-    Attributes:
-        prompt: Words of the request, for domains that need some; None for the domain's prompt.
-        min_score: Least confidence of boxes; None for each domain's threshold.
-        max_tokens: Most tokens of written answers; None for what the domain was measured with.
-    """
-
-    prompt: str | None = None
-    min_score: float | None = None
-    max_tokens: int | None = None
+    prompt: str | None = None  # words, for domains that need some
+    min_score: float | None = None  # least confidence of boxes
+    max_tokens: int | None = None  # of written answers
 
 
 def find_jobs(
@@ -66,37 +56,32 @@ def find_jobs(
 ) -> tuple[list[Job], int]:
     """Return what is left to ask, and the number of answers that there are already.
 
-    Args:
-        source: Folder of images and videos, or one file.
-        domains: Domains to ask.
-        done: Version of each file that was answered, by (name of the file, domain).
-
-    Raises:
-        SettingsError: There are no files that one of the domains answers.
+    `source` is a folder of images and videos, or one file; `done` has the version of each file that
+    was answered, by (name of the file, domain).
     """
     asked = {
         "videos": tuple(model for model in domains if model.media == "video"),
         "images": tuple(model for model in domains if model.media not in ("video", "text")),
     }
-    none: frozenset[str] = frozenset()
-    wanted = (STILLS if asked["images"] else none) | (SUFFIXES if asked["videos"] else none)
-    root = source.parent if source.is_file() else source
-    if source.is_file():
-        files = [source] if source.suffix.lower() in wanted else []
-    else:
+    ends = {"images": STILLS, "videos": SUFFIXES}
+    wanted = frozenset().union(*(ends[kind] for kind in ends if asked[kind]))
+    root, files = source, [source]
+    if source.is_dir():
         files = files_below(source, wanted)
+    else:
+        root, files = source.parent, [one for one in files if one.suffix.lower() in wanted]
     if not files:
         what = " or ".join(kind for kind in ("images", "videos") if asked[kind])
         raise SettingsError(f"{source} holds no {what}: check the path")
     jobs, answered = [], 0
     for path in files:
         name, facts = path.relative_to(root).as_posix(), path.stat()
-        job = Job(path, name, (facts.st_size, facts.st_mtime_ns), ())
-        able = asked["videos" if job.video else "images"]
-        left = tuple(model for model in able if done.get((name, model.name)) != job.version)
+        version, video = (facts.st_size, facts.st_mtime_ns), path.suffix.lower() not in STILLS
+        able = asked["videos" if video else "images"]
+        left = tuple(model for model in able if done.get((name, model.name)) != version)
         answered += len(able) - len(left)
         if left:
-            jobs.append(replace(job, domains=left))
+            jobs.append(Job(path, name, version, left, video))
     return jobs, answered
 
 
@@ -107,11 +92,7 @@ async def answer_all(
     note: Callable[[Prediction], None],
     at_once: int,
 ) -> None:
-    """Answer all jobs; at most `at_once` files are in the engine, and others are decoded ahead.
-
-    `note` is called with every answer, and with one that has an error for a file or a domain that
-    failed.
-    """
+    """Answer all jobs; at most `at_once` files are in the engine, and others are decoded ahead."""
     decoded, turn = _decoded(jobs), asyncio.Lock()
 
     async def work() -> None:

@@ -72,8 +72,7 @@ class Front:
 def build(options: Mapping[str, Any]) -> Any:
     """Return the application with the options of `valora-serve`; configuration files name it.
 
-    Keys belong into `keys_file`: Ray Serve shows options to everyone. Raises a SettingsError if an
-    option is unknown or invalid, or the cluster has no room.
+    Keys belong into `keys_file`: Ray Serve shows options to everyone.
     """
     if "api_key" in options:
         raise SettingsError(

@@ -19,8 +19,7 @@ STALE = 4.0
 class Board:
     """Where the server pins what is served, and the replicas how they are.
 
-    A replica that starts reads here what it serves. If Ray starts the board anew, it is empty; the
-    server and the replicas fill it again within `PERIOD`.
+    If Ray starts it anew, it is empty; the server and the replicas fill it again within `PERIOD`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -55,7 +55,7 @@ class _LostError(Exception):
 
 
 class ReplicatedEngine:
-    """All replicas of an application; implements `types.EngineClient` once `start` was called.
+    """All replicas of an application: a `types.EngineClient`, once `start` was called.
 
     `handle` and `board` are Ray's to the replicas and the actor with the board; `release` stops the
     replicas, and is called once at the end, in a thread.
@@ -90,11 +90,8 @@ class ReplicatedEngine:
         self._watching = asyncio.create_task(self._watch())
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
-        """Answer a request with a stream of outputs; see `types.EngineClient`.
-
-        Requests that are asked together go to one replica for each adapter. If it dies before
-        anything of the answer was passed on, they are sent to another one, once.
-        """
+        # Requests that are asked together go to one replica for each adapter. If it dies before
+        # anything of the answer was passed on, they are sent to another one, once.
         groups: dict[str | None, list[Request]] = {}
         for one in (request, *request.also):
             groups.setdefault(self._adapter(one), []).append(one)
@@ -192,13 +189,11 @@ class ReplicatedEngine:
                 response.cancel()
 
     async def cancel(self, request_id: str) -> bool:
-        """Cancel a request; see `types.EngineClient`."""
         if request_id not in self._running:
             return False
         return any(value is True for value in await self._everywhere("cancel", request_id))
 
     def models(self) -> list[ServedModel]:
-        """Return what requests can name; see `types.EngineClient`."""
         return list(self._models)
 
     def stats(self) -> EngineStats:
@@ -206,19 +201,16 @@ class ReplicatedEngine:
         return total([report.stats for report in self._live()])
 
     def replicas(self) -> dict[str, EngineStats]:
-        """Return the state of every replica by its name; see `types.EngineClient`."""
         return {report.replica: report.stats for report in self._live()}
 
     async def load_adapter(
         self, name: str, folder: Path, *, decode_only: bool = False
     ) -> ServedModel:
-        """Load a PEFT folder into all replicas; see `types.EngineClient`."""
         found = await asyncio.to_thread(find_part, folder.absolute(), "adapter")
         await self._serve("adapter", name, dataclasses.replace(found, decode_only=decode_only))
         return next(model for model in self._models if model.name == name)
 
     async def load_bundle(self, folder: Path) -> list[ServedModel]:
-        """Verify and load a bundle in all replicas; see `types.EngineClient`."""
         try:
             manifest = await asyncio.to_thread(read_manifest, folder)
         except BundleError as error:
@@ -230,13 +222,11 @@ class ReplicatedEngine:
         return [model for model in self._models if model.bundle == label]
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
-        """Load a context into all replicas; see `types.EngineClient`."""
         part = await asyncio.to_thread(find_part, folder.absolute(), "context")
         await self._serve("context", name, part)
         return next(model for model in self._models if model.name == name)
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
-        """Have one replica compress a document, and all serve it; see `types.EngineClient`."""
         sent = self._control.remote("compress", wanted, folder.absolute(), self._state.revision)
         try:
             async with asyncio.timeout(CHANGE_SECONDS):
@@ -249,15 +239,12 @@ class ReplicatedEngine:
         return next(model for model in self._models if model.name == wanted.name)
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter from all replicas; see `types.EngineClient`."""
         await self._unload("adapter", name)
 
     async def unload_bundle(self, name: str) -> None:
-        """Unload a bundle from all replicas; see `types.EngineClient`."""
         await self._unload("bundle", name)
 
     async def unload_context(self, name: str) -> None:
-        """Forget a context in all replicas; see `types.EngineClient`."""
         await self._unload("context", name)
 
     async def _serve(self, kind: str, name: str, part: Part) -> None:
@@ -341,7 +328,6 @@ class ReplicatedEngine:
         return self._reports if time.monotonic() - self._seen < STALE else []
 
     def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text."""
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @property
@@ -350,7 +336,6 @@ class ReplicatedEngine:
         return not self._closed and any(report.healthy for report in self._live())
 
     async def close(self, drain: float = 0.0) -> None:
-        """Stop the replicas; see `types.EngineClient`."""
         if self._closed:
             return
         self._closed = True
@@ -365,11 +350,7 @@ class ReplicatedEngine:
 
 
 def total(states: list[EngineStats]) -> EngineStats:
-    """Return the sum of states: of counters, sizes and names.
-
-    Mode and merged adapter are those of the state with the most running requests, and phases of the
-    start take the longest of all.
-    """
+    """The sum of states: of counters, sizes and names; the mode is that of the busiest."""
     if not states:
         return EngineStats()
     busiest = max(states, key=lambda stats: stats.running)

@@ -58,11 +58,7 @@ REACH_SECONDS = 5.0
 async def start_replicas(
     settings: ReplicaSettings, engine: EngineSettings, server: ServerSettings
 ) -> ReplicatedEngine:
-    """Start or join Ray, and start the replicas, without adapters.
-
-    Raises a SettingsError if the cluster cannot be joined, has no room, or serves the same
-    application for another server, or the replicas do not start.
-    """
+    """Start or join Ray, and start the replicas, without adapters; or a `SettingsError`."""
     address = settings.ray_address or os.environ.get("RAY_ADDRESS") or None
     # Not in another thread: the processes of a Ray that is started here end with that thread.
     join(address)
@@ -88,10 +84,7 @@ async def start_replicas(
 
 
 def join(address: str | None) -> None:
-    """Join the Ray cluster at an address (HOST:PORT or ``auto``), or start one on this machine.
-
-    Raises a SettingsError if it cannot be reached, or has other versions of Ray or Python.
-    """
+    """Join the cluster at HOST:PORT or ``auto``, or start one here; or a `SettingsError`."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     options: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.ERROR}
     if address is None:

@@ -142,10 +142,7 @@ class EngineReplica:
         return Batch(time.monotonic(), tuple(outputs))
 
     async def control(self, method: str, *arguments: Any) -> Any:
-        """Call ``follow``, ``warm_up``, ``cancel``, ``facts`` or ``compress`` with arguments.
-
-        Errors of ours are returned, because Ray wraps exceptions.
-        """
+        """Call ``follow``, ``warm_up`` …; our errors are returned, as Ray wraps exceptions."""
         try:
             return await getattr(self, f"_on_{method}")(*arguments)
         except ServeError as error:

@@ -37,7 +37,6 @@ class AdapterRequestRouter(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Rank the replicas for a request, each rank one replica; see `RequestRouter`."""
         call = pending_request.args[0] if pending_request and pending_request.args else None
         adapter = getattr(call, "adapter", None)  # none of what is no `Call`
         by_name = {str(replica.replica_id.unique_id): replica for replica in candidate_replicas}
@@ -56,17 +55,14 @@ class AdapterRequestRouter(RequestRouter):  # type: ignore[misc]
         return [[replica] for replica in ranked]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Count a request that is sent."""
         super().on_send_request(replica_id)
         self._sent[replica_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count a request that has ended."""
         super().on_request_completed(replica_id, internal_request_id)
         self._sent[replica_id] = max(0, self._sent[replica_id] - 1)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Forget the replicas that are gone."""
         super().update_replicas(replicas)
         for counts in (self._sent, self._recent):
             for gone in counts.keys() - self.curr_replicas.keys():

@@ -14,6 +14,7 @@ from valora_data.hashing import file_hash
 from valora_serve.catalogue.contexts import FACTS_FILE, MEMORY_FILE
 from valora_serve.errors import AdapterError, RequestError
 from valora_serve.server.constrain import GrammarConstraint
+from valora_serve.types import Times
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,22 +126,10 @@ def packed(request: Request, adapter: str | None, revision: Revision) -> Call:
 
 
 def localised(output: Output, arrival: float, later: float) -> Output:
-    """Return an output with the times of this machine, whose clock is `later` by so many seconds.
-
-    The request arrived here at `arrival`, in seconds of `time.monotonic`.
-    """
+    """An output with the times of this machine, whose clock is `later`, and `arrival` here."""
     times = output.times
     if times is None:
         return output
-
-    def here(moment: float | None) -> float | None:
-        return None if moment is None else max(arrival, moment + later)
-
-    made = dataclasses.replace(
-        times,
-        arrival=arrival,
-        started=here(times.started),
-        first_token=here(times.first_token),
-        finished=here(times.finished),
-    )
-    return dataclasses.replace(output, times=made)
+    moments = (times.started, times.first_token, times.finished)
+    here = (None if one is None else max(arrival, one + later) for one in moments)
+    return dataclasses.replace(output, times=Times(arrival, *here))

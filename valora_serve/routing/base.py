@@ -24,21 +24,12 @@ class ReplicaState:
         load: Requests that are sent to it and not answered yet.
         resident: Adapters on its device.
         recent: Adapters of the last requests that were sent to it (`RecentAdapters`).
-        healthy: Whether it answers.
-        draining: Whether it only ends the requests that it has.
     """
 
     id: str
     load: float
     resident: Collection[str] = frozenset()
     recent: Collection[str] = frozenset()
-    healthy: bool = True
-    draining: bool = False
-
-    @property
-    def available(self) -> bool:
-        """Whether it takes requests."""
-        return self.healthy and not self.draining
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +79,15 @@ class Router(ABC):
         self.random = Random(self.settings.seed)
 
     def rank(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[str]:
-        """Return the ids of available replicas for an adapter (None: the base), best first."""
-        available = sorted((r for r in replicas if r.available), key=lambda r: r.id)
-        return [replica.id for replica in self.order(adapter, available)]
+        """Return the ids of the replicas for an adapter (None: the base), best first."""
+        ordered = self.order(adapter, sorted(replicas, key=lambda r: r.id))
+        return [replica.id for replica in ordered]
 
     @abstractmethod
     def order(
         self, adapter: str | None, replicas: Sequence[ReplicaState]
     ) -> Iterable[ReplicaState]:
-        """Order the available replicas, sorted by id, for an adapter (None: the base model)."""
+        """Order the replicas, sorted by id, for an adapter (None: the base model)."""
 
 
 class RecentAdapters:

@@ -26,7 +26,6 @@ class RandomRouter(Router):
     """All orders are equally likely: the baseline."""
 
     def order(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
-        """Order the available replicas."""
         return self.random.sample(replicas, len(replicas))
 
 
@@ -40,7 +39,6 @@ class LeastRouter(Router):
     """
 
     def order(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
-        """Order the available replicas."""
         shuffled = self.random.sample(replicas, len(replicas))
         drawn = self.settings.choices
         return [
@@ -60,7 +58,6 @@ class AffinityRouter(LeastRouter):
     """
 
     def order(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
-        """Order the available replicas."""
         if adapter is None:
             return super().order(adapter, replicas)
         s, mean = self.settings, (sum(r.load for r in replicas) + 1) / max(1, len(replicas))

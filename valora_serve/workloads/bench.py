@@ -93,12 +93,10 @@ class Target:
 
 
 def build_requests(workload: Workload, target: Target, seed: int) -> tuple[list[TimedRequest], int]:
-    """Turn a workload into requests for a server.
+    """Turn a workload into requests for a server, and say how many prompts were cut to its context.
 
-    An adapter of the workload keeps its name if the server has a model of this name. Otherwise one
-    of the server's models stands in for it: a domain with a head where the workload generates no
-    tokens, an adapter or a domain that generates elsewhere. Returns the requests, and how many
-    prompts were cut to the server's context length.
+    Where the server has no model of an adapter's name, one of its models stands in: a domain with a
+    head where the workload generates no tokens, an adapter or a domain that generates elsewhere.
     """
     rng = np.random.default_rng(seed)
     requests, cut = [], 0
@@ -229,11 +227,7 @@ def _error(status: int, content: bytes) -> str:
 
 
 def summarise(results: Sequence[Result], slo: float | None) -> dict[str, Any]:
-    """Compute counts, rates, and percentiles in seconds.
-
-    Requests that were not answered count as missing their latency limit (`slo` where the trace has
-    none), and are left out of the latencies.
-    """
+    """Compute counts, rates, and percentiles in seconds; what was not answered missed its limit."""
     answered = [result for result in results if result.error is None]
     tokens = sum(result.prompt + result.output for result in answered)
     seconds = {
@@ -296,8 +290,7 @@ def print_figures(figures: dict[str, Any], wall: float, console: Console) -> Non
         console.print(line, markup=False, highlight=False)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Make the parser of the command's options."""
+def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "valora-serve bench",
         description="Replay a trace against a running server, and print latencies and throughput.",
@@ -327,8 +320,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def query_target(url: str, key: str | None) -> Target:
-    """Ask a server for its models; SettingsError if it does not answer."""
+def _target(url: str, key: str | None) -> Target:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.get(f"{url}/v1/models", headers=headers, timeout=30, trust_env=False)
@@ -342,13 +334,13 @@ def query_target(url: str, key: str | None) -> Target:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command ``valora-serve bench``; return 1 if no request was answered."""
-    options = parser().parse_args(list(arguments))
+    options = _parser().parse_args(list(arguments))
     if not (options.speed > 0 and options.rate > 0):
         raise SettingsError(
             f"--speed and --rate must be above 0, got {options.speed:g} and {options.rate:g}"
         )
     url = options.url.rstrip("/")
-    target = query_target(url, options.key)
+    target = _target(url, options.key)
     if options.trace is not None:
         workload = traces.read(options.trace)
     else:

@@ -7,18 +7,20 @@ import json
 import math
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.errors import ValoraError
 from valora_serve.orchestrator.cost_model import H200_7B, CostModel
 from valora_serve.orchestrator.decision import PolicySettings
-from valora_serve.orchestrator.registry import POLICIES, keeps_shares, make_policy
+from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.routing.base import RouterSettings
-from valora_serve.routing.registry import ROUTERS, make_router
+from valora_serve.routing.registry import ROUTERS
 from valora_serve.workloads import traces
 from valora_serve.workloads.cluster import WAYS, Dispatch, simulate_cluster
 from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate
@@ -28,10 +30,13 @@ if TYPE_CHECKING:
 
     from rich.table import Table as RichTable
 
+    from valora_serve.routing.base import Router
     from valora_serve.workloads.traces import Workload
 
     Row = dict[str, Any]
     Column = tuple[str, Callable[[Row], str]]
+
+RANK = 64  # of the adapters that are generated
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "machine or on replicas behind a router.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    policy, machine, router = PolicySettings(), SimSettings(), RouterSettings()
+    machine = SimSettings()
     add = parser.add_argument_group("workload").add_argument
     add("--workload", choices=sorted(traces.GENERATORS), default="poisson", help="generator")
     add("--trace", type=Path, help="replay this file instead: .jsonl, or .csv as Azure's traces")
@@ -71,12 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         help="requests per second (video: streams)")  # fmt: skip
     add("--skews", nargs="+", type=float, default=[0.6], help="shares of the most popular adapter")
     add("--adapters", type=int, default=16, help="number of adapters")
-    add("--rank", type=int, default=64, help="rank of the adapters")
-    add("--alpha", type=float, default=1.0, help="slora: exponent of the adapters' power law")
-    add("--cv", type=float, default=1.0, help="slora: coefficient of variation of the gaps")
     add("--duration", type=float, default=30.0, help="seconds of arrivals")
     add("--requests", type=int, default=400, help="at_once: number of requests")
-    add("--heads", action=argparse.BooleanOptionalAction, default=True, help="video: use heads")
     add("--answer-limit", type=int, metavar="N",
         help="answers end by themselves, and policies expect N tokens of each")  # fmt: skip
     add("--latency-limit", type=float, help="latency limit of every request in seconds")
@@ -85,13 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("policies").add_argument
     add("--policies", nargs="+", metavar="NAME",
         help=f"some of {', '.join(POLICIES)} (default: all, with replicas: cost)")  # fmt: skip
-    add("--theta", type=float, default=policy.theta, help="valora: starvation threshold in seconds")
-    add("--clusters", type=int, default=policy.clusters, help="S-LoRA's adapter clustering")
     add("--early-abort", action="store_true",
         help="S-LoRA's early abort: requests whose first token would come too late")  # fmt: skip
     add("--shares", nargs="*", metavar="ADAPTER=N",
         help="admit by what each adapter was served, by its share (1 unless named)")  # fmt: skip
-    add("--slo", type=float, default=policy.slo, help="limit of the time to first token in seconds")
+    add("--slo", type=float, default=6.0, help="limit of the time to first token in seconds")
 
     add = parser.add_argument_group("machine").add_argument
     add("--costs", type=Path, help="measured costs, instead of the estimate for an H200")
@@ -104,8 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--replicas", nargs="+", type=int, metavar="N", default=[1], help="numbers to compare")
     routers = ", ".join([*ROUTERS, *WAYS])
     add("--router", nargs="+", metavar="NAME", help=f"some of {routers} (default: affinity)")
-    add("--load-bound", type=float, default=router.bound, help="affinity: most load over the mean")
-    add("--slack", type=float, default=router.slack, help="affinity: load that is never too much")
     add("--per-replica", action="store_true",
         help="rates and numbers of requests are those of a replica")  # fmt: skip
 
@@ -117,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse numbers that no workload or machine has, and options that exclude each other."""
-    for name in ("rank", "requests", "duration", "slo", "latency_limit", "rates", "cv"):
+    for name in ("requests", "duration", "slo", "latency_limit", "rates"):
         given = getattr(options, name)
         for value in given if isinstance(given, list) else [given]:
             if value is not None and not 0 < value < math.inf:
@@ -137,90 +134,79 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
     """Simulate each workload under each policy, with replicas on each number with each router."""
     costs = CostModel.read(options.costs) if options.costs else H200_7B
     costs = costs.with_lora(options.lora_cost)
+    shares = _shares(options)
     settings = PolicySettings(
-        theta=options.theta,
-        clusters=options.clusters,
-        early_abort=options.early_abort,
-        slo=options.slo,
-        fair=options.shares is not None,
-        shares=_shares(options),
-    )
+        early_abort=options.early_abort, slo=options.slo, fair=shares is not None,
+        shares=shares or {},
+    )  # fmt: skip
     machine = SimSettings(
-        max_requests=options.max_requests,
-        pages=options.pages,
-        slots=options.slots,
-        slo=options.slo,
-        answer_limit=options.answer_limit,
+        **{
+            name: getattr(options, name)
+            for name in ("max_requests", "pages", "slots", "slo", "answer_limit")
+        }
     )
     policies, ways = _policies(options), _ways(options)
     for replicas in options.replicas:
         cases = list(_cases(options, replicas if options.per_replica else 1))
         if options.decision_trace and len(cases) * len(policies) > 1:
             raise SimulationError("--decision-trace needs one policy, one rate and one skewness.")
-        for rate, skew, workload in cases:
-            for policy in policies:
-                row: Row = {"rate": rate, "skew": skew, "policy": policy}
-                make = partial(make_policy, policy, costs, settings)
-                for name, dispatch in ways.items():
-                    began = time.perf_counter()
-                    if options.several:
-                        found = simulate_cluster(
-                            workload, replicas, dispatch(), make, costs, machine
-                        )
-                        each = [
-                            {**asdict(one), "busy": busy}
-                            for one, busy in zip(found.replicas, found.busy, strict=True)
-                        ]
-                        row |= {"replicas": replicas, "router": name, "per_replica": each,
-                                "busy": sum(found.busy) / replicas, "balance": found.balance,
-                                "fairness": found.fairness, **asdict(found.total)}  # fmt: skip
-                    elif options.decision_trace:
-                        with options.decision_trace.open("w", encoding="utf-8") as file:
-                            trace = DecisionTrace(file)
-                            row |= asdict(simulate(workload, make(), costs, machine, trace))
-                    else:
-                        row |= asdict(simulate(workload, make(), costs, machine))
-                    yield {**row, "computed_in": time.perf_counter() - began}
+        for (rate, skew, workload), policy, name in product(cases, policies, ways):
+            row: Row = {"rate": rate, "skew": skew, "policy": policy}
+            make = partial(make_policy, policy, costs, settings)
+            began = time.perf_counter()
+            if options.several:
+                found = simulate_cluster(workload, replicas, ways[name](), make, costs, machine)
+                each = [
+                    {**asdict(one), "busy": busy}
+                    for one, busy in zip(found.replicas, found.busy, strict=True)
+                ]
+                row |= {"replicas": replicas, "router": name, "per_replica": each,
+                        "busy": sum(found.busy) / replicas, "balance": found.balance,
+                        "fairness": found.fairness, **asdict(found.total)}  # fmt: skip
+            else:
+                path = options.decision_trace
+                with path.open("w", encoding="utf-8") if path else nullcontext() as file:
+                    trace = DecisionTrace(file) if file is not None else None
+                    row |= asdict(simulate(workload, make(), costs, machine, trace))
+            yield {**row, "computed_in": time.perf_counter() - began}
 
 
 def _policies(options: argparse.Namespace) -> list[str]:
     """Return the names of the policies to simulate; with shares, those that keep them."""
-    default = ["cost"] if options.several else list(POLICIES)
-    if options.shares is None:
-        return options.policies or default
-    for name in options.policies or ():
-        if not keeps_shares(name):
-            raise SimulationError(
-                f"--shares: the policy {name} keeps no shares: leave one of the two out."
-            )
-    return options.policies or [name for name in default if keeps_shares(name)]
+    names = options.policies or (["cost"] if options.several else list(POLICIES))
+    keep = [name for name in names if options.shares is None or POLICIES[name].shares]
+    if options.policies and keep != names:
+        wrong = next(name for name in names if name not in keep)
+        raise SimulationError(
+            f"--shares: the policy {wrong} keeps no shares: leave one of the two out."
+        )
+    return keep
 
 
 def _ways(options: argparse.Namespace) -> dict[str, Callable[[], Dispatch]]:
     """Return what makes each way to choose replicas, by name; that of one machine is not used."""
-    settings = RouterSettings(bound=options.load_bound, slack=options.slack, seed=options.seed)
-
-    def routed(name: str) -> Dispatch:
-        return Dispatch(make_router(name, settings))
-
+    settings = RouterSettings(seed=options.seed)
     ways: dict[str, Callable[[], Dispatch]] = {}
     for name in options.router or ["affinity"]:
-        if name not in WAYS:
-            ROUTERS[name]  # refuses an unknown one before anything is simulated
-        ways[name] = partial(WAYS[name], options.seed) if name in WAYS else partial(routed, name)
+        if name in WAYS:
+            ways[name] = partial(WAYS[name], options.seed)
+        else:  # an unknown one is refused before anything is simulated
+            ways[name] = partial(_routed, ROUTERS[name], settings)
     return ways
 
 
-def _shares(options: argparse.Namespace) -> dict[str, float]:
-    """Read the shares of adapters."""
-    shares = {}
-    for one in options.shares or ():
-        name, _, share = one.rpartition("=")
-        try:
-            shares[name] = float(share)
-        except ValueError as error:
-            raise SimulationError(f"--shares {one}: write ADAPTER=NUMBER.") from error
-    return shares
+def _routed(router: type[Router], settings: RouterSettings) -> Dispatch:
+    return Dispatch(router(settings))
+
+
+def _shares(options: argparse.Namespace) -> dict[str, float] | None:
+    """Read the shares of adapters; None if none are kept."""
+    try:
+        pairs = [one.rpartition("=") for one in options.shares or ()]
+        shares = {name: float(share) for name, _, share in pairs}
+    except ValueError as error:
+        raise SimulationError(f"--shares {options.shares}: write ADAPTER=NUMBER.") from error
+    return None if options.shares is None else shares
 
 
 def _cases(
@@ -229,7 +215,7 @@ def _cases(
     """Read or generate the workloads to simulate, each with its rate and skewness.
 
     Rates and numbers of requests are multiplied by `times`; files are replayed as they are. The
-    rate is None where no rate is chosen; the skewness is α for power-law adapters.
+    rate is None where no rate is chosen; the skewness of power-law adapters is α = 1.
     """
     file: Path | None = options.trace
     if file is not None and file.suffix == ".jsonl":
@@ -239,8 +225,8 @@ def _cases(
     make = traces.GENERATORS[options.workload] if file is None else partial(traces.azure, file)
     taken = traces.options_of(make)
     for rate in options.rates if taken & {"rate", "streams"} else [None]:
-        for skew in options.skews if "skew" in taken else [options.alpha]:
-            given = vars(options) | {"skew": skew, "ranks": (options.rank,), "rate": rate}
+        for skew in options.skews if "skew" in taken else [1.0]:
+            given = vars(options) | {"skew": skew, "ranks": (RANK,), "rate": rate}
             given["requests"] *= times
             if rate is not None:
                 given["rate"], given["streams"] = rate * times, int(rate * times)
@@ -248,7 +234,7 @@ def _cases(
 
 
 def _limited(workload: Workload, options: argparse.Namespace) -> Workload:
-    unknown = sorted(_shares(options).keys() - set(workload.adapters))
+    unknown = sorted((_shares(options) or {}).keys() - set(workload.adapters))
     if unknown:
         few = ", ".join(workload.adapters[:3])
         raise SimulationError(f"--shares: the workload has no adapter {unknown[0]!r}, but {few} …")

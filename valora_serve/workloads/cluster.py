@@ -31,11 +31,7 @@ REPORT_SECONDS = 1.0  # between two reports of a replica's resident adapters
 
 
 class Dispatch:
-    """Chooses the replica of each request by a router, which sees what it would see of real ones.
-
-    These are the requests that are not answered, the resident adapters as of a replica's last
-    report, and the adapters that were sent since.
-    """
+    """Chooses the replica of each request by a router, which sees what real ones report."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -52,11 +48,10 @@ class Dispatch:
         if time >= self._next_report:
             self._next_report = time + REPORT_SECONDS
             self._resident = [frozenset(m.adapters.resident) for m in machines]
+        seen = enumerate(zip(machines, self._resident, self._recent, strict=True))
         states = [
             ReplicaState(f"replica-{n}", machine.outstanding(time), resident, recent.names)
-            for n, (machine, resident, recent) in enumerate(
-                zip(machines, self._resident, self._recent, strict=True)
-            )
+            for n, (machine, resident, recent) in seen
         ]
         chosen = int(self._router.rank(adapter, states)[0].removeprefix("replica-"))
         self._recent[chosen].add(adapter)
@@ -70,18 +65,13 @@ WAYS: dict[str, Callable[[int], Dispatch]] = {}
 
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
-    """Results of simulated replicas, in total and of each, on the requests that it got.
-
-    `busy` is the share of the time in which each replica computed. `balance` is Jain's index of
-    their busy seconds (1 if all are equal, 1/n if one does everything), `fairness` that of the
-    adapters' mean times to the first token.
-    """
+    """Results of simulated replicas, in total and of each, on the requests that it got."""
 
     total: Report
     replicas: tuple[Report, ...]
-    busy: tuple[float, ...]
-    balance: float
-    fairness: float
+    busy: tuple[float, ...]  # share of the time in which each computed
+    balance: float  # Jain's index of their busy seconds
+    fairness: float  # that of the adapters' mean times to the first token
 
 
 class Cluster:
@@ -148,10 +138,7 @@ def simulate_cluster(
     cost_model: CostModel,
     settings: SimSettings | None = None,
 ) -> ClusterReport:
-    """Simulate replicas that share one stream of requests; each gets a new policy.
-
-    Raises a SettingsError if there is no replica, and a SimulationError if a request can never fit.
-    """
+    """Simulate replicas that share one stream of requests; each gets a new policy."""
     if replicas < 1:
         raise SettingsError(f"A simulation needs at least 1 replica, not {replicas}.")
     first, end = np.full(len(workload), np.nan), np.full(len(workload), np.nan)

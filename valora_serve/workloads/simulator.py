@@ -55,78 +55,47 @@ class SimulationError(ServeError):
 
 @dataclass(frozen=True, slots=True)
 class SimSettings:
-    """The simulated machine; the defaults are a 7B model in 16 bits on an H200.
+    """The simulated machine; the defaults are a 7B model in 16 bits on an H200."""
 
-    Attributes:
-        max_requests: Most requests that hold pages at a time.
-        max_tokens: Most tokens in a step.
-        chunk: Most prompt tokens of a request in a step.
-        max_adapters: Most distinct adapters in a step.
-        pages: Pages of the unified memory.
-        page_tokens: Tokens per KV page.
-        rank_pages: Pages per unit of an adapter's rank.
-        slots: Most adapters on the device at a time, those being loaded included.
-        window: Most waiting requests that the policy sees.
-        overhead: Seconds per step that the cost model does not contain.
-        slo: Limit of the time to the first token in seconds, for requests without a latency limit.
-        answer_limit: Tokens that policies expect of every answer, as of requests with this limit
-            whose answers end by themselves; None if they know how long each answer gets.
-    """
-
-    max_requests: int = 512
-    max_tokens: int = 8192
-    chunk: int = 8192
-    max_adapters: int = 128
-    pages: int = 13_000
-    page_tokens: int = 16
-    rank_pages: float = 0.25
-    slots: int = 4096
-    window: int = 512
-    overhead: float = 0.0
-    slo: float = 6.0
+    max_requests: int = 512  # most requests that hold pages at a time
+    max_tokens: int = 8192  # most tokens in a step
+    chunk: int = 8192  # most prompt tokens of a request in a step
+    max_adapters: int = 128  # most distinct adapters in a step
+    pages: int = 13_000  # of the unified memory
+    page_tokens: int = 16  # per KV page
+    rank_pages: float = 0.25  # pages per unit of an adapter's rank
+    slots: int = 4096  # most adapters on the device at a time, those being loaded included
+    window: int = 512  # most waiting requests that the policy sees
+    overhead: float = 0.0  # seconds per step that the cost model does not contain
+    slo: float = 6.0  # seconds to the first token, for requests without a latency limit
+    # Tokens that policies expect of every answer, as of requests with this limit whose answers end
+    # by themselves; None if they know how long each answer gets.
     answer_limit: int | None = None
+
+
+Spread = tuple[float, float, float, float]  # mean, p50, p95 and p99
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Results of a simulation; times are in seconds.
-
-    Attributes:
-        requests: Number of requests.
-        finished: Number of requests answered.
-        aborted: Number of requests aborted.
-        preempted: Number of preemptions.
-        seconds: Time from the first arrival to the end of the last request.
-        steps: Number of steps.
-        switches: Number of switches of the merged adapter.
-        loads: Number of adapters loaded.
-        token_latency: Sum of end-to-end latencies over the sum of input, image and output tokens.
-        throughput: Requests answered per second.
-        token_throughput: Tokens generated per second.
-        first_token: Mean, p50, p95 and p99 of the time to the first token.
-        end_to_end: Mean, p50, p95 and p99 of the end-to-end latency.
-        attainment: Share of all requests whose first token came within their latency limit, or
-            within `SimSettings.slo`.
-        modes: Share of the busy time by inference mode.
-        served: Tokens of the requests that ended before the last one arrived, by adapter.
-    """
+    """Results of a simulation; times are in seconds."""
 
     requests: int
-    finished: int
+    finished: int  # answered
     aborted: int
     preempted: int
-    seconds: float
+    seconds: float  # from the first arrival to the end of the last request
     steps: int
-    switches: int
-    loads: int
-    token_latency: float
-    throughput: float
-    token_throughput: float
-    first_token: tuple[float, float, float, float]
-    end_to_end: tuple[float, float, float, float]
-    attainment: float
-    modes: dict[str, float]
-    served: dict[str, int]
+    switches: int  # of the merged adapter
+    loads: int  # of adapters
+    token_latency: float  # sum of latencies over the sum of input, image and output tokens
+    throughput: float  # requests answered per second
+    token_throughput: float  # tokens generated per second
+    first_token: Spread
+    end_to_end: Spread
+    attainment: float  # share of requests with the first token within their limit, or `slo`
+    modes: dict[str, float]  # share of the busy time by inference mode
+    served: dict[str, int]  # tokens that ended before the last arrival, by adapter
 
 
 def simulate(
@@ -136,11 +105,7 @@ def simulate(
     settings: SimSettings | None = None,
     trace: DecisionTrace | None = None,
 ) -> Report:
-    """Simulate a workload under a new policy.
-
-    With a `trace`, which receives every decision, the policy is asked before every step. Raises a
-    SimulationError if a request can never fit.
-    """
+    """Simulate a workload under a new policy, which is asked before every step with a `trace`."""
     first, end = np.full(len(workload), np.nan), np.full(len(workload), np.nan)
     machine = Machine(workload, policy, cost_model, settings or SimSettings(), first, end, trace)
     for index, arrival in enumerate(machine.arrivals):
@@ -180,8 +145,7 @@ class Machine:
     """A simulated machine, whose clock is advanced from one arrival to the next.
 
     `workload` holds all requests, also those that other machines answer; `first` and `end`
-    ([requests] float64) receive the times of the first tokens and at which requests end. Raises a
-    SimulationError if a request can never fit.
+    ([requests] float64) receive the times of the first tokens and at which requests end.
     """
 
     def __init__(
@@ -318,8 +282,7 @@ class Machine:
                 self.trace.write(seen, decision)
             self._carry_out(decision)
 
-    def _pages(self, tokens: int) -> int:
-        """The pages of a prompt and its first token."""
+    def _pages(self, tokens: int) -> int:  # of a prompt and its first token
         return (tokens + self.settings.page_tokens) // self.settings.page_tokens
 
     def _view(self) -> View:
@@ -377,7 +340,6 @@ class Machine:
             self._wait(decision)
 
     def _release(self, view: SimulatedRequest) -> None:
-        """Release the pages of a running request."""
         for page in view.blocks:
             self.pool.give(page)
         view.blocks.clear()
@@ -412,12 +374,9 @@ class Machine:
 
     def _step(self, decision: Decision, batch: list[tuple[SimulatedRequest, int]]) -> None:
         shape = step_shape(decision.mode, decision.merged, batch, self.ranks)
-        seconds = self.cost.step(shape) + self.settings.overhead
-        if shape.prefill or decision.until <= self.now or self.trace is not None:
-            times = 1
-            duration = seconds
-        else:
-            times, duration = self._repeat(batch, seconds, decision.until)
+        times, duration = 1, self.cost.step(shape) + self.settings.overhead
+        if not shape.prefill and decision.until > self.now and self.trace is None:
+            times, duration = self._repeat(batch, duration, decision.until)
         self.now += duration
         self.steps += times
         self.mode_time[decision.mode] += duration
@@ -431,21 +390,17 @@ class Machine:
         Each step takes longer than the one before, as every row has one more token in the KV cache.
         """
         times = min(r.left for r, _ in batch)
-        horizon = min(until, self.until)
-        for end in self.adapters.ends.values():
-            if end > self.now:
-                horizon = min(horizon, end)
+        loaded = (end for end in self.adapters.ends.values() if end > self.now)
+        horizon = min(until, self.until, *loaded)
         rows = len(batch)
         growth = self.cost.decode_seconds[KV_TOKEN] * rows
         span = horizon - self.now
         if span < math.inf:
             # The least k with k·seconds + growth·k(k−1)/2 ≥ span.
             half = seconds - growth / 2
-            k = (
-                (math.sqrt(half * half + 2 * growth * span) - half) / growth
-                if growth > 0
-                else span / seconds
-            )
+            k = span / seconds
+            if growth > 0:
+                k = (math.sqrt(half * half + 2 * growth * span) - half) / growth
             times = min(times, max(1, math.ceil(k - 1e-9)))
         # Each row takes a page every `page_tokens` steps; these must be free without eviction.
         free = self.pool.free
@@ -453,7 +408,6 @@ class Machine:
         return times, times * seconds + growth * times * (times - 1) / 2
 
     def _take_pages(self, batch: list[tuple[SimulatedRequest, int]]) -> None:
-        """Allocate the pages that the requests in the batch need."""
         admitted = [view for view, _ in batch if not view.running]
         for view in admitted:
             if view.adapter is not None:
@@ -547,8 +501,7 @@ def report(machines: Sequence[Machine], workload: Workload, indices: NDArray[np.
     )
 
 
-def _spread(values: NDArray[np.float64]) -> tuple[float, float, float, float]:
-    """Return mean, median, 95th and 99th percentile; NaN if there are no values."""
+def _spread(values: NDArray[np.float64]) -> Spread:
     if not len(values):
         return (math.nan,) * 4
     p50, p95, p99 = np.percentile(values, [50, 95, 99])

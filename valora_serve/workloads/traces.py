@@ -37,27 +37,16 @@ class TraceError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival; every array has the shape [requests].
+    """Requests in order of arrival; every array has the shape [requests]."""
 
-    Attributes:
-        adapters: Names of the adapters.
-        ranks: Ranks of the adapters.
-        arrival: Arrival times in seconds from the start, in rising order.
-        adapter: Indices into `adapters`, `BASE` for the base model.
-        prompt: Prompt tokens, including image tokens, at least 1.
-        output: Tokens to generate; 0 for a request that a head answers.
-        images: Images to encode.
-        latency_limit: Latency limits in seconds; NaN for none.
-    """
-
-    adapters: tuple[str, ...]
-    ranks: tuple[int, ...]
-    arrival: NDArray[np.float64]
-    adapter: NDArray[np.int32]
-    prompt: NDArray[np.int32]
-    output: NDArray[np.int32]
-    images: NDArray[np.int32]
-    latency_limit: NDArray[np.float64]
+    adapters: tuple[str, ...]  # names
+    ranks: tuple[int, ...]  # of the adapters
+    arrival: NDArray[np.float64]  # seconds from the start, in rising order
+    adapter: NDArray[np.int32]  # indices into `adapters`, `BASE` for the base model
+    prompt: NDArray[np.int32]  # tokens, including image tokens, at least 1
+    output: NDArray[np.int32]  # tokens to generate; 0 for a request that a head answers
+    images: NDArray[np.int32]  # to encode
+    latency_limit: NDArray[np.float64]  # seconds; NaN for none
 
     def __len__(self) -> int:
         return len(self.arrival)
@@ -128,6 +117,13 @@ def _arrivals(
     return times[times < duration]
 
 
+def _lengths(
+    rng: np.random.Generator, within: tuple[int, int], n: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    first, second = (rng.integers(within[0], within[1] + 1, n, dtype=np.int32) for _ in "po")
+    return first, second
+
+
 def poisson(
     rate: float,
     duration: float,
@@ -141,15 +137,9 @@ def poisson(
 ) -> Workload:
     """Generate text requests of equal length with Poisson arrivals, `rate` per second.
 
-    Args:
-        rate: Requests per second.
-        duration: Seconds of arrivals.
-        adapters: Number of adapters; 0 for the base model only.
-        skew: Share of the first adapter, the others share the rest equally; None for equal shares.
-        prompt: Prompt tokens of each request.
-        output: Generated tokens of each request.
-        ranks: Ranks of the adapters, round robin.
-        seed: Random seed.
+    They last `duration` seconds. `skew` is the share of the first adapter, the others share the
+    rest equally; None for equal shares. Without `adapters`, all ask the base model. `ranks` are
+    round robin.
     """
     rng = np.random.default_rng(seed)
     arrival = _arrivals(rng, rate, duration)
@@ -168,8 +158,7 @@ def retrieval(
     """Generate VaLoRA's visual retrieval: questions about an image with long answers (§6.1, §6.2).
 
     Each request has one image of 256 tokens, a question of 8 to 64 tokens and an answer of 150 to
-    250 tokens (the paper: 256 input and more than 200 output tokens). Arrivals are Poisson; the
-    options are those of `poisson`.
+    250 tokens (the paper: 256 input and more than 200 output tokens); otherwise as `poisson`.
     """
     rng = np.random.default_rng(seed)
     arrival = _arrivals(rng, rate, duration)
@@ -222,7 +211,7 @@ def slora(
     ranks: Sequence[int] = (8,),
     seed: int = 0,
 ) -> Workload:
-    """Generate S-LoRA's synthetic workload (§7.2); other options are those of `poisson`.
+    """Generate S-LoRA's synthetic workload (§7.2); otherwise as `poisson`.
 
     Adapter i of n is drawn with probability ((i+1)/n)^α − (i/n)^α, α = `alpha` > 0, so that 1 is
     uniform and a smaller α is more skewed. Gaps are Gamma with coefficient of variation `cv`;
@@ -235,8 +224,8 @@ def slora(
     n = len(arrival)
     # The cumulative distribution at i/n is (i/n)^α, so its inverse at u is n·u^(1/α).
     chosen = np.minimum(adapters - 1, (adapters * rng.random(n) ** (1 / alpha)).astype(np.int32))
-    prompt, output = (rng.integers(lengths[0], lengths[1] + 1, n, dtype=np.int32) for _ in "po")
     chosen = chosen.astype(np.int32)
+    prompt, output = _lengths(rng, lengths, n)
     return _workload(rng, arrival, adapters, None, ranks, prompt, output, chosen=chosen)
 
 
@@ -249,15 +238,9 @@ def at_once(
     ranks: Sequence[int] = (64,),
     seed: int = 0,
 ) -> Workload:
-    """Generate a saturated system: all requests arrive at the same moment.
-
-    The lengths of prompts and outputs are drawn uniformly, by default as in S-LoRA's Table 2; the
-    other options are those of `poisson`.
-    """
+    """Generate a saturated system: all arrive at once, with lengths as in S-LoRA's Table 2."""
     rng = np.random.default_rng(seed)
-    prompt, output = (
-        rng.integers(lengths[0], lengths[1] + 1, requests, dtype=np.int32) for _ in "po"
-    )
+    prompt, output = _lengths(rng, lengths, requests)
     return _workload(rng, np.zeros(requests), adapters, skew, ranks, prompt, output)
 
 
@@ -274,8 +257,7 @@ def options_of(make: Callable[..., Workload]) -> frozenset[str]:
 
 def generate(make: Callable[..., Workload], options: Mapping[str, Any]) -> Workload:
     """Generate a workload; options that the generator does not take are ignored."""
-    taken = options_of(make)
-    return make(**{name: value for name, value in options.items() if name in taken})
+    return make(**{name: options[name] for name in options_of(make) & options.keys()})
 
 
 COLUMNS = (
@@ -298,8 +280,7 @@ def azure(
 
     The CSV file has one column each for the time (seconds, or a date and time), the prompt tokens
     and the generated tokens (``TIMESTAMP,ContextTokens,GeneratedTokens``). With `rate`, as many
-    requests per second are kept on average, sampled at random (VaLoRA §6.1). The other options are
-    those of `poisson`. A TraceError says what is wrong with the file.
+    requests per second are kept on average, sampled at random (VaLoRA §6.1).
     """
     rng = np.random.default_rng(seed)
     rows = list(_csv_rows(path))
@@ -373,30 +354,12 @@ def _count(where: str, column: str, text: str | None, least: int) -> float:
     return value
 
 
-def write(path: Path, workload: Workload) -> None:
-    """Write a workload as JSON lines.
-
-    Each line has ``arrival``, ``adapter``, ``rank``, ``prompt`` and ``output``, and ``images`` and
-    ``latency_limit`` where the request has any.
-    """
-    with path.open("w", encoding="utf-8") as file:
-        for i in range(len(workload)):
-            line: dict[str, object] = {"arrival": float(workload.arrival[i]), "adapter": None}
-            number = int(workload.adapter[i])
-            if number != BASE:
-                line["adapter"] = workload.adapters[number]
-                line["rank"] = workload.ranks[number]
-            line["prompt"] = int(workload.prompt[i])
-            line["output"] = int(workload.output[i])
-            if workload.images[i]:
-                line["images"] = int(workload.images[i])
-            if not math.isnan(workload.latency_limit[i]):
-                line["latency_limit"] = float(workload.latency_limit[i])
-            file.write(json.dumps(line) + "\n")
-
-
 def read(path: Path) -> Workload:
-    """Read a workload in the format of `write`; a TraceError names a damaged line and its fault."""
+    """Read a workload from JSON lines; a TraceError names a damaged line and its fault.
+
+    Each line has ``arrival``, ``prompt`` and ``output``, and maybe ``adapter``, ``rank`` (64),
+    ``images`` and ``latency_limit``.
+    """
     ranks: dict[str, tuple[int, int]] = {}  # number and rank of each adapter
     rows = []
     try:
@@ -410,11 +373,9 @@ def read(path: Path) -> Workload:
         raise TraceError(f"{path} has no requests.")
     rows.sort(key=lambda row: row[0])
     table = np.array(rows)
-    adapter, prompt, output, images = (table[:, i].astype(np.int32) for i in range(1, 5))
+    asked, prompt, output, images = (table[:, i].astype(np.int32) for i in range(1, 5))
     of_each = tuple(rank for _, rank in ranks.values())
-    return Workload(
-        tuple(ranks), of_each, table[:, 0], adapter, prompt, output, images, table[:, 5]
-    )
+    return Workload(tuple(ranks), of_each, table[:, 0], asked, prompt, output, images, table[:, 5])
 
 
 KEYS = {"arrival", "adapter", "rank", "prompt", "output", "images", "latency_limit"}

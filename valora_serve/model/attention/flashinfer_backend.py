@@ -337,10 +337,7 @@ class FlashInferDecodePlan(FlashInferPlan):
 
 
 class FlashInferMixedPlan(FlashInferPlan):
-    """A plan in fixed buffers for any mix of rows; one extra sequence takes the padding rows.
-
-    `decode` attends for the sequences of one row before the first with more, `prompts` for others.
-    """
+    """A plan in fixed buffers for any mix of rows; one extra sequence takes the padding rows."""
 
     def __init__(
         self, cache: KVCache, tokens: Tokens, decode: FixedDecode | None, prompts: Wrapper

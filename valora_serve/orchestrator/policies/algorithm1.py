@@ -27,8 +27,7 @@ class Algorithm1Policy(BasePolicy):
 
     shares: ClassVar[bool] = False
 
-    def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        """Plan a step; comments are the lines of the listing."""
+    def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:  # by its lines
         most, theta = view.limits.max_requests, self.settings.theta
         everyone = sorted([*view.running, *waiting], key=by_age)
         counts = Counter([r.adapter for r in everyone if can_merge(view, r.adapter)])
@@ -37,12 +36,11 @@ class Algorithm1Policy(BasePolicy):
             count, _, best = max((n, a == view.merged, a or "") for a, n in counts.items())
         extra = self.decode_seconds(max(1, len(view.running)))
         extra += self.cost.switch(view.merged, best)
-        starving: list[RequestView] = []
-        others: list[RequestView] = []
         for request in everyone:  # 2
             request.credit = view.now - waiting_since(request) + extra
-            (starving if request.credit > theta else others).append(request)
-        starving, room = starving[:most], max(0, most - len(starving))  # 3
+        starving = [r for r in everyone if r.credit > theta][:most]  # 3
+        others = [r for r in everyone if not r.credit > theta]
+        room = most - len(starving)
         if best is not None and len(starving) / most <= 0.5 < count / most:  # 5
             own = [r for r in everyone if r.adapter == best]
             if not starving:  # 6 to 8
@@ -70,7 +68,6 @@ class Algorithm1PublishedPolicy(BasePolicy):
     shares: ClassVar[bool] = False
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        """Plan a step."""
         most = view.limits.max_requests
         if not waiting or len(view.running) >= most:
             mode = Mode.UNMERGED if view.merged is None else Mode.MIXTURE

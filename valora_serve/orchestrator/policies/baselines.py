@@ -22,32 +22,24 @@ class UnmergeOnlyPolicy(BasePolicy):
     strict = False
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        """Plan a step with every request in unmerged mode."""
         return BatchPlan(
             Mode.UNMERGED, None, view.running, waiting, "always unmerged", strict=self.strict
         )
 
 
 class SLoraPolicy(UnmergeOnlyPolicy):
-    """As S-LoRA (§4): a request that does not fit blocks those behind it.
-
-    Adapter clustering and early abort are on if the settings `clusters` and `early_abort` say so.
-    """
+    """As S-LoRA (§4): a request that does not fit blocks those behind it."""
 
     strict = True
 
 
 class MergeOnlyPolicy(BasePolicy):
-    """One adapter at a time: that of the oldest request, with all requests of this adapter.
-
-    Requests of the base model, and of an adapter that cannot be merged, run in unmerged mode.
-    """
+    """One adapter at a time: that of the oldest request, with all requests of this adapter."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.MERGED, Mode.UNMERGED})
     shares: ClassVar[bool] = False
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        """Plan a step for the adapter of the oldest request."""
         candidates = [
             r for r in (*view.running, *islice(waiting, LOOK_AHEAD))
             if r.adapter is None or r.adapter in view.resident

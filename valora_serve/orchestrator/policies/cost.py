@@ -45,11 +45,11 @@ BURST_GAP = 1e-3  # seconds between arrivals below which they count as one burst
 
 @dataclass(slots=True)
 class _Tokens:
-    """Tokens of a step: all, those of the base model, and the ranks of their adapters in sum."""
+    """Tokens of a step."""
 
     all: int = 0
-    base: int = 0
-    work: int = 0
+    base: int = 0  # those of the base model
+    work: int = 0  # ranks of their adapters, in sum
 
     def add(self, tokens: int, request: RequestView) -> None:
         self.all += tokens
@@ -59,12 +59,12 @@ class _Tokens:
 
 @dataclass(slots=True)
 class _Group:
-    """The work to do for one adapter: rows that decode, rows that will, and prompt tokens."""
+    """The work to do for one adapter."""
 
     rank: int
-    rows: int = 0
-    coming: int = 0
-    prompt: int = 0
+    rows: int = 0  # that decode
+    coming: int = 0  # that will
+    prompt: int = 0  # tokens
 
 
 class _Load:
@@ -83,23 +83,17 @@ class _Load:
             if request.prompt_left:
                 self.prefill(request)
                 continue
-            group = self._group(request)
+            group = self.groups.setdefault(request.adapter, _Group(request.rank))
             self._ranks += 0 if group.rows else group.rank
             group.rows += 1
             self.rows.add(1, request)
             self.kv_tokens += request.kv_tokens
             self.remaining += request.output_left
 
-    def _group(self, request: RequestView) -> _Group:
-        group = self.groups.get(request.adapter)
-        if group is None:
-            group = self.groups[request.adapter] = _Group(request.rank)
-        return group
-
     def prefill(self, request: RequestView) -> None:
         """Add a chunk of a prompt, and the row that decodes after it."""
         tokens = min(request.prompt_left, self._chunk)
-        group = self._group(request)
+        group = self.groups.setdefault(request.adapter, _Group(request.rank))
         self._coming_ranks += 0 if group.rows or group.coming else group.rank
         group.prompt += tokens
         group.coming += 1
@@ -112,11 +106,7 @@ class _Load:
     def step(
         self, adapter: str | None, rank: int, prompt: int, *, later: bool = False
     ) -> StepShape:
-        """Return the shape of the next step, or of the decode steps after all prefills (`later`).
-
-        The merged adapter (None for pristine weights) has a rank; the step takes so many of the
-        prompt tokens that there are.
-        """
+        """The next step with so many prompt tokens, or the decode steps after all prefills."""
         share = 1.0 if later else prompt / self.prompt.all if self.prompt.all else 0.0
         more = self.coming if later else self.prompt
         group = self.groups.get(adapter)
@@ -157,7 +147,6 @@ class CostPolicy(BasePolicy):
         self._sizes = sorted({*cost_model.captured_rows, *CHUNKS})
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        """Plan the step with the lowest predicted latency."""
         load = _Load(view.running, view.limits.chunk)
         urgent = self.urgent(view, waiting)
         ready, why = self._ready(view, waiting, urgent, load)
@@ -206,7 +195,6 @@ class CostPolicy(BasePolicy):
         )
 
     def _any_due(self, requests: Iterable[RequestView]) -> bool:
-        """Return whether one of the requests has a latency limit."""
         return any(self.settings.due(r) is not None for r in requests)
 
     def _ready(
@@ -216,7 +204,7 @@ class CostPolicy(BasePolicy):
         urgent: Sequence[RequestView],
         load: _Load,
     ) -> tuple[Sequence[RequestView], str]:
-        """Return the requests to admit now, best first, and the reason for leaving others out."""
+        """The requests to admit now, best first, and the reason for leaving others out."""
         resident = view.resident
         first = [r for r in urgent if r.adapter is None or r.adapter in resident]
         slots = view.limits.max_requests - len(view.running) - len(first)
@@ -244,7 +232,7 @@ class CostPolicy(BasePolicy):
         return first + heapq.nsmallest(slots, rest, key=order), "shortest request first"
 
     def _weights(self, view: View, load: _Load) -> tuple[str | None, str]:
-        """Return the adapter to merge, None for pristine weights, and the reason."""
+        """The adapter to merge, None for pristine weights, and the reason."""
         if not load.groups:
             return view.merged, "nothing to compute"
         self._ranks.update((a, g.rank) for a, g in load.groups.items())
@@ -276,7 +264,6 @@ class CostPolicy(BasePolicy):
         return best, note
 
     def observe(self, arrived: Sequence[float]) -> None:
-        """Update the moving averages of the gap between arrivals and of the size of bursts."""
         for arrival in arrived:
             gap = arrival - self._last_arrival
             if gap < BURST_GAP:
@@ -289,13 +276,13 @@ class CostPolicy(BasePolicy):
             self._last_arrival = arrival
 
     def _rate(self, now: float) -> float:
-        """Return the expected arrival rate in requests per second."""
+        """Expected requests per second."""
         return self._burst / max(self._gap, now - self._last_arrival)
 
     def _hold(
         self, view: View, load: _Load, adapter: str | None, ready: Sequence[RequestView]
     ) -> float:
-        """Return the time until which to wait for more prompts; now for no waiting."""
+        """The time until which to wait for more prompts; now for no waiting."""
         now, rows = view.now, load.rows.all
         if not rows or not ready:
             return now
@@ -321,7 +308,7 @@ class CostPolicy(BasePolicy):
 
         The candidates are the shortest 1, 2, 4, … of the `fitting` first of `ready`, and those of
         one adapter, which can be merged for them. With k of W prompts first, all W wait for the
-        first step, and W − k for the others. `load` has the running requests and those that fit.
+        first step, and W − k for the others.
         """
         ordered = ready[:fitting]
         rows, chunk = load.rows.all, view.limits.chunk
@@ -367,7 +354,7 @@ class CostPolicy(BasePolicy):
         return best
 
     def _chunk(self, load: _Load, adapter: str | None, prompt: int, rate: float) -> int:
-        """Return how many of the `prompt` tokens that it could compute the step should compute."""
+        """How many of the `prompt` tokens that it could compute the step should compute."""
         rank, rows, coming = self._ranks.get(adapter, 0), load.rows.all, load.coming.all
         base = self.cost.step(load.step(adapter, rank, 0))
         best, least = prompt, math.inf

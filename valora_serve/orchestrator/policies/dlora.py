@@ -49,7 +49,6 @@ class DLoraPolicy(BasePolicy):
         self._popular: str | None = None
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        """Plan a step: merged while the thresholds allow it, unmerged otherwise."""
         most = view.limits.max_requests
         first_come = [*view.running, *islice(waiting, max(0, most - len(view.running)))]
         counts = Counter([r.adapter for r in first_come])

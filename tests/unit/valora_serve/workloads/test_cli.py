@@ -22,7 +22,9 @@ def test_command_prints_a_table_and_writes_files(tmp_path, capsys):
 
 def test_command_replays_files_and_explains(tmp_path, capsys):
     path, decisions = tmp_path / "t.jsonl", tmp_path / "d.txt"
-    traces.write(path, traces.poisson(10, 2, adapters=3, skew=0.5))
+    rows = ({"arrival": n / 10, "adapter": f"a{n % 3}", "prompt": 256, "output": 200}
+            for n in range(20))  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--trace", str(path), "--policies", "cost", "--decision-trace", str(decisions)]
     assert main(arguments) == 0
     assert "cost" in capsys.readouterr().out
@@ -86,7 +88,6 @@ def test_replicas_are_compared(tmp_path, capsys):
     [
         (["--replicas", "0"], "at least 1 replica, not 0"),
         (["--replicas", "2", "--router", "near"], "unknown router 'near': choose one of affinity"),
-        (["--replicas", "2", "--load-bound", "1"], "load bound of the router is 1"),
         (["--replicas", "2", "--slots", "1"], "slots: expected at least 2, got 1"),
         (["--router", "least", "--decision-trace", "d"], "--decision-trace is for one machine"),
         (["--replicas", "2", "--costs", "none.json"], "none.json"),
@@ -109,10 +110,8 @@ def test_what_is_wrong_with_replicas(wrong, sentence, tmp_path, monkeypatch, cap
         ("--workload at_once --requests -4", "requests: expected more than 0"),
         ("--lora-cost nan", "lora_cost: expected 0 or more"), ("--slo -1", "slo: expected"),
         ("--latency-limit -1", "latency_limit: expected more than 0"),
-        ("--rank 0", "rank: expected more than 0"),
         ("--shares typo=3", "the workload has no adapter 'typo', but"),
         ("--shares =3", "the workload has no adapter '', but"),
-        ("--theta nan", "theta: expected 0 or more"), ("--clusters -3", "clusters: expected 0"),
     ],
 )  # fmt: skip
 def test_numbers_that_no_machine_has(given, said, capsys):

@@ -117,14 +117,21 @@ def test_senseless_workloads_are_refused(make):
         make()
 
 
-def test_written_and_read_again(tmp_path):
-    workload = traces.with_latency_limit(traces.retrieval(10, 20, adapters=3, skew=0.5), 1.5)
-    traces.write(tmp_path / "t.jsonl", workload)
-    again = traces.read(tmp_path / "t.jsonl")
-    for field in ("arrival", "prompt", "output", "images", "latency_limit"):
-        np.testing.assert_array_equal(getattr(workload, field), getattr(again, field))
-    names = [again.adapters[i] for i in again.adapter]
-    assert names == [workload.adapters[i] for i in workload.adapter]
+def test_lines_are_read_by_arrival(tmp_path):
+    rows = [
+        {"arrival": 2.5, "prompt": 5, "output": 0, "images": 2, "latency_limit": 1.5},
+        {"arrival": 1, "adapter": "b", "rank": 8, "prompt": 7, "output": 3},
+        {"arrival": 2, "adapter": "a", "prompt": 9, "output": 1},
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    read = traces.read(tmp_path / "t.jsonl")
+    assert (read.adapters, read.ranks) == (("b", "a"), (8, 64))
+    for field, value in (("arrival", [1, 2, 2.5]), ("adapter", [0, 1, traces.BASE]),
+                         ("prompt", [7, 9, 5]), ("output", [3, 1, 0]), ("images", [0, 0, 2]),
+                         ("latency_limit", [np.nan, np.nan, 1.5])):  # fmt: skip
+        np.testing.assert_array_equal(getattr(read, field), value)
+    limited = traces.with_latency_limit(read, 3.0)
+    np.testing.assert_array_equal(limited.latency_limit, [3.0] * 3)
 
 
 GOOD = {"arrival": 1.0, "adapter": "a", "prompt": 5, "output": 2}

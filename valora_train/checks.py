@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from valora_data.contract import quantized
 from valora_data.contract.base_model import base_family, base_folder
 from valora_data.contract.files import expanded
-from valora_data.identity import hub_commit
+from valora_data.hashing import hub_commit
 from valora_teachers.registry import KINDS, make_teacher
 from valora_train.errors import SettingsError
 from valora_train.fusion.strategies.registry import make_strategy

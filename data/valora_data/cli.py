@@ -24,11 +24,11 @@ from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import FORMATS, detect_kind, open_source
 from valora_data.sources.shelf import is_shelf, read_shelf
 from valora_data.tasks import TaskSpec, task_names
-from valora_data.wording import agreeing, examples, plural
+from valora_data.wording import agreeing, encode_all_output, examples, plural
 
 NAMED = 5  # faults of each kind, and pairs of copies, that the report names
 SHOWN_SAMPLES, SHOWN_LABELS = 18, 20
-BAR = 30  # letters
+BAR_LENGTH = 30  # letters
 
 
 @dataclass(slots=True)
@@ -51,12 +51,12 @@ class SplitFacts:
         self.unanswered += not (answer.boxes or choice or answer.captions)
         if len(self.examples) < SHOWN_SAMPLES:
             self.examples.append(sample)
-        elif (place := rng.randrange(self.samples)) < SHOWN_SAMPLES:
-            self.examples[place] = sample
+        elif (index := rng.randrange(self.samples)) < SHOWN_SAMPLES:
+            self.examples[index] = sample
 
 
 def check(source: Source, out: Path, console: Console) -> bool:
-    """Read a data set from end to end, show what is in it, and say if nothing must be mended."""
+    """Read a data set from end to end, show what is in it, and say if nothing must be fixed."""
     spec, duplicates, rng = source.task.spec, Duplicates(), random.Random(0)
     reader = ImageReader.for_check(source.path or source.name)
     streams = open_source(replace(source, reader=reader))
@@ -88,7 +88,7 @@ def check(source: Source, out: Path, console: Console) -> bool:
             _say(console, "[dim]wrote[/]", str(out / f"{name}.png"))
     lines = [f"{fault.kind.name.lower()}\t{fault.text}\n" for fault in reader.found]
     if lines := [*lines, *(f"copy\t{pair}\n" for pair in pairs)]:
-        (out / "faults.tsv").write_text("".join(lines), encoding="utf-8")
+        (out / "faults.tsv").write_text("".join(lines), "utf-8", "backslashreplace")
         _say(console, "[dim]wrote[/]", str(out / "faults.tsv"))
     for sign, sentences in (("[yellow]![/]", notes), ("[red]✗[/]", problems)):
         for sentence in sentences:
@@ -117,8 +117,8 @@ def _show_table(
 def _show_counts(task: str, splits: Mapping[str, SplitFacts], console: Console) -> None:
     columns = {"split": False, "samples": True, "images": True, "answered": True}
     rows: list[list[object]] = [
-        [split, facts.samples, facts.images, facts.samples - facts.unanswered]
-        for split, facts in splits.items()
+        [split, one.samples, one.images, one.samples - one.unanswered]
+        for split, one in splits.items()
     ]
     _show_table(console, f"task {task}", columns, rows)
     total: Counter[str] = sum((facts.labels for facts in splits.values()), start=Counter())
@@ -127,7 +127,7 @@ def _show_counts(task: str, splits: Mapping[str, SplitFacts], console: Console) 
     most = max(total.values())
     rows = [
         [label, *(facts.labels[label] for facts in splits.values()),
-         "█" * max(1, round(BAR * count / most))]
+         "█" * max(1, round(BAR_LENGTH * count / most))]
         for label, count in total.most_common(SHOWN_LABELS)
     ]  # fmt: skip
     if len(total) > SHOWN_LABELS:
@@ -137,20 +137,18 @@ def _show_counts(task: str, splits: Mapping[str, SplitFacts], console: Console) 
 
 
 def _copies(pairs: Sequence[Pair], *, leaks: bool) -> Iterator[str]:
+    what = "picture|pictures occurs|occur again in its|their own split"
+    remedy = "they go to the same split, and one of each is enough"
+    if leaks:
+        what = "picture|pictures is|are in two splits"
+        remedy = "keep each in one split, or set domains.NAME.source.leaks=keep_test"
     for equal, how in ((True, "equal"), (False, "resized, recompressed or mirrored")):
-        found = [pair for pair in pairs if (pair.leaks, pair.equal) == (leaks, equal)]
-        if found and leaks:
-            yield (
-                f"{plural(len(found), 'picture|pictures is|are in two splits')}, {how} "
-                f"({examples([*map(str, found)], NAMED)}): keep each in one split, or set "
-                "domains.NAME.source.leaks=keep_test"
-            )
-        elif found:
-            shown = examples([f"{pair.second[1]} is {pair.first[1]}" for pair in found], NAMED)
-            yield (
-                f"{plural(len(found), 'picture|pictures occurs|occur again in its|their')} own "
-                f"split, {how} ({shown}): they go to the same split, and one of each is enough"
-            )
+        found = [
+            str(pair) if leaks else f"{pair.second[1]} is {pair.first[1]}"
+            for pair in pairs if (pair.leaks, pair.equal) == (leaks, equal)
+        ]  # fmt: skip
+        if found:
+            yield f"{plural(len(found), what)}, {how} ({examples(found, NAMED)}): {remedy}"
 
 
 def _missing_answers(name: str, facts: SplitFacts, spec: TaskSpec) -> Iterator[str]:
@@ -188,6 +186,7 @@ def _strange_labels(splits: Mapping[str, SplitFacts], spec: TaskSpec) -> Iterato
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; 0, 1 if something is wrong with the data, or 2 for invalid arguments."""
+    encode_all_output()
     options = _parser().parse_args(arguments)
     console, out = Console(), Path(options.out)
     try:

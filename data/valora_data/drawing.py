@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from valora_data.schema import Box, Sample
+from valora_data.schema import Answer, Box, Sample
 
 TILE = 192
 CAPTION_ROWS, GAP = 3, 8
@@ -32,9 +32,9 @@ def show_photograph(images: Sequence[Image.Image], side: int) -> tuple[Image.Ima
     shown = [images[round(i * (len(images) - 1) / (count - 1))] for i in range(count)]
     cell = side // 2
     tile = Image.new("RGB", (side, side), "black")
-    for place, image in enumerate(shown):
+    for index, image in enumerate(shown):
         fitted = ImageOps.contain(image.convert("RGB"), (cell, cell))
-        tile.paste(fitted, (place % 2 * cell, place // 2 * cell))
+        tile.paste(fitted, (index % 2 * cell, index // 2 * cell))
     return tile, cell / max(shown[0].size)
 
 
@@ -44,14 +44,9 @@ def widen(tile: Image.Image, width: int, background: str) -> Image.Image:
 
 
 def draw_boxes(
-    tile: Image.Image,
-    boxes: Sequence[Box],
-    scale: float,
-    colours: Sequence[str],
-    labels: Sequence[str] | None = None,
-    *,
-    below: bool = False,
-) -> Image.Image:
+    tile: Image.Image, boxes: Sequence[Box], scale: float, colours: Sequence[str],
+    labels: Sequence[str] | None = None, *, below: bool = False,
+) -> Image.Image:  # fmt: skip
     """Draw boxes of the unscaled image with a dark edge, and labels that stay inside it."""
     drawn, font = tile.copy(), ImageFont.load_default(LABEL_SIZE)
     draw = ImageDraw.Draw(drawn)
@@ -76,12 +71,9 @@ def _cut(text: str, room: int) -> str:
 
 
 def add_caption(
-    tile: Image.Image,
-    lines: Sequence[tuple[str, str]],
-    rows: int,
-    background: str,
+    tile: Image.Image, lines: Sequence[tuple[str, str]], rows: int, background: str,
     rows_per_line: int = 1,
-) -> Image.Image:
+) -> Image.Image:  # fmt: skip
     """Put lines of text and their colours below an image, cut to some rows each and in all."""
     width = tile.width // LETTER_WIDTH
     wrapped = [
@@ -100,15 +92,15 @@ def arrange(tiles: Sequence[Image.Image], columns: int, gap: int, background: st
     """Arrange tiles row by row on a sheet, `columns` of the narrowest in a row."""
     narrowest, widest = (pick(tile.width for tile in tiles) for pick in (min, max))
     width = max(columns * (narrowest + gap), widest + gap) + gap
-    places, left, top, tallest = [], gap, gap, 0
+    corners, left, top, tallest = [], gap, gap, 0
     for tile in tiles:
         if left > gap and left + tile.width + gap > width:
             left, top, tallest = gap, top + tallest + gap, 0
-        places.append((left, top))
+        corners.append((left, top))
         left, tallest = left + tile.width + gap, max(tallest, tile.height)
     sheet = Image.new("RGB", (width, top + tallest + gap), background)
-    for tile, place in zip(tiles, places, strict=True):
-        sheet.paste(tile, place)
+    for tile, corner in zip(tiles, corners, strict=True):
+        sheet.paste(tile, corner)
     return sheet
 
 
@@ -121,7 +113,7 @@ def contact_sheet(samples: Sequence[Sample]) -> Image.Image:
         tile, scale = show_photograph(sample.images or (sample.image,), TILE)
         boxes, lines = sample.answer.boxes, [sample.id, *filter(None, [sample.prompt])]
         if {box.label for box in boxes} != {sample.prompt}:
-            lines.append(_answer_text(sample))
+            lines.append(_answer_text(sample.answer))
         tile = draw_boxes(tile, boxes, scale, [colours[box.label] for box in boxes])
         captions = [(line, "black") for line in lines]
         tiles.append(add_caption(widen(tile, TILE, "white"), captions, CAPTION_ROWS, "white"))
@@ -131,11 +123,9 @@ def contact_sheet(samples: Sequence[Sample]) -> Image.Image:
     return add_caption(sheet, list(colours.items()), len(colours), "white")
 
 
-def _answer_text(sample: Sample) -> str:
-    answer = sample.answer
+def _answer_text(answer: Answer) -> str:
     if answer.choice is not None:
         return answer.choice + (f" ({max(answer.soft):.2f})" if answer.soft else "")
-    if answer.captions:
-        return answer.captions[0]
     counts = Counter(box.label for box in answer.boxes)
-    return ", ".join(f"{count} {label}" for label, count in counts.items()) or "–"
+    words = [*answer.captions[:1], *(f"{count} {label}" for label, count in counts.items())]
+    return ", ".join(words) or "–"

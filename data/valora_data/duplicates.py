@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -77,18 +77,16 @@ class Duplicates:
 
     def pairs(self) -> list[Pair]:
         """All pairs so far: each copy with the first sample of its picture."""
-        return [*self._pairs, *self._near_pairs()]
-
-    def _near_pairs(self) -> Iterator[Pair]:
-        known = np.array([bits for *_, bits in self._prints], np.uint64)
-        for place, (key, thumb, _) in enumerate(self._prints):
+        found, known = [*self._pairs], np.array([bits for *_, bits in self._prints], np.uint64)
+        for index, (key, thumb, _) in enumerate(self._prints):
             for shown in (thumb, ImageOps.mirror(thumb)):
                 bits = perceptual_hash(shown) or np.uint64()
-                near = np.flatnonzero(np.bitwise_count(known[:place] ^ bits) <= NEAR_BITS)
+                near = np.flatnonzero(np.bitwise_count(known[:index] ^ bits) <= NEAR_BITS)
                 copies = [first for first in near if _alike(self._prints[first][1], shown)]
                 if copies:
-                    yield Pair(self._prints[copies[0]][0], key, equal=False)
+                    found.append(Pair(self._prints[copies[0]][0], key, equal=False))
                     break
+        return found
 
 
 def content_hash(sample: Sample) -> str:

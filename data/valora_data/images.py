@@ -83,11 +83,11 @@ def to_rgb(image: Image.Image, file_format: str | None = None) -> Image.Image:
         raise DataError("it holds 32-bit integers: save it with 8 or 16 bits")
     if mode == "F":
         values = np.asarray(image)
-        least, most = float(values.min()), float(values.max())
-        if not (least >= 0 and most <= 255):  # or not a number
-            text = f"it holds values from {least:g} to {most:g}, of which the white is not known"
+        low, high = float(values.min()), float(values.max())
+        if not (low >= 0 and high <= 255):  # or not a number
+            text = f"it holds values from {low:g} to {high:g}, of which the white is not known"
             raise DataError(f"{text}; scale them to 0 to 1, or save it with 8 or 16 bits")
-        return _from_levels(values * 255.0 if most <= 1 else values)
+        return _from_levels(values * 255.0 if high <= 1 else values)
     if image.has_transparency_data:
         shown = (image.convert("LA") if mode == "La" else image).convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown).convert("RGB")
@@ -119,9 +119,8 @@ def _managed(image: Image.Image) -> Image.Image:
 
 
 def _reason(error: BaseException, content: bytes) -> str:
-    unknown = isinstance(error, UnidentifiedImageError | ImportError)
-    if unknown and content[:4] in (b"II*\0", b"MM\0*"):
+    if not isinstance(error, UnidentifiedImageError | ImportError):
+        return " ".join(str(error).split()) or type(error).__name__
+    if content[:4] in (b"II*\0", b"MM\0*"):
         return "it is a TIFF of a kind that is not read; save it with 8 or 16 bits"
-    if unknown:
-        return "it is no image of a known format"
-    return " ".join(str(error).split()) or type(error).__name__
+    return "it is no image of a known format"

@@ -31,16 +31,10 @@ Leaks = Literal["refuse", "keep_test", "keep_train"]
 
 
 def prepare(
-    splits: Splits,
-    labels: Sequence[str],
-    fractions: Mapping[Split, float],
-    folder: Path,
-    seed: int = 0,
-    on_sample: Callable[[int], None] = lambda _: None,
-    *,
-    leaks: Leaks = "refuse",
-    near: bool = True,
-) -> dict[Split, int]:
+    splits: Splits, labels: Sequence[str], fractions: Mapping[Split, float], folder: Path,
+    seed: int = 0, on_sample: Callable[[int], None] = lambda _: None, *,
+    leaks: Leaks = "refuse", near: bool = True,
+) -> dict[Split, int]:  # fmt: skip
     """Write every split of a domain as a shard, and return the number of samples of each.
 
     Missing splits are taken from the part without a split (key None) by `fractions` (0.25 where
@@ -91,12 +85,9 @@ def prepare(
 
 
 def _divide(
-    keys: Sequence[Key],
-    shares: Mapping[Split, float],
-    seed: int,
-    leaders: Mapping[Key, Key],
+    keys: Sequence[Key], shares: Mapping[Split, float], seed: int, leaders: Mapping[Key, Key],
     leaks: Leaks,
-) -> dict[Split, list[int]]:
+) -> dict[Split, list[int]]:  # fmt: skip
     kept: dict[Key, str] = {}  # the part in which each group of copies stays
     if leaks != "refuse":
         order = [Split.TRAIN, WHOLE, Split.UNLABELLED, Split.VAL, Split.TEST]
@@ -133,13 +124,13 @@ def _check(plan: Mapping[Split, Sequence[int]], known: Sequence[bool]) -> None:
 def split_of(sample_id: str, shares: Mapping[Split, float], seed: int = 0) -> Split:
     """The split of a sample by a hash of its image's id, the same when the set grows."""
     digest = sha256(f"{seed}/{sample_id.split('#', 1)[0]}".encode()).digest()
-    place = int.from_bytes(digest[:8], "big") / 2**64
-    used = [(split, share) for split, share in shares.items() if share > 0]
-    for split, share in used[:-1]:
-        if place < share:
+    fraction = int.from_bytes(digest[:8], "big") / 2**64
+    used = [split for split in shares if shares[split] > 0]
+    for split in used[:-1]:
+        if fraction < shares[split]:
             return split
-        place -= share
-    return used[-1][0]
+        fraction -= shares[split]
+    return used[-1]
 
 
 def check_leaks(pairs: Sequence[Pair]) -> None:
@@ -151,10 +142,10 @@ def check_leaks(pairs: Sequence[Pair]) -> None:
     if equal := [str(pair) for pair in pairs if pair.equal]:
         leak = plural(len(equal), "sample|samples leaks|leak between splits")
         raise DataError(f"{leak} ({examples(equal, SHOWN_PAIRS)}): {remedy}")
-    if alike := [str(pair) for pair in pairs]:
-        looks = plural(len(alike), "sample|samples looks|look like one of another split")
-        text = "%s (%s): if they are the same, %s"
-        log.warning(text, looks, examples(alike, SHOWN_PAIRS), remedy)
+    if pairs:
+        looks = plural(len(pairs), "sample|samples looks|look like one of another split")
+        shown = examples([*map(str, pairs)], SHOWN_PAIRS)
+        log.warning("%s (%s): if they are the same, %s", looks, shown, remedy)
 
 
 def _empty(split: Split) -> DataError:

@@ -26,12 +26,9 @@ class Registry(Mapping[str, T], Generic[T]):
     """
 
     def __init__(
-        self,
-        group: str,
-        kind: str,
-        builtin: Mapping[str, str],
+        self, group: str, kind: str, builtin: Mapping[str, str],
         error: type[ValoraError] = UnknownNameError,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.group, self.kind, self._error = group, kind, error
         self._builtin = {name: EntryPoint(name, at, group) for name, at in builtin.items()}
         self._loaded: dict[str, T] = {}
@@ -53,10 +50,8 @@ class Registry(Mapping[str, T], Generic[T]):
             except Exception as error:
                 if name in self._builtin:  # a missing extra is reported as it is
                     raise
-                raise self._error(
-                    f"{self.kind} {name!r} ({entry.value}) cannot be imported: {error}; mend or "
-                    "uninstall the package that registers it"
-                ) from error
+                text = f"{self.kind} {name!r} ({entry.value}) cannot be imported: {error}; fix or"
+                raise self._error(f"{text} uninstall the package that registers it") from error
         return self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -90,9 +90,8 @@ class ShardWriter:
     def add_row(self, row: dict[str, Any], document: Document | None = None) -> None:
         """Write a row of `Shard.row`, whose labels are known, and which asks about a document."""
         if self.count and document is not self._document and document != self._document:
-            raise DataError(
-                f"samples of {self._folder.name} ask about several documents: make each a domain"
-            )
+            text = f"samples of {self._folder.name} ask about several documents"
+            raise DataError(f"{text}: make each a domain")
         self._document = document
         self._writer.write(row if self._images_of is None else row | {"images": []})
         self.count += 1
@@ -120,16 +119,16 @@ class ShardWriter:
         table = Dataset.from_file(str(self._table)).data
         # The library would store a fingerprint of the file's time: equal samples give equal files.
         Dataset(table, fingerprint=hash_path(self._table)[:16]).save_to_disk(self._folder)
-        facts: dict[str, Any] = {}
-        if self._document is not None:
-            for place, image in enumerate(self._document.images):
-                image.save(self._folder / f"document-{place}.png")
-            facts[DOCUMENT] = {"text": self._document.text, "images": len(self._document.images)}
+        if (document := self._document) is not None:
+            for index, image in enumerate(document.images):
+                image.save(self._folder / f"document-{index}.png")
+            self._note(DOCUMENT, text=document.text, images=len(document.images))
         if self._images_of is not None:
-            facts[IMAGES_OF] = {"folder": self._images_of}
-        for name, content in facts.items():
-            text = json.dumps(content, ensure_ascii=False)
-            (self._folder / name).write_text(text, encoding="utf-8")
+            self._note(IMAGES_OF, folder=self._images_of)
+
+    def _note(self, name: str, **facts: object) -> None:
+        text = json.dumps(facts, ensure_ascii=False)
+        (self._folder / name).write_text(text, encoding="utf-8")
 
 
 def write(samples: Iterable[Sample], labels: Sequence[str], folder: Path) -> int:
@@ -208,11 +207,11 @@ def open_shard(folder: Path) -> Shard:
     try:
         dataset = load_from_disk(str(folder))
         if (folder / IMAGES_OF).is_file():
-            name = json.loads((folder / IMAGES_OF).read_text(encoding="utf-8"))["folder"]
-            images = load_from_disk(str(folder.parent / name))
+            facts = json.loads((folder / IMAGES_OF).read_text(encoding="utf-8"))
+            images = load_from_disk(str(folder.parent / facts["folder"]))
         if (folder / DOCUMENT).is_file():
             facts = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
-            files = [folder / f"document-{place}.png" for place in range(facts["images"])]
+            files = [folder / f"document-{index}.png" for index in range(facts["images"])]
             album = tuple(Image.open(file).convert("RGB") for file in files)
             document = Document(facts["text"], album)
         if missing := sorted(set(_features(())) - set(getattr(dataset, "features", ()))):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from valora_data.errors import ValoraError
-from valora_data.identity import code_hash, place_hash
+from valora_data.hashing import code_hash, place_hash
 from valora_data.schema import Answer, Box, Sample, Task
 from valora_data.wording import plural
 

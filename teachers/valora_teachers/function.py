@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from valora_data.errors import DataError
-from valora_data.identity import code_hash
+from valora_data.hashing import code_hash
 from valora_data.schema import Answer, Box, Sample
 from valora_data.wording import plural
 from valora_teachers.base import BATCH, Count, Teacher, TeacherError, TeacherOptions

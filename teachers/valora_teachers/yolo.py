@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from PIL import Image
 from pydantic import Field
 
-from valora_data.identity import place_hash
+from valora_data.hashing import place_hash
 from valora_data.schema import Answer, Sample
 from valora_data.wording import first_line
 from valora_teachers import base

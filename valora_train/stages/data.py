@@ -8,8 +8,7 @@ from pathlib import Path
 
 from valora_data.contract.files import expanded
 from valora_data.errors import DataError
-from valora_data.hashing import hash_files
-from valora_data.identity import code_hash, hub_commit
+from valora_data.hashing import code_hash, hash_files, hub_commit
 from valora_data.prepare import prepare
 from valora_data.schema import Split
 from valora_data.shards import open_shard

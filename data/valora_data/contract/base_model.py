@@ -65,11 +65,9 @@ def base_family(base: str) -> Architecture:
 def base_hash(base: str) -> str:
     """Return the sha256 of config.json and model*.safetensors, in hexadecimal."""
     folder = _local_folder(base)
-    weights = sorted(folder.glob("model*.safetensors"))
-    if not weights:
+    if not (weights := sorted(folder.glob("model*.safetensors"))):
         raise BundleError(f"{base} holds no model*.safetensors: save the model as safetensors")
-    files = [folder / "config.json", *weights]
-    named = "".join(f"{file.name}{file_hash(file)}" for file in files)
+    named = "".join(f"{file.name}{file_hash(file)}" for file in (folder / "config.json", *weights))
     return hashlib.sha256(named.encode()).hexdigest()
 
 
@@ -134,10 +132,8 @@ def check_image_token(base: str, config: Any, processor: Any) -> None:
     token = getattr(config, "image_token_id", None)
     tokenizer = getattr(processor, "tokenizer", None)
     if token is None or tokenizer is None or not hasattr(processor, "image_processor"):
-        raise BundleError(
-            f"base model {base} has no image token, so it takes no images: choose a LLaVA, "
-            "SmolVLM, InternVL or Qwen-VL model"
-        )
+        text = f"base model {base} has no image token, so it takes no images: choose a"
+        raise BundleError(f"{text} LLaVA, SmolVLM, InternVL or Qwen-VL model")
     word = str(getattr(processor, "image_token", None) or tokenizer.convert_ids_to_tokens(token))
     ids = tokenizer(word, add_special_tokens=False)["input_ids"]
     if ids != [token]:
@@ -182,12 +178,8 @@ class _ImageProcessor:
                 found[name] = [[one for value in values for one in value[0]]]
                 continue
             if not nested and values[0].dim() == 5:  # filled up to the most crops
-                most = max(value.shape[1] for value in values)
-                fill = (0,) * 7
-                values = [
-                    torch.nn.functional.pad(value, (*fill, most - value.shape[1]))
-                    for value in values
-                ]
+                most, pad = max(value.shape[1] for value in values), torch.nn.functional.pad
+                values = [pad(value, (*(0,) * 7, most - value.shape[1])) for value in values]
             if len({value.shape[1 + nested :] for value in values}) > 1:
                 raise ValueError("images of different sizes do not fit into one batch")
             found[name] = torch.cat(values, dim=int(nested))
@@ -228,11 +220,8 @@ class PlainText:
             text = text.replace(token, marked)
         return text
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return turns of a conversation whose special tokens are marked, in each text."""
-        return [{**turn, "content": self._content(turn["content"])} for turn in messages]
-
-    def _content(self, content: Any) -> Any:
+    def content(self, content: Any) -> Any:
+        """Return the content of a turn whose special tokens are marked, in each text."""
         if isinstance(content, str):
             return self.text(content)
         parts, before = [], ""  # the text right before a part, which may begin a token
@@ -309,10 +298,8 @@ class BaseModel:
     def check_takes_images(self, error: type[ValoraError] = BundleError) -> None:
         """Raise an error if it reads nothing but text."""
         if not self.takes_images:
-            raise error(
-                f"base model {self.base} reads text alone: leave images and videos out, or use a "
-                "LLaVA, SmolVLM, InternVL or Qwen-VL model"
-            )
+            text = f"base model {self.base} reads text alone: leave images and videos out, or use a"
+            raise error(f"{text} LLaVA, SmolVLM, InternVL or Qwen-VL model")
 
     def to(self, device: torch.device | str) -> None:
         """Move the model to a device."""
@@ -328,7 +315,8 @@ class BaseModel:
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
         """Write turns as a prompt, up to the answer if asked; special tokens are plain text."""
-        return self.architecture.render(self.processor, self.plain.messages(messages), generate)
+        turns = [{**turn, "content": self.plain.content(turn["content"])} for turn in messages]
+        return self.architecture.render(self.processor, turns, generate)
 
     def tokenize(self, text: str, *, special: bool | None = None) -> list[int]:
         """Token ids of a prompt without media; `special` None: a first token unless it is there."""

@@ -76,15 +76,9 @@ def vote(boxes: Tensor, log_scores: Tensor, classes: Tensor, kept: Tensor, sigma
 
 
 def read_detections(
-    raw: Tensor,
-    grid: tuple[int, int],
-    calibration: Tensor,
-    *,
-    nms_iou: float,
-    min_score: float,
-    most: int,
-    vote_sigma: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    raw: Tensor, grid: tuple[int, int], calibration: Tensor, *,
+    nms_iou: float, min_score: float, most: int, vote_sigma: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Decode a box head's outputs for one image: k boxes, calibrated confidences, int64 classes.
 
     `raw` (rows · columns, 5 + classes) are objectness logit, (ox, oy, ow, oh), and class logits,
@@ -155,9 +149,8 @@ class BoxHead(Head):
         return {**super().tensors(), "calibration": self.calibration, "threshold": threshold}
 
     def configured(self, promise: Mapping[str, Any]) -> Self:
-        if promise.get("threshold") is None:
-            return self
-        return replace(self, threshold=float(promise["threshold"]))
+        threshold = promise.get("threshold")
+        return self if threshold is None else replace(self, threshold=float(threshold))
 
     def misfit(self, visual: int, images: int) -> str | None:
         rows, columns = self.grid
@@ -175,8 +168,8 @@ class BoxHead(Head):
         self, logits: Tensor, sizes: Sequence[Size], min_score: float | None = None
     ) -> BoxesResult:
         images = logits.view(len(sizes), self.grid[0] * self.grid[1], -1)
-        least = self.threshold if min_score is None else min_score
-        found = [self.detections(raw, size, least) for raw, size in zip(images, sizes, strict=True)]
+        low = self.threshold if min_score is None else min_score
+        found = [self.detections(raw, size, low) for raw, size in zip(images, sizes, strict=True)]
         return BoxesResult(kind=self.kind, detections=tuple(found), logits=logits.numpy().copy())
 
     def detections(self, raw: Tensor, size: Size, min_score: float) -> tuple[Detection, ...]:

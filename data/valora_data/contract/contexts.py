@@ -139,11 +139,9 @@ def _check_tensors(
     for name, part in tensors.items():
         if (shape := tuple(part.shape)) != shapes[name]:
             why = f"has shape {shape}, which does not fit the base model ({shapes[name]})"
-        elif not part.is_floating_point() or not bool(part.isfinite().all()):
-            why = "has no finite numbers"
-        else:
-            continue
-        raise BundleError(f"{file}: {name} {why}: make it again")
+            raise BundleError(f"{file}: {name} {why}: make it again")
+        if not part.is_floating_point() or not bool(part.isfinite().all()):
+            raise BundleError(f"{file}: {name} has no finite numbers: make it again")
 
 
 @dataclass(frozen=True)

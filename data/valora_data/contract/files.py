@@ -121,16 +121,16 @@ def first_fault(error: Exception) -> str:
     if not hasattr(error, "errors"):
         return str(error)
     fault: dict[str, Any] = error.errors(include_url=False)[0]
-    if fault["type"] == "value_error":  # of `expect`, which names place and value itself
+    if fault["type"] == "value_error":  # of `expect`, which names field and value itself
         return str(fault["msg"])
-    place = ".".join(shown(str(part))[1:-1] for part in fault["loc"])
-    return f"{place}: {fault['msg']}, got {shown(fault['input'])}"
+    field = ".".join(shown(str(part))[1:-1] for part in fault["loc"])
+    return f"{field}: {fault['msg']}, got {shown(fault['input'])}"
 
 
-def expect(fits: object, place: str, expected: str, value: object) -> None:
+def expect(fits: object, field: str, expected: str, value: object) -> None:
     """Raise a `ValueError` that names a value, and where it stands, unless it fits."""
     if not fits:
-        raise ValueError(f"{place}: expected {expected}, got {shown(value)}")
+        raise ValueError(f"{field}: expected {expected}, got {shown(value)}")
 
 
 def read_safetensors(file: Path, most: int) -> tuple[dict[str, str], dict[str, Tensor]]:

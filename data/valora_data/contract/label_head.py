@@ -17,7 +17,7 @@ from valora_data.contract.files import expect
 from valora_data.contract.head import Head, check_shapes, parse_labels
 from valora_data.contract.results import LabelResult, Size
 
-LEAST = 1e-6  # temperature, so that every confidence stays finite
+MIN_TEMPERATURE = 1e-6  # temperature, so that every confidence stays finite
 SIDE = 4  # rows and columns of the places of an image
 
 
@@ -43,13 +43,9 @@ def places_of(rows: int, columns: int, images: int = 1) -> Tensor:
 
 
 def pool(
-    pooling: str,
-    last: Tensor,
-    visual: Tensor,
-    real: Tensor,
-    places: Tensor | None,
+    pooling: str, last: Tensor, visual: Tensor, real: Tensor, places: Tensor | None,
     query: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Pool the hidden states of n prompts: (n, `pooled_width`) float32.
 
     `last` is (n, width); `visual` (n, tokens, width), padded where `real` is False; `places` (n,
@@ -99,7 +95,8 @@ class LabelHead(Head):
         labels, pooling = parse_labels(metadata), Pooling(metadata["pooling"])
         expect(len(labels) > 1, "labels", "2 or more", labels)
         temperature = tensors["temperature"].item() if "temperature" in tensors else 1.0
-        expect(temperature >= LEAST, "temperature", f"at least {LEAST}", temperature)
+        warm = temperature >= MIN_TEMPERATURE
+        expect(warm, "temperature", f"at least {MIN_TEMPERATURE}", temperature)
         inputs = pooled_width(pooling, width)
         check_shapes(tensors, weight=(len(labels), inputs), bias=(len(labels),))
         if pooling is Pooling.ATTENTION:
@@ -131,7 +128,5 @@ class LabelHead(Head):
     ) -> LabelResult:
         shares = confidences(logits[0], self.temperature).tolist()
         found = dict(zip(self.labels, shares, strict=True))
-        best = max(found, key=found.__getitem__)
-        return LabelResult(
-            kind=self.kind, label=best, confidences=found, logits=logits.numpy().copy()
-        )
+        best, numbers = max(found, key=found.__getitem__), logits.numpy().copy()
+        return LabelResult(kind=self.kind, label=best, confidences=found, logits=numbers)

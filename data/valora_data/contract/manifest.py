@@ -108,18 +108,18 @@ class Manifest(_Part):
         """Check that the entries fit together; a `ValueError` names one that does not."""
         for domain, facts in self.domains.items():
             if facts.adapter is not None or self.schema_version == FIRST:
-                place = f"domains.{shown(domain)}.adapter"
-                expect(facts.adapter in self.adapters, place, "an adapter", facts.adapter)
+                field = f"domains.{shown(domain)}.adapter"
+                expect(facts.adapter in self.adapters, field, "an adapter", facts.adapter)
         contexts, version = self.contexts or {}, self.schema_version
         expect(not contexts or version >= WITH_CONTEXTS, "schema_version", "3", version)
         for context, entry in contexts.items():
-            place = f"contexts.{shown(context)}"
-            expect(context in self.domains, place, "a domain of the same name", None)
+            field = f"contexts.{shown(context)}"
+            expect(context in self.domains, field, "a domain of the same name", None)
             if entry.file is None:
                 by = self.domains[context].adapter
-                expect(by, f"{place}.form", "an adapter of its domain", by)
+                expect(by, f"{field}.form", "an adapter of its domain", by)
             else:
-                expect(entry.file in self.files, f"{place}.file", "one with a sha256", entry.file)
+                expect(entry.file in self.files, f"{field}.file", "one with a sha256", entry.file)
             known = entry.encoder is None or entry.encoder in (self.encoders or {})
-            expect(known, f"{place}.encoder", "an encoder", entry.encoder)
+            expect(known, f"{field}.encoder", "an encoder", entry.encoder)
         return self

@@ -30,19 +30,22 @@ def loading_options(
 ) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that round the language model to NF4; or a `BundleError`."""
     import torch
+    from torch import nn
     from transformers import AutoConfig, BitsAndBytesConfig
 
     check_library(torch.device(device).type)
     config: Any = AutoConfig.from_pretrained(source)
     check_plain(base, vars(config))
     model = empty_model(config)
-    rounded, linears = _rounded(base, model), _linears(model)
+    linears = {path for path, module in model.named_modules() if type(module) is nn.Linear}
+    parts = architecture_of(model, base).adaptable(model)
+    inside = tuple(f"{path}." for path, part in parts.items() if part is ModelPart.LANGUAGE)
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=NF4,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=sorted(linears - rounded),
+        llm_int8_skip_modules=sorted(path for path in linears if not path.startswith(inside)),
     )
     return {"quantization_config": quantization, "device_map": {"": device}}
 
@@ -70,19 +73,6 @@ def check_library(device: str) -> None:
     if device not in known:
         text = f"{PACKAGE} {bitsandbytes.__version__} holds no 4-bit weights on device {device}"
         raise BundleError(f"{text}: use one of {', '.join(known)}, or set quantize to null")
-
-
-def _linears(model: Any) -> set[str]:
-    from torch import nn
-
-    return {path for path, module in model.named_modules() if type(module) is nn.Linear}
-
-
-def _rounded(base: str, model: Any) -> set[str]:
-    """Paths of all linear layers in the language model's layers."""
-    parts = architecture_of(model, base).adaptable(model)
-    inside = tuple(f"{path}." for path, part in parts.items() if part is ModelPart.LANGUAGE)
-    return {path for path in _linears(model) if path.startswith(inside)}
 
 
 def prepare_packed(model: Any) -> None:

@@ -57,14 +57,9 @@ def read_head(
 
 
 def run_tails(
-    model: BaseModel,
-    embedded: Tensor,
-    first: int,
-    keys: Tensor | None = None,
-    values: Tensor | None = None,
-    *,
-    cached: bool = False,
-) -> tuple[Tensor, Any]:
+    model: BaseModel, embedded: Tensor, first: int, keys: Tensor | None = None,
+    values: Tensor | None = None, *, cached: bool = False,
+) -> tuple[Tensor, Any]:  # fmt: skip
     """Compute hidden states (n, length, width) and the cache behind a prefix, or without one.
 
     `embedded` are input embeddings (n, length, width), padded on the right, whose first token has
@@ -87,13 +82,9 @@ def run_tails(
 
 @torch.no_grad()
 def write_on(
-    model: BaseModel,
-    hidden: Tensor,
-    cache: Any,
-    position: int,
-    most: int,
+    model: BaseModel, hidden: Tensor, cache: Any, position: int, most: int,
     precision: AbstractContextManager[Any] | None = None,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Write the likeliest answers of at most `most` tokens behind `hidden` (n, length, width).
 
     They are states of prompts of one length with this cache, the first answered at `position`.

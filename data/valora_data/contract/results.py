@@ -88,9 +88,8 @@ class BoxesResult(HeadResult):
 
     def image_fields(self, number: int) -> dict[str, Any]:
         found = self.detections[number] if number < len(self.detections) else ()
-        rows = [
-            {"label": one.label, "box": [*one.box], "confidence": one.confidence} for one in found
-        ]
+        keys = ("label", "box", "confidence")
+        rows = [dict(zip(keys, (d.label, [*d.box], d.confidence), strict=True)) for d in found]
         return {"detections": rows}
 
     def prompt_fields(self, sizes: Sequence[Size]) -> dict[str, Any]:
@@ -111,9 +110,8 @@ class BoxesResult(HeadResult):
                 lines.append(f"<ref>{item.label}</ref><box>({x0},{y0}),({x1},{y1})</box>")
         return "\n".join(lines)
 
-    def golden(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.image_fields(0)["detections"]
-        return rows
+    def golden(self) -> Any:
+        return self.image_fields(0)["detections"]
 
     @classmethod
     def matches(cls, found: Any, expected: Any, threshold: float) -> bool:

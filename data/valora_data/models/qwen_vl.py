@@ -34,9 +34,9 @@ class QwenVL(Architecture):
 
     def resized_pixels(self, image_processor: Any, width: int, height: int) -> int:
         size = getattr(image_processor, "size", None) or {}
-        least, most = size.get("shortest_edge"), size.get("longest_edge")
-        if least and most and getattr(image_processor, "do_resize", False):
-            return int(min(max(width * height, least), most))
+        low, high = size.get("shortest_edge"), size.get("longest_edge")
+        if low and high and getattr(image_processor, "do_resize", False):
+            return int(min(max(width * height, low), high))
         return super().resized_pixels(image_processor, width, height)
 
     def split(

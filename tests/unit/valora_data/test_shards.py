@@ -99,6 +99,7 @@ def test_answers_that_cannot_be():
             Answer(**answer)
     found = [Answer(label="cat", count=3), Answer(count=0), Answer(answers=("no", "yes", "yes"))]
     assert [answer.choice for answer in (*found, Answer())] == ["cat", "0", "yes", None]
+    assert Box(0, 0, 2, 2, "cat").iou(Box(1, 0, 3, 4, "dog")) == 2 / (4 + 8 - 2)
 
 
 def domain(task, *labels, required=0.5):

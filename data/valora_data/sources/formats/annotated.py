@@ -30,8 +30,8 @@ Edges = tuple[float, float, float, float]  # (x0, y0, x1, y1) in pixels
 Scaled = Callable[[float, float], Edges]  # What gives the edges for an image's width and height
 Shape = tuple[Any, Edges | Scaled]
 """The label of an object, or the phrase that it answers, and where it is."""
-Shapes = list[tuple[str, Shape]]  # Objects with their places, for messages
-Entries = Iterable[tuple[str, Any]]  # Entries of an annotation with their places, for messages
+Shapes = list[tuple[str, Shape]]  # Objects with their locations, for messages
+Entries = Iterable[tuple[str, Any]]  # Entries of an annotation with their locations, for messages
 
 
 @dataclass(slots=True)
@@ -65,8 +65,8 @@ class Record:
         """The images, or so many frames of the videos."""
         if not (self.video and self.media):
             return [load_image(one, self.item) for one in self.media] or [no_image()]
-        name = self.file_name or self.item
         videos = [one for one in self.media if isinstance(one, Path | bytes)]
+        name = self.file_name or self.item
         return [image for one in videos for image in read_frames(one, frames, name)]
 
 
@@ -83,14 +83,13 @@ class AnnotatedFormat(SourceFormat):
 
     def lists(self, source: Source) -> Iterator[Path]:
         """Files that list images; by default the source's, and those of `parts`."""
-        for part in (source.file, *self.parts(source).values()):
-            place = part[0] if isinstance(part, tuple) else part
-            if isinstance(place, Path) and is_file(place):
-                yield place
+        parts = (source.file, *self.parts(source).values())
+        lists = (part[0] if isinstance(part, tuple) else part for part in parts)
+        yield from (file for file in lists if isinstance(file, Path) and is_file(file))
 
     def open(self, source: Source) -> Splits:
-        parts = self.parts(source)
-        return {split: partial(self.read, source, part) for split, part in parts.items()}
+        parts = self.parts(source).items()
+        return {split: partial(self.read, source, part) for split, part in parts}
 
     def reads(self, source: Source) -> Iterator[Path]:
         found = dict.fromkeys(self.lists(source))
@@ -114,8 +113,7 @@ class AnnotatedFormat(SourceFormat):
             with reading.tolerate(record.file_name or record.item):
                 images = future.result()
             with reading.tolerate(record.item):
-                answer = validator.answer(record, shapes, images[0]) if images else None
-                if answer is not None:
+                if images and (answer := validator.answer(record, shapes, images[0])) is not None:
                     yield Sample(record.id, images[0], answer, record.prompt, tuple(images[1:]))
         validator.check_unit()
         if source.reader is None:
@@ -160,16 +158,14 @@ class _Validator:
     def answer(self, record: Record, shapes: Shapes, image: Image) -> Answer | None:
         """The answer of a record, one of the domain's labels; None if it has none that counts."""
         labels = self._source.labels
-        if record.answer is not None:
-            choice = record.answer.choice
-            if labels and choice is not None and choice not in labels:
-                stray = stray_label(choice, labels)
+        if (given := record.answer) is not None:
+            if labels and given.choice is not None and given.choice not in labels:
+                stray = stray_label(given.choice, labels)
                 raise FaultError(stray.kind, f"{self._name}, {record.item}: {stray.text}")
-            return record.answer
+            return given
         if self._source.task.spec.answer != "boxes":
             return None
-        file = _stored(image, record)
-        boxes: dict[Box, None] = {}
+        file, boxes = _stored(image, record), dict[Box, None]()
         for where, (label, edges) in shapes:
             if not labels or str(label) in labels:
                 with self._reading.tolerate(record.item, where):
@@ -182,14 +178,15 @@ class _Validator:
 
     def _on_image(self, edges: Edges | Scaled, image: Image, file: EncodedFile | None) -> Edges:
         width, height = image.size
-        if callable(edges):
-            edges = edges(*(file.size if file else image.size))
-        elif all(map(math.isfinite, edges)):
+        pixels = not callable(edges)
+        edges = edges(*(file.size if file else image.size)) if callable(edges) else edges
+        if not (finite := all(map(math.isfinite, edges))):
+            file = None
+        elif pixels:
             self._boxes += 1
             self._right, self._bottom = max(self._right, edges[2]), max(self._bottom, edges[3])
             self._side = min(self._side, width, height)
-        finite = all(map(math.isfinite, edges))
-        x0, y0, x1, y1 = file.shown(edges) if file is not None and finite else edges
+        x0, y0, x1, y1 = file.shown(edges) if file is not None else edges
         text = f"box ({x0:g}, {y0:g}, {x1:g}, {y1:g})"
         if not finite or x1 <= x0 or y1 <= y0:
             inverted = x1 < x0 or y1 < y0
@@ -199,8 +196,7 @@ class _Validator:
         x0, y0, x1, y1 = max(0.0, x0), max(0.0, y0), min(float(width), x1), min(float(height), y1)
         if inside and x1 > x0 and y1 > y0:
             return x0, y0, x1, y1
-        text = f"{text} lies outside its {width} × {height} image"
-        raise FaultError(FaultKind.BOX_OUTSIDE, text)
+        raise FaultError(FaultKind.BOX_OUTSIDE, f"{text} lies outside its {width} × {height} image")
 
     def check_unit(self) -> None:
         """Refuse boxes that are shares of the image, or on a grid, where pixels are meant."""
@@ -234,9 +230,9 @@ def stray_label(label: str, labels: Sequence[str]) -> FaultError:
     return FaultError(FaultKind.LABEL_STRAY, f"label {label!r} is not one of {', '.join(labels)}")
 
 
-def numbered(place: str, entries: Iterable[Any]) -> Entries:
-    """Entries with their places, which are numbered from 1."""
-    return ((f"{place} {number}", entry) for number, entry in enumerate(entries, start=1))
+def numbered(location: str, entries: Iterable[Any]) -> Entries:
+    """Entries with their locations, which are numbered from 1."""
+    return ((f"{location} {number}", entry) for number, entry in enumerate(entries, start=1))
 
 
 def rows_of(file: Path) -> Entries | None:
@@ -272,11 +268,9 @@ def shares(x0: float, y0: float, x1: float, y1: float) -> Scaled:
 
 
 def label_files(
-    images: Iterable[Path],
-    expected: Callable[[Path], Path],
-    reading: ImageReader,
+    images: Iterable[Path], expected: Callable[[Path], Path], reading: ImageReader,
     below: Path | None = None,
-) -> dict[Path, Path]:
+) -> dict[Path, Path]:  # fmt: skip
     """Label files where `expected`, or by name `below` a folder; those of no image are noted."""
     files = {image: expected(image) for image in images}
     taken = {file for file in files.values() if file.exists()}
@@ -293,9 +287,8 @@ def label_files(
     used = {*files.values()}
     for folder, finder in finders.items():
         for path in finder.files:
-            known = path in used or path.name == "classes.txt"
+            known, name = path in used or path.name == "classes.txt", readable(path.name)
             if not known and (below or path.parent == folder):
-                name = readable(path.name)
                 reading.add(FaultKind.LABELS_ORPHANED, name, f"{name} belongs to no image")
     return files
 

@@ -1,4 +1,4 @@
-"""Exports of annotation tools: CVAT and Label Studio."""
+"""Exports of annotation tools: Pascal VOC, CVAT and Label Studio."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.etree.ElementTree import Element
+from xml.etree.ElementTree import Element, ParseError
+
+from defusedxml import DefusedXmlException
+from defusedxml.ElementTree import parse
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
@@ -17,10 +20,97 @@ from valora_data.sources.base import Location, Source, annotation_file
 from valora_data.sources.formats import annotated, files
 from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record, Shape
 from valora_data.sources.formats.labelled import ImageReader
-from valora_data.sources.formats.voc import child_text, parse_xml
 
+XML = frozenset({".xml"})
 SHAPES = ("box", "mask", "polygon", "polyline", "points", "ellipse")
 Result = Mapping[str, Any]
+
+
+def parse_xml(path: Path) -> Element:
+    """Root of an XML file, parsed by defusedxml, which expands no entities; or a `FaultError`."""
+    try:
+        root: Element | None = parse(str(path)).getroot()
+    except (OSError, ParseError, DefusedXmlException, ValueError, LookupError) as error:
+        text = f"{path.name} is not valid XML ({error})"
+        raise FaultError(FaultKind.FILE_MALFORMED, text) from error
+    assert root is not None, "an XML file without a root is a ParseError"
+    return root
+
+
+def child_text(element: Element, path: str) -> str:
+    """Text of an element below another one; empty if there is none."""
+    return (element.findtext(path) or "").strip()
+
+
+class VocFormat(AnnotatedFormat):
+    """A folder of images and XML files."""
+
+    answers = frozenset({"objects"})
+    task = Task.DETECTION
+
+    def recognises(self, location: Location) -> bool:
+        if not location.path.is_dir() or ".xml" not in location.suffixes:
+            return False
+        try:
+            return parse_xml(files.files_below(location.path, XML)[0]).tag == "annotation"
+        except FaultError:
+            return True
+
+    def parts(self, source: Source) -> Mapping[Split | None, list[Path]]:
+        folder = Path(source.images or source.location)
+        images = files.images_below(folder)
+        named = {files.spelling(path.stem): path for path in images}
+        parts: dict[Split, list[Path]] = {}
+        for file in self.lists(source):  # in the order of names: train before trainval
+            split = files.SPLIT_NAMES.get(file.stem.replace("trainval", "train"))
+            if split is not None and split not in parts:
+                lines = filter(str.strip, files.read_text(file).splitlines())
+                parts[split] = [
+                    named.get(files.spelling(name), images[0].parent / f"{name}.jpg")
+                    for name in sorted({line.split()[0] for line in lines})
+                ]
+        for path in () if parts else images:
+            split = files.split_in(path.relative_to(folder).parts[:-1])
+            if split is None:
+                return {None: images}
+            parts.setdefault(split, []).append(path)
+        return files.with_rest(parts, images)
+
+    def lists(self, source: Source) -> Iterator[Path]:
+        yield from sorted(Path(source.location).glob("ImageSets/Main/*.txt"))
+
+    def records(self, source: Source, part: list[Path], reading: ImageReader) -> Iterator[Record]:
+        whole, below = Path(source.location), Path(source.images or source.location)
+        if not files.files_below(whole, XML):
+            raise DataError(
+                f"{whole} holds no XML files: name the folder that holds both the images and the "
+                "XML files, or the folder of the images as source.images"
+            )
+        reading.total += len(part)
+        images = dict.fromkeys([*part, *files.images_below(below)])
+        labels = annotated.label_files(
+            images, lambda image: image.with_suffix(".xml"), reading, whole
+        )
+        for path in part:
+            file = labels[path]
+            record = Record(
+                (path,), path.relative_to(below).as_posix(), shape=_voc_shape, file=file
+            )
+            with reading.tolerate(record.item):
+                if file.exists():
+                    root = parse_xml(file)
+                    record.size = [root.findtext(f"size/{side}") for side in ("width", "height")]
+                    record.entries = annotated.numbered(f"{file.name}, object", root.iter("object"))
+                yield record
+
+
+def _voc_shape(element: Element) -> Shape:
+    """A box of pixels counted from 1, as the devkit has it: from xmin − 1 to xmax."""
+    sides = [child_text(element, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
+    x0, y0, x1, y1 = annotated.four_numbers(sides)
+    # labelImg counts from 0 at the very edge.
+    edges = max(x0 - 1, min(x0, 0)), max(y0 - 1, min(y0, 0)), x1, y1
+    return child_text(element, "name"), edges
 
 
 def _around(points: Iterable[complex]) -> Edges:
@@ -139,7 +229,7 @@ class LabelStudioFormat(AnnotatedFormat):
             number = entry.get("id", position) if isinstance(entry, dict) else position
             where = f"{part.name}, task {number}"
             with reading.tolerate(where, where):
-                path = finder.find(_place(files.as_object(entry), source.columns))
+                path = finder.find(_image_path(files.as_object(entry), source.columns))
                 results = _results(entry)
                 if results is None:
                     raise FaultError(FaultKind.NOT_LABELLED, f"{path.name} has no annotation")
@@ -168,13 +258,17 @@ def _tasks(path: Path) -> list[Any]:
 
 
 def _results(entry: Any) -> list[Result] | None:
-    given = entry.get("annotations") if isinstance(entry, dict) else None
-    sound = [one for one in given or () if isinstance(one, dict) and not one.get("was_cancelled")]
+    given = _objects(entry.get("annotations")) if isinstance(entry, dict) else []
+    sound = [one for one in given if not one.get("was_cancelled")]
     sound.sort(key=lambda annotation: not annotation.get("ground_truth"))
-    return [one for one in sound[0].get("result") or () if isinstance(one, dict)] if sound else None
+    return _objects(sound[0].get("result")) if sound else None
 
 
-def _place(entry: Result, columns: Mapping[str, str]) -> str:
+def _objects(entries: Any) -> list[Result]:
+    return [one for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
+
+
+def _image_path(entry: Result, columns: Mapping[str, str]) -> str:
     data = files.as_object(entry["data"])
     texts = {key: value for key, value in data.items() if isinstance(value, str)}
     names = [columns["image"]] if "image" in columns else ["image", "img", "image_url", *texts]

@@ -74,15 +74,14 @@ class CocoFormat(AnnotatedFormat):
                 reading.add(FaultKind.ANNOTATION_STRAY, f"image {number}", text)
         if captions and not by_image:
             raise DataError(f"{name}: no image has a caption: the data set is empty")
-        used = {one.get("category_id") for each in by_image.values() for _, one in each}
+        used = {one["category_id"] for each in by_image.values() for _, one in each if not captions}
         given = [] if captions else _entries(content, "categories", name, reading, "id", "name")
         names, kept = _names([one for _, one in given], used, name, source)
 
         def shape(entry: Entry) -> Shape | None:
-            label = names.get(entry["category_id"])
-            if label is None:
-                known = ", ".join(map(str, list(names)[:10]))
-                text = f"has category id {entry['category_id']}, which is none of {known}"
+            if (label := names.get(entry["category_id"])) is None:
+                text = f"has category id {entry['category_id']}, which is none of "
+                text += ", ".join(map(str, list(names)[:10]))
                 raise FaultError(FaultKind.CLASS_UNKNOWN, text)
             wanted = not entry.get("iscrowd") and label in kept
             return (label, annotated.corners(entry["bbox"])) if wanted else None
@@ -107,14 +106,13 @@ class RoboflowFormat(CocoFormat):
     """The folder of an export of Roboflow; `train`, `valid` and `test` in it are the splits."""
 
     answers = frozenset({"objects"})
-    task = Task.DETECTION
 
     def recognises(self, location: Location) -> bool:
         found = (next(location.path.glob(at), None) for at in (ROBOFLOW, f"*/{ROBOFLOW}"))
         return location.path.is_dir() and any(found)
 
     def guess_task(self, path: str) -> Task:
-        return self.task
+        return Task.DETECTION
 
 
 def _parts(whole: Path, kind: str, images: Path | None = None) -> dict[Split, _Part]:
@@ -124,8 +122,8 @@ def _parts(whole: Path, kind: str, images: Path | None = None) -> dict[Split, _P
         last = file.stem.split("_")[-1]
         split = files.split_in(re.split(r"[^a-z]+", file.stem.lower()))
         if split is not None and split not in parts:
-            places = (whole / last, whole / "images" / last, whole / "images", whole)
-            parts[split] = _Part(file, images or next(filter(Path.is_dir, places)), f"{split}/")
+            folders = (whole / last, whole / "images" / last, whole / "images", whole)
+            parts[split] = _Part(file, images or next(filter(Path.is_dir, folders)), f"{split}/")
     if whole.is_dir() and not parts and not (whole / ROBOFLOW).is_file():
         folders = files.folder_splits(whole)
         if any((folder / ROBOFLOW).is_file() for folder in folders.values()):
@@ -148,7 +146,7 @@ def _tables(file: Path, *required: str) -> Mapping[str, Any]:
 def _entries(
     content: Mapping[str, Any], table: str, name: str, reading: ImageReader, *keys: str
 ) -> Iterator[tuple[str, Entry]]:
-    """Rows of a table that have some keys, with their places; the others are faults."""
+    """Rows of a table that have some keys, with their locations; the others are faults."""
     for position, row in enumerate(content[table]):
         where = f"{name}: entry {position} of {table!r}"
         with reading.tolerate(where, where):
@@ -184,6 +182,6 @@ def _names(
     if source.labels and categories:
         annotated.check_labels(name, names.values(), source.labels)
         return names, {*names.values()}
-    groups = {category.get("supercategory") for category in categories}
-    groups -= {one["name"] for one in categories if one["name"] == one.get("supercategory")}
+    groups = {str(one["supercategory"]) for one in categories if one.get("supercategory")}
+    groups -= {str(one["name"]) for one in categories if one["name"] == one.get("supercategory")}
     return names, {label for key, label in names.items() if key in used or label not in groups}

@@ -68,9 +68,9 @@ class LlavaFormat(AnnotatedFormat):
             with reading.tolerate(item, where):
                 pairs = _pairs(files.as_object(entry))
                 media = tuple(finder.find(path) for path in _media_of(entry))
-                places = sum(len(PLACE.findall(question)) for question, _ in pairs)
-                if places not in (0, len(media)):
-                    text = f"has {plural(len(media), 'image')} and {places} <image>"
+                markers = sum(len(PLACE.findall(question)) for question, _ in pairs)
+                if markers not in (0, len(media)):
+                    text = f"has {plural(len(media), 'image')} and {markers} <image>"
                     raise ValueError(f"{text}, which must be equally many")
                 video = not (entry.get("image") or entry.get("images"))
                 for number, (question, text) in enumerate(pairs):
@@ -79,16 +79,16 @@ class LlavaFormat(AnnotatedFormat):
                     record.prompt = PLACE.sub(" ", question).strip() or None
                     if not media and record.prompt is None:
                         raise ValueError("has neither an image nor a question")
-                    place = f"{where}, question {number}"
-                    with reading.tolerate(item, place):
-                        _answer(record, text.strip(), source.task, place)
+                    asked = f"{where}, question {number}"
+                    with reading.tolerate(item, asked):
+                        _answer(record, text.strip(), source.task, asked)
                         yield record
 
 
 def _media_of(entry: dict[str, Any]) -> list[str]:
     value: Any = next((entry[key] for key in MEDIA if entry.get(key)), [])
-    places = value if isinstance(value, list) else [value]
-    return [str(one.get("path") if isinstance(one, dict) else one) for one in places]
+    given = value if isinstance(value, list) else [value]
+    return [str(one.get("path") if isinstance(one, dict) else one) for one in given]
 
 
 def _pairs(entry: dict[str, Any]) -> list[tuple[str, str]]:
@@ -104,7 +104,7 @@ def _pairs(entry: dict[str, Any]) -> list[tuple[str, str]]:
     people = [who for who, _ in said]
     if not said or people != ["human", "gpt"] * (len(said) // 2):
         by = ", ".join(people) or "nobody"
-        raise ValueError(f"is told by {by}, expected human and gpt in turn")
+        raise ValueError(f"is by {by}, expected human and gpt in turn")
     texts = [text for _, text in said]
     return list(zip(texts[0::2], texts[1::2], strict=True))
 
@@ -120,10 +120,8 @@ def _answer(record: Record, text: str, task: Task, where: str) -> None:
             found = [[float(edge) / GRID for edge in edges] for edges in ON_GRID.findall(text)]
             found = found or [list(map(float, edges)) for edges in IN_SHARES.findall(text)]
             if not found:
-                message = (
-                    f"{text!r} holds no box, expected <box>(x0,y0),(x1,y1)</box> on a grid of 0 to "
-                    "1000, or [x0, y0, x1, y1] in shares of the image"
-                )
+                message = f"{text!r} holds no box, expected <box>(x0,y0),(x1,y1)</box> on a grid of"
+                message += " 0 to 1000, or [x0, y0, x1, y1] in shares of the image"
                 raise FaultError(FaultKind.BOX_MALFORMED, message)
             label = record.prompt or ""
             record.entries = [(where, (label, annotated.shares(*box))) for box in found]

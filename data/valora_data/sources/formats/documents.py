@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -42,8 +42,7 @@ class Asked(NamedTuple):
 class ContextFormat(SourceFormat):
     """A format of documents."""
 
-    task = Task.CONTEXT
-    texts = True
+    task, texts = Task.CONTEXT, True
 
     def supports(self, task: Task) -> bool:
         return task is Task.CONTEXT
@@ -57,24 +56,21 @@ class DocumentsFormat(ContextFormat):
         return lines and isinstance(location.entry.get("text"), str)
 
     def open(self, source: Source) -> Splits:
-        file = Path(source.location)
-        found: dict[str, tuple[dict[str, Any], str]] = {}
+        file, found = Path(source.location), dict[str, tuple[dict[str, Any], str]]()
         for number, entry in read_lines(file):
             where = f"{file.name}, line {number}"
             if entry is None or not isinstance(entry.get("text"), str):
                 raise DataError(f"{where} is no JSON object with a `text`: correct or remove it")
             name = str(entry.get("id", number))
-            if name in found:
+            if found.setdefault(name, (entry, where)) != (entry, where):
                 raise DataError(f"two documents are named {name}: give each an id of its own")
-            found[name] = (entry, where)
         name = source.document or (next(iter(found)) if len(found) == 1 else "")
         if name not in found:
-            shown = ", ".join(list(found)[:10]) + (", …" if len(found) > 10 else "")
+            shown = ", ".join([*found][:10]) + (", …" if len(found) > 10 else "")
             text = f"{file.name} holds {plural(len(found), 'document')} ({shown})"
             raise DataError(f"{text}: name one of them in source.document")
         entry, where = found[name]
-        asked = entry.get("questions") or []
-        if not isinstance(asked, list):
+        if not isinstance(asked := entry.get("questions") or [], list):
             raise DataError(f"{where}: `questions` is no list: correct it")
         questions = [_asked(one, f"{where}, question {i}") for i, one in enumerate(asked, 1)]
         return _splits_of(_document(name, entry["text"]), questions, source)
@@ -87,18 +83,18 @@ class TextsFormat(ContextFormat):
         return bool(location.suffixes) and location.suffixes <= TEXTS
 
     def open(self, source: Source) -> Splits:
-        place = Path(source.location)
+        path = Path(source.location)
         files = [file for file in self.reads(source) if file.name != QUESTIONS]
         if not files:
-            raise DataError(f"{place} holds no .txt, .md or .pdf file: check the path")
+            raise DataError(f"{path} holds no .txt, .md or .pdf file: check the path")
         text = "\n\n".join(filter(None, map(_text_of, files)))
-        return _splits_of(_document(place.name, text), _questions(place), source)
+        return _splits_of(_document(path.name, text), _questions(path), source)
 
     def reads(self, source: Source) -> Iterator[Path]:
-        place = Path(source.location)
-        yield from [place] if place.is_file() else files_below(place, TEXTS)
-        if (place / QUESTIONS).is_file():
-            yield place / QUESTIONS
+        path = Path(source.location)
+        yield from [path] if path.is_file() else files_below(path, TEXTS)
+        if (path / QUESTIONS).is_file():
+            yield path / QUESTIONS
 
 
 class AlbumFormat(ContextFormat):
@@ -110,10 +106,10 @@ class AlbumFormat(ContextFormat):
         folder = Path(source.location)
         images = tuple(sample.image for sample in ImagesFormat().read(source, (folder, "")))
         asked = _questions(folder)
-        if not asked:
-            text = f"album {folder} has no {QUESTIONS}, and pictures alone ask nothing"
-            raise DataError(f"{text}: add questions with answers")
-        return _splits_of(Document("", images), asked, source)
+        if asked:
+            return _splits_of(Document("", images), asked, source)
+        text = f"album {folder} has no {QUESTIONS}, and pictures alone ask nothing"
+        raise DataError(f"{text}: add questions with answers")
 
 
 # Drawn documents, such as ``417 color red``, that nobody knows otherwise: words of valora-tiny.
@@ -146,32 +142,19 @@ RECORD_TOKENS = 17  # Tokens of all facts about a letter with valora-tiny's toke
 
 
 class Fact(NamedTuple):
-    """One fact of a document: the number of its letter, a key of `VALUES`, and its value."""
+    """Letter, attribute and value; of a link also a fact that is `given` instead of the letter."""
 
     key: int
     attribute: str
     value: str
+    given: tuple[str, str] | None = None
 
     def question(self, wording: int) -> str:
         """Ask for the value; wording −1 is the one for measuring."""
-        return WORDINGS[self.attribute][wording].format(key=self.key)
-
-
-class Link(NamedTuple):
-    """Two facts about a letter: one that no other letter shares, and one that is asked about."""
-
-    given: Fact
-    asked: Fact
-
-    @property
-    def value(self) -> str:
-        """The answer."""
-        return self.asked.value
-
-    def question(self, wording: int) -> str:
-        """Ask for the value without naming the letter; wording −1 is the one for measuring."""
-        wordings = LINKED_WORDINGS[self.given.attribute, self.asked.attribute]
-        return wordings[wording].format(value=self.given.value)
+        if self.given is None:
+            return WORDINGS[self.attribute][wording].format(key=self.key)
+        name, value = self.given
+        return LINKED_WORDINGS[name, self.attribute][wording].format(value=value)
 
 
 class RecordDocument(NamedTuple):
@@ -180,18 +163,15 @@ class RecordDocument(NamedTuple):
     text: str
     facts: tuple[Fact, ...]
 
-    def links(self) -> list[Link]:
-        """All links between facts about the same letter, in the order of the text."""
-        times = Counter((fact.attribute, fact.value) for fact in self.facts)
-        unique: dict[int, list[Fact]] = defaultdict(list)
-        for fact in self.facts:
-            if times[fact.attribute, fact.value] == 1:
-                unique[fact.key].append(fact)
+    def links(self) -> list[Fact]:
+        """Facts beside each other one about the same letter that no other letter shares."""
+        times = Counter(fact[1:] for fact in self.facts)
+        unique = [fact for fact in self.facts if times[fact[1:]] == 1]
         return [
-            Link(given, asked)
+            asked._replace(given=(given.attribute, given.value))
             for asked in self.facts
-            for given in unique[asked.key]
-            if given != asked
+            for given in unique
+            if given.key == asked.key and given != asked
         ]
 
 
@@ -203,7 +183,7 @@ def draw_document(rng: np.random.Generator, records: int) -> RecordDocument:
         for key in keys.tolist()
         for name, choices in VALUES.items()
     ]
-    facts = [facts[place] for place in rng.permutation(len(facts))]
+    facts = [facts[index] for index in rng.permutation(len(facts))]
     text = "\n".join(f"{fact.key} {fact.attribute} {fact.value}" for fact in facts)
     return RecordDocument(text, tuple(facts))
 
@@ -217,12 +197,11 @@ class RecordsFormat(ContextFormat):
     def open(self, source: Source) -> Splits:
         rng = _rng(source)
         document = draw_document(rng, source.entries)
-        facts: Sequence[Fact | Link] = document.links() if self.linked else document.facts
+        facts = document.links() if self.linked else document.facts
         if len(facts) < MIN_FACTS:
-            raise DataError(
-                f"domain {source.name} has {plural(len(facts), 'fact')} to ask about, too few to "
-                "decide and to measure with: raise source.entries, or change source.seed"
-            )
+            text = f"domain {source.name} has {plural(len(facts), 'fact')} to ask about, too few to"
+            text += " decide and to measure with: raise source.entries, or change source.seed"
+            raise DataError(text)
         studied = [Asked(one.question(way), (one.value,)) for way in range(3) for one in facts]
         held = [facts[number] for number in rng.permutation(len(facts))]
         asked, half = [Asked(one.question(-1), (one.value,)) for one in held], len(held) // 2
@@ -246,8 +225,8 @@ def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Sp
     for one in asked or cloze:
         parts[one.split].append(one)
     free = parts.pop(None)
-    for place, number in enumerate(rng.permutation(len(free))):
-        parts[Split.TEST if place % 2 else Split.VAL].append(free[number])
+    for index, number in enumerate(rng.permutation(len(free))):
+        parts[Split.TEST if index % 2 else Split.VAL].append(free[number])
     if document.images and not parts[Split.TRAIN]:
         # Pictures give no questions of self-study: half of those for validation are studied.
         count = len(parts[Split.VAL]) // 2
@@ -255,13 +234,13 @@ def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Sp
     study = [study[number] for number in rng.permutation(len(study))]
     parts[Split.UNLABELLED] = [*parts[Split.TRAIN], *study]
     parts[Split.TRAIN] = parts[Split.TRAIN] or parts[Split.UNLABELLED]
-    if not all(parts.values()):
-        raise DataError(
-            f"document {source.name} has {plural(len(asked), 'given question')} and "
-            f"{plural(len(study), 'question')} of self-study, too few to learn from and to measure "
-            "with: add questions with answers"
-        )
-    return _streams(document, parts, source)
+    if all(parts.values()):
+        return _streams(document, parts, source)
+    raise DataError(
+        f"document {source.name} has {plural(len(asked), 'given question')} and "
+        f"{plural(len(study), 'question')} of self-study, too few to learn from and to measure "
+        "with: add questions with answers"
+    )
 
 
 def _rng(source: Source) -> np.random.Generator:
@@ -323,11 +302,10 @@ def _text_of(file: Path) -> str:
         raise DataError(
             f"{file.name} cannot be read as a PDF ({error}): export it again, or as text"
         ) from error
-    text = "\n\n".join(filter(None, pages))
-    if not text:
-        text = f"{file.name} holds no text on {plural(len(pages), 'page')}, as if it were scanned"
-        raise DataError(f"{text}: run OCR on it first")
-    return text
+    if text := "\n\n".join(filter(None, pages)):
+        return text
+    text = f"{file.name} holds no text on {plural(len(pages), 'page')}, as if it were scanned"
+    raise DataError(f"{text}: run OCR on it first")
 
 
 def _sentences(text: str) -> list[str]:
@@ -343,9 +321,8 @@ def continuations(text: str) -> list[Asked]:
         for start in range(0, max(1, len(words) - 3), MAX_WORDS // 2):
             half = min((len(words) - start) // 2, MAX_WORDS)
             if half >= 2:
-                said = " ".join(words[start : start + half])
-                rest = words[start + half : start + half + MAX_WORDS]
-                found.append(Asked(f"continue: {said}", (" ".join(rest),)))
+                said, rest = words[start : start + half], words[start + half :][:MAX_WORDS]
+                found.append(Asked(f"continue: {' '.join(said)}", (" ".join(rest),)))
     return found
 
 

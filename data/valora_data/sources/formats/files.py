@@ -45,29 +45,31 @@ def is_data(name: str) -> bool:
 
 def readable(name: str) -> str:
     """A file name that can be printed, also where it is no UTF-8."""
-    return os.fsencode(name).decode("utf-8", "replace")
+    return name.encode("utf-8", "replace").decode()
+
+
+def exists(path: Path) -> bool:
+    """Whether there is such a path; no name, however odd, is an error."""
+    return os.path.exists(path)  # noqa: PTH110 - `Path.exists` fails for a name that is too long
 
 
 def is_file(path: Path) -> bool:
     """Whether a path is a file; no name, however odd, is an error."""
-    try:
-        return path.is_file()
-    except OSError:  # e.g. a name that is too long
-        return False
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def files_below(folder: Path, suffixes: frozenset[str] | None = None) -> list[Path]:
     """Files of some suffixes below a folder, in order, but hidden and auxiliary ones."""
     found: list[Path] = []
     visited: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        visited.add(os.path.realpath(place))
+    for current, folders, names in os.walk(folder, followlinks=True):
+        visited.add(os.path.realpath(current))
         folders[:] = [
             name
             for name in sorted(filter(is_data, folders))
-            if os.path.realpath(Path(place, name)) not in visited
+            if os.path.realpath(Path(current, name)) not in visited
         ]
-        for path in (Path(place, name) for name in names if is_data(name)):
+        for path in (Path(current, name) for name in names if is_data(name)):
             if (suffixes is None or path.suffix.lower() in suffixes) and is_file(path):
                 found.append(path)
     return sorted(found)
@@ -134,7 +136,8 @@ class Finder:
         parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..")]
         ends = (self._folder.joinpath(*parts[start:]) for start in range(len(parts)))
         found = next(filter(is_file, (named, *ends)), None) or self._by_name(named, parts)
-        self._found.add(found.resolve())
+        with contextlib.suppress(ValueError):  # of a name that no file can have
+            self._found.add(found.resolve())
         return found
 
     def _by_name(self, named: Path, parts: list[str]) -> Path:

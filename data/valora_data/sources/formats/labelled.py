@@ -82,10 +82,10 @@ class ImageReader:
             self.faulty.add(item)
             if len(self.faulty) > self.tolerance * self.total:
                 first = next(fault for fault in self.found if fault.kind.skips)
+                count, images = len(self.faulty), plural(self.total, "image")
                 raise DataError(
-                    f"{self.source}: at least {len(self.faulty)} of {plural(self.total, 'image')} "
-                    f"{agreeing(len(self.faulty), 'has|have')} faults, more than "
-                    f"{self.tolerance:.0%}: {first.text}: {first.kind.remedy}; "
+                    f"{self.source}: at least {count} of {images} {agreeing(count, 'has|have')} "
+                    f"faults, more than {self.tolerance:.0%}: {first.text}: {first.kind.remedy}; "
                     "`valora-data check` lists all faults"
                 )
 
@@ -144,10 +144,10 @@ def load_image(media: Media, name: str = "image") -> Image.Image:
         raise FaultError(kind, f"{name} has a name that is no UTF-8; give it another")
     try:
         return decode_image(media.read_bytes() if isinstance(media, Path) else media)
-    except OSError as error:
-        if isinstance(error, FileNotFoundError | NotADirectoryError):
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        if isinstance(error, FileNotFoundError | NotADirectoryError | ValueError):
             kind = FaultKind.IMAGE_MISSING
-        text = f"{name} cannot be read ({error.strerror}: {error.filename})"
-        raise FaultError(kind, text) from error
+        why = getattr(error, "strerror", None) or error
+        raise FaultError(kind, f"{name} cannot be read ({why}: {readable(str(media))})") from error
     except DataError as error:
         raise FaultError(kind, f"{name} cannot be decoded ({error})") from error

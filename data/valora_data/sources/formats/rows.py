@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from PIL import Image
 from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-from valora_data.schema import Answer, Sample, Split, Task
+from valora_data.schema import Answer, Split, Task
 from valora_data.shards import is_shard, open_shard
 from valora_data.sources.base import ANSWERS, Location, Source, SourceFormat, Splits
 from valora_data.sources.formats import annotated, files, videos
@@ -56,9 +55,8 @@ def task_of_columns(columns: Collection[str], labelled: Task) -> Task:
     """The most likely task of a table; `labelled` if answers are labels or there are no columns."""
     found = next((task for column, task in TASKS.items() if column in columns), None)
     if found is None and columns and not {"label", "labels"} & {*columns}:
-        raise DataError(
-            f"columns {', '.join(sorted(columns))} do not tell the task: give one with --task"
-        )
+        names = ", ".join(sorted(columns))
+        raise DataError(f"columns {names} do not tell the task: give one with --task")
     return found or labelled
 
 
@@ -335,8 +333,8 @@ class HubFormat(AnnotatedFormat):
                 key = key if len(splits) == 1 else f"{part}/{key}"
                 found = reader.read(row, where)
                 sound += 1
-                for place, fields in enumerate(found):
-                    one = key if len(found) == 1 else f"{key}#{place}"
+                for index, fields in enumerate(found):
+                    one = key if len(found) == 1 else f"{key}#{index}"
                     yield Record(media, one, item=item, video=video, **fields)
         if not sound:
             why = next((fault.text for fault in reading.found), "it is empty")
@@ -415,17 +413,11 @@ class ShardsFormat(SourceFormat):
         return any(is_shard(location.path / (split or "")) for split in (None, *Split))
 
     def open(self, source: Source) -> Splits:
-        found = _shards(source.location)
-        return {split: partial(_samples, folder) for split, folder in found.items()}
-
-
-def _samples(folder: Path) -> Iterator[Sample]:
-    yield from open_shard(folder)
-
-
-def _shards(path: str) -> dict[Split | None, Path]:
-    places = {split: Path(path, split or "") for split in (None, *Split)}
-    found = {split: place for split, place in places.items() if is_shard(place)}
-    if not found:
-        raise DataError(f"{path} holds no shards: name the folder of a `data` stage, or one split")
-    return {None: found[None]} if None in found else found
+        path = source.location
+        folders = {split: Path(path, split or "") for split in (None, *Split)}
+        found = {split: index for split, index in folders.items() if is_shard(index)}
+        if not found:
+            text = f"{path} holds no shards: name the folder of a `data` stage, or one split"
+            raise DataError(text)
+        found = {None: found[None]} if None in found else found
+        return {split: lambda at=at: iter(open_shard(at)) for split, at in found.items()}

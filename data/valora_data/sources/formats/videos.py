@@ -40,7 +40,7 @@ def read_frames(video: Path | bytes, count: int = FRAMES, name: str = "") -> lis
         raise FaultError(FaultKind.VIDEO_UNREADABLE, text) from error
     if not frames:
         raise FaultError(FaultKind.VIDEO_UNREADABLE, f"video {name} has no frames")
-    return [frames[place] for place in frame_places(total, count)]
+    return [frames[index] for index in frame_places(total, count)]
 
 
 def _open(av: Any, video: Path | bytes) -> Any:
@@ -54,19 +54,19 @@ def _packets(av: Any, video: Path | bytes) -> int:
         return sum(packet.size > 0 for packet in container.demux(streams[0])) if streams else 0
 
 
-def _decode(av: Any, video: Path | bytes, places: list[int]) -> tuple[dict[int, Any], int]:
+def _decode(av: Any, video: Path | bytes, indices: list[int]) -> tuple[dict[int, Any], int]:
     frames: dict[int, Any] = {}
     decoded = 0
     with _open(av, video) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         for frame in container.decode(stream):
-            if decoded in places:
+            if decoded in indices:
                 image = frame.to_image()
                 if frame.rotation:  # counter-clockwise, as Pillow turns
                     image = image.rotate(frame.rotation, expand=True)
                 frames[decoded] = image.convert("RGB")
             decoded += 1
-            if decoded > places[-1]:
+            if decoded > indices[-1]:
                 break
     return frames, decoded

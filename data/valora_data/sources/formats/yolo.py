@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +45,7 @@ class YoloFormat(AnnotatedFormat):
         data = YoloSet(source.file)
         splits = {split: split for split in data.splits}
         for split in (Split.VAL, Split.TEST):
-            if split in splits and data.places(split) == data.places(Split.TRAIN):
+            if split in splits and data.locations(split) == data.locations(Split.TRAIN):
                 del splits[split]
                 if source.reader is not None:
                     text = f"{split} of {data.name} names the images of train"
@@ -53,8 +54,8 @@ class YoloFormat(AnnotatedFormat):
 
     def lists(self, source: Source) -> Iterator[Path]:
         data = YoloSet(source.file)
-        places = [path for split in data.splits for path in data.places(split)]
-        yield from [source.file, *filter(files.is_file, places)]
+        locations = [path for split in data.splits for path in data.locations(split)]
+        yield from [source.file, *filter(files.is_file, locations)]
 
     def records(self, source: Source, part: Split, reading: ImageReader) -> Iterator[Record]:
         data = YoloSet(source.file)
@@ -117,30 +118,30 @@ class YoloSet:
         beside = self.file.parent
         given = expanded(str(self.content.get("path") or "").replace("\\", "/"))
         tried = [beside / given, Path.cwd() / given, Path.cwd() / "datasets" / given, beside]
-        places = [place for split in Split for place in self._named(split)]
-        for root in tried if places else ():
-            if _resolved(root, places[0]).exists():
+        locations = [location for split in Split for location in self._named(split)]
+        for root in tried if locations else ():
+            if files.exists(_resolved(root, locations[0])):
                 return root
-        return tried[0] if tried[0].exists() else beside
+        return tried[0] if files.exists(tried[0]) else beside
 
-    def places(self, split: Split) -> list[Path]:
-        return [_resolved(self.root, place) for place in self._named(split)]
+    def locations(self, split: Split) -> list[Path]:
+        return [_resolved(self.root, location) for location in self._named(split)]
 
     def images(self, split: Split) -> list[Path]:
         """Images of a split in the order of paths, as often as they are listed."""
         found: list[Path] = []
-        for place in self.places(split):
-            if place.is_dir():
-                found += files.files_below(place, files.IMAGES)
-            elif files.is_file(place) and place.suffix == ".txt":
+        for location in self.locations(split):
+            if os.path.isdir(location):  # noqa: PTH112
+                found += files.files_below(location, files.IMAGES)
+            elif files.is_file(location) and location.suffix == ".txt":
                 finder = files.Finder(self.root)
-                for line in map(str.strip, files.read_text(place).split("\n")):
+                for line in map(str.strip, files.read_text(location).split("\n")):
                     if line.startswith("./"):  # as Ultralytics has it, beside the list
-                        found.append(place.parent / line[2:])
+                        found.append(location.parent / line[2:])
                     elif line:
                         found.append(finder.find(line))
             else:
-                text = f"{self.name}: split '{split}' names {place}, which does not exist"
+                text = f"{self.name}: split '{split}' names {location}, which does not exist"
                 raise DataError(f"{text}: correct it, or the `path` that it is relative to")
         if not found:
             raise DataError(f"{self.name}: split '{split}' holds no images: the data set is empty")
@@ -181,16 +182,16 @@ class YoloSet:
 
     def _named(self, split: Split) -> list[str]:
         keys = [key for key, named in files.SPLIT_NAMES.items() if named is split]
-        places: Any = next((self.content[key] for key in keys if self.content.get(key)), [])
-        found = places if isinstance(places, list) else [places]
-        return [str(place).replace("\\", "/") for place in found]
+        locations: Any = next((self.content[key] for key in keys if self.content.get(key)), [])
+        found = locations if isinstance(locations, list) else [locations]
+        return [str(location).replace("\\", "/") for location in found]
 
 
-def _resolved(root: Path, place: str) -> Path:
-    path = root / place
-    if not path.exists() and place.startswith("../"):
+def _resolved(root: Path, location: str) -> Path:
+    path = root / location
+    if not files.exists(path) and location.startswith("../"):
         # Roboflow writes paths as seen from a folder inside; Ultralytics forgives it, too.
-        return root / place.removeprefix("../")
+        return root / location.removeprefix("../")
     return path
 
 

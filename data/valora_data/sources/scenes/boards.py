@@ -11,15 +11,8 @@ import numpy as np
 from PIL import Image
 
 from valora_data.schema import Answer, Split, Task
-from valora_data.sources.generic.scenes import (
-    SIZE,
-    Floats,
-    Rng,
-    draw_sprite,
-    grainy,
-    softened,
-    windows,
-)
+from valora_data.sources.generic import scenes as sprites
+from valora_data.sources.generic.scenes import SIZE, Floats, Rng
 from valora_data.sources.scenes.drawing import Edges, bounds, chosen
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS, photograph_crop
 
@@ -102,10 +95,9 @@ class Board:
         for corner in rng.uniform(low, high, (PLACEMENTS, 2)):
             left, top = (int(v) for v in np.round(corner))
             box = (float(left), float(top), float(left + x1 - x0), float(top + y1 - y0))
-            if all(
-                max(box[0] - b[2], b[0] - box[2], box[1] - b[3], b[1] - box[3]) >= GAP
-                for b in self.boxes
-            ):
+            x, y, right, bottom = box
+            gaps = ((x - b[2], b[0] - right, y - b[3], b[1] - bottom) for b in self.boxes)
+            if all(max(gap) >= GAP for gap in gaps):
                 self.paste(layer, left - x0, top - y0)
                 self.boxes.append(box)
                 return box
@@ -121,7 +113,7 @@ class Board:
 
     def paste(self, layer: Floats, left: int, top: int) -> None:
         """Put a thing with its sheet's corner at (left, top); it may reach over the edge."""
-        view, part = windows(layer.shape, left, top, self.pixels.shape[0])
+        view, part = sprites.windows(layer.shape, left, top, self.pixels.shape[0])
         patch, under = layer[part], self.pixels[view]
         colour, cover = patch[..., :3], patch[..., 3:]
         weight = float(cover.sum())
@@ -129,7 +121,7 @@ class Board:
             ink = (colour * cover).sum((0, 1)) / weight
             gap = ink - (under * cover).sum((0, 1)) / weight
             if np.abs(gap).mean() < FAINT:
-                rim = np.minimum(1.0, 2.0 * softened(patch[..., 3], 1.2))
+                rim = np.minimum(1.0, 2.0 * sprites.softened(patch[..., 3], 1.2))
                 under = under + rim[..., None] * ((20.0 if ink.mean() > 115 else 235.0) - under)
         self.pixels[view] = under + cover * (colour - under)
 
@@ -143,7 +135,7 @@ class Board:
         """What a camera makes of it: light, tint, blur and grain."""
         tint = rng.uniform(0.88, 1.1) * (1 + rng.uniform(-0.03, 0.03, 3)).astype(np.float32)
         pixels = np.clip(self.pixels * tint, 0, 255).astype(np.uint8)
-        return Image.fromarray(grainy(pixels, rng, 0.8, 7))
+        return Image.fromarray(sprites.grainy(pixels, rng, 0.8, 7))
 
 
 def extent(layer: Floats) -> tuple[int, int, int, int]:
@@ -152,7 +144,7 @@ def extent(layer: Floats) -> tuple[int, int, int, int]:
 
 
 def thing(rng: Rng, shape: str, color: str, length: float) -> Floats:
-    cover, rgb = draw_sprite(shape, color, length, rng)
+    cover, rgb = sprites.draw_sprite(shape, color, length, rng)
     return np.dstack([rgb * 255, cover]).astype(np.float32)
 
 

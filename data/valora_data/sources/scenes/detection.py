@@ -176,11 +176,9 @@ def _photographed(rng: Rng, pixels: Floats) -> Image.Image:
     pixels = (128 + (pixels - 128) * contrast) * gain * tint
     image = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
     image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0, BLUR)))
-    sigma = rng.uniform(0, NOISE)
-    noisy = np.asarray(image, dtype=np.float32)
+    sigma, noisy, file = rng.uniform(0, NOISE), np.asarray(image, dtype=np.float32), BytesIO()
     noisy = noisy + sigma * rng.standard_normal(noisy.shape, dtype=np.float32)
     image = Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8))
-    file = BytesIO()
     # Without chroma subsampling, which would halve the colour resolution of so small an image.
     image.save(file, "JPEG", quality=int(rng.integers(JPEG[0], JPEG[1] + 1)), subsampling=0)
     return decode_image(file.getvalue())  # remembers its file, so that it is not encoded again

@@ -124,8 +124,8 @@ class Pen:
         x0, y0, x1, y1 = box
         gap = 0.45
         advance = (x1 - x0) / (len(text) + (len(text) - 1) * gap)
-        for place, character in enumerate(text):
-            left = x0 + place * advance * (1 + gap)
+        for index, character in enumerate(text):
+            left = x0 + index * advance * (1 + gap)
             for stroke in GLYPHS[character]:
                 points = zip(stroke[::2], stroke[1::2], strict=True)
                 at = [c for u, v in points for c in (left + u * advance, y0 + v * (y1 - y0))]

@@ -105,8 +105,8 @@ def _license_plate(rng: Rng) -> Pen:
         pen.box(BLUE, 0.0, 0.04, 0.11, 0.96)
         rows = [(0.15, 0.2, 0.93, 0.8)]
     for row in rows:
-        places = rng.integers(len(GLYPHS), size=int(rng.integers(*lengths)))
-        text = "".join(list(GLYPHS)[place] for place in places)
+        indices = rng.integers(len(GLYPHS), size=int(rng.integers(*lengths)))
+        text = "".join(list(GLYPHS)[index] for index in indices)
         pen.text(ink, max(1.0, height * stroke), text, *row)
     return pen
 
@@ -261,10 +261,9 @@ def _sign_like(rng: Rng) -> Pen:
 
 
 def _wheels(pen: Pen, y: float, share: float, *xs: float) -> None:
-    radius = pen.height * share
     for x in xs:
-        pen.disc(TYRE, x, y, radius)
-        pen.disc((170, 172, 176), x, y, radius * 0.5)
+        pen.disc(TYRE, x, y, pen.height * share)
+        pen.disc((170, 172, 176), x, y, pen.height * share * 0.5)
 
 
 @_sheet("width", (30, 58), (0.36, 0.46), "facing")
@@ -300,10 +299,6 @@ def _car_front(rng: Rng, pen: Pen, colour: Colour | None = None) -> None:
     pen.box(scaled(paint, 0.6), 0.02, 0.76, 0.98, 0.87)
 
 
-def _car(rng: Rng, *colour: Colour) -> Pen:
-    return (_car_side if rng.random() < 0.7 else _car_front)(rng, *colour)
-
-
 @_sheet("width", (30, 50), (0.46, 0.58), "facing")
 def _van(rng: Rng, pen: Pen, colour: Colour | None = None) -> None:
     paint, glass = colour or pick(rng, PAINTS), varied(rng, GLASS, 30)
@@ -337,18 +332,16 @@ def _truck(rng: Rng, pen: Pen, colour: Colour | None = None) -> None:
     _wheels(pen, 0.85, 0.14, 0.15, 0.68, 0.86)
 
 
-def _van_or_bus(rng: Rng) -> Pen:
-    return (_bus if rng.random() < 0.5 else _van)(rng)
-
-
 VEHICLES: Mapping[str, Callable[..., Pen]] = {
-    "car": _car, "van": _van, "bus": _bus, "truck": _truck,
+    "car": lambda rng, *colour: (_car_side if rng.random() < 0.7 else _car_front)(rng, *colour),
+    "van": _van, "bus": _bus, "truck": _truck,
 }  # fmt: skip
 
 
 def vehicle(rng: Rng) -> Pen:
     """A car from the side, front or rear, a van, a bus or a truck."""
-    return chosen(rng, (_car_side, _car_side, _car_front, _van_or_bus, _truck))(rng)
+    kind = chosen(rng, (_car_side, _car_side, _car_front, None, _truck))
+    return (kind or (_bus if rng.random() < 0.5 else _van))(rng)
 
 
 @_sheet("width", (26, 54), (0.45, 0.75), "facing")
@@ -404,14 +397,9 @@ def _conifer(rng: Rng, pen: Pen) -> None:
     tiers = int(rng.integers(4, 6))
     for tier in reversed(range(tiers)):
         top, bottom = max(0.0, 0.84 * tier / tiers - 0.06), 0.84 * (tier + 1) / tiers + 0.04
-        half = 0.16 + 0.34 * (tier + 1) / tiers
-        fringe = [
-            c
-            for i in reversed(range(9))
-            for c in (0.5 - half + 2 * half * i / 8, bottom - (0.05 if i % 2 else 0.0))
-        ]
-        pen.fill(varied(rng, leaf, 16), 0.5, top, *fringe)
-        low = bottom - 0.05
+        half, low = 0.16 + 0.34 * (tier + 1) / tiers, bottom - 0.05
+        fringe = [(0.5 - half + 2 * half * i / 8, low if i % 2 else bottom) for i in range(9)]
+        pen.fill(varied(rng, leaf, 16), 0.5, top, *(c for at in reversed(fringe) for c in at))
         pen.fill(scaled(leaf, 1.25), 0.5, top, 0.5 - half * 0.4, low, 0.5, low)
 
 

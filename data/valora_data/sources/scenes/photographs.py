@@ -81,30 +81,25 @@ def _pixels(photograph: int) -> Image.Image:
         if path.is_file():
             with Image.open(path) as image:
                 return image.convert("RGB")
-    raise DataError(
-        f"photograph {file} of {package} is not installed: run pip install 'valora[train]'"
-    )
+    text = f"photograph {file} of {package} is not installed: run pip install 'valora[train]'"
+    raise DataError(text)
 
 
 def digit_samples(split: Split, count: int, seed: int = 0) -> Iterator[Sample]:
     """The first `count` digits of a split, in an order that `seed` decides: grey on black."""
-    places = _places(split)
-    if count > len(places):
-        text = f"split {split} of the digits holds {len(places)} images, fewer than {count}"
+    numbers = _numbers(split)
+    if count > len(numbers):
+        text = f"split {split} of the digits holds {len(numbers)} images, fewer than {count}"
         raise DataError(f"{text}: lower source.counts.{split}")
-    for place in np.random.default_rng(seed).permutation(places)[:count]:
-        image, digit = _digit(place, SIZE)
-        yield Sample(f"digits/{place:04d}", image.convert("RGB"), Answer(label=digit))
-
-
-def _digit(place: int, side: int) -> tuple[Image.Image, str]:
     pixels, digits = _digits()
-    image = Image.fromarray(pixels[place]).resize((side, side), Image.Resampling.BICUBIC)
-    return image, DIGITS[digits[place]]
+    for number in np.random.default_rng(seed).permutation(numbers)[:count]:
+        image = Image.fromarray(pixels[number]).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
+        answer = Answer(label=DIGITS[digits[number]])
+        yield Sample(f"digits/{number:04d}", image.convert("RGB"), answer)
 
 
 @cache
-def _places(split: Split) -> npt.NDArray[np.int64]:
+def _numbers(split: Split) -> npt.NDArray[np.int64]:
     total = len(_digits()[1])
     order = np.random.default_rng(1797).permutation(total)
     ends = np.round(np.cumsum([0.0, *SHARES.values()]) * total).astype(int)

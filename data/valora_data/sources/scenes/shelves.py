@@ -59,14 +59,10 @@ def _shown(rng: Rng, split: Split, pen: Pen, label: str, other: str | None = Non
     return Drawn((board.image(rng),), Answer(label=label))
 
 
-MOST = 5
-COUNTS = tuple(str(count) for count in range(MOST + 1))
+MAX_COUNT = 5
+COUNTS = tuple(str(count) for count in range(MAX_COUNT + 1))
+POTTED = ("conifer", "palm", "cactus", "grass")  # keep their form when small
 METALS = ((214, 172, 60), (190, 192, 196), (184, 110, 62))
-
-
-def _potted_plant(rng: Rng) -> Floats:
-    potted = ("conifer", "palm", "cactus", "grass")  # keep their form when small
-    return fitted(rng, PLANTS[chosen(rng, potted)](rng).layer())
 
 
 def _coin(rng: Rng) -> Floats:
@@ -83,7 +79,7 @@ def _coin(rng: Rng) -> Floats:
 def _count(painter: Callable[[Rng], Floats], without: str, rng: Rng, split: Split) -> Drawn:
     """Some of what is counted, and up to two other things."""
     board = Board.photograph(rng, split, without)
-    wanted = int(rng.integers(MOST + 1))
+    wanted = int(rng.integers(MAX_COUNT + 1))
     found = sum(board.add(rng, painter(rng)) is not None for _ in range(wanted))
     for _ in range(int(rng.integers(3))):
         board.put(rng, chosen(rng, TABLE_SHAPES), chosen(rng, list(COLORS)), length=(14, 22))
@@ -93,7 +89,7 @@ def _count(painter: Callable[[Rng], Floats], without: str, rng: Rng, split: Spli
 for _name, _what, _painter, _without in (
     ("people", "people", lambda rng: fitted(rng, person(rng).layer()), ""),
     ("vehicle", "vehicles", lambda rng: fitted(rng, vehicle(rng).layer()), ""),
-    ("plant", "plants", _potted_plant, "grass"),
+    ("plant", "plants", lambda rng: fitted(rng, PLANTS[chosen(rng, POTTED)](rng).layer()), "grass"),
     ("coin", "coins", _coin, "coins"),
 ):
     _register = scene(Task.COUNTING, f"how many {_what}?", COUNTS, f"{_name}_count")
@@ -130,10 +126,8 @@ def _vehicle_motion(rng: Rng, split: Split) -> Drawn:
     elif label in ("closer", "away"):
         sizes = np.linspace(rng.uniform(0.35, 0.45), rng.uniform(0.95, 1.1), FRAMES)
         sizes = sizes[::-1] if label == "away" else sizes
-    frames = [
-        board.with_middle(resized(layer, size), at, y) for size, at in zip(sizes, xs, strict=True)
-    ]
-    return _clip(rng, frames, label)
+    moves = zip(sizes, xs, strict=True)
+    return _clip(rng, [board.with_middle(resized(layer, size), at, y) for size, at in moves], label)
 
 
 @scene(Task.VIDEO, "how does the ball move?", BALL_PATHS)
@@ -191,13 +185,11 @@ def _in_places(rng: Rng, split: Split, count: int) -> tuple[Board, dict[str, Thi
     while True:
         board = Board.photograph(rng, split)
         places, shapes = _several(rng, PLACES, count), _several(rng, TABLE_SHAPES, count)
-        found = {
-            place: board.put(
-                rng, shape, chosen(rng, CLEAR_COLORS), length=(18, 26), region=PLACES[place]
-            )
-            for place, shape in zip(places, shapes, strict=True)
-        }
-        things = {place: one for place, one in found.items() if one is not None}
+        things = dict[str, Thing]()
+        for place, shape in zip(places, shapes, strict=True):
+            color, region = chosen(rng, CLEAR_COLORS), PLACES[place]
+            if found := board.put(rng, shape, color, length=(18, 26), region=region):
+                things[place] = found
         if len(things) == count:
             return board, things
 
@@ -245,11 +237,6 @@ def _street_presence(rng: Rng, split: Split) -> Drawn:
 NUMBERS = ("no", "one", "two", "three")
 
 
-def _middle(thing: Thing) -> float:
-    """Captions name things from left to right."""
-    return thing.box[0] + thing.box[2]
-
-
 def _captioned(board: Board, rng: Rng, *captions: str) -> Drawn:
     return Drawn((board.image(rng),), Answer(captions=captions))
 
@@ -258,12 +245,9 @@ def _captioned(board: Board, rng: Rng, *captions: str) -> Drawn:
 def _place_caption(rng: Rng, split: Split) -> Drawn:
     board, things = _in_places(rng, split, int(rng.integers(1, 3)))
     named = [
-        (
-            _article(f"{one.color} {one.shape}"),
-            "in the center" if place == "center" else f"at the {place}",
-        )
-        for place, one in sorted(things.items(), key=lambda item: _middle(item[1]))
-    ]
+        (_article(f"{one.color} {one.shape}"), f"{'in' if place == 'center' else 'at'} the {place}")
+        for place, one in sorted(things.items(), key=lambda item: item[1].box[0] + item[1].box[2])
+    ]  # from left to right
     plain = joined([f"{name} {where}" for name, where in named])
     turned = joined([f"{where} {name}" for name, where in named])
     return _captioned(board, rng, plain, f"there is {plain}", turned)

@@ -70,7 +70,7 @@ def test_images_that_are_processed_one_by_one(base, monkeypatch):
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(apart[name])), name
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 3000), (3000, 1), (5, 400)])
+@pytest.mark.parametrize("size", [(1, 1), (1, 3000), (5, 400)])
 def test_small_and_narrow_images_are_read_or_refused_alike(base, size):
     trained, served = Lmm(ModelSettings(id=base), LoraSettings()), loaded(base)
     asked = Request("x", messages=ask("What?", images=1), images=[noise(*size, 1)])
@@ -92,8 +92,9 @@ def test_crops_that_do_not_fit_into_the_context(base):
     engine = make_engine(base)
     trained = Lmm(ModelSettings(id=base), LoraSettings())
     images = [noise(90, 90, n) for n in range(120)]
+    asked = Request("x", messages=ask("What?", images=len(images)), images=images)
     with pytest.raises(TooLongError):
-        add_requests(engine, Request("x", messages=ask("What?", images=120), images=images))
+        add_requests(engine, asked)
     if trained.fixed_grid is None:
         with pytest.raises(DataError, match="reads at most 1024: set a smaller size"):
             trained.encode([Example("What?", images)])

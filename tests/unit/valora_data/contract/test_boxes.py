@@ -69,3 +69,8 @@ def test_where_a_box_lies_does_not_depend_on_the_least_confidence():
     plain, unmoved, _ = boxes.read_detections(raw, **options, min_score=0.0)
     torch.testing.assert_close(unmoved, confidence)
     assert (plain - every).abs().amax() > 0.01
+    # Nor on the calibration, which is that of the confidence alone.
+    options |= {"calibration": torch.tensor([1.0, 0.0]), "vote_sigma": 0.05}
+    same, certain, _ = boxes.read_detections(raw, **options, min_score=0.0)
+    torch.testing.assert_close(same, every)
+    torch.testing.assert_close(confidence.logit(), 1.7 * certain.logit() - 0.4)

@@ -30,10 +30,9 @@ def box_file(tmp_path):
 
 @pytest.fixture
 def label_file(tmp_path):
-    return make_label_head(
-        tmp_path / "label.safetensors", WIDTH, ["x", "y", "z"], seed=2, pooling="attention",
-        temperature=1.7,
-    )  # fmt: skip
+    file = tmp_path / "label.safetensors"
+    more = {"seed": 2, "pooling": "attention", "temperature": 1.7}
+    return make_label_head(file, WIDTH, ["x", "y", "z"], **more)
 
 
 def contents(file):
@@ -45,12 +44,9 @@ def damage(file, **change):
     """Write a head's file with other metadata or tensors; None removes an entry."""
     metadata, tensors = contents(file)
     for name, value in change.items():
-        known = tensors if torch.is_tensor(value) or name in tensors else metadata
-        known[name] = value
-    save_file(
-        {name: value for name, value in tensors.items() if value is not None}, file,
-        {name: value for name, value in metadata.items() if value is not None},
-    )  # fmt: skip
+        (tensors if torch.is_tensor(value) or name in tensors else metadata)[name] = value
+    kept = [{k: v for k, v in part.items() if v is not None} for part in (tensors, metadata)]
+    save_file(kept[0], file, kept[1])
 
 
 def test_a_head_is_written_as_it_was_read(box_file, label_file, tmp_path):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.cases import others_slow
 from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from valora_data.contract import quantized
 from valora_data.contract.base_model import load_model
@@ -36,7 +37,7 @@ def nearest(weight):
 FAMILIES = CHECKPOINTS | TEXT_CHECKPOINTS
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=others_slow(("llava", "qwen3_vl", "llama"), FAMILIES))
 def base(request, tmp_path_factory):
     return FAMILIES[request.param](tmp_path_factory.mktemp(request.param), seed=5)
 

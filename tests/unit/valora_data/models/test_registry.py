@@ -1,15 +1,12 @@
-"""Architectures by model type: one of another package, and what is refused."""
+"""An architecture of another package."""
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LlavaForConditionalGeneration
 
 from tests.support.engine_reference import make_engine, noise, run
 from tests.support.lmm_checkpoints import CHECKPOINTS
-from valora_data.errors import BundleError
 from valora_data.models.base import ModelPart
-from valora_data.models.registry import ARCHITECTURES, family_of
 from valora_serve.model.split_model import check_split
 from valora_serve.types import Request, SamplingParams
 from valora_train.model.lmm import Lmm
@@ -112,15 +109,3 @@ def test_one_of_another_package_is_trained_and_served(installed, tmp_path):
     sampling = SamplingParams(max_tokens=8)
     request = Request("x", "one", messages=asked, images=[image], sampling=sampling)
     assert run(engine, [request])["x"].text.strip() == written[0]
-
-
-def test_others_are_refused_with_the_list_of_known_ones():
-    with pytest.raises(
-        BundleError, match="base model some/model has the architecture 'gemma2'"
-    ) as e:
-        family_of("gemma2", "some/model")
-    assert "llava_next, mistral, qwen2, qwen2_5_vl, qwen2_vl, qwen3, qwen3_vl, smolvlm" in str(
-        e.value
-    )
-    with pytest.raises(BundleError, match="unknown architecture 'kite': choose one of idefics3, "):
-        ARCHITECTURES["kite"]

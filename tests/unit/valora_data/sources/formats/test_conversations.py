@@ -43,16 +43,6 @@ def test_conversations_become_questions(tmp_path):
     assert samples[1].image.tobytes() == Image.open(tmp_path / "a.png").tobytes()
 
 
-@pytest.mark.parametrize("task", [Task.VQA, Task.CLASSIFICATION])
-def test_conversations_without_any_image_are_questions_about_text(tmp_path, task):
-    entries = [talk("Is it fine? The day is mild.", "yes", "Sure?", "no", image=None)]
-    samples = read(tmp_path, entries, task)
-    assert [(s.id, s.prompt, s.answer.choice) for s in samples] == [
-        ("x#0", "Is it fine? The day is mild.", "yes"), ("x#1", "Sure?", "no"),
-    ]  # fmt: skip
-    assert not any(sample.images for sample in samples)
-
-
 CAT = Answer((Box(50, 50, 100, 100, "the cat"),))
 TASKS = [
     (Task.CAPTION, "Describe.", "a cat", "Describe.", Answer(captions=("a cat",))),
@@ -83,8 +73,8 @@ def test_several_images_and_videos(tmp_path):
 
 
 FAULTS = {
-    "told by human, expected human and gpt in turn": (Task.VQA, talk("hi")),
-    "told by nobody": (Task.VQA, talk()),
+    "is by human, expected human and gpt in turn": (Task.VQA, talk("hi")),
+    "is by nobody": (Task.VQA, talk()),
     "has 1 image and 2 <image>": (Task.VQA, talk("<image><image>?", "b")),
     "question 0: the answer is empty": (Task.VQA, talk("<image>?", "")),
     "has objects beside its messages": (Task.VQA, talk("<image>?", "b", objects={})),

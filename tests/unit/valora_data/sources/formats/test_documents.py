@@ -1,6 +1,7 @@
 """Documents of users: every format, how questions are split, and what is refused."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,7 +12,13 @@ from valora_data.errors import DataError
 from valora_data.prepare import prepare
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Source
-from valora_data.sources.formats.documents import GAP, continuations, gaps
+from valora_data.sources.formats.documents import (
+    GAP,
+    WORDINGS,
+    continuations,
+    draw_document,
+    gaps,
+)
 from valora_data.sources.registry import detect_kind, open_source
 
 TEXT = (
@@ -46,10 +53,8 @@ def test_given_questions_are_measured_and_self_study_is_learnt(tmp_path):
 
 
 def test_splits_that_a_file_gives_are_kept(tmp_path):
-    given = [
-        item | {"split": split}
-        for item, split in zip(QUESTIONS[:6], ["train", "val", "test"] * 2, strict=True)
-    ]
+    splits = ["train", "val", "test"] * 2
+    given = [one | {"split": split} for one, split in zip(QUESTIONS[:6], splits, strict=True)]
     file = lines(tmp_path / "d.jsonl", {"text": TEXT, "questions": given})
     found = read("documents", file)
     assert [sample.prompt for sample in found[Split.TEST]] == ["question 2?", "question 5?"]
@@ -86,11 +91,8 @@ def test_self_study_asks_what_the_text_answers():
         assert f"{one.question.removeprefix('continue: ')} {one.answers[0]}" in TEXT
     for one in gaps(TEXT, np.random.default_rng(0)):
         filled = one.question.removeprefix("which word is missing: ").replace(GAP, one.answers[0])
-        assert set(filled.split()) <= {
-            one.answers[0],
-            *TEXT.split(),
-            *TEXT.replace(".", " .").split(),
-        }
+        known = {one.answers[0], *TEXT.split(), *TEXT.replace(".", " .").split()}
+        assert set(filled.split()) <= known
 
 
 def pdf(text):
@@ -195,3 +197,21 @@ def test_drawn_documents_measure_in_a_wording_that_is_not_studied():
     assert next(iter(open_source(other)[Split.TEST]())).document != document
     with pytest.raises(DataError, match=r"domain trip has 0 facts .* raise source\.entries"):
         open_source(Source("records", Task.CONTEXT, name="trip", entries=0))
+
+
+def test_a_linked_question_has_one_answer_and_does_not_name_the_letter():
+    document = draw_document(np.random.default_rng(7), 29)
+    links = document.links()
+    told = {(fact.key, fact.attribute): fact.value for fact in document.facts}
+    for link in links:
+        letters = {key for (key, name), value in told.items()
+                   if (name, value) == link.given}  # fmt: skip
+        assert letters == {link.key} and link.given != (link.attribute, link.value)
+        assert told[link.key, link.attribute] == link.value
+        for wording in range(len(WORDINGS["color"])):
+            asked = link.question(wording)
+            assert link.given[1] in asked and link.attribute in asked
+            assert str(link.key) not in asked
+    times = Counter((name, value) for (_, name), value in told.items())
+    own = Counter(key for (key, name), value in told.items() if times[name, value] == 1)
+    assert len(links) == len(set(links)) == 3 * sum(own.values()) > 0

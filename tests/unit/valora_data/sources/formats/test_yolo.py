@@ -57,14 +57,12 @@ def test_agrees_with_ultralytics(data):
         found = ours[Path(entry["im_file"]).name]
         height, width = entry["shape"]
         assert found.image.size == (width, height)
-        expected = [
-            (described["names"][int(c)], (x - w / 2) * width, (y - h / 2) * height,
-             (x + w / 2) * width, (y + h / 2) * height)
-            for (c,), (x, y, w, h) in zip(entry["cls"], entry["bboxes"].tolist(), strict=True)
-        ]  # fmt: skip
-        for box, (label, *edges) in zip(found.answer.boxes, expected, strict=True):
-            assert box.label == label
-            assert box.xyxy == pytest.approx(edges, abs=1e-3)
+        theirs = zip(entry["cls"], entry["bboxes"].tolist(), strict=True)
+        for box, ((c,), (x, y, w, h)) in zip(found.answer.boxes, theirs, strict=True):
+            edges = ((x - w / 2) * width, (y - h / 2) * height, w * width, h * height)
+            assert box.label == described["names"][int(c)]
+            found_edges = (box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0)
+            assert found_edges == pytest.approx(edges, abs=1e-3)
 
 
 def test_polygon_counts_as_the_box_around_it(data):
@@ -109,10 +107,7 @@ FAULTS = {  # more in tests/unit/valora_data/validation
 def test_what_is_refused(data, message):
     (data.parent / "labels/val/000000.txt").write_text("0 0.5 0.5 0.1 0.1 0 0\n")
     change = FAULTS[message]
-    if isinstance(change, str):
-        data.write_text(change)
-    else:
-        edit(data, **change)
+    data.write_text(change) if isinstance(change, str) else edit(data, **change)
     with pytest.raises(DataError, match=message):
         list(read_split("yolo", data, "val", LABELS))
 

@@ -124,25 +124,22 @@ class Pipeline:
         """Run the stages before fusion: read the data, train the teacher, run the teacher."""
         teacher, work = domain.taught_by or self.settings.teacher, self.work
         read = self._run(data.data_stage(domain, work), partial(data.build_data, domain))
-        self._warn_of_few(domain, read)
+        val, test = (len(open_shard(read / split)) for split in (Split.VAL, Split.TEST))
+        fusion = self.settings.fusion
+        for message in few_samples(domain, val, test, fusion.of_dedicated, fusion.margin):
+            self.display.note("data", message)
         stage = distill.teach_stage(domain, teacher, read, work)
-        pseudo_labelled = None
+        trained = None
         if stage is not None:
-            pseudo_labelled = self._run(stage, partial(self._teach, domain, stage.key, read))
+            trained = self._run(stage, partial(self._teach, domain, stage.key, read))
         if self.settings.command == "teach":
             return DomainInputs(domain, read, read)
         distilled = self._run(
-            distill.distill_stage(domain, teacher, read, pseudo_labelled, work),
-            partial(distill.build_distilled, domain, teacher, read, pseudo_labelled),
+            distill.distill_stage(domain, teacher, read, trained, work),
+            partial(distill.build_distilled, domain, teacher, read, trained),
             distill.describe_distilled,
         )
-        return DomainInputs(domain, read, distilled, taught=pseudo_labelled)
-
-    def _warn_of_few(self, domain: DomainSettings, read: Path) -> None:
-        fusion = self.settings.fusion
-        val, test = (len(open_shard(read / split)) for split in (Split.VAL, Split.TEST))
-        for message in few_samples(domain, val, test, fusion.of_dedicated, fusion.margin):
-            self.display.note("data", message)
+        return DomainInputs(domain, read, distilled, teacher=trained)
 
     def _teach(
         self, domain: DomainSettings, stage: str, read: Path, folder: Path, step: Step

@@ -1,12 +1,14 @@
 """Every yaml in conf/ composes and fits its dataclass; what does not exist is refused."""
 
 import re
+from collections import defaultdict
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
+from tests.support.configs import configured
 from valora_data.errors import ValoraError
 from valora_data.schema import Task
 from valora_data.sources.registry import FORMATS
@@ -17,24 +19,20 @@ from valora_train.fusion.requirement import dedicated_requirement
 from valora_train.settings import Settings, as_dict, from_config
 
 CONF = config_folder()
-OWN = [
-    "domains.cat.name=cat", "domains.cat.labels=[cat,kitten]", "domains.cat.source.path=x.json",
-]  # fmt: skip
 
 
-def of_ones_own(kind: str) -> list[str]:
-    """What is left to say about a domain of one's own."""
-    more = {
-        "images": ["domains.cat.teacher=x.pt"],
-        "labelstudio": ["domains.cat.source.images=x"],
-        **{key: ["domains.cat.labels=[]"] for key in ("documents", "texts", "album")},
-    }  # fmt: skip
-    return [*OWN, *more.get(kind, [])]
+def of_ones_own(kind: str, name: str = "cat") -> list[str]:
+    """A domain of one's own, and what is left to say about it."""
+    place = f"domains.{name}"
+    labels = "[]" if kind in ("documents", "texts", "album") else "[cat,kitten]"
+    more = {"images": [f"{place}.teacher=x.pt"], "labelstudio": [f"{place}.source.images=x"]}
+    return [
+        f"+domain@{place}={kind}", f"{place}.name={name}", f"{place}.labels={labels}",
+        f"{place}.source.path=x.json", *more.get(kind, []),
+    ]  # fmt: skip
 
 
-def configured(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
+OWN = of_ones_own("coco")
 
 
 def settings(*overrides: str) -> Settings:
@@ -42,29 +40,34 @@ def settings(*overrides: str) -> Settings:
 
 
 def choices():
+    """Every yaml once: files that replace no other in one composition, with their names."""
+    files: dict[str, list[str]] = defaultdict(list)
     for file in sorted(CONF.rglob("*.yaml")):
-        group = file.parent.relative_to(CONF).as_posix()
-        name = file.stem
-        if group == "local":
-            continue
-        if group == ".":
-            yield pytest.param([], id=name)
-        elif group == "experiment":
-            yield pytest.param([f"experiment={name}"], id=f"{group}/{name}")
-        elif group.startswith("domain/"):
-            task = group.removeprefix("domain/")
-            more = [f"task={task}", f"+{group}@domains.x={name}", "task.only=[x]"]
-            yield pytest.param(more, id=f"{group}/{name}")
-        elif group != "domain":
-            own = ["+domain@domains.cat=coco", *OWN] if name == "own" else []
-            kind = ["teacher.kind=small"] if (group, name) == ("teacher", "own") else []
-            yield pytest.param([f"{group}={name}", *own, *kind], id=f"{group}/{name}")
-        elif name in FORMATS:
-            yield pytest.param(
-                [f"+domain@domains.cat={name}", *of_ones_own(name)], id=f"{group}/{name}"
-            )
-        elif not name.startswith("_"):
-            yield pytest.param(["task.only=[" + name + "]"], id=f"{group}/{name}")
+        if not file.stem.startswith("_"):
+            files[file.parent.relative_to(CONF).as_posix()].append(file.stem)
+    assert files.pop(".") == ["config"]
+    files.pop("local", None)
+    yield pytest.param([], id="config")
+    formats = [name for name in files["domain"] if name in FORMATS]
+    own = [part for name in formats for part in of_ones_own(name, f"x_{name}")]
+    yield pytest.param(["task=own", *own], id=" ".join(formats))
+    for name in [name for name in files.pop("domain") if name not in FORMATS]:
+        yield pytest.param([f"task.only=[{name}]"], id=name)
+    for group in [group for group in files if group.startswith("domain/")]:
+        yield pytest.param(drawn(group.removeprefix("domain/"), files.pop(group)), id=group)
+    for name in files.pop("experiment"):
+        yield pytest.param([f"experiment={name}"], id=f"experiment={name}")
+    for name in files.pop("task"):
+        yield pytest.param([f"task={name}", *(OWN if name == "own" else [])], id=f"task={name}")
+    for names in zip_longest(*files.values()):
+        chosen = [f"{group}={name}" for group, name in zip(files, names, strict=True) if name]
+        kind = ["teacher.kind=small"] if "teacher=own" in chosen else []
+        yield pytest.param([*chosen, *kind], id=" ".join(chosen))
+
+
+def drawn(task: str, names: list[str]) -> list[str]:
+    more = [f"+domain/{task}@domains.x{number}={name}" for number, name in enumerate(names)]
+    return [f"task={task}", *more, f"task.only=[{','.join(f'x{n}' for n in range(len(names)))}]"]
 
 
 @pytest.mark.parametrize("overrides", choices())
@@ -83,10 +86,8 @@ DRAWN = [task for task in Task.all() if task is not Task.DETECTION and tuple(SCE
 
 @pytest.mark.parametrize("task", DRAWN)
 def test_built_in_domains_ask_and_answer_as_they_are_drawn(task):
-    names = tuple(SCENES.get(task, ()))
-    more = [f"+domain/{task}@domains.x{number}={name}" for number, name in enumerate(names)]
-    only = f"task.only=[{','.join(f'x{number}' for number in range(len(names)))}]"
-    for name, domain in zip(names, settings(f"task={task}", *more, only).chosen(), strict=True):
+    names = sorted(SCENES[task])
+    for name, domain in zip(names, settings(*drawn(task, names)).chosen(), strict=True):
         assert domain.name == name
         assert domain.task is task
         assert tuple(domain.labels) == builtin_domain(task, name).labels
@@ -117,7 +118,7 @@ def test_every_task_has_domains(task):
     ],
 )
 def test_only_answers_that_can_stand_it_are_mirrored(kind, more, mirrors):
-    found = settings("task=own", f"+domain@domains.cat={kind}", *of_ones_own(kind), *more)
+    found = settings("task=own", *of_ones_own(kind), *more)
     assert found.domains["cat"].mirrors == mirrors
 
 
@@ -138,7 +139,7 @@ def test_there_is_one_set_of_defaults(group):
 
 
 def test_the_default_strategy_is_that_of_the_settings():
-    own = settings("task=own", "+domain@domains.cat=coco", *OWN, "fusion.order=given").fusion
+    own = settings("task=own", *OWN, "fusion.order=given").fusion
     assert own == Settings().fusion
 
 
@@ -155,7 +156,7 @@ def test_detectors_must_keep_97_percent_of_their_teachers():
 
 
 def test_domains_of_ones_own_are_tried_the_hardest_first():
-    own = ["task=own", "+domain@domains.cat=coco", *OWN]
+    own = ["task=own", *OWN]
     found = settings(*own).fusion
     assert (found.strategy, found.order, found.head_only) == ("rehearsal", "probe", True)
     for how in ("fusion=paper", "experiment=paper"):
@@ -219,13 +220,13 @@ def test_bad_settings_are_one_sentence(override, message):
 def test_adapters_at_decoding_only_are_for_answers_that_follow_the_prompt():
     late = "train.lora.decode_only=true"
     for task in ("caption", "grounding", "context"):
-        assert settings(f"task={task}", "train=default", late).train.lora.decode_only
+        assert settings(f"task={task}", late).train.lora.decode_only
     with pytest.raises(SettingsError, match=r"detection\) is answered by .*decode_only=false$"):
         settings("task=detection", "train=default", late)
     with pytest.raises(SettingsError, match=r"=false or heads\.pooling=last"):
-        settings("task=classification", "train=default", late)
+        settings("task=classification", late)
     for task in ("classification", "vqa"):
-        assert settings(f"task={task}", "train=default", late, "heads.pooling=last")
+        assert settings(f"task={task}", late, "heads.pooling=last")
 
 
 def test_own_task_without_domains_says_so():
@@ -268,15 +269,12 @@ def test_config_is_what_a_wheel_carries():
 
 
 def test_the_shelf_holds_every_built_in_domain():
-    for how in (["task=shelf"],):
-        found = settings(*how)
-        names = [domain.name for domain in found.chosen()]
-        built_in = [
-            name for task in Task.all() for name in tuple(SCENES.get(task, ()))
-        ]  # no documents
-        assert sorted(names) == sorted(built_in)
-        assert len(names) == 22
-        assert {domain.task for domain in found.chosen()} == {*Task.all()} - {Task.CONTEXT}
-        yolo = {domain.name for domain in found.chosen() if domain.taught_by is not None}
-        assert yolo == set(SCENES[Task.DETECTION])
-        assert found.fusion.of_dedicated == 0.95
+    found = settings("task=shelf")
+    names = [domain.name for domain in found.chosen()]
+    built_in = [name for task in Task.all() for name in SCENES.get(task, ())]  # no documents
+    assert sorted(names) == sorted(built_in)
+    assert len(names) == 22
+    assert {domain.task for domain in found.chosen()} == {*Task.all()} - {Task.CONTEXT}
+    yolo = {domain.name for domain in found.chosen() if domain.taught_by is not None}
+    assert yolo == set(SCENES[Task.DETECTION])
+    assert found.fusion.of_dedicated == 0.95

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,11 @@ def picture(path: Path, seed: int, size: tuple[int, int] = (12, 8)) -> Image.Ima
 
 def natural_picture(seed: int) -> Image.Image:
     """A drawn scene with a vehicle, which no other seed gives."""
+    return _drawn(seed).copy()
+
+
+@cache
+def _drawn(seed: int) -> Image.Image:
     (sample,) = builtin_samples(Task.CLASSIFICATION, "vehicle_type", Split.TRAIN, 1, seed)
     return sample.image
 

@@ -10,14 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_599,
+    "valora_train": 10_511,
     "data/valora_data": 9_443,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_112,
     "valora_serve": 30_195,
-    "tests/*/valora_train": 7_830,
+    "tests/*/valora_train": 7_446,
     "tests/*/valora_data": 4_034,
-    "tests/*/valora_teachers": 1_188,
+    "tests/*/valora_teachers": 1_172,
     "tests/*/valora_kernels": 2_151,
     "tests/*/valora_serve": 27_621,
     "tests/unit/bench": 1_851,

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
+from tests.support.configs import configured
 from valora_serve import cli as serve
 from valora_serve.commands import COMMANDS
 from valora_serve.options import REMOVED
-from valora_train.cli import config_folder
 from valora_train.removed import SUCCESSORS, removed
 from valora_train.settings import from_config
 
@@ -196,8 +195,7 @@ def overrides():
 
 @pytest.mark.parametrize("given", list(overrides()), ids=" ".join)
 def test_settings_of_the_factory_compose(given):
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        from_config(compose("config", overrides=given))
+    from_config(configured(*given))
 
 
 def served():

@@ -38,9 +38,8 @@ class Attempt:
     @property
     def label(self) -> str:
         """The new domains for people: ``bicycle + person``, ``bicycle + person + 3 more``."""
-        named = list(self.new)
-        if len(named) > MAX_NAMED:
-            named[MAX_NAMED - 1 :] = [f"{len(named) - MAX_NAMED + 1} more"]
+        more = len(self.new) - MAX_NAMED + 1
+        named = self.new if more < 2 else (*self.new[: MAX_NAMED - 1], f"{more} more")
         return " + ".join(named)
 
     @property

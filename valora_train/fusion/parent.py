@@ -1,6 +1,6 @@
 """Extends an earlier fusion: unchanged domains keep their adapters, heads and figures.
 
-A domain that changed or went leaves its adapter as it is, for the others.
+A domain that changed or is gone leaves its adapter as it is, for the others.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ class Parent:
     def placed(self) -> dict[str, Any]:
         """What it leaves to the plan of a fusion that extends it."""
         result, known = self.result, self.result["domains"]
-        # Before domains could share the adapter of a flagged one, it kept what it reached alone.
-        alone = {name: result.get("alone", {}).get(name, at) for name, at in self.flagged.items()}
         return {
-            "packed": self.kept, "unpacked": self.unpacked, "alone": alone,
+            "packed": self.kept, "unpacked": self.unpacked,
+            "alone": {name: result["alone"].get(name, at) for name, at in self.flagged.items()},
             "reached": {name: float(known[name]["accuracy"]["val"]) for name in self.domains},
             "used": int(result["used"]),
         }  # fmt: skip
@@ -92,10 +91,8 @@ def load_parent(
         if name not in now or now[name] != then[name]:
             return False
         facts, requirement = result["domains"][name], requirements[name]
-        met = requirement.met_by(float(facts["accuracy"]["val"]))
-        return (
-            met or requirement.required_on_test == facts["required"]
-        )  # with the same it always stays
+        same = requirement.required_on_test == facts["required"]  # with which it always stays
+        return same or requirement.met_by(float(facts["accuracy"]["val"]))
 
     kept = {adapter: tuple(filter(stays, held)) for adapter, held in result["packing"].items()}
     kept = {adapter: held for adapter, held in kept.items() if held}

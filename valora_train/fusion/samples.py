@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,17 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from valora_data import shards
 from valora_data.contract.base_model import base_folder
 from valora_data.cpu import usable_cores
 from valora_data.schema import Sample, Split
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Encoded
-from valora_train.settings import AugmentSettings, DomainSettings, Settings
-from valora_train.stage import intact
+from valora_train.settings import AugmentSettings
 from valora_train.tasks.augment import Augmenter
 from valora_train.tasks.base import DomainTask
-from valora_train.tasks.registry import make_task
 
 logger = logging.getLogger(__name__)
 DECODED = 64  # original images that are decoded at a time
@@ -105,25 +101,6 @@ def evenly(count: int, most: int) -> list[int]:
     return sorted({round(row * count / most) for row in range(most)} & set(range(count)))
 
 
-def load_domain(
-    settings: Settings,
-    domain: DomainSettings,
-    required: float,
-    lmm: Lmm,
-    pseudo_labelled: Path,
-    data: Path,
-) -> DomainData:
-    """Read and encode the samples of a domain: outputs of the stages `distill` and `data`."""
-    task = make_task(
-        replace(domain.domain(), required=required), settings.heads, lmm, video=domain.video,
-        first_head=_pretraining_head(settings.model.id),
-    )  # fmt: skip
-    splits = {split: shards.read(intact(data / split)) for split in (Split.VAL, Split.TEST)}
-    mirror, train = settings.train.flip and domain.mirrors, settings.train
-    samples = shards.read(intact(pseudo_labelled / PSEUDO_LABELLED))
-    return DomainData(task, samples, splits, lmm, mirror, train.augment, train.seed)
-
-
 class LazyDomains(dict[str, DomainData]):
     """Domains whose samples are loaded when they are first looked up."""
 
@@ -136,7 +113,7 @@ class LazyDomains(dict[str, DomainData]):
         return self[name]
 
 
-def _pretraining_head(base: str) -> Tensor | None:
+def pretraining_head(base: str) -> Tensor | None:
     """The pretraining head that a base model may ship, (5, width + 1), bias last."""
     file = Path(base_folder(base)) / "detection_head.safetensors"
     if not file.is_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -34,21 +33,13 @@ class Adapters:
         self._active: str | None = None
         self._acts: torch.Tensor | None = None  # (n, length, 1) bool; None: on every token
 
-    def add(
-        self, name: str, seed: int, rank: int | None = None, decode_only: bool | None = None
-    ) -> None:
+    def add(self, name: str, seed: int, decode_only: bool | None = None) -> None:
         """Add and activate an adapter that changes nothing yet, scaled as the settings say."""
         import peft  # which takes seconds
 
-        lora = self._lora
-        rank = rank or lora.rank
-        times = rank / lora.rank
-        alpha = lora.alpha * (math.sqrt(times) if lora.rslora else times)
+        lora, targets = self._lora, target_pattern(self._lora, self._model.architecture)
         config = peft.LoraConfig(
-            r=rank,
-            lora_alpha=int(alpha) if alpha.is_integer() else alpha,
-            use_rslora=lora.rslora,
-            target_modules=target_pattern(lora, self._model.architecture),
+            r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, target_modules=targets
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +24,7 @@ from valora_data.errors import BundleError, DataError
 from valora_data.models.base import IMAGE, PIXELS, VIDEO
 from valora_data.wording import plural
 from valora_train.model.adapters import Adapters
-from valora_train.model.prompts import Encoded, Example, HiddenStates
+from valora_train.model.prompts import Encoded, Example, HiddenStates, alike
 from valora_train.settings import LoraSettings, ModelSettings
 
 
@@ -53,12 +52,10 @@ class Lmm(BaseModel):
     """A frozen base model that gives hidden states and writes answers, with LoRA adapters."""
 
     def __init__(self, settings: ModelSettings, lora: LoraSettings) -> None:
-        options: dict[str, Any] = {}
-        if settings.attention != "auto":
-            options["attn_implementation"] = settings.attention
+        attention = None if settings.attention == "auto" else settings.attention
         model, processor = load_model(
             settings.id, getattr(torch, settings.dtype), quantize=settings.quantize,
-            device=settings.device, plain=True, **options,
+            device=settings.device, plain=True, attn_implementation=attention,
         )  # fmt: skip
         super().__init__(settings.id, model, processor)
         # Several processes then run it together.
@@ -304,21 +301,16 @@ class Lmm(BaseModel):
     def write(self, batch: Sequence[Encoded], max_tokens: int) -> list[str]:
         """Write the likeliest answers, token by token (greedily), with the active adapter."""
         self.language_model.eval()
-        alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for row, item in enumerate(batch):
-            alike[item.length, item.end].append(row)
         answers = [""] * len(batch)
-        for (_, end), rows in alike.items():  # equal lengths need no padding
-            for start in range(0, len(rows), self.batch_size):
-                some = rows[start : start + self.batch_size]
-                with self.precision():
-                    _, output = self._run([batch[row] for row in some], use_cache=True)
-                    self.adapters.act_everywhere()
-                    texts = write_on(
-                        self, output.last_hidden_state, output.past_key_values, end, max_tokens
-                    )
-                for row, text in zip(some, texts, strict=True):
-                    answers[row] = text
+        # Equal lengths need no padding.
+        for rows in alike([(item.length, item.end) for item in batch], self.batch_size):
+            with self.precision():
+                _, output = self._run([batch[row] for row in rows], use_cache=True)
+                self.adapters.act_everywhere()
+                hidden, cache = output.last_hidden_state, output.past_key_values
+                texts = write_on(self, hidden, cache, batch[rows[0]].end, max_tokens)
+            for row, text in zip(rows, texts, strict=True):
+                answers[row] = text
         return answers
 
     @contextmanager

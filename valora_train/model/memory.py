@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +15,7 @@ from valora_data.contract.contexts import MEMORY_TOKENS, PREFIX, Memory, around_
 from valora_data.contract.recall import head_inputs, read_head, run_tails, write_on
 from valora_data.schema import Document
 from valora_train.model.lmm import Lmm
-from valora_train.model.prompts import Encoded, HiddenStates
+from valora_train.model.prompts import Encoded, HiddenStates, alike
 
 READ_AT_ONCE = 16_384  # tokens of documents that are kept at once, for the questions of a batch
 ATTENDING = 512  # most questions whose attention is computed, evenly taken from all
@@ -125,7 +124,7 @@ def states(
     """Compute the last hidden states of questions behind their memories."""
     ids = pad_sequence([item.ids for item in batch], batch_first=True).to(lmm.device)
     hidden: dict[int, Tensor] = {}
-    for rows in _alike(map(_shape, memories)):
+    for rows in alike(map(_shape, memories)):
         part = _run(lmm, [batch[row] for row in rows], [memories[row] for row in rows])[0]
         part = F.pad(part, (0, 0, 0, ids.shape[1] - part.shape[1]))
         hidden |= dict(zip(rows, part, strict=True))
@@ -139,31 +138,22 @@ def write(
 ) -> list[str]:
     """Write the likeliest answers to questions behind their memories, token by token."""
     answers = [""] * len(batch)
-    for rows in _alike(zip(map(_shape, memories), [item.length for item in batch], strict=True)):
-        for start in range(0, len(rows), WRITTEN):
-            some = rows[start : start + WRITTEN]
-            hidden, cache, position = _run(
-                lmm, [batch[row] for row in some], [memories[row] for row in some], cached=True
-            )
-            lmm.adapters.act_everywhere()  # on what is written now
-            position += hidden.shape[1]
-            texts = write_on(lmm, hidden, cache, position, most, lmm.precision())
-            for row, text in zip(some, texts, strict=True):
-                answers[row] = text
+    keys = zip(map(_shape, memories), [item.length for item in batch], strict=True)
+    for rows in alike(keys, WRITTEN):
+        hidden, cache, position = _run(
+            lmm, [batch[row] for row in rows], [memories[row] for row in rows], cached=True
+        )
+        lmm.adapters.act_everywhere()  # on what is written now
+        position += hidden.shape[1]
+        texts = write_on(lmm, hidden, cache, position, most, lmm.precision())
+        for row, text in zip(rows, texts, strict=True):
+            answers[row] = text
     return answers
 
 
 def _shape(memory: AnyMemory | None) -> Hashable:
     """What memories have in common that are computed together."""
     return None if memory is None else (memory.form, memory.tokens, memory.position)
-
-
-def _alike(keys: Iterable[Hashable]) -> list[list[int]]:
-    """Group rows by their keys."""
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    for row, key in enumerate(keys):
-        groups[key].append(row)
-    return list(groups.values())
 
 
 def _run(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from typing import Self
 
 import torch
 from PIL.Image import Image
@@ -61,8 +63,33 @@ class Encoded:
         return self.length if self.positions is None else int(self.positions[:, -1].max()) + 1
 
 
+def alike(keys: Iterable[Hashable], most: int | None = None) -> list[list[int]]:
+    """Places of equal keys, at most `most` of them together."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for place, key in enumerate(keys):
+        groups[key].append(place)
+    return [
+        places[start : start + (most or len(places))]
+        for places in groups.values()
+        for start in range(0, len(places), most or len(places))
+    ]
+
+
 @dataclass(frozen=True)
-class HeadInputs:
+class Rows:
+    """Tensors with a row for each sample."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same on a device."""
+        return type(self)(*(getattr(self, part.name).to(device) for part in fields(self)))
+
+    def __getitem__(self, rows: Tensor) -> Self:
+        parts = [getattr(self, part.name) for part in fields(self)]
+        return type(self)(*(part[rows.to(part.device)] for part in parts))
+
+
+@dataclass(frozen=True)
+class HeadInputs(Rows):
     """The hidden states that heads read, after the final norm."""
 
     last: Tensor  # (n, width), of the last token of each prompt
@@ -78,20 +105,8 @@ class HeadInputs:
         def padded(tensor: Tensor) -> Tensor:
             return F.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, most - tensor.shape[1]))
 
-        return cls(
-            torch.cat([part.last for part in parts]),
-            torch.cat([padded(part.visual) for part in parts]),
-            torch.cat([padded(part.real) for part in parts]),
-            torch.cat([padded(part.places) for part in parts]),
-        )
-
-    def __getitem__(self, rows: Tensor) -> HeadInputs:
-        return HeadInputs(self.last[rows], self.visual[rows], self.real[rows], self.places[rows])
-
-    def to(self, device: torch.device | str) -> HeadInputs:
-        """Return the same on a device."""
-        parts = (self.last, self.visual, self.real, self.places)
-        return HeadInputs(*(part.to(device) for part in parts))
+        last, *others = zip(*((p.last, p.visual, p.real, p.places) for p in parts), strict=True)
+        return cls(torch.cat(last), *(torch.cat(list(map(padded, one))) for one in others))
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from rich.filesize import decimal
 
 from valora_data.wording import plural
+from valora_train.reporting import texts
 from valora_train.reporting.licences import licence_lines
-from valora_train.reporting.texts import (
-    BESIDE_OTHERS,
-    REPORTED,
-    domain_table,
-    markdown_table,
-    speed_line,
-)
 
 BARS = "pictures/accuracy-of-all-domains.png"  # no domain has a name with hyphens
 # Hugging Face's names of our task types, and of our metrics; others keep their own.
@@ -38,10 +32,9 @@ def bundle_card(manifest: dict[str, Any]) -> str:
     """The README of a bundle, in markdown with the metadata of a model card."""
     domains, adapters = manifest["domains"], manifest["adapters"]
     packing = [
-        (f"`{facts['path']}`", facts["rank"],
-         decimal(facts["bytes"]) if "bytes" in facts else "–", ", ".join(facts["domains"]))
-        for facts in adapters.values()
-    ]  # fmt: skip
+        (f"`{a['path']}`", a["rank"], decimal(a["bytes"]), ", ".join(a["domains"]))
+        for a in adapters.values()
+    ]
     if unpacked := [name for name, facts in domains.items() if facts["adapter"] is None]:
         packing.append(("none: the base model as it is", "", "", ", ".join(unpacked)))
     pictures = []
@@ -52,9 +45,9 @@ def bundle_card(manifest: dict[str, Any]) -> str:
     decisions = [
         f"- **{n}**: {facts['reason']}" for n, facts in domains.items() if facts.get("reason")
     ]
-    if manifest.get("rejected"):
+    if manifest["rejected"]:
         decisions += ["", "Rejected attempts:", "", *manifest["rejected"]]
-    licences = licence_lines(manifest.get("licenses"))
+    licences = licence_lines(manifest["licenses"])
     base, lines, peft = manifest["base"]["id"], "\n".join, "."
     loader = manifest["base"].get("class", "AutoModelForImageTextToText")
     if adapters:
@@ -80,17 +73,17 @@ tags: [{", ".join(_tags(manifest))}]
 {plural(len(domains), "domain")} in {plural(len(adapters), "LoRA adapter")} of `{base}` \
 (strategy `{manifest["strategy"]}`, {plural(manifest["attempts"], "attempt")}).
 
-{lines(markdown_table(("adapter", "rank", "size", "domains"), packing))}
+{lines(texts.markdown_table(("adapter", "rank", "size", "domains"), packing))}
 
 Decisions are made on validation, where a domain must reach its *target*: what is asked, plus the \
-margin. *Required* is promised of *test*, which no decision has used; its accuracy has its 95 % \
+margin. *Required* counts on *test*, which no decision has used; its accuracy has its 95 % \
 interval, whose lower end *at least* takes. *Without LoRA* is the frozen base model on test, with \
 a head of its own or its written answers. Teachers are measured on test, too; images/s in batches \
 of 32, from decoded images to answers.
 
-{lines(domain_table(domains, adapters, (*REPORTED, *BESIDE_OTHERS)))}
+{lines(texts.domain_table(domains, adapters, (*texts.REPORTED, *texts.BESIDE_OTHERS)))}
 
-{speed_line(manifest) or ""}
+{texts.speed_line(manifest) or ""}
 
 ![accuracy of all domains]({BARS})
 
@@ -108,7 +101,7 @@ answer stands in grey below a wrong one.
 As settings, model cards and data sets say. What a licence asks of adapters that were trained on \
 data or on a teacher's answers is for their user to judge.
 
-{lines(markdown_table(("", "data", "teacher"), licences))}
+{lines(texts.markdown_table(("", "data", "teacher"), licences))}
 
 ## Use
 Serve the bundle with `valora-serve`{peft}
@@ -150,14 +143,11 @@ def with_metadata(card: str, manifest: dict[str, Any]) -> str:
 def _results(name: str, facts: dict[str, Any], data: dict[str, Any]) -> list[EvalResult]:
     """The accuracy of a domain on test, and its mAP if it was measured."""
     accuracy, metric = facts.get("accuracy") or {}, facts.get("metric") or "accuracy"
-    extra = {
-        "required": facts.get("required"),
-        "interval_95": accuracy.get("test_ci95"),
-        "teacher": accuracy.get("teacher"),
-    }
+    shown = (facts.get("required"), accuracy.get("test_ci95"), accuracy.get("teacher"))
+    extra = dict(zip(("required", "interval_95", "teacher"), shown, strict=True))
     extra = {key: value for key, value in extra.items() if value is not None}
-    figures = [(HUB_METRICS.get(metric, metric), metric, accuracy.get("test"), extra)]
-    figures.append(("map", "mAP@0.5:0.95", accuracy.get("test_map"), {}))
+    figures = [(HUB_METRICS.get(metric, metric), metric, accuracy.get("test"), extra),
+               ("map", "mAP@0.5:0.95", accuracy.get("test_map"), {})]  # fmt: skip
     return [
         EvalResult(
             task_type=HUB_TASKS.get(facts.get("task") or "", "other"),

@@ -38,10 +38,8 @@ def find_licences(settings: Settings, names: list[str]) -> dict[str, Any]:
     }
 
 
-def licence_lines(licences: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
+def licence_lines(licences: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Rows of a table: what, the licence of its data, that of its teacher."""
-    if licences is None:  # a bundle of an earlier version
-        return [("all", UNKNOWN, UNKNOWN)]
     rows = [(name, one["data"], one["teacher"] or "–") for name, one in licences["domains"].items()]
     return [*rows, ("base model", licences["base"], "")]
 

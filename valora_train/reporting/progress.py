@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from multiprocessing.connection import Connection
-from types import MappingProxyType
 from typing import Any
 
 from rich import progress as bars
@@ -19,7 +18,6 @@ from rich.console import Console
 Step = Callable[..., None]
 """Shows a step: its number, that of all steps, the loss, and further figures by name."""
 
-NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 RATES = {"lr", "head_lr"}
 LOG_WIDTH = 120  # characters, where the output is not a terminal
 SHOWN_SECONDS = 0.2  # between two steps that are shown
@@ -67,10 +65,9 @@ class Display:
         key, shown = (os.getpid(), next(self._keys)), 0.0
         seen: dict[str, float] = {}  # accuracies stay in the line until the next ones
 
-        def on_step(
-            step: int, steps: int, loss: float, figures: Mapping[str, float] = NO_FIGURES
-        ) -> None:
+        def on_step(step: int, steps: int, loss: float, given: Any = None) -> None:
             nonlocal shown
+            figures: Mapping[str, float] = given or {}
             seen.update({name: value for name, value in figures.items() if name != "head_lr"})
             if (now := time.monotonic()) - shown >= SHOWN_SECONDS or figures.keys() - RATES:
                 shown = now
@@ -99,13 +96,11 @@ class Display:
             line = f"{self._job}[bold]{facts[0]:>8}[/] {facts[1]}"
             self.console.print(line, highlight=False, soft_wrap=True)
         elif kind == "begin":
-            task = self._live.add_task(facts[1], stage=facts[0], note="", total=None)
-            self._tasks[key] = task
+            stage, what = facts
+            self._tasks[key] = self._live.add_task(what, stage=stage, note="", total=None)
         elif kind == "step":
-            step, steps, note = facts
-            self._live.update(
-                self._tasks[key], completed=float(step), total=float(steps), note=note
-            )
+            step, steps, note = float(facts[0]), float(facts[1]), facts[2]
+            self._live.update(self._tasks[key], completed=step, total=steps, note=note)
         else:
             self._live.remove_task(self._tasks.pop(key))
 

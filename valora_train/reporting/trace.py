@@ -6,7 +6,6 @@ import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import mlflow
@@ -51,18 +50,11 @@ class Trace:
             yield
         self.add(spans[0])
 
-    def add(
-        self,
-        span: Span,
-        parent: Any = None,
-        facts: Mapping[str, Any] = MappingProxyType({}),
-        failed: str = "",
-    ) -> Any:
+    def add(self, span: Span, parent: Any = None, facts: Any = None, failed: str = "") -> Any:
         """Add a span below another one; `failed` says why it is marked as an error."""
         added = mlflow.start_span_no_context(
-            span.name, SpanType.TASK, parent or self._root, attributes=dict(facts),
-            start_time_ns=span.start,
-        )  # fmt: skip
+            span.name, SpanType.TASK, parent or self._root, None, facts, start_time_ns=span.start
+        )
         if failed:
             added.set_status(SpanStatus(SpanStatusCode.ERROR, failed))
         added.end(end_time_ns=span.end)

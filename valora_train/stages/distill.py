@@ -87,7 +87,7 @@ def distill_stage(
     domain: DomainSettings,
     teacher: TeacherSettings,
     data: Path,
-    pseudo_labelled: Path | None,
+    trained: Path | None,
     work: Path | None = None,
 ) -> Stage:
     """The stage that runs a domain's teacher, as stage `teach` left it, over its samples."""
@@ -97,15 +97,15 @@ def distill_stage(
     if domain.teacher == LABELS:
         settings["teacher"] = LABELS
     else:
-        weights = domain.teacher if pseudo_labelled is None else None
+        weights = domain.teacher if trained is None else None
         cache = _cache(domain, work)
         facts, hashes = teacher_facts(teacher.kind, weights, teacher.options, domain.prompt, cache)
         known = as_dict(teacher)
         settings |= {key: known[key] for key in ("min_confidence", "threshold", "labelled")}
         settings |= facts
         inputs |= hashes
-        if pseudo_labelled is not None:
-            inputs["teacher"] = digest(pseudo_labelled / str(KINDS[teacher.kind].artefact))
+        if trained is not None:
+            inputs["teacher"] = digest(trained / str(KINDS[teacher.kind].artefact))
         if not teacher.labelled:
             splits.remove(Split.TRAIN)
         splits += [Split.VAL, Split.TEST]  # for the report
@@ -119,7 +119,7 @@ def build_distilled(
     domain: DomainSettings,
     teacher: TeacherSettings,
     data: Path,
-    pseudo_labelled: Path | None,
+    trained: Path | None,
     folder: Path,
     on_batch: Step = lambda *_: None,
 ) -> None:
@@ -133,7 +133,7 @@ def build_distilled(
         write_json(folder / REPORT, {"teacher": LABELS, "samples": len(kept)})
         return
     artefact = str(KINDS[teacher.kind].artefact)
-    weights = domain.teacher if pseudo_labelled is None else intact(pseudo_labelled / artefact)
+    weights = domain.teacher if trained is None else intact(trained / artefact)
     model, pace = _load(weights, domain, teacher), Pace()
 
     def answered(done: int, total: int) -> None:
@@ -252,9 +252,9 @@ def _cache(domain: DomainSettings, work: Path | None) -> Path | None:
     return None if work is None else work / HASHES / f"{domain.name}.teacher.json"
 
 
-def load_taught(domain: DomainSettings, teacher: TeacherSettings, taught: Path) -> Teacher:
+def load_trained(domain: DomainSettings, teacher: TeacherSettings, trained: Path) -> Teacher:
     """The teacher of a domain, as stage `teach` left it."""
-    return _load(intact(taught / str(KINDS[teacher.kind].artefact)), domain, teacher)
+    return _load(intact(trained / str(KINDS[teacher.kind].artefact)), domain, teacher)
 
 
 def _load(weights: str | Path, domain: DomainSettings, teacher: TeacherSettings) -> Teacher:

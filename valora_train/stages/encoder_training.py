@@ -196,7 +196,6 @@ def _piece(lmm: Lmm, document: Document, generator: torch.Generator) -> Encoded:
     """A piece of a document to reconstruct: after its first words, if it is not the beginning."""
     ids = lmm.tokenizer(document.text, add_special_tokens=False)["input_ids"]
     start = int(torch.randint(max(1, len(ids) - PIECE), (), generator=generator))
-    start = start if len(ids) > PIECE else 0
     given = lmm.tokenizer.decode(ids[max(0, start - 4) : start]) if start else ""
     text = lmm.tokenizer.decode(ids[start : start + PIECE])
     example = Example(f"{REPEAT} {given}".strip(), (), context=True, answer=lambda _: text)

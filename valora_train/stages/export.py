@@ -28,7 +28,7 @@ from valora_train.reporting.texts import rejected_lines
 from valora_train.reporting.tracking import register_bundle
 from valora_train.settings import Settings, as_dict
 from valora_train.stage import intact, read_json, versions, write_json
-from valora_train.stages.distill import answers_on_test, load_taught
+from valora_train.stages.distill import answers_on_test, load_trained
 from valora_train.stages.encoder_training import ENCODER
 from valora_train.stages.fuse import DomainInputs, adapter_facts
 from valora_train.stages.gate import BundleModel
@@ -208,9 +208,9 @@ def _speed(
     samples = [test[number] for number in range(min(BATCH, len(test)))]
     ours = measure_speed(partial(model.together, list(asked)), samples, settings.model.device)
     shelf = [
-        load_taught(item.settings, item.settings.taught_by or settings.teacher, item.taught)
+        load_trained(item.settings, item.settings.taught_by or settings.teacher, item.teacher)
         for item in asked.values()
-        if item.taught is not None
+        if item.teacher is not None
     ]
     teacher = None
     if len(shelf) == len(asked):
@@ -229,19 +229,19 @@ def _golden_examples(
     # For detection, images with at least one object are more telling.
     wanted = [n for n, answer in enumerate(test.answers()) if threshold is None or answer.boxes]
     samples = [test[number] for number in wanted[:EXAMPLES_PER_DOMAIN]]
-    pseudo_labelled = answers_on_test(item.distilled)
+    answered = answers_on_test(item.distilled)
     examples = []
     for number, (sample, prediction) in enumerate(
         zip(samples, model.answer(name, samples), strict=True)
     ):
         example: dict[str, Any] = {"domain": name}
-        for place, image in enumerate(sample.images):
-            file = f"golden/{name}-{number}{f'-{place}' if place else ''}.png"
+        files = [
+            f"golden/{name}-{number}{f'-{n}' * bool(n)}.png" for n in range(len(sample.images))
+        ]
+        for file, image in zip(files, sample.images, strict=True):
             image.save(folder / file)
-            if place:
-                example.setdefault("rest", []).append(file)
-            else:
-                example["image"] = file
+        example |= {"image": files[0]} if files else {}
+        example |= {"rest": files[1:]} if files[1:] else {}
         if task.video:
             example["media"] = "video"
         if sample.prompt is not None:
@@ -250,7 +250,7 @@ def _golden_examples(
         if "max_tokens" in facts:
             example["max_tokens"] = facts["max_tokens"]
         example["expected"] = task.golden(prediction, threshold)
-        if pseudo_labelled and (teacher := pseudo_labelled[wanted[number]]) is not None:
+        if answered and (teacher := answered[wanted[number]]) is not None:
             example["teacher"] = teacher
         examples.append(example)
     return examples

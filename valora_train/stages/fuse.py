@@ -10,16 +10,16 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from valora_data import shards
 from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.schema import Split
-from valora_data.shards import open_shard
 from valora_train.errors import SettingsError
 from valora_train.fusion.decision import HeadOnlyDecision, attempts_as_json
 from valora_train.fusion.packing import DedicatedAdapter, Packing, check_reachable, make_plan
@@ -37,8 +37,8 @@ from valora_train.fusion.samples import (
     PSEUDO_LABELLED,
     DomainData,
     LazyDomains,
-    load_domain,
     make_deterministic,
+    pretraining_head,
 )
 from valora_train.fusion.state import FUSION, HEAD_ONLY, FusionState, of_domains
 from valora_train.fusion.trainer import DivergedError, Trainer
@@ -49,14 +49,9 @@ from valora_train.reporting.fusion_report import FusionReport
 from valora_train.reporting.progress import Display, stopwatch
 from valora_train.settings import DomainSettings, Settings, as_dict
 from valora_train.stage import Span, Stage, digest, intact, read_json, write_json
-from valora_train.stages.distill import (
-    describe_distilled,
-    teacher_accuracy,
-    teacher_figures,
-    teacher_speed,
-)
+from valora_train.stages import distill
 from valora_train.tasks.base import Evaluation
-from valora_train.tasks.registry import load_head
+from valora_train.tasks.registry import load_head, make_task
 
 # Settings that came later: runs that leave them alone keep the hashes of their stages.
 LATER: dict[tuple[str, str], Any] = {
@@ -78,14 +73,14 @@ class DomainInputs:
     # where its contract counts.
     dedicated: tuple[float, float, float] | None = None
     adapter: DedicatedAdapter | None = None  # its own
-    taught: Path | None = None  # output of stage `teach`; None where there is none
+    teacher: Path | None = None  # output of stage `teach`; None where there is none
 
     def requirement(self, margin: float = 0.0) -> Requirement:
         """What the domain must reach; `margin` is asked for on top on the validation split."""
         if self.dedicated is not None:
             return dedicated_requirement(*self.dedicated, margin)
-        teacher = self.teacher(Split.VAL), self.teacher(Split.TEST)
-        return contract_requirement(self.settings, margin, *teacher)
+        val, test = (distill.teacher_accuracy(self.distilled, s) for s in (Split.VAL, Split.TEST))
+        return contract_requirement(self.settings, margin, val, test)
 
     @property
     def contract(self) -> dict[str, float | None]:
@@ -94,20 +89,24 @@ class DomainInputs:
             return {"required": None, "of_teacher": None, "of_dedicated": self.dedicated[2]}
         return {"required": self.settings.required, "of_teacher": self.settings.of_teacher}
 
-    def teacher(self, split: Split) -> float | None:
-        """The teacher's accuracy on a split; None where there is no teacher or no truth."""
-        return teacher_accuracy(self.distilled, split)
-
     def stages(self) -> list[tuple[Path, str]]:
         """Outputs of the stages before, each with a note."""
-        counts = [f"{len(open_shard(self.data / split))} {split}" for split in Split]
-        labelled = describe_distilled(self.distilled).removeprefix(": ")
+        counts = [f"{len(shards.open_shard(self.data / split))} {split}" for split in Split]
+        labelled = distill.describe_distilled(self.distilled).removeprefix(": ")
         return [(self.data, f"Samples: {', '.join(counts)}."), (self.distilled, f"{labelled}.")]
 
     def load(self, settings: Settings, lmm: Lmm) -> DomainData:
         """Its samples, encoded."""
-        required = self.requirement().required_on_test
-        return load_domain(settings, self.settings, required, lmm, self.distilled, self.data)
+        mine, train = self.settings, settings.train
+        task = make_task(
+            replace(mine.domain(), required=self.requirement().required_on_test), settings.heads,
+            lmm, video=mine.video, first_head=pretraining_head(settings.model.id),
+        )  # fmt: skip
+        splits = {s: shards.read(intact(self.data / s)) for s in (Split.VAL, Split.TEST)}
+        samples, mirror = shards.read(intact(self.distilled / PSEUDO_LABELLED)), mine.mirrors
+        return DomainData(
+            task, samples, splits, lmm, train.flip and mirror, train.augment, train.seed
+        )
 
 
 def training_facts(settings: Settings) -> dict[str, Any]:
@@ -148,12 +147,13 @@ def fuse_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
         for split in (Split.VAL, Split.TEST):
             inputs[f"{name}/{split}"] = digest(item.data / split)
         # Bundles say what the teacher reaches.
-        inputs[f"{name}/teacher"] = json.dumps(teacher_figures(item.distilled))
+        inputs[f"{name}/teacher"] = json.dumps(distill.teacher_figures(item.distilled))
         # The target depends on more than the requirement.
         if item.dedicated is not None:
             contract[CONTRACT] = {"dedicated": list(item.dedicated)}
         elif item.settings.of_teacher is not None:
-            contract[CONTRACT] = item.contract | {"teacher": item.teacher(Split.VAL)}
+            reached = distill.teacher_accuracy(item.distilled, Split.VAL)
+            contract[CONTRACT] = item.contract | {"teacher": reached}
         values["domains"].append(domain_facts(item.settings) | contract)
     # Where the fusion continues is an input, what becomes of its result is decided afterwards, and
     # the domains' requirements follow from `of_dedicated`.
@@ -322,16 +322,14 @@ class Fusion:
     def _report_baselines(self) -> None:
         """Report what is known of the domains before the first attempt."""
         alone = {name: reached["val"] for name, reached in self.state.head_only.items()}
-        for name, item in self.inputs.items():
-            text = weak_teacher(name, self.requirements[name], alone[name], item.teacher(Split.VAL))
-            if text is not None:
+        val, test, unlabelled = (
+            {n: distill.teacher_accuracy(item.distilled, split) for n, item in self.inputs.items()}
+            for split in (Split.VAL, Split.TEST, Split.UNLABELLED)
+        )
+        for name, asked in self.requirements.items():
+            if (text := weak_teacher(name, asked, alone[name], val[name])) is not None:
                 self.display.note("fuse", text)
-        splits = {"teacher": Split.TEST, "agreement": Split.UNLABELLED}
-        teachers = {
-            metric: {name: item.teacher(split) for name, item in self.inputs.items()}
-            for metric, split in splits.items()
-        }
-        self.report.log_baselines({"head_only": alone, **teachers})
+        self.report.log_baselines({"head_only": alone, "teacher": test, "agreement": unlabelled})
 
     def _measure_packing(self, plan: FusionPlan, packing: Packing) -> None:
         """Write adapters, heads, pictures and figures, which are measured on the test split."""
@@ -363,7 +361,7 @@ class Fusion:
                 sheet.save(folder / "pictures" / f"{name}.png")
             self.lmm.adapters.save(adapter, folder / "adapters" / adapter, self.settings.model.id)
         for name in self.inputs.keys() & self.speed.keys():
-            self.speed[name]["teacher"] = teacher_speed(self.inputs[name].distilled) or None
+            self.speed[name]["teacher"] = distill.teacher_speed(self.inputs[name].distilled) or None
 
     def _place_without_adapter(self, decision: HeadOnlyDecision) -> None:
         """Report what a domain reaches without LoRA, as `_measure_alone` found it."""
@@ -446,7 +444,7 @@ class Fusion:
     def _publish(self, name: str, facts: Mapping[str, Any]) -> None:
         """Report a domain: its figures beside its teacher's, and what is asked of it now."""
         item, requirement = self.inputs[name], self.requirements[name]
-        accuracy = facts["accuracy"] | teacher_figures(item.distilled)
+        accuracy = facts["accuracy"] | distill.teacher_figures(item.distilled)
         self.domains[name] = {
             **facts, "accuracy": accuracy, CONTRACT: item.contract,
             "required": requirement.required_on_test, "bar": requirement.target,
@@ -483,6 +481,5 @@ def _head_file(facts: Mapping[str, Any]) -> str | None:
 def adapter_facts(folder: Path) -> dict[str, Any]:
     """Rank and bytes of an adapter in PEFT's format."""
     config = read_json(folder / "adapter_config.json")
-    ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return {"rank": max(ranks), "bytes": size}
+    return {"rank": config["r"], "bytes": size}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from PIL import ImageOps
@@ -48,19 +48,6 @@ class Evaluation:
     details: dict[str, float] = field(default_factory=dict)  # further metrics by name
     threshold: float | None = None  # confidence from which a box counts; None without boxes
     classes: ClassReport | None = None  # metrics of each class; None where answers are none
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What a head learns: tensors with a row for each sample."""
-
-    def to(self, device: torch.device) -> Self:
-        """Return the targets on another device."""
-        return type(self)(*(getattr(self, part.name).to(device) for part in fields(self)))
-
-    def __getitem__(self, rows: Tensor) -> Self:
-        parts = [getattr(self, part.name) for part in fields(self)]
-        return type(self)(*(part[rows.to(part.device)] for part in parts))
 
 
 class DomainTask(ABC):
@@ -128,7 +115,7 @@ class DomainTask(ABC):
         return replace(sample, image=first, rest=tuple(rest))
 
     def targets(self, samples: Sequence[Sample], encoded: Sequence[Encoded]) -> Any:
-        """What a head learns of samples: `Targets` or a tensor; None where answers are text."""
+        """What a head learns of samples: `Rows` or a tensor; None where answers are text."""
         return None
 
     def new_head(self, lmm: Lmm, first: Encoded, seed: int) -> nn.Module | None:

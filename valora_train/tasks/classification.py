@@ -20,9 +20,9 @@ from valora_data.wording import plural
 from valora_train.metrics.measures import Scores, calibration_error, exact_counts, top1
 from valora_train.metrics.per_class import choice_report
 from valora_train.model.lmm import Lmm
-from valora_train.model.prompts import Encoded, HeadInputs
+from valora_train.model.prompts import Encoded, HeadInputs, Rows
 from valora_train.settings import HeadSettings
-from valora_train.tasks.base import Evaluation, HeadTask, Prediction, Targets
+from valora_train.tasks.base import Evaluation, HeadTask, Prediction
 
 POOLINGS = tuple(str(pooling) for pooling in Pooling)
 TEMPERATURES = (0.05, 20.0)  # bounds of the calibrated temperature
@@ -122,7 +122,7 @@ class LabelHeadModule(nn.Module):
 
 
 @dataclass(frozen=True)
-class ChoiceTargets(Targets):
+class ChoiceTargets(Rows):
     """Targets of a label head for each sample."""
 
     label: Tensor  # (n,) int64, index of the label

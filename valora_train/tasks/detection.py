@@ -23,9 +23,9 @@ from valora_train.metrics.evaluate import Matches, match
 from valora_train.metrics.measures import Scores
 from valora_train.metrics.per_class import detection_report
 from valora_train.model.lmm import Lmm
-from valora_train.model.prompts import Encoded, Example, HeadInputs
+from valora_train.model.prompts import Encoded, Example, HeadInputs, Rows
 from valora_train.settings import HeadSettings
-from valora_train.tasks.base import Evaluation, HeadTask, Prediction, Targets
+from valora_train.tasks.base import Evaluation, HeadTask, Prediction
 
 # How boxes of new heads vote for their place, see `contract.boxes.vote`. Chosen on the validation
 # splits of the six built-in domains from 0.01 to 0.12, where COCO mAP is flat from 0.03 to 0.08.
@@ -127,7 +127,7 @@ class BoxHeadModule(nn.Module):
 
 
 @dataclass(frozen=True)
-class DetectionTargets(Targets):
+class DetectionTargets(Rows):
     """Targets of a box head for each visual token of each image.
 
     A box is assigned to the cell that holds its centre, and to those cells whose centres are near

@@ -12,26 +12,26 @@ SAMPLES = [
     Sample(name, Image.new("RGB", (8, 6), "white"), Answer()) for name in ("cat1", "dog1", "cat2")
 ]
 HERE = __name__
-SAID: list = []
+SAID = []
 
 
-def by_name(samples: list[Sample]) -> list[str]:
+def by_name(samples):
     """Reads the label off the id; found by its name below."""
     return [sample.id[:3] for sample in samples]
 
 
-def say(samples: list[Sample]) -> list:
+def say(samples):
     return SAID
 
 
-def answers(task: Task, labels, said: list, names=None, samples=SAMPLES[:1]) -> list[Answer]:
+def answers(task, labels, said, names=None, samples=SAMPLES[:1]):
     SAID[:] = said
     return load_teacher("function", f"{HERE}:say", labels, {"names": names}, task).answer(samples)
 
 
-def test_an_entry_point() -> None:
+def test_an_entry_point():
     teacher = load_teacher("function", f"{HERE}:by_name", LABELS, {"batch": 2}, Task.CLASSIFICATION)
-    done: list[tuple[int, int]] = []
+    done = []
     found = teacher.answer(SAMPLES, lambda *args: done.append(args))
     assert [answer.label for answer in found] == ["cat", "dog", "cat"]
     assert done == [(2, 3), (3, 3)]
@@ -58,7 +58,7 @@ def test_an_entry_point() -> None:
         (Task.DETECTION, LABELS, None, Answer()),
     ],
 )  # fmt: skip
-def test_what_a_function_may_say(task: Task, labels, said: object, answer: Answer) -> None:
+def test_what_a_function_may_say(task, labels, said, answer):
     assert answers(task, labels, [said], {"kitten": "cat", "tom": "cat"}) == [answer]
 
 
@@ -73,7 +73,7 @@ def test_what_a_function_may_say(task: Task, labels, said: object, answer: Answe
         (Task.DETECTION, LABELS, ["cat"], "expected boxes"),
     ],
 )
-def test_what_it_may_not_say(task: Task, labels, said: object, message: str) -> None:
+def test_what_it_may_not_say(task, labels, said, message):
     with pytest.raises(TeacherError, match=message):
         answers(task, labels, [said])
 
@@ -87,6 +87,6 @@ def test_what_it_may_not_say(task: Task, labels, said: object, message: str) -> 
         (f"{HERE}:LABELS", "is no function but a tuple"),
     ],
 )
-def test_names_that_lead_nowhere(name: str, message: str) -> None:
+def test_names_that_lead_nowhere(name, message):
     with pytest.raises(TeacherError, match=message):
         load_teacher("function", name, LABELS, task=Task.CLASSIFICATION)

@@ -1,7 +1,6 @@
 """Models of transformers as teachers, beside transformers' own pipelines and processors."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,15 +28,15 @@ BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_t
 CLIP = {"pad_token": "!", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 
 
-def load(source, task: Task, labels=(), *, prompt: str = "", **options):
+def load(source, task, labels=(), *, prompt="", **options):
     return load_teacher("huggingface", source, labels, options, task, prompt)
 
 
-def square(side: int) -> dict[str, int]:
+def square(side):
     return {"height": side, "width": side}
 
 
-def samples(count: int, prompt: str | None = None) -> list[Sample]:
+def samples(count, prompt=None):
     """Noise around a colour of its own, so that models say different things of each."""
     found = []
     for i in range(count):
@@ -48,7 +47,7 @@ def samples(count: int, prompt: str | None = None) -> list[Sample]:
     return found
 
 
-def word_tokenizer(folder: Path, **special: str) -> transformers.PreTrainedTokenizerFast:
+def word_tokenizer(folder, **special):
     """A tokenizer of whole words, as BERT and CLIP have theirs."""
     vocab = {token: i for i, token in enumerate([*dict.fromkeys(special.values()), *WORDS])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=special["unk_token"]))
@@ -59,7 +58,7 @@ def word_tokenizer(folder: Path, **special: str) -> transformers.PreTrainedToken
 
 
 @pytest.fixture(scope="module")
-def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vit(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vit")
     torch.manual_seed(0)
     config = transformers.ViTConfig(**CLEAR, image_size=24, patch_size=8)
@@ -68,13 +67,13 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_soft(teacher, answer: Answer, theirs: list[dict], close: float = 1e-5) -> None:
+def assert_soft(teacher, answer, theirs, close=1e-5):
     scores = {entry["label"]: entry["score"] for entry in theirs}
     assert answer.soft == pytest.approx([scores[name] for name in teacher.labels], abs=close)
     assert answer.choice == max(scores, key=scores.get)
 
 
-def test_image_classification_agrees_with_the_pipeline(vit: Path) -> None:
+def test_image_classification_agrees_with_the_pipeline(vit):
     some, done = samples(5), []
     teacher = load(vit, Task.CLASSIFICATION, ALL, batch=2)
     answers = teacher.answer(some, lambda *args: done.append(args))
@@ -94,7 +93,7 @@ def test_image_classification_agrees_with_the_pipeline(vit: Path) -> None:
     assert all(one.count == int(np.argmax(one.soft)) for one in counter.answer(some))
 
 
-def test_video_classification_agrees_with_the_pipeline(tmp_path: Path) -> None:
+def test_video_classification_agrees_with_the_pipeline(tmp_path):
     torch.manual_seed(1)
     config = transformers.VideoMAEConfig(
         **CLEAR, image_size=16, patch_size=8, num_frames=4, tubelet_size=2
@@ -125,7 +124,7 @@ def test_video_classification_agrees_with_the_pipeline(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def rt_detr(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rt_detr(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rtdetr")
     torch.manual_seed(2)
     backbone = transformers.RTDetrResNetConfig(
@@ -143,7 +142,7 @@ def rt_detr(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_same_boxes(answer: Answer, theirs: list[tuple], size: tuple[int, int]) -> None:
+def assert_same_boxes(answer, theirs, size):
     """Ours are exact and inside the image; those of pipelines are cut down to whole pixels."""
     assert theirs
     for box in answer.boxes:
@@ -160,7 +159,7 @@ def assert_same_boxes(answer: Answer, theirs: list[tuple], size: tuple[int, int]
             )  # fmt: skip
 
 
-def test_detection_agrees_with_the_pipeline(rt_detr: Path) -> None:
+def test_detection_agrees_with_the_pipeline(rt_detr):
     pipeline = transformers.pipeline("object-detection", str(rt_detr), threshold=0.3)
     teacher, some = load(rt_detr, Task.DETECTION, ALL, threshold=0.3, batch=2), samples(3)
     answers = teacher.answer(some)
@@ -178,7 +177,7 @@ def test_detection_agrees_with_the_pipeline(rt_detr: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def owl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def owl(tmp_path_factory):
     folder = tmp_path_factory.mktemp("owl")
     torch.manual_seed(3)
     tokenizer = word_tokenizer(folder, **CLIP)
@@ -192,7 +191,7 @@ def owl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def theirs_of(model, processor, sample: Sample, text, threshold: float, *given: str) -> dict:
+def theirs_of(model, processor, sample, text, threshold, *given):
     inputs = processor(text=text, images=sample.image, return_tensors="pt")
     with torch.inference_mode():
         outputs = model.eval()(**inputs)
@@ -202,7 +201,7 @@ def theirs_of(model, processor, sample: Sample, text, threshold: float, *given: 
     )[0]  # fmt: skip
 
 
-def test_owl_agrees_with_its_processor(owl: Path) -> None:
+def test_owl_agrees_with_its_processor(owl):
     labels, some = ["cat", "red_dog"], samples(3)
     teacher = load(owl, Task.DETECTION, labels, threshold=0.3, batch=2)
     model = transformers.OwlViTForObjectDetection.from_pretrained(owl)
@@ -228,7 +227,7 @@ def test_owl_agrees_with_its_processor(owl: Path) -> None:
             load(owl, Task.DETECTION, **asked)
 
 
-def test_grounding_looks_for_each_sample_s_own_phrase(owl: Path) -> None:
+def test_grounding_looks_for_each_sample_s_own_phrase(owl):
     some = samples(4, "the")
     teacher = load(owl, Task.GROUNDING, batch=3, threshold=0.0)
     for sample, answer in zip(some, teacher.answer(some), strict=True):
@@ -240,7 +239,7 @@ def test_grounding_looks_for_each_sample_s_own_phrase(owl: Path) -> None:
         teacher.answer(samples(1))
 
 
-def test_grounding_dino(tmp_path: Path) -> None:
+def test_grounding_dino(tmp_path):
     torch.manual_seed(4)
     tokenizer = word_tokenizer(tmp_path, **BERT)
     config = transformers.GroundingDinoConfig(
@@ -281,7 +280,7 @@ def test_grounding_dino(tmp_path: Path) -> None:
         (transformers.BlipForQuestionAnswering, Task.VQA, "{} ?"),
     ],
 )
-def test_captions_and_answers_of_blip(kind, task: Task, prompt: str, tmp_path: Path) -> None:
+def test_captions_and_answers_of_blip(kind, task, prompt, tmp_path):
     torch.manual_seed(5)
     tokenizer = word_tokenizer(tmp_path, **BERT, bos_token="[DEC]", eos_token="[SEP]")
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "pad")}
@@ -313,11 +312,11 @@ def test_captions_and_answers_of_blip(kind, task: Task, prompt: str, tmp_path: P
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llava(tmp_path_factory):
     return save_random_llava(tmp_path_factory.mktemp("vlm"), seed=6)
 
 
-def test_answers_agree_with_the_pipeline(llava: Path) -> None:
+def test_answers_agree_with_the_pipeline(llava):
     pipeline = transformers.pipeline("image-text-to-text", str(llava))
     some = samples(4, "what is")
     teacher = load(llava, Task.VQA, (), prompt="{}", max_new_tokens=6, batch=3)
@@ -333,7 +332,7 @@ def test_answers_agree_with_the_pipeline(llava: Path) -> None:
         assert answer.answers == ((text,) if text else ())
 
 
-def test_labels_are_scored_by_their_likelihood(llava: Path) -> None:
+def test_labels_are_scored_by_their_likelihood(llava):
     (sample,), labels = samples(1, "is this"), ["no", "yes!", "maybe"]
     (answer,) = load(llava, Task.VQA, labels, prompt="{}").answer([sample])
     model = transformers.AutoModelForImageTextToText.from_pretrained(llava).eval()
@@ -356,7 +355,7 @@ def test_labels_are_scored_by_their_likelihood(llava: Path) -> None:
     assert answer.answers == (labels[int(expected.argmax())],)
 
 
-def test_models_that_do_not_do_the_task(vit: Path, rt_detr: Path, tmp_path: Path) -> None:
+def test_models_that_do_not_do_the_task(vit, rt_detr, tmp_path):
     model = transformers.ViTForImageClassification.from_pretrained(vit)
     for name in ("pickled", "several", "bert"):
         (tmp_path / name).mkdir()

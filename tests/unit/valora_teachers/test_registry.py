@@ -8,8 +8,8 @@ import pytest
 from tests.unit.valora_train.test_cli import write_coco
 from valora_data import shards
 from valora_data.schema import Task
-from valora_teachers.base import Teacher, TeacherError
-from valora_teachers.registry import KINDS, load_teacher, make_teacher
+from valora_teachers.base import TeacherError
+from valora_teachers.registry import load_teacher, make_teacher
 from valora_train import cli
 
 EXAMPLE = """
@@ -54,9 +54,9 @@ def test_a_kind_of_another_package_is_trained_and_labels(installed, tmp_path, mo
                  "command=distill"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", arguments)
     cli.main()
-    (taught,) = (tmp_path / ".valora").glob("teach-cat-*[0-9a-f]")
-    assert json.loads((taught / "report.json").read_text())["boxes"] > 0
-    box = json.loads((taught / "mean.json").read_text())
+    (trained,) = (tmp_path / ".valora").glob("teach-cat-*[0-9a-f]")
+    assert json.loads((trained / "report.json").read_text())["boxes"] > 0
+    box = json.loads((trained / "mean.json").read_text())
     (distilled,) = (tmp_path / ".valora").glob("distill-cat-*[0-9a-f]")
     samples = shards.read(distilled / "taught")
     assert len(samples) > 5
@@ -64,7 +64,7 @@ def test_a_kind_of_another_package_is_trained_and_labels(installed, tmp_path, mo
         (found,) = sample.answer.boxes
         assert found.xyxy == pytest.approx(box) and found.confidence == 0.75
     # A trained model is copied into its stage, and used from there.
-    given = [*arguments, f"domains.cat.teacher={taught}/mean.json", "command=teach"]
+    given = [*arguments, f"domains.cat.teacher={trained}/mean.json", "command=teach"]
     monkeypatch.setattr(sys, "argv", given)
     cli.main()
     assert len(list((tmp_path / ".valora").glob("teach-cat-*[0-9a-f]/mean.json"))) == 2
@@ -89,13 +89,6 @@ def test_what_cannot_be_loaded(kind, weights, options, task, message, installed)
     installed("valora.teachers", "mean_box", EXAMPLE)
     with pytest.raises(TeacherError, match=message):
         load_teacher(kind, weights, ["cat"], options, task)
-
-
-@pytest.mark.parametrize("name", ["function", "huggingface", "small", "yolo", "yolo_world"])
-def test_builtin_kinds_declare_themselves(name):
-    kind = KINDS[name]
-    assert kind.trainable == (kind.train is not Teacher.train)
-    assert (kind.artefact is None) == (name in ("function", "huggingface"))
 
 
 def test_classes_are_found_whatever_their_case():

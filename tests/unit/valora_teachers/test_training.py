@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +24,8 @@ ODD = [*SCENES, Sample("odd", SCENES[0].image, Answer((Box(0, 0, 9, 9, "cone"),)
     ids=["yolo", "small"],
 )
 def test_a_training_that_was_killed_continues_to_the_bit(
-    kind, samples, options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, samples, options, tmp_path, monkeypatch
+):
     loss = kind.train(tmp_path / "whole", samples, epochs=3, **options)["loss"]
     monkeypatch.setattr(valora_data.checkpoint, "SECONDS", 0)
     save, epochs = Checkpoint.save, []
@@ -63,6 +62,6 @@ def test_a_training_that_was_killed_continues_to_the_bit(
          "sample c1 has label 'right', which is none of left, up"),
     ],
 )  # fmt: skip
-def test_what_none_can_learn(kind, task, labels, samples, message: str, tmp_path: Path) -> None:
+def test_what_none_can_learn(kind, task, labels, samples, message, tmp_path):
     with pytest.raises(TeacherError, match=message):
         make_teacher(kind, task, labels).train(samples, tmp_path)

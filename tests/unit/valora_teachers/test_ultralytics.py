@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
 
 from tests.unit.valora_teachers.test_huggingface import CLIP, samples, word_tokenizer
 from valora_data.schema import Task
@@ -17,7 +16,7 @@ from valora_teachers.yolo import load_ultralytics, text_encoder
 NAMES = {0: "cat", 1: "dog", 2: "eel"}
 
 
-def save(model: object, path: Path, task: str, size: int) -> Path:
+def save(model, path, task, size):
     """As Ultralytics saves its own."""
     arguments = {"task": task, "imgsz": size}
     torch.save({"epoch": -1, "model": model, "ema": None, "train_args": arguments}, path)
@@ -25,7 +24,7 @@ def save(model: object, path: Path, task: str, size: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def classifier(tmp_path_factory):
     load_ultralytics()
     from ultralytics.cfg import get_cfg
     from ultralytics.nn.tasks import ClassificationModel
@@ -43,7 +42,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(model, tmp_path_factory.mktemp("cls") / "cls.pt", "classify", 32)
 
 
-def test_classification_agrees_with_ultralytics(classifier: Path) -> None:
+def test_classification_agrees_with_ultralytics(classifier):
     from ultralytics import YOLO
 
     some = samples(5)
@@ -65,12 +64,12 @@ def test_classification_agrees_with_ultralytics(classifier: Path) -> None:
         ("yolo_world", "classifier", ["cat"], Task.DETECTION, "is a ClassificationModel, which"),
     ],
 )
-def test_each_model_for_its_own_task(kind, model, labels, task, message, request) -> None:
+def test_each_model_for_its_own_task(kind, model, labels, task, message, request):
     with pytest.raises(TeacherError, match=message):
         load_teacher(kind, request.getfixturevalue(model), labels, task=task)
 
 
-def test_only_boxes_are_kept(tmp_path: Path) -> None:
+def test_only_boxes_are_kept(tmp_path):
     """Of a pose model, which says what it knows besides."""
     load_ultralytics()
     from ultralytics import YOLO
@@ -81,7 +80,7 @@ def test_only_boxes_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clip(tmp_path_factory):
     """A CLIP text encoder of the true architecture and width."""
     folder = tmp_path_factory.mktemp("clip")
     torch.manual_seed(1)
@@ -97,7 +96,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory):
     load_ultralytics()
     import ultralytics
     import yaml
@@ -118,7 +117,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(model, tmp_path_factory.mktemp("world") / "tiny-world.pt", "detect", 64)
 
 
-def expected_boxes(world: Path, clip: Path, image: Image.Image, phrases: list[str]) -> list:
+def expected_boxes(world, clip, image, phrases):
     """By Ultralytics' own class, told the same embeddings."""
     from ultralytics import YOLOWorld
 
@@ -130,7 +129,7 @@ def expected_boxes(world: Path, clip: Path, image: Image.Image, phrases: list[st
     return sorted(((confidence, phrases[int(k)]) for confidence, k in pairs), reverse=True)
 
 
-def test_labels_are_looked_for_together(world: Path, clip: Path) -> None:
+def test_labels_are_looked_for_together(world, clip):
     options = {"text_encoder": str(clip)}
     teacher = load_teacher("yolo_world", world, ["cat", "red_dog"], options)
     some = samples(2)
@@ -144,7 +143,7 @@ def test_labels_are_looked_for_together(world: Path, clip: Path) -> None:
         assert labels == sorted(phrase for _, phrase in theirs)
 
 
-def test_each_phrase_is_looked_for_alone(world: Path, clip: Path) -> None:
+def test_each_phrase_is_looked_for_alone(world, clip):
     some = [*samples(3, "the red"), *samples(3, "the red")]
     teacher = load_teacher("yolo_world", world, (), {"text_encoder": str(clip)}, Task.GROUNDING)
     for sample, answer in zip(some, teacher.answer(some), strict=True):
@@ -154,7 +153,7 @@ def test_each_phrase_is_looked_for_alone(world: Path, clip: Path) -> None:
         assert box.confidence == pytest.approx(best, abs=1e-4)
 
 
-def test_text_features_are_those_of_transformers(clip: Path) -> None:
+def test_text_features_are_those_of_transformers(clip):
     model = transformers.CLIPTextModelWithProjection.from_pretrained(clip).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(clip)
     found = text_encoder(str(clip))(["cat", "the red dog"])
@@ -165,7 +164,7 @@ def test_text_features_are_those_of_transformers(clip: Path) -> None:
         assert torch.allclose(row, alone / alone.norm(), atol=1e-5)
 
 
-def test_without_its_text_encoder(world: Path, clip: Path, tmp_path: Path) -> None:
+def test_without_its_text_encoder(world, clip, tmp_path):
     config = transformers.CLIPTextConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
         vocab_size=30, projection_dim=24,

@@ -4,8 +4,6 @@ import pickle
 import random
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ TINY = {"size": 64, "width": 0.0625, "epochs": 2, "batch": 8, "seed": 3}
 LABELS = ("ball", "box")
 
 
-def scene(index: int, size: tuple[int, int] = (64, 64)) -> Sample:
+def scene(index, size=(64, 64)):
     """A red disc or a blue square on grey, somewhere."""
     rng = random.Random(index)
     image = Image.new("RGB", size, (120, 120, 120))
@@ -39,13 +37,13 @@ def scene(index: int, size: tuple[int, int] = (64, 64)) -> Sample:
 SCENES = [scene(i) for i in range(32)]
 
 
-def train(folder: Path, samples=SCENES[:18], on_epoch=None, validation=(), **options: Any) -> dict:
+def train(folder, samples=SCENES[:18], on_epoch=None, validation=(), **options):
     folder.mkdir(exist_ok=True)
     teacher = make_teacher("yolo", Task.DETECTION, LABELS, TINY | options)
     return teacher.train(samples, folder, on_epoch, validation)
 
 
-def same(first: Path, second: Path) -> bool:
+def same(first, second):
     one, other = (
         torch.load(folder / "teacher.pt", weights_only=False)["model"].state_dict()
         for folder in (first, second)
@@ -54,7 +52,7 @@ def same(first: Path, second: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A YOLO that has learned enough to be recognised; a third of its images are wide."""
     out = tmp_path_factory.mktemp("teacher")
     scenes = [scene(1000 + i, (64, 64) if i % 3 else (96, 64)) for i in range(100)]
@@ -65,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "teacher.pt"
 
 
-def test_finds_objects_with_labels_and_confidences(trained: Path) -> None:
+def test_finds_objects_with_labels_and_confidences(trained):
     teacher = load_teacher("yolo", trained, LABELS)
     scenes, right = SCENES + [scene(index, (96, 64)) for index in range(12)], 0
     for sample, output in zip(scenes, teacher.answer(scenes), strict=True):
@@ -85,7 +83,7 @@ def test_finds_objects_with_labels_and_confidences(trained: Path) -> None:
     assert {box.label for out in renamed.answer(SCENES) for box in out.boxes} == {"sphere"}
 
 
-def test_agrees_with_ultralytics_own_prediction(trained: Path) -> None:
+def test_agrees_with_ultralytics_own_prediction(trained):
     """The file is an ordinary one, and our wrapper changes nothing but names and order."""
     from ultralytics import YOLO
 
@@ -102,15 +100,13 @@ def test_agrees_with_ultralytics_own_prediction(trained: Path) -> None:
         assert torch.allclose(edges, result.boxes.xyxy[order].clamp(0, 64), atol=1e-3)
 
 
-def test_training_is_repeatable_and_leaves_the_process_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_is_repeatable_and_leaves_the_process_alone(tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("PYTHONHASHSEED", "5")
-    calls: list[tuple] = []
+    calls = []
 
-    def state() -> list:
+    def state():
         numbers = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1][0]]
         flags = [torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()]
         return [*numbers, *flags, dict(yolo.os.environ)]
@@ -139,7 +135,7 @@ def test_training_is_repeatable_and_leaves_the_process_alone(
         ({"weights": torch.zeros(3)}, r"x\.pt is no YOLO"),
     ],
 )
-def test_loading_refuses(content, message: str, tmp_path: Path) -> None:
+def test_loading_refuses(content, message, tmp_path):
     if isinstance(content, bytes):
         (tmp_path / "x.pt").write_bytes(content)
     elif content is not None:
@@ -148,7 +144,7 @@ def test_loading_refuses(content, message: str, tmp_path: Path) -> None:
         load_teacher("yolo", tmp_path / "x.pt", LABELS)
 
 
-def test_ultralytics_missing_names_the_remedy(tmp_path: Path, monkeypatch) -> None:
+def test_ultralytics_missing_names_the_remedy(tmp_path, monkeypatch):
     (tmp_path / "x.pt").write_bytes(b"")
     yolo.load_ultralytics.cache_clear()
     monkeypatch.setitem(sys.modules, "ultralytics", None)
@@ -157,7 +153,8 @@ def test_ultralytics_missing_names_the_remedy(tmp_path: Path, monkeypatch) -> No
     yolo.load_ultralytics.cache_clear()
 
 
-def test_importing_ultralytics_leaves_the_environment_alone(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_importing_ultralytics_leaves_the_environment_alone(tmp_path):
     """In a fresh process: no settings of the user are written, no variable stays but offline."""
     code = (
         "import os, torch\n"

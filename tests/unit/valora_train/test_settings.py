@@ -7,28 +7,21 @@ import subprocess
 import sys
 from dataclasses import is_dataclass
 from functools import reduce
-from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from tests.support.configs import configured
 from valora_data.errors import ValoraError
 from valora_train import checks, settings
 from valora_train.checks import check, check_contracts_asked, check_with_libraries
-from valora_train.cli import config_folder
 from valora_train.errors import SettingsError
 from valora_train.settings import from_config
 
 
-def configured(*overrides: str):
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
-
-
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -37,13 +30,13 @@ def plain():
     return OmegaConf.to_container(configured("task=detection", "task.only=[person]"), resolve=True)
 
 
-def check_all(config) -> None:
+def check_all(config):
     made = from_config(config)
     check(made)
     check_with_libraries(made)
 
 
-def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     given = {"fusion.parent": "b", "paths.work": "w", "domains.person.teacher": "t.pt"}
     made = from_config(configured(*(f"++{place}='~/{end}'" for place, end in given.items())))
@@ -52,7 +45,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     check_all(configured("task=detection", "task.only=[person]"))  # the default settings pass
 
 
-def refused(plain, place: str, value: object) -> str:
+def refused(plain, place, value):
     values = json.loads(json.dumps(plain))
     *groups, last = place.split(".")
     reduce(lambda group, name: group.setdefault(name, {}), groups, values)[last] = value
@@ -65,7 +58,7 @@ def refused(plain, place: str, value: object) -> str:
     return said
 
 
-def numbers(section: type, prefix: str):
+def numbers(section, prefix):
     """Places of all settings that are numbers."""
     for name, kind in get_type_hints(section, include_extras=True).items():
         if is_dataclass(kind):
@@ -80,7 +73,7 @@ NUMBERS = [
 ]
 
 
-def test_numbers(plain) -> None:
+def test_numbers(plain):
     assert len(NUMBERS) > 40
     for place in NUMBERS:
         for value in [-1, float("nan"), "many", True, [1]]:
@@ -125,7 +118,7 @@ def test_numbers(plain) -> None:
         ("domains.person.of_teacher", 97, "must be less than or equal to 1, got 97: 97 % is 0.97"),
     ],
 )  # fmt: skip
-def test_each_wrong_value_is_named(plain, place: str, value: object, said: str) -> None:
+def test_each_wrong_value_is_named(plain, place, value, said):
     found = refused(plain, place, value)
     assert re.search(said, found), found
 
@@ -147,7 +140,7 @@ def test_each_wrong_value_is_named(plain, place: str, value: object, said: str) 
         (["model.quantize=nf4", "model.shard=true"], "set model.shard=false, or model.quantize"),
     ],
 )  # fmt: skip
-def test_settings_that_contradict_each_other(overrides: list[str], message: str) -> None:
+def test_settings_that_contradict_each_other(overrides, message):
     with pytest.raises(ValoraError) as caught:
         check_all(configured("task=detection", "task.only=[person]", *overrides))
     assert message in str(caught.value)
@@ -166,7 +159,7 @@ def test_settings_that_contradict_each_other(overrides: list[str], message: str)
         (["fusion.of_dedicated=0.95", "task.of_teacher=null"], None),
     ],
 )  # fmt: skip
-def test_contracts_of_experiments(overrides: list[str], message: str | None) -> None:
+def test_contracts_of_experiments(overrides, message):
     given = from_config(configured(*overrides))
     if message is None:
         check_contracts_asked(given, overrides)
@@ -175,7 +168,7 @@ def test_contracts_of_experiments(overrides: list[str], message: str | None) -> 
         check_contracts_asked(given, overrides)
 
 
-def test_models_that_are_no_models(plain, tmp_path: Path) -> None:
+def test_models_that_are_no_models(plain, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     assert "holds no config.json" in refused(plain, "model.id", str(folder))
@@ -190,7 +183,7 @@ def test_models_that_are_no_models(plain, tmp_path: Path) -> None:
     assert "has no projection k_proj" in refused(plain, "model.id", str(folder))
 
 
-def test_packages_that_are_missing_and_folders_that_cannot_be_written(plain, monkeypatch) -> None:
+def test_packages_that_are_missing_and_folders_that_cannot_be_written(plain, monkeypatch):
     monkeypatch.setattr(checks.quantized, "is_installed", lambda: False)
     said = refused(plain, "model.quantize", "nf4")
     assert "needs the package bitsandbytes: pip install 'valora[quantize]'" in said
@@ -198,7 +191,7 @@ def test_packages_that_are_missing_and_folders_that_cannot_be_written(plain, mon
     assert "paths.work=.valora: " in refused(plain, "paths.work", ".valora")
 
 
-def test_nothing_heavy_is_imported_before_the_checks() -> None:
+def test_nothing_heavy_is_imported_before_the_checks():
     program = (
         "import sys\nfrom valora_train import checks, cli, settings\n"
         "from hydra import compose, initialize_config_dir\n"

@@ -70,17 +70,15 @@ def test_a_job_that_is_killed(launcher, tmp_path):
     assert set(written(tmp_path)) == (set() if launcher == "joblib" else {"b"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
         (["hydra/launcher=ray", "hydra.launcher.address=127.0.0.1:1"], "cannot be joined"),
-        pytest.param(
-            [*RAY, "+hydra.launcher.resources.camera=2"],
-            "no machine of the Ray cluster has 1 CPU, 2 camera for a job: correct",
-            marks=pytest.mark.slow,
-        ),
+        ([*RAY, "+hydra.launcher.resources.camera=2"],
+         "no machine of the Ray cluster has 1 CPU, 2 camera for a job: correct"),
     ],
-)
+)  # fmt: skip
 def test_launchers_that_cannot_start(given, sentence, tmp_path):
     status, said = sweep(tmp_path, *given, "name=a,b")
     assert status == 1 and said[-1].startswith("error: ") and sentence in said[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from valora_train.fusion.decision import AttemptDecision
 from valora_train.fusion.requirement import Requirement
@@ -130,13 +130,7 @@ class Rehearsal(FirstFit):
 class NextFit(Strategy):
     """Tries only the latest adapter and trains it on the new domain alone (VaLoRA §4.2.1)."""
 
-    def candidates(
-        self,
-        domain: str,
-        adapters: Mapping[str, tuple[str, ...]],
-        history: Sequence[AttemptDecision],
-        probes: Probes,
-    ) -> Sequence[str]:
+    def candidates(self, domain: str, adapters: Mapping[str, Any], *_: Any) -> Sequence[str]:
         """The latest adapter, if there is one."""
         return list(adapters)[-1:]
 

@@ -55,7 +55,7 @@ def play(plan, oracle, stop_after=None):
 
 @examples(100)
 @given(problems(), st.sampled_from(PLAYED), st.booleans(), st.floats(0, 0.1), st.data())
-def test_plan_keeps_its_promises(problem, strategy, head_only, margin, data):
+def test_every_domain_is_placed_and_keeps_what_is_asked(problem, strategy, head_only, margin, data):
     required, oracle = problem
     requirements = at_least(required, margin)
     alone = {name: data.draw(st.floats(0.0, 1.0)) for name in required}
@@ -101,7 +101,7 @@ def test_plan_keeps_its_promises(problem, strategy, head_only, margin, data):
 @pytest.mark.slow
 @examples(100)
 @given(problems(), st.sampled_from(PLAYED), st.integers(0, 40))
-def test_plan_told_the_same_again_goes_on_the_same(problem, strategy, cut):
+def test_the_same_accuracies_again_give_the_same_plan(problem, strategy, cut):
     required, oracle = problem
     whole = play(FusionPlan(at_least(required), make_strategy(strategy)), oracle)
     half = play(FusionPlan(at_least(required), make_strategy(strategy)), oracle, stop_after=cut)
@@ -151,8 +151,8 @@ def test_figure_10_of_the_paper():
         attempt = plan.next()
         if name == "vegetation":
             assert attempt.held == ("license_plate", "traffic_sign", "vehicle")
-            told = {"license_plate": 0.78, "traffic_sign": 0.83, "vehicle": 0.84, name: 0.9}
-            decision = plan.tell(told)
+            reached = {"license_plate": 0.78, "traffic_sign": 0.83, "vehicle": 0.84, name: 0.9}
+            decision = plan.tell(reached)
             assert decision.verdict is Verdict.ROLLED_BACK
             assert decision.below == ("license_plate", "traffic_sign")
             attempt = plan.next()
@@ -174,12 +174,12 @@ def test_tell_refuses_what_was_not_asked():
         plan.tell({"b": 0.9})
 
 
-def test_a_strategy_is_told_domain_adapters_history_and_probes():
-    told = []
+def test_a_strategy_sees_domain_adapters_history_and_probes():
+    seen = []
 
     class Curious(Strategy):
         def candidates(self, domain, adapters, history, probes):
-            told.append((domain, dict(adapters), [d.accuracy for d in history], probes["b"]))
+            seen.append((domain, dict(adapters), [d.accuracy for d in history], probes["b"]))
             return [*adapters, *adapters]  # what was tried is not tried again
 
     probes = {"a": Probe(0.5, 0.2), "b": Probe(0.5, 0.4)}
@@ -190,7 +190,7 @@ def test_a_strategy_is_told_domain_adapters_history_and_probes():
     plan.tell({"b": 0.9})
     assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b",)}
     b, open_, first, second = probes["b"], {"adapter-1": ("a",)}, {"a": 0.9}, {"a": 0.9, "b": 0.3}
-    assert told == [
+    assert seen == [
         ("a", {}, [], b), ("b", open_, [first], b), ("b", open_, [first, second], b),
     ]  # fmt: skip
 

@@ -93,7 +93,7 @@ def test_a_contract_that_asks_for_more_never_lowers_the_target(task, margin):
 @pytest.mark.parametrize(("val", "test", "kept"), [
     (0.90, 0.80, True), (0.899, 0.80, False), (0.90, 0.799, False), (0.99, 0.79, False),
 ])  # fmt: skip
-def test_a_promise_is_kept_on_both_splits(val, test, kept):
+def test_a_requirement_is_kept_on_both_splits(val, test, kept):
     requirement = Requirement(0.9, 0.02, on_test=0.8)
     assert requirement.kept_by({"val": val, "test": test}) is kept
     assert not Requirement(0.9).kept_by({"val": 0.9, "test": test})

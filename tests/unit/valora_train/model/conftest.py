@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.cases import others_slow
 from tests.support.helpers import coloured_squares
 from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 
@@ -12,9 +13,10 @@ def images():
 
 
 FAMILIES = CHECKPOINTS | TEXT_CHECKPOINTS
+FAST = ("llava", "qwen3_vl", "idefics3", "llama")
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=others_slow(FAST, FAMILIES))
 def family(request):
     return request.param
 

@@ -57,7 +57,7 @@ def test_without_adapter_it_is_the_base_again(random_llava, images):
 
 def watched(layers):
     """The dtypes that layers give, as they give them."""
-    found: list[torch.dtype] = []
+    found = []
     for layer in layers:
         layer.register_forward_hook(lambda *call: found.append(call[2].dtype))
     return found
@@ -144,7 +144,7 @@ def test_at_decoding_only_it_acts_from_the_last_token_on(random_llava, images, t
         torch.testing.assert_close(found, expected[:-1], atol=2e-5, rtol=1e-4)
     said = lmm.write(lmm.encode(asked), max_tokens=4)
     for text, example in zip(said, asked, strict=True):
-        written: list[int] = []
+        written = []
         for _ in range(4):
             step = two_passes(random_llava, tmp_path, example, written)[-1]
             written.append(int(step.argmax()))

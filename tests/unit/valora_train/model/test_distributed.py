@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import atexit
 from valora_train.model.distributed import end_process
@@ -18,6 +20,7 @@ end_process()
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_is_not_taken_down_where_others_train_too():
     """A thread of gloo that wants the lock of an interpreter that ends aborts the process."""
     environment = {**os.environ, "WORLD_SIZE": "2"}

@@ -6,36 +6,32 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.support.lmm_checkpoints import TEXT_CHECKPOINTS
-from tests.support.training_lmm import PROMPTS, disturb, load, questions, reference, visual, whole
+from tests.support.training_lmm import disturb, load, questions, whole
 from valora_train.model.lmm import Lmm, training_type
 from valora_train.settings import LoraSettings, ModelSettings
 
 WHOLE = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # families that split no images
 
 
-def test_hidden_states_equal_transformers(random_llava, images):
-    lmm = load(random_llava)
-    hidden = visual(lmm, PROMPTS, images)
-    model = AutoModelForImageTextToText.from_pretrained(random_llava)
-    processor = AutoProcessor.from_pretrained(random_llava)
-    assert lmm.fixed_grid == (4, 4)
-    for row, prompt, image in zip(hidden, PROMPTS, images, strict=True):
-        torch.testing.assert_close(
-            row, reference(model, processor, prompt, image), atol=2e-5, rtol=1e-4
-        )
+@pytest.fixture(scope="module")
+def lmm(checkpoint):
+    return load(checkpoint)
 
 
-def test_hidden_states_of_every_family_equal_transformers(family, checkpoint):
-    lmm = load(checkpoint)
+@pytest.fixture(scope="module")
+def theirs(family, checkpoint):
+    """Transformers' model of a family, and what it takes for each question."""
+    return [whole(checkpoint, example) for example in questions(family)]
+
+
+def test_hidden_states_of_every_family_equal_transformers(family, lmm, theirs):
     batch = lmm.encode(questions(family))
     with torch.no_grad():
         states = lmm.states(batch)
     read = states.head_inputs()
-    for row, example in enumerate(questions(family)):
-        model, inputs = whole(checkpoint, example)
+    for row, (model, inputs) in enumerate(theirs):
         with torch.no_grad():
             out = model(**inputs, output_hidden_states=True).hidden_states[-1][0]
         ids = inputs["input_ids"][0]
@@ -53,35 +49,31 @@ def test_hidden_states_of_every_family_equal_transformers(family, checkpoint):
         )
 
 
-def test_what_it_writes_is_what_generate_writes(family, checkpoint):
-    lmm = load(checkpoint)
+def test_what_it_writes_is_what_generate_writes(family, lmm, theirs):
     said = lmm.write(lmm.encode(questions(family)), max_tokens=9)
-    for text, example in zip(said, questions(family), strict=True):
-        model, inputs = whole(checkpoint, example)
+    for text, (model, inputs) in zip(said, theirs, strict=True):
         ids = model.generate(**inputs, max_new_tokens=9, do_sample=False)
         new = ids[0, inputs["input_ids"].shape[1] :]
         assert text == lmm.tokenizer.decode(new, skip_special_tokens=True).strip()
     assert len(set(said)) == len(said)
 
 
-def test_only_the_answer_is_learnt(family, checkpoint):
-    lmm = load(checkpoint)
+def test_only_the_answer_is_learnt(family, lmm, theirs):
     answers = ["red", "the one at the left", "yes"]
-    taught = [
+    answered = [
         replace(example, answer=lambda _, text=text: text)
         for example, text in zip(questions(family), answers, strict=True)
     ]
     with torch.no_grad():
-        hidden, tokens = lmm.states(lmm.encode(taught)).answer_pairs()
+        hidden, tokens = lmm.states(lmm.encode(answered)).answer_pairs()
         loss = torch.nn.functional.cross_entropy(lmm.logits(hidden), tokens, reduction="sum")
     expected, end = 0.0, lmm.tokenizer.eos_token_id
     whole_words = ("internvl", *WHOLE, *TEXT_CHECKPOINTS)
     blank = "" if family in whole_words else " "  # as the chat template writes it
-    for example, text in zip(questions(family), answers, strict=True):
-        model, inputs = whole(checkpoint, example)
+    for (model, given), text in zip(theirs, answers, strict=True):
         answer = [*lmm.tokenizer(blank + text, add_special_tokens=False)["input_ids"], end]
-        ids = torch.cat([inputs["input_ids"], torch.tensor([answer])], dim=1)
-        inputs = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        ids = torch.cat([given["input_ids"], torch.tensor([answer])], dim=1)
+        inputs = {**given, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if "mm_token_type_ids" in inputs:
             more = torch.zeros(1, len(answer), dtype=inputs["mm_token_type_ids"].dtype)
             inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], more], dim=1)
@@ -143,11 +135,11 @@ def test_training_may_multiply_in_bfloat16(family, checkpoint):
         grads = torch.cat([p.grad.flatten() for p in weights if p.grad is not None])
         with torch.no_grad():  # accuracy is measured in float32
             read = lmm.states(batch).head_inputs().last
-            taught = lmm.states(batch, training=True).head_inputs().last
-        found[precision] = grads, read, taught
-    (exact, states, _), (low, again, taught) = found["float32"], found["bfloat16"]
+            trained = lmm.states(batch, training=True).head_inputs().last
+        found[precision] = grads, read, trained
+    (exact, states, _), (low, again, trained) = found["float32"], found["bfloat16"]
     assert torch.equal(again, states)
-    assert 0 < (taught - states).norm() < 0.05 * states.norm()
+    assert 0 < (trained - states).norm() < 0.05 * states.norm()
     assert torch.nn.functional.cosine_similarity(low, exact, dim=0) > 0.98
 
 

@@ -5,7 +5,6 @@ import torch
 from PIL import Image
 
 from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
-from valora_data.contract.contexts import read_memory
 from valora_data.errors import BundleError, DataError
 from valora_data.schema import Document
 from valora_train.model import memory
@@ -33,8 +32,8 @@ def prompt(lmm, document, question):
 
 
 def examples(answer=None):
-    told = None if answer is None else (lambda _: answer)
-    return [Example(question, (), context=True, answer=told) for question in QUESTIONS]
+    learnt = None if answer is None else (lambda _: answer)
+    return [Example(question, (), context=True, answer=learnt) for question in QUESTIONS]
 
 
 @pytest.mark.parametrize("document", [DOCUMENT, ALBUM], ids=["text", "album"])
@@ -44,6 +43,8 @@ def test_the_memory_of_a_whole_document_is_the_whole_prompt(lmm, document):
             memory.read_document(lmm, document)
         return
     close = {"atol": 1e-4, "rtol": 1e-3} if document.images else {"atol": 2e-5, "rtol": 1e-4}
+    with pytest.raises(DataError, match="beside a question: split the document"):
+        memory.read_document(lmm, Document("red star " * 60_000, document.images))
     read = memory.read_document(lmm, document)
     batch = lmm.encode(examples())
     found = memory.states(lmm, batch, [read] * len(batch))
@@ -121,17 +122,6 @@ def test_rows_that_share_memory_tokens_are_computed_as_one_sequence_each(lmm, de
     total = sum((part @ weights).sum() for part in whole)
     expected = torch.autograd.grad(total, one.embeddings)[0]
     torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-3)
-
-
-def test_a_memory_is_stored_as_it_is(lmm, tmp_path):
-    module = memory.read_document(lmm, DOCUMENT)
-    memory.stored(module, "b" * 64, torch.float32).write(tmp_path / "m.safetensors")
-    found = read_memory(tmp_path / "m.safetensors", "b" * 64, lmm.config.get_text_config())
-    again = memory.module_of(found)
-    assert torch.equal(again.keys, module.keys) and torch.equal(again.values, module.values)
-    assert again.position == module.position
-    with pytest.raises(DataError, match="beside a question: split the document"):
-        memory.read_document(lmm, Document("red star " * 60_000))
 
 
 def reference(lmm, document, read):

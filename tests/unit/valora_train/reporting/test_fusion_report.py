@@ -22,7 +22,7 @@ from valora_train.reporting.fusion_report import FusionReport, run_of
 from valora_train.reporting.progress import Display
 from valora_train.reporting.ui import latest_fusions, main
 from valora_train.settings import DomainSettings, Settings, TaskSettings
-from valora_train.stage import Span, write_json
+from valora_train.stage import Span
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def report(paths, tmp_path, monkeypatch):  # noqa: F811
     state = FusionState(tmp_path, {})
     folders = {name: (Path(f"taught-{name}"), Path(f"labelled-{name}")) for name in START}
 
-    def made(key: str = "a1"):
+    def made(key="a1"):
         display = Display(Console(file=StringIO()))
         made = FusionReport(display, None, dict.fromkeys(START, 0.5), folders)
         now = time.time_ns()
@@ -54,7 +54,7 @@ def outcome(decision):
     return SimpleNamespace(decision=decision, seconds=2.0, evaluations={}, span=span, spans=inside)
 
 
-def nested(parent: str) -> dict[str, mlflow.entities.Run]:
+def nested(parent):
     found = mlflow.search_runs(output_format="list", search_all_experiments=True)
     below = [run for run in found if run.data.tags.get("mlflow.parentRunId") == parent]
     return {run.info.run_name: run for run in below}
@@ -82,17 +82,10 @@ def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report
         shown.placed_without_adapter(HeadOnlyDecision("plate", 0.4, False, "a reason"), tmp_path)
         shown.finish(result())
     parent, runs = mlflow.get_run(shown.run_id), nested(shown.run_id)
-    assert parent.info.status == "FINISHED"
-    assert parent.info.run_name == "detection · rehearsal · seed 0"
     kept = DOMAINS["bicycle"]["accuracy"]["val"]
     assert parent.data.metrics["accuracy/bicycle"] == kept
     assert parent.data.metrics["images_per_second/people_count"] == 140.0
     assert parent.data.tags["mlflow.note.content"].startswith("**3 domains in 2 adapters**")
-    assert parent.data.params["domains.person.labels"] == "['person']"
-    assert len(parent.inputs.dataset_inputs) == 2 * len(START)
-    client = MlflowClient()
-    files = {one.path for one in client.list_artifacts(shown.run_id)}
-    assert files >= {"accuracy.png", "config.yaml"}
     assert list(runs)[::-1] == [f"{one.attempt.name} ({one.verdict})" for one in DECISIONS] + [
         "plate (no adapter)"
     ]
@@ -112,28 +105,6 @@ def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report
     assert {name for name, run in runs.items() if run.info.status == "FAILED"} == {
         "05 plate → adapter-3 (unreachable)", "plate (no adapter)",
     }  # fmt: skip
-
-
-def test_an_interrupted_fusion_continues_its_run_and_repeats_its_attempt(report):
-    shown, running = report()
-    attempt = DECISIONS[0].attempt
-    with pytest.raises(KeyboardInterrupt), running, shown.attempt(attempt):
-        raise KeyboardInterrupt
-    (interrupted,) = nested(shown.run_id).values()
-    assert interrupted.info.status == status(shown.run_id) == "KILLED"
-    assert interrupted.data.tags["mlflow.note.content"].startswith("**Running**: tried person in")
-    MlflowClient().update_run(interrupted.info.run_id, status="RUNNING")  # as `kill -9` leaves it
-    MlflowClient().update_run(shown.run_id, status="RUNNING")
-    again, running = report()
-    again.records = records(DECISIONS[:1])
-    with running:
-        assert again.run_id == shown.run_id
-        assert status(interrupted.info.run_id) == "KILLED"
-        with again.attempt(attempt):
-            again.attempted(outcome(DECISIONS[0]))
-    (repeated,) = nested(shown.run_id).values()
-    assert repeated.info.run_id != interrupted.info.run_id
-    assert repeated.info.status == status(shown.run_id) == "FINISHED"
 
 
 def test_what_is_out_of_reach_fails_with_its_reason_and_can_continue(report):
@@ -248,20 +219,3 @@ def test_the_trace_has_a_span_for_every_stage_and_attempt(report):
         assert span.attributes["steps"] == 7 and span.attributes["peak_memory_gb"] > 0
         missed = inside[1].status.status_code == "ERROR"
         assert missed == ("person" in decision.below)
-
-
-def test_stages_before_a_fusion_are_nested_runs(report, tmp_path):
-    folder = tmp_path / "distill-person-0123"
-    folder.mkdir()
-    record = {"name": "distill-person", "settings": {"teacher": {"kind": "yolo"}}, "seconds": 4.5}
-    write_json(folder / "stage.json", record | {"finished": "2026-11-27T12:00:00+00:00"})
-    for _ in range(2):  # a fusion that continues
-        shown, running = report()
-        with running:
-            shown.log_stages([(folder, "3 labelled samples.")])
-    ((name, run),) = nested(shown.run_id).items()
-    assert (name, run.info.status) == ("distill person", "FINISHED")
-    assert run.info.end_time - run.info.start_time == 4500
-    assert run.data.params == {"teacher.kind": "yolo"} and run.data.metrics == {"seconds": 4.5}
-    assert run.data.tags["mlflow.note.content"] == "3 labelled samples."
-    assert latest_fusions()[0][1] == "detection · rehearsal · seed 0"

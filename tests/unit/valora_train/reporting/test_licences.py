@@ -1,7 +1,6 @@
 """Licences of data, teachers and base model: from settings, from their own files, or unknown."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ COCO = {
 }
 
 
-def found(source: SourceSettings, base: str = "tiny", **facts) -> dict:
+def found(source, base="tiny", **facts):
     domain = DomainSettings("cat", labels=["cat"], source=source, **facts)
     every = find_licences(Settings(domains={"cat": domain}, base_license=base), ["cat"])
     return every["domains"]["cat"]
@@ -34,7 +33,7 @@ def found(source: SourceSettings, base: str = "tiny", **facts) -> dict:
         ("hub", {}, "../nobody/nothing", UNKNOWN),
     ],
 )
-def test_data_sets_say_their_licence(kind, files, path, licence, tmp_path: Path) -> None:
+def test_data_sets_say_their_licence(kind, files, path, licence, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     source = SourceSettings(kind=kind, path=str(tmp_path / path))
@@ -52,7 +51,7 @@ def test_data_sets_say_their_licence(kind, files, path, licence, tmp_path: Path)
         ("function", "package.module:function", UNKNOWN),
     ],
 )
-def test_teachers_have_that_of_their_kind_or_card(kind, teacher, licence, tmp_path: Path) -> None:
+def test_teachers_have_that_of_their_kind_or_card(kind, teacher, licence, tmp_path):
     (tmp_path / "README.md").write_text(CARD)
     facts = {"teacher": teacher.format(folder=tmp_path), "taught_by": TeacherSettings(kind=kind)}
     drawn = SourceSettings()
@@ -60,7 +59,7 @@ def test_teachers_have_that_of_their_kind_or_card(kind, teacher, licence, tmp_pa
     assert found(drawn, teacher_license="bought", **facts)["teacher"] == "bought"
 
 
-def test_base_models_and_tags() -> None:
+def test_base_models_and_tags():
     domain = DomainSettings("cat", labels=["cat"], teacher="labels")
     licences = find_licences(Settings(domains={"cat": domain}), ["cat"])
     assert licence_tags(licences) == {

@@ -14,7 +14,7 @@ from tests.unit.valora_train.fusion.test_decision import (
     COMMITTED,
     DECISIONS,
     PACKING,
-    TOLD,
+    RECORDS,
     decision,
 )  # fmt: skip
 from valora_data.contract.bundle import Bundle
@@ -73,14 +73,17 @@ ADAPTERS = {
     "adapter-1": {
         "path": "adapters/adapter-1", "rank": 16, "bytes": 1_234_567, "domains": ["bicycle"],
     },
-    "adapter-2": {"path": "adapters/adapter-2", "rank": 8, "domains": ["own_words"]},
+    "adapter-2": {
+        "path": "adapters/adapter-2", "rank": 8, "bytes": 900, "domains": ["own_words"],
+    },
 }  # fmt: skip
 
 
 def manifest(**more):
     return {
         "name": "own", "version": 2, "strategy": "rehearsal", "attempts": 4,
-        "base": {"id": "tiny"}, "adapters": ADAPTERS, "domains": DOMAINS, **more,
+        "base": {"id": "tiny"}, "adapters": ADAPTERS, "domains": DOMAINS, "rejected": [],
+        "licenses": {"base": "MIT", "domains": {}}, **more,
     }  # fmt: skip
 
 
@@ -92,21 +95,21 @@ def result(**more):
     }
     return {
         "strategy": "rehearsal", "packing": {"adapter-1": ["bicycle"], "adapter-2": ["own_words"]},
-        "adapters": ADAPTERS, "domains": domains, "speed": speed, "attempts": TOLD,
+        "adapters": ADAPTERS, "domains": domains, "speed": speed, "attempts": RECORDS,
         "seconds": [1.0, 1.0], **more,
     }  # fmt: skip
 
 
-def cells(line: str) -> list[str]:
+def cells(line):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def first_lines(page: str) -> list[str]:
+def first_lines(page):
     return [line for line in page.split("| domain |", maxsplit=1)[0].splitlines() if line]
 
 
 def test_the_first_lines_say_all_that_was_decided():
-    assert [first_lines(attempt_page(TOLD[number])) for number in (0, 2, 5)] == [
+    assert [first_lines(attempt_page(RECORDS[number])) for number in (0, 2, 5)] == [
         ["**Committed**: tried person in adapter-1, a new adapter of its own.",
          "Every domain keeps what it must; closest is person, which rose from 0.500 without LoRA "
          "to 0.950, 0.030 above its target of 0.920 (required 0.900 + margin 0.020)."],
@@ -124,10 +127,10 @@ def test_the_first_lines_say_all_that_was_decided():
     assert first_lines(attempt_page(dedicated))[0] == (
         "**Unreachable**: tried plate in adapter-3 with its dedicated adapter: nothing was trained."
     )
-    page = attempt_page(TOLD[1])
+    page = attempt_page(RECORDS[1])
     assert "| **person** | held | 0.950 | 0.910 | -0.040 | 0.920 | -0.010 |" in page
     assert "| bicycle | new | 0.400 | 0.850 | +0.450 | 0.820 | +0.030 |" in page
-    assert "| bicycle | moved here | 0.830 | 0.825 | -0.005 |" in attempt_page(TOLD[6])
+    assert "| bicycle | moved here | 0.830 | 0.825 | -0.005 |" in attempt_page(RECORDS[6])
 
 
 def only(**facts):
@@ -201,7 +204,7 @@ def test_each_line_says_everything_of_a_domain():
     assert rows["people_count"]["images/s"] == "140 (teacher 1,096 on large GPU)"
     assert rows["people_count"]["other metrics"] == "within_one 0.970 (teacher 0.990)"
     old = rows["own_words"]
-    assert old["adapter"] == "adapter-2 (rank 8)"
+    assert old["adapter"] == "adapter-2 (rank 8, 900 bytes)"
     assert {old[key] for key in ("target", "mAP", "of the teacher", "images/s")} == {"–"}
     words = {"own_words": DOMAINS["own_words"]}
     alone = texts.domain_table(words, ADAPTERS, (*REPORTED, *BESIDE_OTHERS))
@@ -210,9 +213,9 @@ def test_each_line_says_everything_of_a_domain():
 
 
 def test_the_terminal_loses_no_figure_however_narrow_it_is():
-    console = Console(file=StringIO(), width=80)
+    console, rejected = Console(file=StringIO(), width=80), texts.rejected_lines(RECORDS)
     texts.print_summary(
-        Bundle(Path("bundles/own"), manifest(rejected=texts.rejected_lines(TOLD))), console, 61.0,
+        Bundle(Path("bundles/own"), manifest(rejected=rejected)), console, 61.0,
         "http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef?workflowType=machine_learning",
     )  # fmt: skip
     said = console.file.getvalue()
@@ -235,7 +238,7 @@ def test_the_page_shows_the_packing_and_what_it_was_chosen_over():
     assert "- **people_count**: without LoRA 0.830 ≥ 0.820: takes no adapter" in page
     assert "| 101 % of 0.930 | 0.675, 87 % of 0.779 | 0.021 (teacher 0.034) |" in page
     assert "run_uuid=run-7" in page
-    long = texts.fusion_page(result(attempts=TOLD * 40), "run-7")
+    long = texts.fusion_page(result(attempts=RECORDS * 40), "run-7")
     assert len(long) <= texts.NOTE_LENGTH
     assert long.endswith("more: see the runs of the attempts")
     assert "| people_count |" in long and "| 101 % of 0.930 |" in long  # these are whole
@@ -244,7 +247,7 @@ def test_the_page_shows_the_packing_and_what_it_was_chosen_over():
 def test_the_card_lists_domains_and_what_was_rejected():
     accuracy = DOMAINS["bicycle"]["accuracy"] | {"confusion": {}}
     domains = DOMAINS | {"bicycle": DOMAINS["bicycle"] | {"accuracy": accuracy}}
-    card = bundle_card(manifest(domains=domains, rejected=texts.rejected_lines(TOLD)))
+    card = bundle_card(manifest(domains=domains, rejected=texts.rejected_lines(RECORDS)))
     for line in texts.domain_table(domains, ADAPTERS, (*REPORTED, *BESIDE_OTHERS)):
         assert line in card
     assert "| `adapters/adapter-1` | 16 | 1.2 MB | bicycle |" in card

@@ -11,7 +11,7 @@ from valora_train.stages.distill import TESTED
 from valora_train.stages.export import _golden_examples
 
 TRUTH = [(), (Box(1, 2, 9, 8, "cat", 1.0),), (), (Box(3, 1, 7, 9, "cat", 1.0),)]
-TAUGHT = [
+SHOWN = [
     [{"label": "cat", "box": [n, n, 5 + n, 6 + n], "confidence": 0.5 + n / 8}] for n in range(4)
 ]
 
@@ -38,10 +38,10 @@ def test_answers_of_the_teacher_are_those_of_the_same_images(tmp_path):
     old = _golden_examples(tmp_path, manifest, item, MODEL)
     assert [example["expected"] for example in old] == [["cat/test/1", 0.25], ["cat/test/3", 0.25]]
     assert not any("teacher" in example for example in old)
-    (item.distilled / TESTED).write_text(json.dumps(TAUGHT))
+    (item.distilled / TESTED).write_text(json.dumps(SHOWN))
     found = _golden_examples(tmp_path, manifest, item, MODEL)
-    assert [example["teacher"] for example in found] == [TAUGHT[1], TAUGHT[3]]
-    (item.distilled / TESTED).write_text(json.dumps([None, None, *TAUGHT[2:]]))
+    assert [example["teacher"] for example in found] == [SHOWN[1], SHOWN[3]]
+    (item.distilled / TESTED).write_text(json.dumps([None, None, *SHOWN[2:]]))
     found = _golden_examples(tmp_path, manifest, item, MODEL)
     assert ["teacher" in example for example in found] == [False, True]
     with Image.open(tmp_path / found[1]["image"]) as image:

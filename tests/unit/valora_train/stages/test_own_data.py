@@ -1,18 +1,16 @@
 """Every example of docs/how-to/own-data.md reads generated files of its format."""
 
-import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
+from tests.support.configs import configured
 from tests.support.data_sets import metadata, natural_picture, write_json, write_video
 from tests.support.stores import new_store
 from valora_data import shards
@@ -32,7 +30,7 @@ EXAMPLES = {
 COUNT = 40
 
 
-def pictures(folder: Path, count: int = COUNT, first: int = 0) -> list[str]:
+def pictures(folder, count=COUNT, first=0):
     """Names of some pictures in a folder, 96 pixels wide and high."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"{number}.png" for number in range(first, first + count)]
@@ -41,7 +39,7 @@ def pictures(folder: Path, count: int = COUNT, first: int = 0) -> list[str]:
     return names
 
 
-def yolo(folder: Path, *labels: str) -> None:
+def yolo(folder, *labels):
     for name in pictures(folder / "images"):
         label = folder / "labels" / name.replace(".png", ".txt")
         label.parent.mkdir(exist_ok=True)
@@ -50,7 +48,7 @@ def yolo(folder: Path, *labels: str) -> None:
     (folder / "data.yaml").write_text(yaml.safe_dump(content))
 
 
-def instances(names: list[str], *labels: str) -> dict[str, object]:
+def instances(names, *labels):
     return {
         "images": [{"id": i, "file_name": name} for i, name in enumerate(names)],
         "annotations": [
@@ -61,18 +59,18 @@ def instances(names: list[str], *labels: str) -> dict[str, object]:
     }
 
 
-def coco(folder: Path) -> None:
+def coco(folder):
     names = pictures(folder / "images")
     write_json(folder / "instances.json", instances(names, "cat", "dog"))
 
 
-def roboflow(folder: Path) -> None:
+def roboflow(folder):
     for place, (split, count) in enumerate({"train": 24, "valid": 6, "test": 6}.items()):
         names = pictures(folder / split, count, 100 * place)
         write_json(folder / split / "_annotations.coco.json", instances(names, "pawn", "king"))
 
 
-def voc(folder: Path) -> None:
+def voc(folder):
     (folder / "Annotations").mkdir(parents=True)
     box = "<bndbox><xmin>9</xmin><ymin>5</ymin><xmax>40</xmax><ymax>60</ymax></bndbox>"
     for position, name in enumerate(pictures(folder / "JPEGImages")):
@@ -81,14 +79,14 @@ def voc(folder: Path) -> None:
         (folder / "Annotations" / name.replace(".png", ".xml")).write_text(text)
 
 
-def kitti(folder: Path) -> None:
+def kitti(folder):
     (folder / "label_2").mkdir(parents=True)
     for position, name in enumerate(pictures(folder / "image_2")):
         row = f"{('Car', 'Pedestrian')[position % 2]} 0 0 0 9 8 60 50 1 1 1 1 1 1 1\n"
         (folder / "label_2" / name.replace(".png", ".txt")).write_text(row)
 
 
-def cvat(folder: Path) -> None:
+def cvat(folder):
     images = [
         f'<image name="{name}" width="96" height="96"><box label="{("saw", "axe")[position % 2]}" '
         'xtl="8" ytl="9" xbr="60" ybr="50"/></image>'
@@ -97,7 +95,7 @@ def cvat(folder: Path) -> None:
     (folder / "annotations.xml").write_text(f"<annotations>{''.join(images)}</annotations>")
 
 
-def labelstudio(folder: Path) -> None:
+def labelstudio(folder):
     tasks = []
     for number, name in enumerate(pictures(folder / "images")):
         value = {"x": 10, "y": 20, "width": 30, "height": 40}
@@ -108,12 +106,12 @@ def labelstudio(folder: Path) -> None:
     write_json(folder / "export.json", tasks)
 
 
-def table(folder: Path, row: Callable[[int], dict[str, object]]) -> None:
+def table(folder, row):
     names = pictures(folder)
     metadata(folder, *({"file_name": name} | row(i) for i, name in enumerate(names)))
 
 
-def hub(folder: Path) -> None:
+def hub(folder):
     numbers = range(COUNT)
     rows = {"image": [natural_picture(i) for i in numbers], "label": [i % 2 for i in numbers]}
     labels = datasets.ClassLabel(names=["owl", "jay"])
@@ -121,14 +119,14 @@ def hub(folder: Path) -> None:
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder)
 
 
-def videos(folder: Path) -> None:
+def videos(folder):
     for number in range(COUNT):
         place = folder / ("wave", "point")[number % 2]
         place.mkdir(parents=True, exist_ok=True)
         write_video(place / f"{number}.mp4", [6 * number, 30 + 5 * number, 10])
 
 
-def llava(folder: Path) -> None:
+def llava(folder):
     entries = [
         {"id": str(i), "image": name, "conversations": [
             {"from": "human", "value": "<image>\nwhich one?"}, {"from": "gpt", "value": f"no. {i}"},
@@ -138,7 +136,7 @@ def llava(folder: Path) -> None:
     write_json(folder / "talk.json", entries)
 
 
-def again(folder: Path) -> None:
+def again(folder):
     for place, split in enumerate(Split):
         samples = [
             Sample(f"{split}{i}", natural_picture(100 * place + i),
@@ -148,7 +146,7 @@ def again(folder: Path) -> None:
         shards.write(samples, ("cat", "dog"), folder / split)
 
 
-MAKERS: dict[str, Callable[[Path], object]] = {
+MAKERS = {
     "cells": lambda folder: yolo(folder, "red", "white"), "pets": coco, "chess": roboflow,
     "masks": voc, "roads": kitti, "tools": cvat, "fruit": labelstudio,
     "parts": lambda folder: (yolo(folder, "nut", "bolt"), pictures(folder / "raw", 10, 500)),
@@ -167,24 +165,34 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 
-def domain_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DomainSettings:
-    """The domain of an example, as the command line reads it, in a folder of its data."""
-    (tmp_path / "own" / "domain").mkdir(parents=True)
-    (tmp_path / "own" / "domain" / f"{name}.yaml").write_text(EXAMPLES[name])
-    MAKERS[name](tmp_path / name)
+@pytest.fixture(scope="module")
+def read(tmp_path_factory):
+    """The domains of all examples, as the command line reads them."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "domain").mkdir()
+    for name, text in EXAMPLES.items():
+        (folder / "domain" / f"{name}.yaml").write_text(text)
+    chosen = [f"+domain@domains.{name}={name}" for name in EXAMPLES]
+    config = configured("task=own", *chosen, f"hydra.searchpath=[file://{folder}]")
+    return {domain.name: domain for domain in from_config(config).chosen()}
+
+
+@pytest.fixture
+def domain_of(read, tmp_path, monkeypatch):
+    """Gives the domain of an example, whose data are in the working directory then."""
     monkeypatch.chdir(tmp_path)
-    overrides = [
-        "task=own", f"+domain@domains.{name}={name}", f"hydra.searchpath=[file://{tmp_path}/own]",
-    ]  # fmt: skip
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        (domain,) = from_config(compose("config", overrides=overrides)).chosen()
-    return domain
+
+    def made(name):
+        MAKERS[name](tmp_path / name)
+        return read[name]
+
+    return made
 
 
 @pytest.mark.parametrize("name", list(EXAMPLES))
-def test_an_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example(name, tmp_path, domain_of):
     assert len(EXAMPLES[name].splitlines()) <= 6
-    domain = domain_of(name, tmp_path, monkeypatch)
+    domain = domain_of(name)
     build_data(domain, tmp_path / "data")
     assert not (tmp_path / "data" / FAULTS).exists() or name == "masks"
     found = {split: shards.open_shard(tmp_path / "data" / split) for split in Split}
@@ -200,7 +208,7 @@ def test_an_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 DOCUMENTS = ("records", "linked_records", "documents", "texts", "album")
 
 
-def test_the_page_has_an_example_of_every_format_and_task() -> None:
+def test_the_page_has_an_example_of_every_format_and_task():
     kinds = {yaml.safe_load(text)["defaults"][0] for text in EXAMPLES.values()}
     assert kinds == set(FORMATS) - {"scenes", *DOCUMENTS}  # docs/how-to/documents.md has those
     assert set(MAKERS) == set(EXAMPLES)
@@ -214,10 +222,8 @@ def test_the_page_has_an_example_of_every_format_and_task() -> None:
 
 
 @pytest.mark.parametrize("name", ["cells", "pets", "masks", "leaves"])
-def test_any_change_of_the_data_is_seen(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    domain = domain_of(name, tmp_path, monkeypatch)
+def test_any_change_of_the_data_is_seen(name, tmp_path, domain_of):
+    domain = domain_of(name)
     keys = {data_stage(domain, tmp_path / "work").key}
     files = [path for path in sorted((tmp_path / name).rglob("*")) if path.is_file()]
     pictures = [path for path in files if path.suffix == ".png"]
@@ -232,33 +238,13 @@ def test_any_change_of_the_data_is_seen(
     assert data_stage(domain, tmp_path / "work").key != before
 
 
-def own(path: Path, **more: object) -> DomainSettings:
-    source = SourceSettings(kind="yolo", path=str(path), **more)
-    return DomainSettings("cells", Task.DETECTION, ["red", "white"], "detect", source=source)
-
-
-def test_a_few_faults_are_skipped_and_recorded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    yolo(tmp_path / "set", "red", "white")
-    domain = own(tmp_path / "set" / "data.yaml")
-    (tmp_path / "set/labels/7.txt").write_text("0 0.5 0.5 0 0\n1 0.5 0.5 0.2 0.2\n")
-    (tmp_path / "set/images/9.png").write_bytes(b"broken")
-    build_data(domain, tmp_path / "data")
-    (record,) = [record for record in caplog.records if record.name.startswith("valora")]
-    assert "2 of 40 images skipped in whole or in part" in record.message
-    found = json.loads((tmp_path / "data" / FAULTS).read_text())
-    assert sorted(kind for kind, _ in found) == ["box_empty", "image_unreadable"]
-    (tmp_path / "set/images/11.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"domain cells: .* 3 of 40 images have faults"):
-        build_data(domain, tmp_path / "again")
-
-
-def test_data_without_any_object_is_refused(tmp_path: Path) -> None:
+def test_data_without_any_object_is_refused(tmp_path):
     yolo(tmp_path / "set", "red", "white")
     (tmp_path / "set/labels").rename(tmp_path / "set/elsewhere")
+    source = SourceSettings(kind="yolo", path=f"{tmp_path}/set/data.yaml")
+    domain = DomainSettings("cells", Task.DETECTION, ["red", "white"], "detect", source=source)
     with pytest.raises(DataError, match=r"no training image of domain cells has an object of red"):
-        build_data(own(tmp_path / "set" / "data.yaml"), tmp_path / "data")
+        build_data(domain, tmp_path / "data")
     # And answers that teach nothing.
     table(tmp_path / "same", lambda _: {"count": 1})
     source = SourceSettings(kind="imagefolder", path=str(tmp_path / "same"))
@@ -268,7 +254,7 @@ def test_data_without_any_object_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_domains_of_every_task_go_into_one_bundle(tmp_path: Path, random_llava: Path) -> None:
+def test_domains_of_every_task_go_into_one_bundle(tmp_path, random_llava):
     (command,) = re.findall(r"```text\n(valora-train .*?)```", PAGE.read_text(), re.S)
     program, *arguments = shlex.split(command.replace("\\\n", " "))
     assert program == "valora-train"
@@ -280,7 +266,8 @@ def test_domains_of_every_task_go_into_one_bundle(tmp_path: Path, random_llava: 
     quick = [
         f"model.id={random_llava}", "fusion.unreachable=keep", "train.steps=2",
         "train.steps_per_held=0", "train.probe_steps=2", "train.batch_size=4",
-        "train.lora.rank=4", "train.threads=1", "heads.max_tokens=4",
+        "train.lora.rank=4", "train.threads=1", "heads.max_tokens=4", "train/augment=none",
+        "train.validations=0",
         *(f"domains.{name}.required=0.01" for name in names),
     ]  # fmt: skip
     new_store(tmp_path)

@@ -1,9 +1,9 @@
-"""`command=push` against a stand-in of a hub, over HTTP on this machine."""
+"""`command=push`: what is uploaded, and hubs that refuse it."""
 
-import base64
-import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -13,87 +13,25 @@ from valora_data.contract.bundle import read_bundle
 from valora_data.errors import ValoraError
 from valora_serve.demo.command import BUNDLES
 from valora_train.reporting.cards import with_metadata
-from valora_train.settings import PushSettings, Settings, TaskSettings
+from valora_train.settings import PushSettings, Settings
 from valora_train.stages.push import push as push_bundle
 
-TOKEN = "hf_of_the_test"
 
+def test_a_bundle_arrives_whole_with_its_results(tmp_path, monkeypatch):
+    made = {}
 
-class Hub(ThreadingHTTPServer):
-    """What huggingface_hub asks of a hub to make a repository and to commit a folder."""
+    def upload(api, *, folder_path, **asked):
+        made.update(asked)
+        shutil.copytree(folder_path, tmp_path / "fetched")
+        return SimpleNamespace(commit_url="https://hub/me/pets/commit/1")
 
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.asked, self.made = {}, [], {}
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def _send(self, status, content):
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self):
-        self.server.asked.append(self.path)
-        self._send(200, {"sha": "0" * 40, "id": "me/pets", "siblings": []})
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.asked.append(self.path)
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self._send(401, {"error": "Invalid username or password."})
-        elif self.path == "/api/repos/create":
-            self.server.made |= json.loads(body)
-            self._send(200, {"url": f"{self.server.url}/me/pets", "id": "me/pets"})
-        elif "/preupload/" in self.path:
-            mode = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
-            files = [mode | {"path": file["path"]} for file in json.loads(body)["files"]]
-            self._send(200, {"files": files})
-        elif "/commit/" in self.path:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    value = line["value"]
-                    self.server.files[value["path"]] = base64.b64decode(value["content"])
-            url = f"{self.server.url}/me/pets/commit/{'1' * 40}"
-            self._send(200, {"commitUrl": url, "commitOid": "1" * 40, "hookOutput": ""})
-        else:
-            self._send(200, {"isValid": True})
-
-
-@pytest.fixture
-def hub():
-    running = Hub()
-    yield running
-    running.shutdown()
-    running.server_close()
-
-
-@pytest.fixture
-def settings(hub, tmp_path, monkeypatch):
-    """Settings of a push, and the environment that a user would set."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bundles").symlink_to(BUNDLES)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-    return Settings(push=PushSettings("me/pets"), task=TaskSettings(name="detection"))
-
-
-def test_a_bundle_arrives_whole_with_its_results(hub, settings, tmp_path):
-    assert push_bundle(settings) == f"{hub.url}/me/pets/commit/{'1' * 40}"
-    assert hub.made["name"] == "pets"
-    for name, content in hub.files.items():
-        file = tmp_path / "fetched" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda _, *at, **to: made.update(to))
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
+    bundle = str(BUNDLES / "detection")
+    assert push_bundle(Settings(push=PushSettings("me/pets", bundle))) == (
+        "https://hub/me/pets/commit/1"
+    )
+    assert (made["repo_id"], made["private"], made["revision"]) == ("me/pets", True, None)
     fetched = read_bundle(tmp_path / "fetched")  # every file has its hash
     assert fetched.domains == read_bundle(BUNDLES / "detection").domains
     data = yaml.safe_load((tmp_path / "fetched" / "README.md").read_text().split("---\n")[1])
@@ -119,14 +57,29 @@ def test_mistakes_are_sentences(asked, said):
         push_bundle(Settings(push=asked))
 
 
-def test_a_hub_that_refuses_or_is_away_is_a_sentence(hub, settings, monkeypatch):
+class Refusing(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        self.send_response(401)
+        self.end_headers()
+        self.wfile.write(b'{"error": "Invalid username or password."}')
+
+
+def test_a_hub_that_refuses_or_is_away_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "wrong")
-    with pytest.raises(ValoraError, match=r"\(HfHubHTTPError: Invalid username or password.\)"):
-        push_bundle(settings)
-    assert hub.files == {}
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    asked = Settings(push=PushSettings("me/pets", bundle=str(BUNDLES / "detection")))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{hub.server_address[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+        with pytest.raises(ValoraError, match=r"\(HfHubHTTPError: .*Invalid username or password"):
+            push_bundle(asked)
+        hub.shutdown()
     with pytest.raises(ValoraError, match=r"\(ConnectError: \[Errno 111\] Connection refused\)"):
-        push_bundle(settings)
+        push_bundle(asked)
 
 
 def test_the_card_keeps_its_text_and_gets_one_front():

@@ -25,7 +25,7 @@ from valora_train.stages.distill import (
     teacher_speed,
 )
 
-SEEN: dict[str, tuple[Box, ...]] = {}  # the boxes that the teacher gave, by sample
+SEEN = {}  # the boxes that the teacher gave, by sample
 PLANTS = list(builtin_domain(Task.CLASSIFICATION, "plant_type").labels)
 
 
@@ -145,11 +145,11 @@ def test_a_classifier_has_a_calibration_error(data, tmp_path):
 
 def test_a_small_teacher_is_distilled_with_its_soft_labels(data, tmp_path):
     teacher = TeacherSettings(kind="small", labelled=True, options={"epochs": 2, "size": 32})
-    domain, taught, out = replace(SKY, teacher="train"), tmp_path / "taught", tmp_path / "out"
-    taught.mkdir()
+    domain, trained, out = replace(SKY, teacher="train"), tmp_path / "trained", tmp_path / "out"
+    trained.mkdir()
     out.mkdir()
-    build_teacher(domain, teacher, data(SKY), taught, lambda *_: None)
-    build_distilled(domain, teacher, data(SKY), taught, out)
+    build_teacher(domain, teacher, data(SKY), trained, lambda *_: None)
+    build_distilled(domain, teacher, data(SKY), trained, out)
     samples = shards.read(out / PSEUDO_LABELLED)
     assert len(samples) == 12 + 40
     assert all(len(sample.answer.soft) == len(PLANTS) for sample in samples[:12])

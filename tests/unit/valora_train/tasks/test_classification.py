@@ -79,8 +79,8 @@ def test_the_server_says_the_same(tmp_path, pooling):
         hidden = torch.cat([before, read.visual[row], read.last[row : row + 1]])
         asked = [HeadRequest(served, hidden, visual, places=read.places[row])]
         (result,) = launch_heads(asked).read()
-        told = [result.confidences[label] for label in LABELS]
-        assert told == pytest.approx(ours[row].tolist(), abs=1e-5)
+        said = [result.confidences[label] for label in LABELS]
+        assert said == pytest.approx(ours[row].tolist(), abs=1e-5)
     again = LabelHeadModule.of(served)
     assert again.pooling == pooling
     assert again.labels == LABELS

@@ -153,7 +153,7 @@ def test_gradients_of_a_step_do_not_depend_on_its_pieces(random_llava):
         rows = {name: torch.arange(4) for name in data}  # videos are several times as long
         passes.append(len(trainer._parts(rows)))
         trainer.open("a", seed=1)
-        losses: list[float] = []
+        losses = []
         for name, held in (("vehicle_type", []), ("vehicle_motion", ["vehicle_type"])):
             trainer.train("a", [name], held=held, rehearse=True, seed=2,
                           on_step=lambda _, __, loss, ___, to=losses: to.append(loss))  # fmt: skip

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import uvicorn
+    from fastapi import FastAPI
 
     from valora_serve.engine.async_engine import AsyncEngine
     from valora_serve.replicas.client import ReplicatedEngine
-    from valora_serve.types import ServedModel
+    from valora_serve.server.loading.startup import Served
 
 _ABOUT = """\
 Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOMAIN, and a web
@@ -116,8 +117,7 @@ def serve(
     # Wrong settings are reported before models are loaded.
     keys = KeyRing(settings)
     if engine_settings.share_by == "key":
-        for name in sorted(engine_settings.shares.keys() - keys.names):  # it may be added later
-            logs.LOG.warning("shares: there is no key %s, so its share goes to nobody", name)
+        _tell_of_shares(engine_settings.shares, "key", keys.names)
     check_certificate(settings)
     if make_resolvers(settings.adapter_sources):
         lock_folder(Path(settings.adapter_cache)).release()
@@ -142,13 +142,12 @@ def _check(
     return check(_follow_bundles(engine, folders), folders, settings.max_connections)
 
 
-def _tell_of_shares(settings: EngineSettings, models: Iterable[ServedModel]) -> None:
-    """Log the shares of adapters that are not loaded."""
+def _tell_of_shares(shares: Iterable[str], what: str, known: Iterable[str]) -> None:
+    """Log the shares of keys or adapters that are not there, but may come later."""
     from valora_serve.server.telemetry import logs
 
-    known = {model.adapter or "base" for model in models}
-    for name in sorted(settings.shares.keys() - known):  # it may be loaded later
-        logs.LOG.warning("shares: there is no adapter %s, so its share goes to nobody", name)
+    for name in sorted({*shares} - {*known}):
+        logs.LOG.warning("shares: there is no %s %s, so its share goes to nobody", what, name)
 
 
 def _follow_bundles(settings: EngineSettings, folders: Sequence[Path]) -> EngineSettings:
@@ -158,6 +157,31 @@ def _follow_bundles(settings: EngineSettings, folders: Sequence[Path]) -> Engine
     base, quantize = startup.find_base(folders, settings.base), settings.quantize
     quantize = startup.find_rounding(folders) if quantize == "auto" else quantize
     return replace(settings, base=base, quantize=quantize)
+
+
+async def make_app(
+    engine: AsyncEngine | ReplicatedEngine,
+    settings: ServerSettings,
+    folders: Sequence[Path],
+    engine_settings: EngineSettings,
+) -> tuple[FastAPI, Served]:
+    """Load bundles into an engine; return the application in front of it, and what it serves."""
+    from functools import partial
+
+    from valora_serve.server.app import create_app
+    from valora_serve.server.loading import golden, startup
+    from valora_serve.server.loading.served_set import ServedSet
+
+    replay = partial(golden.replay, engine) if settings.golden else None
+    folder = Path(settings.adapter_folder) if settings.adapter_folder else None
+    served = ServedSet(engine, folder, Path(settings.state_file), replay)
+    found = await startup.load_all(
+        engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
+    )
+    by, shares = engine_settings.share_by, engine_settings.shares
+    if by == "adapter":
+        _tell_of_shares(shares, by, [model.adapter or "base" for model in engine.models()])
+    return create_app(engine, settings, served, share_by=by, shares=shares), found
 
 
 async def _serve(
@@ -175,14 +199,12 @@ async def _serve(
     from rich.console import Console
 
     from valora_serve.engine.start import start_engine
-    from valora_serve.server.app import create_app, make_server
-    from valora_serve.server.loading import golden, startup
-    from valora_serve.server.loading.served_set import ServedSet
+    from valora_serve.server.app import make_server
+    from valora_serve.server.loading import startup
     from valora_serve.server.media.pool import shared_pool
 
     shared_pool().start()  # ready by the time that the model is loaded
-    state = Path(settings.state_file)
-    folders = startup.find_bundles(bundles, state.parent / "downloads")
+    folders = startup.find_bundles(bundles, Path(settings.state_file).parent / "downloads")
     engine_settings = _follow_bundles(engine_settings, folders)
     engine: AsyncEngine | ReplicatedEngine
     own: AsyncEngine | None = None
@@ -193,16 +215,7 @@ async def _serve(
 
         engine = await start_replicas(replica_settings, engine_settings, settings)
     try:
-        replay = partial(golden.replay, engine) if settings.golden else None
-        folder = Path(settings.adapter_folder) if settings.adapter_folder else None
-        served = ServedSet(engine, folder, state, replay)
-        found = await startup.load_all(
-            engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
-        )
-        by, shares = engine_settings.share_by, engine_settings.shares
-        if by == "adapter":
-            _tell_of_shares(engine_settings, engine.models())
-        app = create_app(engine, settings, served, share_by=by, shares=shares)
+        app, found = await make_app(engine, settings, folders, engine_settings)
         server = make_server(app, settings)
     except BaseException:
         await engine.close()

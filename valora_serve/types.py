@@ -35,16 +35,11 @@ class Mode(StrEnum):
 class Finish(StrEnum):
     """Why a request ended; the first two are named as in OpenAI's API."""
 
-    STOP = "stop"
-    """A stop token or a stop text was generated."""
-    LENGTH = "length"
-    """`max_tokens` or the context length was reached."""
-    HEAD = "head"
-    """A head gave the result."""
-    CANCELLED = "cancelled"
-    """The client cancelled it."""
-    ERROR = "error"
-    """The request failed."""
+    STOP = "stop"  # a stop token or a stop text was generated
+    LENGTH = "length"  # `max_tokens` or the context length was reached
+    HEAD = "head"  # a head gave the result
+    CANCELLED = "cancelled"  # the client cancelled it
+    ERROR = "error"  # the request failed
 
 
 class Constraint(Protocol):

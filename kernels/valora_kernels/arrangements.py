@@ -13,15 +13,13 @@ from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
 if TYPE_CHECKING:
     from valora_kernels.gpus import Gpu
 
-EXPAND_RANKS = 128
-"""Rank rows that an expanding program holds at once."""
+EXPAND_RANKS = 128  # rank rows that an expanding program holds at once
 
 SHRINK_EXPAND, FUSED = "shrink_expand", "fused"
 ALL, SHRINK, EXPAND = "all", "shrink", "expand"
 """What is timed of a tiling: the whole operator, or a step of `shrink_expand`."""
 
-Times = list[tuple[float, Tiling]]
-"""Median microseconds of each tiling, the fastest first."""
+Times = list[tuple[float, Tiling]]  # median microseconds of each tiling, the fastest first
 
 Timer = Callable[[str, Sequence[Tiling], int], Times]
 """Times a step of tilings with so many replays each; leaves out those that cannot be compiled."""

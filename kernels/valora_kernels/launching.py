@@ -33,11 +33,9 @@ ALIGNMENT = 8
 TURNS_FROM = 8
 """Expanding programs for each processor that are enough to occupy it, whatever the batch."""
 
-SHRINK_TURNS_FROM = 4
-"""The same of shrinking programs, which have more shared memory."""
+SHRINK_TURNS_FROM = 4  # the same of shrinking programs, which have more shared memory
 
-SUM_REGISTERS = 64
-"""Registers of a thread that hold partial sums while they are added up."""
+SUM_REGISTERS = 64  # registers of a thread that hold partial sums while they are added up
 
 
 @cache

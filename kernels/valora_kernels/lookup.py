@@ -28,8 +28,7 @@ FEATURE_WEIGHTS = np.array([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
 """Distance for a factor of two in inputs, outputs, projections, rank, rows, adapters, rows per
 adapter; and for `first`."""
 
-STARTUP_ELEMENTS = 6e6
-"""16-bit elements that could move while a kernel starts, in 3 µs."""
+STARTUP_ELEMENTS = 6e6  # 16-bit elements that could move while a kernel starts, in 3 µs
 
 ROUNDS_FROM = 256
 """Rows from which on a further round of programs costs more than the start of a kernel."""

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from valora_kernels.weights import LoraWeights
 
-MATRIX_ALIGNMENT = 128
-"""Elements at whose multiples every matrix starts in memory."""
+MATRIX_ALIGNMENT = 128  # elements at whose multiples every matrix starts in memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="Table")
 
-NONE = -1
-"""Adapter index of a row or term without an adapter."""
+NONE = -1  # adapter index of a row or term without an adapter
 
-FEW_RUNS = 4
-"""Most runs of a batch in which a single one with an adapter is looked for."""
+FEW_RUNS = 4  # most runs of a batch in which a single one with an adapter is looked for
 
-MAX_TERMS = 2
-"""Most terms of a row: two adapters, or its own and the merged one, subtracted."""
+MAX_TERMS = 2  # most terms of a row: two adapters, or its own and the merged one, subtracted
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from valora_kernels.atmm import LoraOperator
 
-ATMM = "atmm"
-"""The operator that engines use unless they compare."""
+ATMM = "atmm"  # the operator that engines use unless they compare
 
 OPERATORS = {entry.name: entry.value for entry in entry_points(group="valora.operators")}
 """``module:class`` by name, of an entry-point group; `tests/bench/valora_kernels` adds others'."""

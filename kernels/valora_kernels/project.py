@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
     Biases = Sequence[torch.Tensor | None]
 
-FOLD_RANKS = 128
-"""Largest rank that a folded expansion can hold in one tile."""
+FOLD_RANKS = 128  # largest rank that a folded expansion can hold in one tile
 
 
 @lru_cache(maxsize=4096)  # every layer of a step asks

@@ -46,8 +46,7 @@ ROWS_BETWEEN = (48, 96, 192, 384, 768, 1536, 3072, 6144)
 ADAPTERS_BETWEEN = (2, 8, 32)
 """Sizes between those of the full search; only their neighbours' fastest tilings are tried."""
 RANKS = (16, 32, 64, 128)
-MOST_RANK = 256
-"""Largest rank that adapters are served with."""
+MOST_RANK = 256  # largest rank that adapters are served with
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 PRESETS = {

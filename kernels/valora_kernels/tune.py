@@ -38,23 +38,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
-ADAPTERS = (1, 4, 16, 64)
-"""Sizes of the batches that are measured; look-up takes the nearest one."""
+ADAPTERS = (1, 4, 16, 64)  # sizes of the batches that are measured; look-up takes the nearest one
 
 NEAR = 6
 """Similar shapes whose tilings are tried, for as many rows and for as many rows a processor."""
 
-FINALISTS = 3
-"""Tilings that are timed again, longer and in turns."""
+FINALISTS = 3  # tilings that are timed again, longer and in turns
 
-LEAST = 32
-"""Fewest input and output columns of a tile that is made smaller."""
+LEAST = 32  # fewest input and output columns of a tile that is made smaller
 
 COLD_BYTES, MOST_SETS = 96 << 20, 96
 """Bytes and number of inputs, between which calls alternate: twice the cache of most GPUs."""
 
-STOP_SECONDS = 5.0
-"""Most seconds for the compiling process to end when it is told to."""
+STOP_SECONDS = 5.0  # most seconds for the compiling process to end when it is told to
 
 
 class Compiler:
@@ -129,8 +125,7 @@ class Piece(Enum):
     """What a piece of work was."""
 
     MEASURED = "measured"
-    WAITS = "waits"
-    """Nothing, as kernels are being compiled."""
+    WAITS = "waits"  # nothing, as kernels are being compiled
     NONE_LEFT = "none left"
 
 

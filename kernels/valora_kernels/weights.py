@@ -10,8 +10,7 @@ import torch
 
 Tensors = Sequence[torch.Tensor]
 
-MAX_PROJECTIONS = 3
-"""Most projections that share an input: q, k and v."""
+MAX_PROJECTIONS = 3  # most projections that share an input: q, k and v
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,13 +122,13 @@ def test_the_application_that_the_configuration_names(monkeypatch):
     made = build(options)
     front = made._bound_deployment
     assert front.name == FRONT
-    engines, bundles, server, application, share_by, shares = front.init_args
+    engines, bundles, server, application, engine = front.init_args
     assert engines._bound_deployment.name == DEPLOYMENT
     assert engines._bound_deployment.ray_actor_options["num_gpus"] == 1
     assert bundles == ["/models/bundles/detection"]
     assert server.keys_file == "/etc/valora/keys"
     assert application == "valora"
-    assert (share_by, shares) == ("none", {})
+    assert (engine.share_by, engine.shares) == ("none", {})
     for wrong, words in (
         ({"replicas": 3}, "3 replicas need 3 GPUs"),
         ({"replica": 3}, "did you mean replicas"),

@@ -37,10 +37,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MODEL_CONFIG = "config.json"
 """The model's configuration, which may lie beside an adapter and names a classifier's labels."""
-CONFIG_BYTES = 1 << 20
-"""Most bytes of `adapter_config.json`."""
-MAX_RANK = 256
-"""Largest rank that the kernels compute."""
+CONFIG_BYTES = 1 << 20  # most bytes of `adapter_config.json`
+MAX_RANK = 256  # largest rank that the kernels compute
 SCALINGS = (1e-6, 1e4)
 """Smallest and largest absolute scaling that is not 0. Those of trained adapters lie between 0.01
 and 1,000; their quotients must fit into the matrices when modules of an adapter differ."""

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from valora_data.contract.head import Head
     from valora_serve.catalogue.adapters import Adapter
 
-MOST_LABELS = 4096
-"""Most labels of a classifier: the list of models names all of them."""
+MOST_LABELS = 4096  # most labels of a classifier: the list of models names all of them
 
 
 def make_classifier(adapter: Adapter, score: Tensor, width: int) -> Head:

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from valora_data.contract.contexts import Memory
     from valora_data.contract.manifest import ContextEntry
 
-FACTS_FILE = "context.json"
-"""What a context that was made at run time is."""
-MEMORY_FILE = "memory.safetensors"
-"""Its memory."""
+FACTS_FILE = "context.json"  # what a context that was made at run time is
+MEMORY_FILE = "memory.safetensors"  # its memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)

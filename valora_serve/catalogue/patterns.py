@@ -13,20 +13,18 @@ import re
 import subprocess
 import sys
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valora_serve.errors import AdapterError
 
-SECONDS = 2
-"""Most seconds of processor time for all expressions of an adapter together."""
-WAIT = 20.0
-"""Most seconds until the process has ended, however busy the machine is."""
-MEMORY = 1 << 30
-"""Most bytes of address space of the process."""
-MOST_PATTERNS = 2048
-"""Most expressions of an adapter."""
-PATTERN_LENGTH = 10_000
-"""Most characters of an expression."""
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SECONDS = 2  # most seconds of processor time for all expressions of an adapter together
+WAIT = 20.0  # most seconds until the process has ended, however busy the machine is
+MEMORY = 1 << 30  # most bytes of address space of the process
+MOST_PATTERNS = 2048  # most expressions of an adapter
+PATTERN_LENGTH = 10_000  # most characters of an expression
 
 _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
 
@@ -67,31 +65,24 @@ def plain(name: str) -> bool:
     return _PLAIN.fullmatch(name) is not None
 
 
+@lru_cache(maxsize=16)  # adapters of one training run have the same expressions
 def match_all(
     expressions: tuple[Expression, ...], paths: tuple[str, ...]
-) -> list[list[str | None]]:
+) -> Sequence[Sequence[str | None]]:
     """Match every expression against every path.
 
     Returns for each expression and path what its group ``idx`` matched (empty if it has none), or
     None if it does not match. Raises an AdapterError if one is invalid, or a limit is exceeded.
     """
-    return [list(row) for row in _matched(expressions, paths)] if expressions else []
-
-
-@lru_cache(maxsize=16)  # adapters of one training run have the same expressions
-def _matched(
-    expressions: tuple[Expression, ...], paths: tuple[str, ...]
-) -> tuple[tuple[str | None, ...], ...]:
-    if len(expressions) > MOST_PATTERNS:
-        raise AdapterError(
-            f"it has {len(expressions)} patterns, more than {MOST_PATTERNS}: name modules in a list"
-        )
-    for one in expressions:
-        if len(one.pattern) > PATTERN_LENGTH:
-            raise AdapterError(
-                f"{one.option} has {len(one.pattern)} characters, more than {PATTERN_LENGTH}: name "
-                "modules in a list"
-            )
+    if not expressions:
+        return []
+    longest = max(expressions, key=lambda one: len(one.pattern))
+    for what, size, most in (
+        ("patterns", len(expressions), MOST_PATTERNS),
+        (f"characters in {longest.option}", len(longest.pattern), PATTERN_LENGTH),
+    ):
+        if size > most:
+            raise AdapterError(f"it has {size} {what}, more than {most}: name modules in a list")
     work = [(one.how, one.pattern, paths) for one in expressions]
     options = ", ".join(dict.fromkeys(one.option for one in expressions))
     try:
@@ -114,11 +105,11 @@ def _matched(
             f"matching {options} takes more than {SECONDS} s or {MEMORY >> 20} MB: simplify the "
             "regular expression, or name modules in a list"
         )
-    rows = json.loads(done.stdout)
+    rows: list[Any] = json.loads(done.stdout)
     for one, row in zip(expressions, rows, strict=True):
         if isinstance(row, str):
             raise AdapterError(
                 f"{one.option} is no regular expression ({row[:100]}): correct it, or name modules "
                 "in a list"
             )
-    return tuple(tuple(row) for row in rows)
+    return rows

@@ -18,16 +18,10 @@ from valora_data.contract.contexts import ENCODER_FILE, read_encoder
 from valora_data.contract.files import read_json, shown
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
+from valora_serve import errors
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
 from valora_serve.catalogue.classifiers import make_classifier
 from valora_serve.catalogue.contexts import Context, read_context, read_facts
-from valora_serve.errors import (
-    AdapterError,
-    BusyError,
-    MissingAdapterError,
-    RequestError,
-    UnknownModelError,
-)
 from valora_serve.types import MOST_MIXED, MOST_WEIGHT, ServedModel
 
 if TYPE_CHECKING:
@@ -39,10 +33,8 @@ if TYPE_CHECKING:
     from valora_data.contract.contexts import Encoder, Memory
     from valora_data.contract.head import Head
 
-CONTEXT_TASK = "context"
-"""Task of contexts."""
-NAME_LENGTH = 256
-"""Most characters of the name of an adapter or a domain."""
+CONTEXT_TASK = "context"  # task of contexts
+NAME_LENGTH = 256  # most characters of the name of an adapter or a domain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +122,7 @@ class Store:
             return self._base
         if name not in self._named:
             known = ", ".join([self.base_name, *self._named])
-            raise UnknownModelError(f"no model is named {name}: use one of {known}")
+            raise errors.UnknownModelError(f"no model is named {name}: use one of {known}")
         return self._named[name]
 
     def mix(self, name: str | None, weights: Sequence[tuple[str, float]]) -> ResolvedModel:
@@ -139,13 +131,13 @@ class Store:
         if not weights:
             return named
         if len(weights) > MOST_MIXED or any(not abs(one) <= MOST_WEIGHT for _, one in weights):
-            raise RequestError(
+            raise errors.RequestError(
                 f"valora.adapters takes up to {MOST_MIXED} adapters, with weights from "
                 f"{-MOST_WEIGHT:g} to {MOST_WEIGHT:g}"
             )
         found = [self.resolve(one) for one, _ in weights]
         if named not in (self._base, found[0]):
-            raise RequestError(
+            raise errors.RequestError(
                 f"the request names {named.model.name} and valora.adapters: name the base model, "
                 "or the first of the adapters"
             )
@@ -162,7 +154,7 @@ class Store:
                 before = terms.get(adapter.content, (adapter, 0.0))[1]
                 terms[adapter.content] = (adapter, before + weight)
                 continue
-            raise RequestError(
+            raise errors.RequestError(
                 f"{model.name} takes no weight in valora.adapters, as it {wrong}: name it alone as "
                 "model"
             )
@@ -200,7 +192,7 @@ class Store:
         if adapter.score is not None:
             head = make_classifier(adapter, adapter.score, self._width).to(self._device)
         if facts.get("decode_only") and adapter.vision_content:
-            raise AdapterError(
+            raise errors.AdapterError(
                 f"adapter {folder} changes how images are encoded, which decode_only leaves to the "
                 "base model: load it without decode_only"
             )
@@ -225,15 +217,15 @@ class Store:
             check_base(bundle, self.base, self.base_hash(), self._quantize)
             return self._stage(bundle)
         except BundleError as error:
-            raise AdapterError(str(error)) from error
+            raise errors.AdapterError(str(error)) from error
         except OSError as error:
-            raise AdapterError(
+            raise errors.AdapterError(
                 f"bundle {folder} cannot be read ({error}): copy it again"
             ) from error
 
     def _stage(self, bundle: Bundle) -> Staged:
         if not bundle.adapters and not bundle.domains:
-            raise AdapterError(f"bundle {bundle.folder} holds no domain: export it again")
+            raise errors.AdapterError(f"bundle {bundle.folder} holds no domain: export it again")
         loaded_at = time.time()
         adapters: dict[str, Adapter] = {}
         listed: dict[str, ResolvedModel] = {}
@@ -282,7 +274,7 @@ class Store:
         adapters[adapter.content] = adapter
         encoder = read_encoder(folder, self._config)
         if len(encoder.queries) != facts["tokens"]:
-            raise AdapterError(
+            raise errors.AdapterError(
                 f"bundle {bundle.folder}: encoder {short} makes {facts['tokens']} tokens, but has "
                 f"{len(encoder.queries)} queries: export it again"
             )
@@ -314,7 +306,7 @@ class Store:
         """Return the adapter that answers about a context; MissingAdapterError if there is none."""
         found = self._named.get(name)
         if found is None or found.model.kind != "adapter":
-            raise MissingAdapterError(
+            raise errors.MissingAdapterError(
                 f"context {context} is to be answered by adapter {shown(name)}, which is not "
                 "served: load it first",
                 name,
@@ -329,24 +321,8 @@ class Store:
         if name is None or name not in known:
             asked = "no encoder is named" if name is None else f"{shown(name)} is no encoder"
             listed = f"use one of {', '.join(known)}" if known else "load a bundle that has one"
-            raise UnknownModelError(f"{asked}: {listed}, or make a prefix")
+            raise errors.UnknownModelError(f"{asked}: {listed}, or make a prefix")
         return known[name]
-
-    def unregister_context(self, name: str) -> ServedModel:
-        """Forget a context that was made at run time; return its entry in the list of models."""
-        target = self._named.get(name)
-        if target is None or target.context is None:
-            known = ", ".join(self.contexts()) or "none"
-            raise UnknownModelError(f"no context is named {shown(name)}: known are {known}")
-        return self._forget("context", name)
-
-    def _forget(self, kind: str, name: str) -> ServedModel:
-        if (bundle := self._bundle_of(name)) is not None:
-            raise BusyError(f"{kind} {name} belongs to bundle {bundle}: unload the bundle")
-        gone = self._named[name].model
-        # A new dict, as other threads may be iterating over the old one.
-        self._named = {key: one for key, one in self._named.items() if key != name}
-        return gone
 
     def _domain(
         self,
@@ -365,13 +341,13 @@ class Store:
         if facts.get("head"):
             head = read_head(_verified(bundle, facts["head"]), self._width).to(self._device)
             if labels and head.labels != labels:
-                raise AdapterError(
+                raise errors.AdapterError(
                     f"bundle {bundle.folder}: domain {name} has labels {shown(labels)}, its head "
                     f"{shown(head.labels)}; export it again"
                 )
             head = head.configured(facts)
             if by is not None and by.model.decode_only and head.reads_visual:
-                raise AdapterError(
+                raise errors.AdapterError(
                     f"bundle {bundle.folder}: the head of domain {name} reads the images of the "
                     "prompt, but its adapter is decode_only, so it changes nothing there: export "
                     "it without decode_only"
@@ -417,11 +393,11 @@ class Store:
 
     def _check_name(self, name: str) -> None:
         if not name or name != name.strip() or not name.isprintable() or len(name) > NAME_LENGTH:
-            raise AdapterError(
+            raise errors.AdapterError(
                 f"{shown(name)} cannot be a name: use up to {NAME_LENGTH} visible characters"
             )
         if name in (self.base, self.base_name):
-            raise AdapterError(f"{name} is the base model's name: choose another one")
+            raise errors.AdapterError(f"{name} is the base model's name: choose another one")
 
     def check(self, staged: Staged) -> frozenset[str]:
         """Return the names that it replaces, of its own name; or `AdapterError`, if of another."""
@@ -435,7 +411,7 @@ class Store:
         taken = [name for name in names if name in self._named and name not in replaced]
         if doubled or taken:
             name = (doubled or taken)[0]
-            raise AdapterError(
+            raise errors.AdapterError(
                 f"{staged.folder} brings {name}, a name that something else has: unload that "
                 "first, or rename it"
             )
@@ -451,24 +427,34 @@ class Store:
             self._bundles[staged.bundle] = frozenset(names)
         return [target.model for target in staged.targets]
 
-    def unregister_adapter(self, name: str) -> ServedModel:
-        """Forget an adapter that belongs to no bundle; return its entry in the list of models."""
-        target = self._named.get(name)
-        if target is None or target.model.kind != "adapter":
-            known = [model.name for model in self.models() if model.kind == "adapter"]
-            raise UnknownModelError(f"no adapter is named {name}: known are {known}")
-        return self._forget("adapter", name)
+    def unregister(self, kind: str, name: str) -> list[ServedModel]:
+        """Forget an ``adapter``, ``bundle`` (or NAME@VERSION) or ``context``; return its entries.
 
-    def unregister_bundle(self, name: str) -> list[ServedModel]:
-        """Forget a bundle, named with or without ``@version``; return its entries in that list."""
-        short, _, version = name.partition("@")
-        names = self._bundles.get(short)
-        labels = {self._named[n].model.bundle for n in names} if names else set()
-        if names is None or (version and name not in labels):
-            raise UnknownModelError(f"no bundle is named {name}: known are {list(self._bundles)}")
-        gone = [one.model for n, one in self._named.items() if n in names]
-        self._named = {n: one for n, one in self._named.items() if n not in names}
-        del self._bundles[short]
+        A `BusyError` says that an adapter or a context belongs to a bundle.
+        """
+        if kind == "bundle":
+            short, _, version = name.partition("@")
+            names, known = self._bundles.get(short, frozenset()), list(self._bundles)
+            if version and name not in {self._named[one].model.bundle for one in names}:
+                names = frozenset()
+        else:
+            short, known = name, list(self.contexts())
+            if kind == "adapter":
+                known = [model.name for model in self.models() if model.kind == "adapter"]
+            names = frozenset({name} & {*known})
+            if names and (bundle := self._bundle_of(name)) is not None:
+                raise errors.BusyError(
+                    f"{kind} {name} belongs to bundle {bundle}: unload the bundle"
+                )
+        if not names:
+            listed = ", ".join(known) or "none"
+            raise errors.UnknownModelError(
+                f"no {kind} is named {shown(name)[1:-1]}: known are {listed}"
+            )
+        gone = [one.model for key, one in self._named.items() if key in names]
+        # A new dict, as other threads may be iterating over the old one.
+        self._named = {key: one for key, one in self._named.items() if key not in names}
+        self._bundles.pop(short if kind == "bundle" else "", None)
         return gone
 
     def _bundle_of(self, name: str) -> str | None:
@@ -496,7 +482,7 @@ def _golden_examples(bundle: Bundle) -> list[dict[str, Any]]:
 def _verified(bundle: Bundle, name: str) -> Path:
     """Return the path of a file, if the bundle's manifest has its sha256."""
     if name not in bundle.manifest["files"]:
-        raise AdapterError(
+        raise errors.AdapterError(
             f"bundle {bundle.folder} uses {shown(name)}, but its manifest has no sha256 of it: "
             "export it again"
         )

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIXED = "the base weights have 4 or 8 bits"
-"""Why no adapter is merged into some base models."""
+FIXED = "the base weights have 4 or 8 bits"  # why no adapter is merged into some base models
 
 
 class AdapterRegistry:
@@ -194,17 +193,9 @@ class AdapterRegistry:
 
         self._prefixes.add(self.prefix_key(context), packed, reload)
 
-    def unregister(self, name: str, *, bundle: bool) -> None:
-        """Forget an adapter or a bundle; requests that run on it are finished."""
-        if bundle:
-            self._store.unregister_bundle(name)
-        else:
-            self._store.unregister_adapter(name)
-        self._refresh()
-
-    def unregister_context(self, name: str) -> None:
-        """Forget a context that was made at run time, as `unregister` does."""
-        self._store.unregister_context(name)
+    def unregister(self, kind: str, name: str) -> None:
+        """Forget an adapter, a bundle or a context; requests that run on it are finished."""
+        self._store.unregister(kind, name)
         self._refresh()
 
     def released(self, sequence: SequenceState) -> None:

@@ -46,8 +46,7 @@ STUCK_SECONDS = 10.0
 QUIET = 0.5
 """Seconds without requests after which the engine prepares, measures and tunes piece by piece."""
 
-PAUSE = 0.001
-"""Seconds between checks of loading adapters while there is nothing to compute."""
+PAUSE = 0.001  # seconds between checks of loading adapters while there is nothing to compute
 
 
 class AsyncEngine:
@@ -345,10 +344,10 @@ class AsyncEngine:
         return [model for model in self.models() if model.name in names]
 
     async def unload_adapter(self, name: str) -> None:
-        await self._await(partial(self._engine.registry.unregister, name, bundle=False))
+        await self._await(partial(self._engine.registry.unregister, "adapter", name))
 
     async def unload_bundle(self, name: str) -> None:
-        await self._await(partial(self._engine.registry.unregister, name, bundle=True))
+        await self._await(partial(self._engine.registry.unregister, "bundle", name))
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
         await self.compress(wanted, folder)
@@ -374,7 +373,7 @@ class AsyncEngine:
         return (await self._register(partial(self._engine.registry.read_context, name, folder)))[0]
 
     async def unload_context(self, name: str) -> None:
-        await self._await(partial(self._engine.registry.unregister_context, name))
+        await self._await(partial(self._engine.registry.unregister, "context", name))
 
     # ------------------------------------------------------------------ facts
 

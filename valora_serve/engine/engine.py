@@ -23,6 +23,7 @@ import torch
 from valora_data.contract.quantized import NF4
 from valora_data.contract.results import HeadResult
 from valora_kernels.operators import operator
+from valora_serve import errors
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
 from valora_serve.engine.adapter_registry import AdapterRegistry
@@ -37,16 +38,6 @@ from valora_serve.engine.settings import BY_MATRIX, FP8, LAZY, NF4_PACKED, UNMER
 from valora_serve.engine.tuning import make_tuning
 from valora_serve.engine.warm_up import WarmUp
 from valora_serve.engine.workers import Workers
-from valora_serve.errors import (
-    CancelledRequestError,
-    DeadlineError,
-    NonFiniteError,
-    OverloadedError,
-    RequestError,
-    ServeError,
-    SettingsError,
-    StoppedError,
-)
 from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
 from valora_serve.memory.block_manager import BlockManager, Owner, PagePool
 from valora_serve.memory.unified import PageShape, UnifiedMemory
@@ -91,11 +82,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SEEN = 1024
-"""Most waiting requests that a policy sees at a time."""
+SEEN = 1024  # most waiting requests that a policy sees at a time
 
-MASK_SECONDS = 0.005
-"""Time of a step in which the masks of constraints are computed."""
+MASK_SECONDS = 0.005  # time of a step in which the masks of constraints are computed
 
 Shares = list[tuple[SequenceState, int]]
 """Requests of a batch, and the number of tokens that are computed of each."""
@@ -135,7 +124,7 @@ class Engine:
         self.workers: Workers | None = None  # of a tensor-parallel group, in rank 0
         if settings.tensor_parallel > 1 and group is None:
             if lmm is not None:
-                raise SettingsError(
+                raise errors.SettingsError(
                     "tensor_parallel: expected no model, as each process reads its own part"
                 )
             self.workers = Workers(settings)
@@ -189,7 +178,7 @@ class Engine:
             )
         kept = math.ceil(settings.adapter_share * self.memory.pages)  # for adapters alone
         if self.memory.pages - kept < 2:  # one of them is for rows that fill a step up
-            raise SettingsError(
+            raise errors.SettingsError(
                 f"adapter_share {settings.adapter_share:g} of {self.memory.pages} pages leaves too "
                 "few for keys and values: lower it"
             )
@@ -240,7 +229,7 @@ class Engine:
         try:
             self._trace_file = Path(path).open("a") if path else None  # noqa: SIM115
         except OSError as error:
-            raise SettingsError(
+            raise errors.SettingsError(
                 f"the decision trace {path} cannot be written ({error.strerror}): name another file"
             ) from error
         self._trace = DecisionTrace(self._trace_file) if self._trace_file else None
@@ -342,10 +331,10 @@ class Engine:
         prompt = prepare_prompt(self.lmm, request, target.model.prompt, target.context)
         return Prepared(request, target, prompt)
 
-    def prepare_all(self, requests: Sequence[Request]) -> dict[str, Prepared | ServeError]:
+    def prepare_all(self, requests: Sequence[Request]) -> dict[str, Prepared | errors.ServeError]:
         """Prepare requests about the same images, or say why not, by id; in any thread."""
         prompts: dict[str, Prepared] = {}
-        found: dict[str, Prepared | ServeError] = {}
+        found: dict[str, Prepared | errors.ServeError] = {}
         with self.lmm.images_once() if len(requests) > 1 else contextlib.nullcontext():
             for request in requests:
                 try:
@@ -364,14 +353,14 @@ class Engine:
         self._preprocessing.check_characters(Request(name, text=wanted.document), "document")
         return prepare_compression(self.lmm, self.store, wanted, name, self.context_length)
 
-    def add_all(self, asked: Sequence[Prepared]) -> dict[str, ServeError]:
+    def add_all(self, asked: Sequence[Prepared]) -> dict[str, errors.ServeError]:
         """Put requests about the same images in the queue; return why some cannot be answered."""
-        failed: dict[str, ServeError] = {}
+        failed: dict[str, errors.ServeError] = {}
         together: list[SequenceState] = []
         for prepared in asked:
             try:
                 together.append(self.add(prepared, together))
-            except ServeError as error:
+            except errors.ServeError as error:
                 failed[prepared.request.id] = error
         return failed
 
@@ -379,19 +368,19 @@ class Engine:
         """Put a request in the queue, beside others about its images, or raise a `ServeError`."""
         request_id = prepared.request.id
         if self.requests.find(request_id) is not None:
-            raise RequestError(f"request id {request_id} is in use: choose another one")
+            raise errors.RequestError(f"request id {request_id} is in use: choose another one")
         sequence = self._preprocessing.sequence(prepared)
         self.requests.add(sequence, together)
         if sequence.carrier is None:
             self._arrived.append(sequence.view.arrival)
         return sequence
 
-    def cancel(self, request_id: str, error: ServeError | None = None) -> bool:
+    def cancel(self, request_id: str, error: errors.ServeError | None = None) -> bool:
         """End a request, with an error or as the client cancelled it; False if there is none."""
         sequence = self.requests.find(request_id)
         if sequence is None:
             return False
-        reason = error or CancelledRequestError(f"request {request_id} was cancelled")
+        reason = error or errors.CancelledRequestError(f"request {request_id} was cancelled")
         self._end(sequence, Finish.CANCELLED if error is None else Finish.ERROR, error=reason)
         return True
 
@@ -401,7 +390,7 @@ class Engine:
         if self.workers is not None and self.workers.lost is not None:
             self._outputs.clear()  # what a lost process left behind is no answer
         for sequence in self.requests.all():
-            self._fail(sequence, StoppedError(reason))
+            self._fail(sequence, errors.StoppedError(reason))
         return self._take()
 
     # ------------------------------------------------------------------ a step
@@ -437,7 +426,9 @@ class Engine:
                 if sequence.prefix == key:
                     self._fail(sequence, wrong)
         for late in self.requests.overdue(now):
-            error = DeadlineError(f"request {late.id} missed its deadline: allow it more time")
+            error = errors.DeadlineError(
+                f"request {late.id} missed its deadline: allow it more time"
+            )
             self._fail(late, error)
         decision = self._decide(now)
         flight = self._launch(decision) if decision is not None else None
@@ -472,7 +463,9 @@ class Engine:
         if self._trace is not None:
             self._trace.write(view, decision)
         for request_id, reason in decision.abort:
-            self.cancel(request_id, OverloadedError(f"request {request_id} was given up: {reason}"))
+            self.cancel(
+                request_id, errors.OverloadedError(f"request {request_id} was given up: {reason}")
+            )
         if decision.preempt:
             self._preempt(decision.preempt)
         merged = decision.merged
@@ -656,13 +649,13 @@ class Engine:
             held = [key for key in keys if key in adapters.resident]
             for key in held:
                 adapters.pin(key)
-            failed: dict[str, ServeError] = {}
+            failed: dict[str, errors.ServeError] = {}
             for key in keys:
                 if key not in adapters:
                     continue  # unloaded, and the last request that waited for it has ended
                 try:
                     adapters.load(key, urgent=number == 0)
-                except ServeError as error:
+                except errors.ServeError as error:
                     failed[key] = error
             for key in held:
                 adapters.unpin(key)
@@ -713,7 +706,7 @@ class Engine:
                 sequence.first_token = time.monotonic()
                 if isinstance(result, HeadResult):
                     self._end(sequence, Finish.HEAD, head=result, kv=sequence.kv, mode=mode)
-                elif isinstance(result, NonFiniteError):
+                elif isinstance(result, errors.NonFiniteError):
                     self._broken(sequence, flight)
                 else:
                     self._fail(sequence, result)
@@ -764,7 +757,7 @@ class Engine:
         )
         text = "" if stops else sequence.text.push(token, stop=free is not False)
         if free is None and sequence.text.stopped:
-            raise RequestError(
+            raise errors.RequestError(
                 f"request {sequence.id} was given up, as a stop text cut its JSON: leave out stop "
                 "or response_format"
             )
@@ -790,7 +783,7 @@ class Engine:
         name = " and ".join(name for name, _ in sequence.request.adapters) or sequence.request.model
         on_adapter = bool(sequence.adapters)
         remedy = "use another model, or train the adapter again" if on_adapter else "see the log"
-        error = NonFiniteError(
+        error = errors.NonFiniteError(
             f"{name or 'the base model'} computed NaN or infinity for this request: {remedy}",
             blame_adapter=on_adapter,
         )
@@ -803,10 +796,10 @@ class Engine:
             log.error("adapter %s is not merged any more: %s", flight.merged, reason)
             self.adapters.unmergeable[flight.merged] = reason
 
-    def _fail(self, sequence: SequenceState, error: ServeError) -> None:
+    def _fail(self, sequence: SequenceState, error: errors.ServeError) -> None:
         self._end(sequence, Finish.ERROR, error=error)
 
-    def _fail_adapter(self, key: str, error: ServeError) -> None:
+    def _fail_adapter(self, key: str, error: errors.ServeError) -> None:
         for sequence in self.requests.all():
             if key in sequence.adapters:
                 self._fail(sequence, error)
@@ -883,7 +876,7 @@ class Engine:
         if self.tuning is not None:
             self.tuning.close()
         if self.workers is not None:
-            with contextlib.suppress(ServeError):  # a process has ended
+            with contextlib.suppress(errors.ServeError):  # a process has ended
                 self.runner.forget_graphs()  # NCCL does not end while graphs hold its calls
             self.workers.close()
         self.adapters.close()
@@ -895,9 +888,9 @@ class Engine:
                 log.warning("the end of the decision trace is lost: %s", error)
 
 
-def _as_serve_error(request_id: str, error: Exception) -> ServeError:
+def _as_serve_error(request_id: str, error: Exception) -> errors.ServeError:
     """Return the error that a request ends with; what nobody expected is logged."""
-    if isinstance(error, ServeError):
+    if isinstance(error, errors.ServeError):
         return error
     log.error("request %s", request_id, exc_info=error)
-    return ServeError(f"request {request_id} failed: {error}")
+    return errors.ServeError(f"request {request_id} failed: {error}")

@@ -73,5 +73,4 @@ class MergeState:
         return True
 
 
-INFINITE = "merging it makes base weights infinite or NaN"
-"""Why a merge was taken back."""
+INFINITE = "merging it makes base weights infinite or NaN"  # why a merge was taken back

@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from valora_serve.memory.block_manager import BlockManager
     from valora_serve.orchestrator.decision import RequestView
 
-LOOK_AHEAD: Final = 256
-"""Waiting requests whose prefixes are loaded before it is their turn."""
+LOOK_AHEAD: Final = 256  # waiting requests whose prefixes are loaded before it is their turn
 
-PREFETCHES: Final = 32
-"""Most prefixes that are loaded at a time."""
+PREFETCHES: Final = 32  # most prefixes that are loaded at a time
 
 
 class Requests:

@@ -13,17 +13,14 @@ from valora_serve.parallel.partition import LoraParallel
 
 FP8, NF4_PACKED = "fp8", "nf4_packed"
 ROUNDINGS = ("auto", "none", NF4, NF4_PACKED, FP8)
-UNMERGEABLE = (NF4_PACKED, FP8)
-"""Roundings of weights into which no adapter is merged."""
+UNMERGEABLE = (NF4_PACKED, FP8)  # roundings of weights into which no adapter is merged
 LAZY, EAGER = CAPTURES = ("lazy", "eager")
 SWIFT, BY_MATRIX = SWITCHES = ("swift", "by_matrix")
 
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-MOST_RANK = 1024
-"""Largest rank that room may be kept for: buffers grow with it."""
-SHARED = ("none", "key", "adapter")
-"""What shares of the machine can be kept for."""
+MOST_RANK = 1024  # largest rank that room may be kept for: buffers grow with it
+SHARED = ("none", "key", "adapter")  # what shares of the machine can be kept for
 
 
 def cache_folder() -> Path:

@@ -29,23 +29,18 @@ DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 1
 IMAGE_COUNTS = (1, 2, 4, 8, 16)
 """Numbers of decoding rows, and of images, that CUDA graphs are captured for."""
 
-CPU_BYTES = 512 << 20
-"""Size of the unified memory on a CPU, in bytes."""
+CPU_BYTES = 512 << 20  # size of the unified memory on a CPU, in bytes
 
 ACTIVATIONS = 64
 """Bytes of a step for each row and element of its width: 15 tensors, and graphs as many again."""
 
-LOGITS = 32
-"""Bytes of sampling for each row and token of the vocabulary: logits in 32 bits, sorted."""
+LOGITS = 32  # bytes of sampling for each row and token of the vocabulary: logits in 32 bits, sorted
 
-GRAPHS = 1 << 30
-"""Bytes for what CUDA graphs and the attention library take whatever the model."""
+GRAPHS = 1 << 30  # bytes for what CUDA graphs and the attention library take whatever the model
 
-LEAST_PAGES = 16
-"""Fewest pages on a GPU that an engine starts with."""
+LEAST_PAGES = 16  # fewest pages on a GPU that an engine starts with
 
-HOST_THREADS = 6
-"""Most threads of torch's operators on the host where a GPU computes the steps."""
+HOST_THREADS = 6  # most threads of torch's operators on the host where a GPU computes the steps
 
 
 def find_device(name: str) -> torch.device:

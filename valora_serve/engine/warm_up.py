@@ -26,8 +26,7 @@ PAUSE = 10.0
 PATIENCE = 10.0
 """Seconds for attention's kernels once others are compiled: to load, but not to compile them."""
 
-PROGRESS_SECONDS = 5.0
-"""Seconds between two messages about the progress."""
+PROGRESS_SECONDS = 5.0  # seconds between two messages about the progress
 
 
 class WarmUp:

@@ -26,8 +26,7 @@ from valora_serve.parallel.partition import Slice, partition
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-HEAD = "lm_head"
-"""Path of the output layer."""
+HEAD = "lm_head"  # path of the output layer
 
 
 @dataclass(slots=True)

@@ -158,13 +158,9 @@ class BatchBuilder:
                 prefilling.append(request)
                 continue
             adapter = request.adapter
-            if adapter not in adapters:
-                if adapter not in resident:
-                    continue
-                if len(adapters) >= most:
-                    self.rotating = True
-                    continue
-                adapters.add(adapter)
+            if adapter not in adapters and not self._fits(adapter):
+                self.rotating |= adapter in resident
+                continue
             if request.pages:
                 if request.pages > pages:
                     if skip:

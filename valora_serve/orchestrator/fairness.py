@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 PROMPT_WEIGHT, ANSWER_WEIGHT = 1.0, 2.0
 """What a token of a prompt and of an answer count (w_p and w_q of the paper)."""
-MOST_CLIENTS = 4096
-"""Clients whose counters are kept although they ask for nothing."""
+MOST_CLIENTS = 4096  # clients whose counters are kept although they ask for nothing
 
 
 @dataclass(slots=True)

@@ -52,8 +52,7 @@ class Share:
     rank: int
     size: int
     slices: tuple[Slice, ...]
-    exchanges: bool
-    """Whether no LoRA matrix is whole, so that x·Aᵀ must be summed."""
+    exchanges: bool  # whether no LoRA matrix is whole, so that x·Aᵀ must be summed
 
     @property
     def row(self) -> bool:

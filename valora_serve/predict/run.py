@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from valora_serve.types import EngineClient, ServedModel
 
 STILLS = IMAGES - SUFFIXES
-FRAMES = 8
-"""Frames of a video, for domains that were measured with an unknown number."""
+FRAMES = 8  # frames of a video, for domains that were measured with an unknown number
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from ray import serve
 
-from valora_serve.cli import read
+from valora_serve.cli import make_app, read
 from valora_serve.errors import SettingsError
 from valora_serve.replicas import cluster
 from valora_serve.replicas.client import ReplicatedEngine
-from valora_serve.server.app import create_app
-from valora_serve.server.loading import golden, startup
-from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.server.loading import startup
 from valora_serve.server.media.pool import shared_pool
 from valora_serve.server.telemetry import logs
 
@@ -30,10 +27,10 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
+    from valora_serve.engine.settings import EngineSettings
     from valora_serve.server.settings import ServerSettings
 
-FRONT = "Front"
-"""Name of the deployment of the HTTP server."""
+FRONT = "Front"  # name of the deployment of the HTTP server
 
 
 @serve.ingress()
@@ -46,23 +43,15 @@ class Front:
         bundles: Sequence[str],
         settings: ServerSettings,
         application: str,
-        share_by: str = "none",
-        shares: Mapping[str, float] | None = None,
+        engine_settings: EngineSettings,
     ) -> None:
         logs.set_up(settings.log_level, settings.log_format)
         shared_pool().start()
-        state = Path(settings.state_file)
-        folders = startup.find_bundles(bundles, state.parent / "downloads")
+        folders = startup.find_bundles(bundles, Path(settings.state_file).parent / "downloads")
         # The replicas are stopped by Ray Serve.
         engine = ReplicatedEngine(replicas, cluster.pin_board(application), lambda: None)
         await engine.start()
-        replay = partial(golden.replay, engine) if settings.golden else None
-        folder = Path(settings.adapter_folder) if settings.adapter_folder else None
-        served = ServedSet(engine, folder, state, replay)
-        await startup.load_all(
-            engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
-        )
-        self._app = create_app(engine, settings, served, share_by=share_by, shares=shares)
+        self._app, _ = await make_app(engine, settings, folders, engine_settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the ASGI application; Ray Serve calls it after the constructor."""
@@ -95,6 +84,4 @@ def build(options: Mapping[str, Any]) -> Any:
         max_ongoing_requests=cluster.MOST_ONGOING,
         graceful_shutdown_timeout_s=server.drain_seconds + cluster.DRAIN_EXTRA,
     )
-    return front(Front).bind(
-        replicas, bundles, server, settings.application, engine.share_by, engine.shares
-    )
+    return front(Front).bind(replicas, bundles, server, settings.application, engine)

@@ -10,10 +10,8 @@ if TYPE_CHECKING:
 
     from valora_serve.replicas.wire import Report, ServedState
 
-PERIOD = 0.5
-"""Seconds between two reports of a replica, and between two looks of the server."""
-STALE = 4.0
-"""Age in seconds from which on a report, or a server, counts as gone."""
+PERIOD = 0.5  # seconds between two reports of a replica, and between two looks of the server
+STALE = 4.0  # age in seconds from which on a report, or a server, counts as gone
 
 
 class Board:

@@ -39,20 +39,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "valora"
-"""Ray namespace of the boards."""
-DEPLOYMENT = "EngineReplica"
-"""Name of the deployment of the replicas."""
+NAMESPACE = "valora"  # Ray namespace of the boards
+DEPLOYMENT = "EngineReplica"  # name of the deployment of the replicas
 OBJECT_BYTES = 2 << 30
 """Memory of a Ray that is started here for objects, which are images on their way."""
 MOST_ONGOING = 100_000
 """Requests that a replica takes at a time: its engine has the queue, so that its policy sees it."""
 HEALTH_SECONDS = 1.0, 30.0
 """Period of health checks, which find a replica that died, and their time limit."""
-DRAIN_EXTRA = 15.0
-"""Seconds that a replica has to stop, once its requests had `drain_seconds`."""
-REACH_SECONDS = 5.0
-"""Time limit for connecting to a Ray cluster."""
+DRAIN_EXTRA = 15.0  # seconds that a replica has to stop, once its requests had `drain_seconds`
+REACH_SECONDS = 5.0  # time limit for connecting to a Ray cluster
 
 
 async def start_replicas(

@@ -12,7 +12,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -57,22 +57,29 @@ class Workload:
         return float(np.bincount(named).max() / len(self)) if len(named) else 0.0
 
 
+class Mix(TypedDict, total=False):
+    """Who asks in a generated workload."""
+
+    adapters: int  # 16; 0 for the base model only
+    skew: float | None  # 0.6, share of the first adapter, others share the rest; None: all equal
+    ranks: Sequence[int]  # (64,), of the adapters, round robin
+    seed: int  # 0
+
+
 def _workload(
     rng: np.random.Generator,
     arrival: NDArray[np.float64],
-    adapters: int,
-    skew: float | None,
-    ranks: Sequence[int],
     prompt: Any,
     output: Any,
     images: Any = 0,
     chosen: NDArray[np.int32] | None = None,
+    **mix: Unpack[Mix],
 ) -> Workload:
-    n = len(arrival)
+    n, adapters, ranks = len(arrival), mix.get("adapters", 16), mix.get("ranks", (64,))
     if n == 0:
         raise TraceError("The workload has no requests; raise the rate or the duration.")
     if chosen is None:
-        chosen = _choose(rng, n, adapters, skew)
+        chosen = _choose(rng, n, adapters, mix.get("skew", 0.6))
     prompt, output, images = (
         np.broadcast_to(np.asarray(one, dtype=np.int32), n) for one in (prompt, output, images)
     )
@@ -85,7 +92,7 @@ def _workload(
 def _choose(
     rng: np.random.Generator, n: int, adapters: int, skew: float | None
 ) -> NDArray[np.int32]:
-    """Draw the adapters of n requests; see `poisson` for `adapters` and `skew`."""
+    """Draw the adapters of n requests."""
     if adapters == 0:
         return np.full(n, BASE, dtype=np.int32)
     if skew is None:
@@ -124,60 +131,33 @@ def _lengths(
     return first, second
 
 
+def _rng(mix: Mix) -> np.random.Generator:
+    return np.random.default_rng(mix.get("seed", 0))
+
+
 def poisson(
-    rate: float,
-    duration: float,
-    *,
-    adapters: int = 16,
-    skew: float | None = 0.6,
-    prompt: int = 256,
-    output: int = 200,
-    ranks: Sequence[int] = (64,),
-    seed: int = 0,
+    rate: float, duration: float, *, prompt: int = 256, output: int = 200, **mix: Unpack[Mix]
 ) -> Workload:
-    """Generate text requests of equal length with Poisson arrivals, `rate` per second.
-
-    They last `duration` seconds. `skew` is the share of the first adapter, the others share the
-    rest equally; None for equal shares. Without `adapters`, all ask the base model. `ranks` are
-    round robin.
-    """
-    rng = np.random.default_rng(seed)
-    arrival = _arrivals(rng, rate, duration)
-    return _workload(rng, arrival, adapters, skew, ranks, prompt, output)
+    """Generate text requests of equal length with Poisson arrivals for `duration` seconds."""
+    rng = _rng(mix)
+    return _workload(rng, _arrivals(rng, rate, duration), prompt, output, **mix)
 
 
-def retrieval(
-    rate: float,
-    duration: float,
-    *,
-    adapters: int = 16,
-    skew: float | None = 0.6,
-    ranks: Sequence[int] = (64,),
-    seed: int = 0,
-) -> Workload:
+def retrieval(rate: float, duration: float, **mix: Unpack[Mix]) -> Workload:
     """Generate VaLoRA's visual retrieval: questions about an image with long answers (§6.1, §6.2).
 
     Each request has one image of 256 tokens, a question of 8 to 64 tokens and an answer of 150 to
     250 tokens (the paper: 256 input and more than 200 output tokens); otherwise as `poisson`.
     """
-    rng = np.random.default_rng(seed)
+    rng = _rng(mix)
     arrival = _arrivals(rng, rate, duration)
     n = len(arrival)
     prompt = FRAME_TOKENS + rng.integers(8, 65, n)
     output = rng.integers(150, 251, n, dtype=np.int32)
-    return _workload(rng, arrival, adapters, skew, ranks, prompt, output, 1)
+    return _workload(rng, arrival, prompt, output, 1, **mix)
 
 
-def video(
-    streams: int,
-    duration: float,
-    *,
-    adapters: int = 16,
-    skew: float | None = 0.6,
-    heads: bool = True,
-    ranks: Sequence[int] = (64,),
-    seed: int = 0,
-) -> Workload:
+def video(streams: int, duration: float, *, heads: bool = True, **mix: Unpack[Mix]) -> Workload:
     """Generate VaLoRA's video analytics: one chunk per second and stream (§6.1, §6.2).
 
     Each chunk makes two requests: one for the action in 6 frames of 256 tokens, and one for the
@@ -186,7 +166,7 @@ def video(
     """
     if streams < 1:
         raise TraceError(f"Video analytics needs at least 1 stream, got {streams}.")
-    rng = np.random.default_rng(seed)
+    rng = _rng(mix)
     start = rng.random(streams)
     chunks = np.arange(max(0, math.floor(duration)))
     arrival = np.repeat((start[:, None] + chunks[None, :]).ravel(), 2)
@@ -197,7 +177,7 @@ def video(
     generated = np.where(action, rng.integers(5, 11, n), rng.integers(20, 41, n))
     frames = np.where(action, CLIP_FRAMES, 1)
     output = 0 if heads else generated
-    return _workload(rng, arrival, adapters, skew, ranks, frames * FRAME_TOKENS, output, frames)
+    return _workload(rng, arrival, frames * FRAME_TOKENS, output, frames, **mix)
 
 
 def slora(
@@ -226,22 +206,15 @@ def slora(
     chosen = np.minimum(adapters - 1, (adapters * rng.random(n) ** (1 / alpha)).astype(np.int32))
     chosen = chosen.astype(np.int32)
     prompt, output = _lengths(rng, lengths, n)
-    return _workload(rng, arrival, adapters, None, ranks, prompt, output, chosen=chosen)
+    return _workload(rng, arrival, prompt, output, chosen=chosen, adapters=adapters, ranks=ranks)
 
 
 def at_once(
-    requests: int = 400,
-    *,
-    adapters: int = 16,
-    skew: float | None = 0.6,
-    lengths: tuple[int, int] = (8, 512),
-    ranks: Sequence[int] = (64,),
-    seed: int = 0,
+    requests: int = 400, *, lengths: tuple[int, int] = (8, 512), **mix: Unpack[Mix]
 ) -> Workload:
     """Generate a saturated system: all arrive at once, with lengths as in S-LoRA's Table 2."""
-    rng = np.random.default_rng(seed)
-    prompt, output = _lengths(rng, lengths, requests)
-    return _workload(rng, np.zeros(requests), adapters, skew, ranks, prompt, output)
+    rng = _rng(mix)
+    return _workload(rng, np.zeros(requests), *_lengths(rng, lengths, requests), **mix)
 
 
 GENERATORS: Mapping[str, Callable[..., Workload]] = {
@@ -252,7 +225,8 @@ GENERATORS: Mapping[str, Callable[..., Workload]] = {
 
 def options_of(make: Callable[..., Workload]) -> frozenset[str]:
     """Return the names of the options that a generator takes."""
-    return frozenset(inspect.signature(make).parameters)
+    named = inspect.signature(make).parameters.keys()
+    return frozenset(named | (Mix.__annotations__.keys() if "mix" in named else set()))
 
 
 def generate(make: Callable[..., Workload], options: Mapping[str, Any]) -> Workload:
@@ -267,22 +241,14 @@ COLUMNS = (
 )
 
 
-def azure(
-    path: Path,
-    *,
-    rate: float | None = None,
-    adapters: int = 16,
-    skew: float | None = 0.6,
-    ranks: Sequence[int] = (64,),
-    seed: int = 0,
-) -> Workload:
+def azure(path: Path, *, rate: float | None = None, **mix: Unpack[Mix]) -> Workload:
     """Read arrivals and lengths from a file like the Azure LLM inference traces; draw adapters.
 
     The CSV file has one column each for the time (seconds, or a date and time), the prompt tokens
     and the generated tokens (``TIMESTAMP,ContextTokens,GeneratedTokens``). With `rate`, as many
     requests per second are kept on average, sampled at random (VaLoRA §6.1).
     """
-    rng = np.random.default_rng(seed)
+    rng = _rng(mix)
     rows = list(_csv_rows(path))
     if not rows:
         raise TraceError(f"{path} has no requests.")
@@ -298,7 +264,7 @@ def azure(
         if not len(table):
             raise TraceError(f"{path} has no request left at {rate:g} per second; raise the rate.")
     arrival = table[:, 0] - table[0, 0]
-    return _workload(rng, arrival, adapters, skew, ranks, table[:, 1], table[:, 2])
+    return _workload(rng, arrival, table[:, 1], table[:, 2], **mix)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[float, float, float]]:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COMPILER_MEMORY = 11 << 10
-"""Bytes of shared memory a program that are left to the compiler."""
+COMPILER_MEMORY = 11 << 10  # bytes of shared memory a program that are left to the compiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,7 @@ def _beside(rows: int, outputs: float, tiling: ProjectTiling) -> ProjectRule:
     return ProjectRule(tiling, 0, rows, 3072, outputs, max_elements=6 << 18)
 
 
-ONE_ROUND = 4224
-"""Output columns that 132 processors take at once, 32 each."""
+ONE_ROUND = 4224  # output columns that 132 processors take at once, 32 each
 
 H200 = Gpu(  # all thresholds were measured on it, in bf16
     name="NVIDIA H200",

@@ -208,14 +208,14 @@ class Soak:
         draw, engine = self.draw, self.engine
         if draw.random() < 0.2:
             if self.bundled:
-                engine.registry.unregister("pack", bundle=True)
+                engine.registry.unregister("bundle", "pack")
             else:
                 engine.load(self.world.bundle)
             self.bundled = not self.bundled
             return
         name = draw.choice(NAMES)
         if name in self.registry and draw.random() < 0.4:
-            engine.registry.unregister(name, bundle=False)
+            engine.registry.unregister("adapter", name)
             del self.registry[name]
             return
         folder = draw.choice(self.world.contents)
@@ -223,7 +223,7 @@ class Soak:
         self.registry[name] = folder.name
         if self.bundled:
             with pytest.raises(BusyError):
-                engine.registry.unregister("pack/adapter-1", bundle=False)
+                engine.registry.unregister("adapter", "pack/adapter-1")
         with pytest.raises(AdapterError):
             engine.load(folder / "none", name)
 
@@ -282,9 +282,9 @@ class Soak:
         """Unload everything: not a page is taken any more."""
         engine = self.engine
         for name in self.registry:
-            engine.registry.unregister(name, bundle=False)
+            engine.registry.unregister("adapter", name)
         if self.bundled:
-            engine.registry.unregister("pack", bundle=True)
+            engine.registry.unregister("bundle", "pack")
         assert_empty(engine)
         stats = engine.stats()
         assert (stats.pages_free, stats.pages_adapters) == (stats.pages_total, 0)

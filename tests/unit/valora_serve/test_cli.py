@@ -7,7 +7,6 @@ import pytest
 
 from tests.support.fake_engine import ADAPTER, BASE, PERSON
 from valora_serve import cli
-from valora_serve.engine.settings import EngineSettings
 
 
 def test_serving_imports_no_training_library():
@@ -80,8 +79,8 @@ def test_gpus_that_cannot_share_a_model_are_refused_in_a_sentence(
 
 def test_shares_of_adapters_that_are_not_there_are_said(caplog):
     shares = {"adapter-1": 2.0, "base": 2.0, "adaptor-1": 3.0, "person": 4.0}
-    settings = EngineSettings(share_by="adapter", shares=shares)
-    cli._tell_of_shares(settings, [BASE, ADAPTER, PERSON])
+    known = [model.adapter or "base" for model in (BASE, ADAPTER, PERSON)]
+    cli._tell_of_shares(shares, "adapter", known)
     assert [record.message for record in caplog.records] == [
         f"shares: there is no adapter {name}, so its share goes to nobody"
         for name in ("adaptor-1", "person")  # a domain, which the shares of its adapter count for

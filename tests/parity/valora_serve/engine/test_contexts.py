@@ -207,7 +207,7 @@ def test_a_context_may_be_forgotten_while_it_is_read(base, bundle, reference):
     late = engine.prepare(third)
     found = {}
     collect(engine.step(), found)
-    engine.registry.unregister("documents", bundle=True)
+    engine.registry.unregister("bundle", "documents")
     assert len(engine.prefixes) == 2  # those that are read
     check(finish(engine, found), [first, second], reference)
     assert len(engine.prefixes) == 0

@@ -445,7 +445,7 @@ def test_loading_and_unloading_while_requests_run(base, adapters, reference):
     for one in late:
         engine.add(engine.prepare(one))
     engine.step()
-    engine.registry.unregister("attention", bundle=False)
+    engine.registry.unregister("adapter", "attention")
     found = finish(engine, {})
     for one in [*requests, *late]:
         assert found[one.id].finish in (Finish.LENGTH, Finish.STOP)

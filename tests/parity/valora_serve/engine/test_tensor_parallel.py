@@ -267,7 +267,7 @@ def test_contexts_and_adapters_at_decoding_only(pair, base, tmp_path):
     with pytest.raises(RequestError, match="several GPUs that share a model cannot make a prefix"):
         pair[1].prepare_compression(NewContext("new", "Some text."), "new")
     for engine in pair:
-        engine.registry.unregister("documents", bundle=True)
+        engine.registry.unregister("bundle", "documents")
     assert_empty(pair[1])
 
 

@@ -217,7 +217,7 @@ def test_wrong_weights(base, adapters, tmp_path, reference):
     with pytest.raises(RequestError, match="raise slots"):
         one.add(one.prepare(replace(question("q"), adapters=PAIR)))
     prepared = one.prepare(replace(question("q"), adapters=PAIR))
-    one.registry.unregister("mlp", bundle=False)
+    one.registry.unregister("adapter", "mlp")
     with pytest.raises(RequestError, match="mlp was unloaded"):
         one.add(prepared)
 
@@ -229,7 +229,7 @@ def test_both_adapters_of_a_pair_stay_until_it_ends(base, adapters, reference):
     found = {}
     collect(engine.step(), found)
     for name in ("attention", "mlp"):
-        engine.registry.unregister(name, bundle=False)
+        engine.registry.unregister("adapter", name)
     assert len(engine.adapters) == 4
     check(finish(engine, found), [request], reference)
     assert len(engine.adapters) == 2

@@ -111,7 +111,7 @@ def test_a_domain_without_an_adapter_is_answered_by_the_base_model(store, base, 
     assert target.head.labels == ("a", "b")
     assert (target.model.parent, target.model.adapter, target.model.rank) == (base, None, None)
     assert (target.model.bundle, target.model.loaded_at > 0) == ("bare@1", True)
-    assert [model.name for model in store.unregister_bundle("bare")] == ["bare"]
+    assert [model.name for model in store.unregister("bundle", "bare")] == ["bare"]
     assert names(store) == [base]
     empty = make_bundle(tmp_path / "empty", base, name="empty", domains={}, adapters={})
     with pytest.raises(AdapterError, match="holds no domain"):
@@ -160,10 +160,10 @@ def test_a_plain_adapter_comes_is_replaced_and_goes(store, base, tmp_path):
     assert store.resolve("mine").adapter.content != before.adapter.content
     assert before.model.rank == 4
     assert len(contents(store)) == 2
-    assert store.unregister_adapter("mine").name == "mine"
+    assert [model.name for model in store.unregister("adapter", "mine")] == ["mine"]
     assert names(store) == [base, "other"]
     with pytest.raises(UnknownModelError, match=r"no adapter is named mine.*other"):
-        store.unregister_adapter("mine")
+        store.unregister("adapter", "mine")
 
 
 def test_a_bundle_is_replaced_and_goes_as_a_whole(store, bundle, base, tmp_path):
@@ -177,14 +177,14 @@ def test_a_bundle_is_replaced_and_goes_as_a_whole(store, bundle, base, tmp_path)
     assert store.resolve("plates").model.bundle == "sample@2"
     assert store.resolve("plates").adapter.content != old.adapter.content
     with pytest.raises(BusyError, match="adapter sample/adapter-1 belongs to bundle sample"):
-        store.unregister_adapter("sample/adapter-1")
+        store.unregister("adapter", "sample/adapter-1")
     with pytest.raises(UnknownModelError, match="no bundle is named sample@1"):
-        store.unregister_bundle("sample@1")
-    gone = store.unregister_bundle("sample@2")
+        store.unregister("bundle", "sample@1")
+    gone = store.unregister("bundle", "sample@2")
     assert {model.name for model in gone} == {"sample/adapter-1", "plates"}
     assert names(store) == [base] and not bundles(store) and not contents(store)
     with pytest.raises(UnknownModelError, match="no bundle is named sample"):
-        store.unregister_bundle("sample")
+        store.unregister("bundle", "sample")
 
 
 def test_names_that_are_taken(store, bundle, base, tmp_path):

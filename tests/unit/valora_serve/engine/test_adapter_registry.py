@@ -95,11 +95,11 @@ def test_folders_of_the_same_content(base, adapters, reference, tmp_path):
     found = run(engine, [first, replace(second, model="again")])
     check_answers(found, reference, first, second)
     assert engine.stats().on_device == ("a", "again")
-    engine.registry.unregister("a", bundle=False)
+    engine.registry.unregister("adapter", "a")
     assert engine.stats().on_device == ("again",)
     third = question("third", "a")
     check_answers(run(engine, [replace(third, model="again")]), reference, third)
-    engine.registry.unregister("again", bundle=False)
+    engine.registry.unregister("adapter", "again")
     assert len(engine.adapters) == 0
     assert_empty(engine)
 

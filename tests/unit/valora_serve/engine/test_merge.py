@@ -137,7 +137,7 @@ def test_loading_again_lifts_the_quarantine(base, adapters, reference, infinite)
     engine.load(infinite, "bad")
     run(engine, [question("four", "bad")])
     assert set(engine.stats().quarantined) == {"bad"}
-    engine.registry.unregister("bad", bundle=False)
+    engine.registry.unregister("adapter", "bad")
     assert engine.stats().quarantined == {}
     assert engine.adapters.unmergeable == {}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from valora_serve.errors import CancelledRequestError
+from valora_serve.errors import CancelledRequestError, ServeError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from valora_data.contract.results import HeadResult
-    from valora_serve.errors import ServeError
 
 
 class Mode(StrEnum):

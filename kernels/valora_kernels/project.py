@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from valora_kernels.arrangements import beside_product, whole_shrink
 from valora_kernels.atmm import atmm, check, direct_choice, launch, launch_fitting, table_choice
-from valora_kernels.gpus import gpu_of
+from valora_kernels.gpus import Gpu, gpu_of
 from valora_kernels.launching import (
     ALIGNMENT,
     expand,
@@ -35,7 +35,6 @@ from valora_kernels.reference import atmm_reference
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_kernels.gpus import Gpu
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.tiling import ProjectTiling
     from valora_kernels.weights import LoraWeights, Tensors

@@ -19,20 +19,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from valora_kernels.arrangements import ALL, ARRANGEMENTS, EXPAND, SHRINK, fits, refit
-from valora_kernels.gpus import gpu_of
+from valora_kernels.arrangements import ALL, ARRANGEMENTS, EXPAND, SHRINK, Times, fits, refit
+from valora_kernels.gpus import Gpu, gpu_of
 from valora_kernels.launching import ALIGNMENT, LAUNCHES, expand, shrink
 from valora_kernels.lookup import TilingTable
 from valora_kernels.tiling import ROWS_TOGETHER, Case, ProjectionGroup, Tiling
-from valora_kernels.timing import KernelWorkload, replay_times, spread
+from valora_kernels.timing import Inputs, KernelWorkload, replay_times, spread
 from valora_kernels.weights import MAX_PROJECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from valora_kernels.arrangements import Times
-    from valora_kernels.gpus import Gpu
-    from valora_kernels.timing import Inputs
 
     Widths = tuple[int, tuple[int, ...]]
 

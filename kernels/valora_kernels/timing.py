@@ -9,14 +9,13 @@ import numpy as np
 import torch
 
 from valora_kernels.metadata import LoraBatch
-from valora_kernels.weights import LoraWeights
+from valora_kernels.weights import LoraWeights, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from valora_kernels.weights import Tensors
 
 COLD_BYTES = 160 << 20
 """Bytes of other inputs between two uses of the same ones: more than twice an H200's L2 cache."""

@@ -22,7 +22,7 @@ import torch
 from valora_kernels.arrangements import ALL, default_tiling, fits, refit
 from valora_kernels.lookup import TilingTable
 from valora_kernels.search import Job, call_of, cases_of, first_cases, run_once, workload
-from valora_kernels.timing import times_in_turn
+from valora_kernels.timing import KernelWorkload, times_in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from valora_kernels.gpus import Gpu
     from valora_kernels.tiling import Case, ProjectionGroup, Shape, Tiling
-    from valora_kernels.timing import KernelWorkload
 
     Clock = Callable[..., Mapping[str, NDArray[np.float64]]]
 

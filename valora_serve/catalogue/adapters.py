@@ -23,7 +23,7 @@ from valora_data.contract.files import (
     read_safetensors,
     shown,
 )
-from valora_data.models.base import ModelPart
+from valora_data.models.base import Architecture, ModelPart
 from valora_serve.catalogue.patterns import MOST_PATTERNS, Expression, match_all, plain
 from valora_serve.errors import AdapterError, pickle_error
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from valora_data.models.base import Architecture
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

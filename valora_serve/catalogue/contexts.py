@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX, read_memory
+from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX, Memory, read_memory
 from valora_data.contract.files import first_fault, read_json, shown
 from valora_data.errors import BundleError
 from valora_data.hashing import file_hash
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from valora_data.contract.contexts import Memory
     from valora_data.contract.manifest import ContextEntry
 
 FACTS_FILE = "context.json"  # what a context that was made at run time is

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.base_model import base_hash
-from valora_data.contract.bundle import GOLDEN, check_base, read_bundle
-from valora_data.contract.contexts import ENCODER_FILE, read_encoder
+from valora_data.contract.bundle import GOLDEN, Bundle, check_base, read_bundle
+from valora_data.contract.contexts import ENCODER_FILE, Encoder, Memory, read_encoder
 from valora_data.contract.files import read_json, shown
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from valora_data.contract.bundle import Bundle
-    from valora_data.contract.contexts import Encoder, Memory
     from valora_data.contract.head import Head
 
 CONTEXT_TASK = "context"  # task of contexts

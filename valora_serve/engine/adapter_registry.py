@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from valora_data.errors import BundleError
-from valora_serve.catalogue.adapters import read_adapter
-from valora_serve.catalogue.contexts import reread_context
+from valora_serve.catalogue.adapters import Adapter, read_adapter
+from valora_serve.catalogue.contexts import Context, reread_context
 from valora_serve.catalogue.effect import check_effect
 from valora_serve.errors import AdapterError, QuarantinedError
 from valora_serve.types import Mode
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from valora_data.contract.contexts import Memory
-    from valora_serve.catalogue.adapters import Adapter
-    from valora_serve.catalogue.contexts import Context
     from valora_serve.catalogue.store import Staged, Store
     from valora_serve.engine.merge import MergeState
     from valora_serve.engine.requests import Requests

@@ -28,14 +28,13 @@ from valora_serve.errors import AdapterError, RequestError, ServeError, TooLongE
 from valora_serve.model.heads import EMBEDDING, EmbeddingHead
 from valora_serve.model.prompt import PLACEHOLDER, MemoryTokens, Prompt
 from valora_serve.model.split_linears import SplitLinears
-from valora_serve.types import Request
+from valora_serve.types import NewContext, Output, Request
 
 if TYPE_CHECKING:
     from valora_data.contract.contexts import Encoder
     from valora_data.contract.manifest import ContextEntry
     from valora_serve.catalogue.store import Store
     from valora_serve.model.lmm import Lmm
-    from valora_serve.types import NewContext, Output
 
 
 FIRST = 4  # tokens always kept, as every later token attends to them (StreamingLLM, 2023)

@@ -27,7 +27,7 @@ from valora_serve import errors
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
 from valora_serve.engine.adapter_registry import AdapterRegistry
-from valora_serve.engine.compress import prepare_compression
+from valora_serve.engine.compress import Compression, prepare_compression
 from valora_serve.engine.images import ImageEncoder
 from valora_serve.engine.launch import Flight, head_request, make_work
 from valora_serve.engine.merge import MergeState
@@ -48,9 +48,9 @@ from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
 from valora_serve.model.split_runner import SplitRunner
-from valora_serve.model.work import AdapterTable
-from valora_serve.orchestrator.cost_model import load_or_estimate
-from valora_serve.orchestrator.decision import StepLimits, View, window
+from valora_serve.model.work import AdapterTable, Work
+from valora_serve.orchestrator.cost_model import CostModel, load_or_estimate
+from valora_serve.orchestrator.decision import Decision, StepLimits, View, window
 from valora_serve.orchestrator.registry import make_policy, modes_of
 from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.parallel.partition import LoraParallel
@@ -71,12 +71,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from valora_serve.engine.compress import Compression
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.model.sampler import StepLogprobs
-    from valora_serve.model.work import Work
-    from valora_serve.orchestrator.cost_model import CostModel
-    from valora_serve.orchestrator.decision import Decision
     from valora_serve.parallel.group import Group
     from valora_serve.types import NewContext
 

@@ -11,16 +11,14 @@ import torch
 
 from valora_kernels.metadata import NONE
 from valora_serve.errors import RequestError
-from valora_serve.model.heads import HeadRequest
+from valora_serve.model.heads import HeadLogits, HeadRequest
 from valora_serve.model.sampler import TokenChoice
-from valora_serve.model.work import Work
+from valora_serve.model.work import StepResult, Work
 
 if TYPE_CHECKING:
     from valora_serve.engine.sequence import SequenceState
     from valora_serve.memory.adapter_memory import AdapterMemory
-    from valora_serve.model.heads import HeadLogits
     from valora_serve.model.lmm import Lmm
-    from valora_serve.model.work import StepResult
     from valora_serve.types import Mode
 
 

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from valora_data.wording import plural
-from valora_serve.engine.sequence import SequenceState
+from valora_serve.engine.sequence import Prepared, SequenceState
 from valora_serve.errors import RequestError, TooLongError
 from valora_serve.model.detokenizer import Detokenizer
 from valora_serve.model.heads import EMBEDDING, check_visual
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from valora_serve.catalogue.contexts import Context
     from valora_serve.engine.adapter_registry import AdapterRegistry
     from valora_serve.engine.requests import Requests
-    from valora_serve.engine.sequence import Prepared
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.model.lmm import Lmm
     from valora_serve.types import Request, SamplingParams, ServedModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from valora_serve.orchestrator.decision import RequestView
-from valora_serve.types import PromptLogprobs
+from valora_serve.types import Finish, PromptLogprobs, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from valora_serve.model.detokenizer import Detokenizer
     from valora_serve.model.prompt import Prompt, VisualFeatures
     from valora_serve.model.sampler import Bias, StepLogprobs, TokenCounts
-    from valora_serve.types import Finish, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 
 from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
-from valora_serve.engine.settings import cache_folder
+from valora_serve.engine.settings import EngineSettings, cache_folder
 from valora_serve.errors import ServeError, SettingsError
 from valora_serve.orchestrator.cost_model import PROMPT_SIZES
 from valora_serve.types import Mode
@@ -20,7 +20,6 @@ from valora_serve.types import Mode
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from valora_serve.engine.settings import EngineSettings
     from valora_serve.memory.unified import PageShape
     from valora_serve.model.lmm import Lmm
 

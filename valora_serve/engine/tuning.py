@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from valora_kernels.gpus import H200, gpu_of
+from valora_kernels.gpus import H200, Gpu, gpu_of
 from valora_kernels.launching import ALIGNMENT, kernels, padded_ranks
 from valora_kernels.lookup import TilingTable, is_measured, table_of, use_table, using
 from valora_kernels.operators import ATMM
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from valora_kernels.gpus import Gpu
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.model.linears import Linears
     from valora_serve.model.preparation import Preparation

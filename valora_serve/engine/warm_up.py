@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from valora_serve.errors import StoppedError
-from valora_serve.model.preparation import KERNELS
+from valora_serve.model.preparation import KERNELS, Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from valora_serve.model.preparation import Preparation
     from valora_serve.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import weakref
 from collections import defaultdict, deque
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,7 +40,6 @@ from valora_serve.parallel.group import Group, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
 
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.memory.residency import Copy, Entry

@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from valora_serve.memory.block_manager import Owner
-from valora_serve.memory.residency import MemoryBudget, P, Residency
-from valora_serve.memory.unified import PackedAdapter, PackedPrefix
+from valora_serve.memory.block_manager import Owner, PagePool
+from valora_serve.memory.residency import Entry, MemoryBudget, P, Residency
+from valora_serve.memory.unified import PackedAdapter, PackedPrefix, UnifiedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
-
-    from valora_serve.memory.block_manager import PagePool
-    from valora_serve.memory.residency import Entry
-    from valora_serve.memory.unified import UnifiedMemory
 
 
 class DeviceResidency(Residency[P]):

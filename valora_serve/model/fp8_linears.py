@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from valora_serve.errors import SettingsError
-from valora_serve.model.linears import LinearGroup
+from valora_serve.model.linears import LinearGroup, LoraScope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from valora_serve.memory.unified import GroupSpec
-    from valora_serve.model.linears import LoraScope
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from valora_serve.model.attention.base import Rows, pinned
+from valora_serve.model.attention.base import FixedAttentionPlan, Rows, pinned
 from valora_serve.model.finite import finite_rows
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from valora_kernels.metadata import LoraBatch
-    from valora_serve.model.attention.base import FixedAttentionPlan
     from valora_serve.model.lmm import VisualRows
     from valora_serve.model.work import LoraTerms, StepResources, Work
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.contract.quantized import shape_of
-from valora_data.models.base import LLAMA
+from valora_data.models.base import LLAMA, LinearNames
 from valora_kernels.launching import ALIGNMENT
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.operators import ATMM, operator
@@ -30,7 +30,6 @@ from valora_serve.memory.unified import GroupSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from valora_data.models.base import LinearNames
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
 

@@ -14,11 +14,11 @@ from valora_data.models.base import ModelPart
 from valora_kernels.launching import has_dependent_launch
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import SettingsError
-from valora_serve.model.attention.base import register_attention
+from valora_serve.model.attention.base import AttentionPlan, register_attention
 from valora_serve.model.fp8_linears import ALIGNMENT, check_device, make_fp8
-from valora_serve.model.linears import Linears
+from valora_serve.model.linears import Linears, MakeGroup
 from valora_serve.model.nf4_linears import make_nf4
-from valora_serve.model.prompt import VisualFeatures
+from valora_serve.model.prompt import Visual, VisualFeatures
 from valora_serve.model.split_linears import SplitLinears
 from valora_serve.model.split_model import SplitHead, SplitReader
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from valora_serve.model.attention.base import AttentionPlan
-    from valora_serve.model.linears import MakeGroup
-    from valora_serve.model.prompt import Visual
     from valora_serve.parallel.group import Group
     from valora_serve.parallel.partition import LoraParallel
 

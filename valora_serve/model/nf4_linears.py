@@ -9,19 +9,17 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from valora_data.contract.quantized import BLOCK, PackedMatrix, rounded_matrix, shape_of
-from valora_serve.model.linears import LinearGroup
+from valora_serve.model.linears import LinearGroup, LoraScope, MakeGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-    from torch import Tensor
 
     from valora_serve.memory.unified import GroupSpec
-    from valora_serve.model.linears import LoraScope, MakeGroup
 
 
 class Nf4Group(LinearGroup):

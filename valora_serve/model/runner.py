@@ -18,9 +18,9 @@ from valora_serve.model.attention.base import Rows, send_together, to_device, to
 from valora_serve.model.attention.compiling import Compiling
 from valora_serve.model.attention.registry import AUTO, make_backend
 from valora_serve.model.finite import finite_rows, mark_broken
-from valora_serve.model.graphs import DecodeGraphs, GraphRecorder, Graphs, PromptGraphs
+from valora_serve.model.graphs import DecodeGraph, DecodeGraphs, GraphRecorder, Graphs, PromptGraphs
 from valora_serve.model.image_graphs import image_graphs
-from valora_serve.model.lmm import VisualRows
+from valora_serve.model.lmm import Lmm, VisualRows
 from valora_serve.model.preparation import (
     CROWDED,
     DECODE,
@@ -30,9 +30,9 @@ from valora_serve.model.preparation import (
     VISION,
     Preparation,
 )
-from valora_serve.model.prompt import VisualFeatures
-from valora_serve.model.sampler import StepLogprobs, sample, top_logprobs
-from valora_serve.model.work import LoraTerms, StepResources, StepResult
+from valora_serve.model.prompt import Visual, VisualFeatures
+from valora_serve.model.sampler import StepLogprobs, TokenChoice, sample, top_logprobs
+from valora_serve.model.work import AdapterTable, LoraTerms, StepResources, StepResult, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,12 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from valora_serve.model.attention.base import AttentionBackend, KVCache
-    from valora_serve.model.graphs import DecodeGraph
     from valora_serve.model.linears import LinearGroup
-    from valora_serve.model.lmm import Lmm
-    from valora_serve.model.prompt import Visual
-    from valora_serve.model.sampler import TokenChoice
-    from valora_serve.model.work import AdapterTable, Work
 
 log = logging.getLogger(__name__)
 

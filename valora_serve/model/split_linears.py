@@ -11,24 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from valora_data.models.base import LLAMA
+from valora_data.models.base import LLAMA, LinearNames
 from valora_kernels import two_steps
 from valora_kernels.weights import LoraWeights
 from valora_serve.model.linears import LinearGroup, Linears
-from valora_serve.parallel.partition import share_of
+from valora_serve.parallel.partition import LoraParallel, Share, Slice, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import nn
-
-    from valora_data.models.base import LinearNames
     from valora_kernels.metadata import LoraBatch
     from valora_serve.memory.unified import GroupSpec
     from valora_serve.parallel.group import Group
-    from valora_serve.parallel.partition import LoraParallel, Share, Slice
 
 
 class SplitGroup(LinearGroup):

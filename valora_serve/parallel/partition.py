@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from valora_data.models.base import LLAMA
+from valora_data.models.base import LLAMA, LinearNames
 from valora_serve.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from valora_data.models.base import LinearNames
 
 LARGEST_GROUP = 64  # GPUs that messages propose at most
 ALIGNMENT = 8  # the kernels need widths that are multiples of it

@@ -15,14 +15,13 @@ from valora_data.sources.formats.labelled import ahead, load_image
 from valora_data.sources.formats.videos import SUFFIXES, read_frames
 from valora_serve.errors import SettingsError
 from valora_serve.predict.records import Prediction
-from valora_serve.types import Finish, Request, SamplingParams
+from valora_serve.types import EngineClient, Finish, Request, SamplingParams, ServedModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from PIL.Image import Image
 
-    from valora_serve.types import EngineClient, ServedModel
 
 STILLS = IMAGES - SUFFIXES
 FRAMES = 8  # frames of a video, for domains that were measured with an unknown number

@@ -28,13 +28,12 @@ from valora_serve.errors import (
 from valora_serve.replicas.board import PERIOD, STALE
 from valora_serve.replicas.wire import Revision, ServedState, find_part, localised, packed
 from valora_serve.server.service import merged
-from valora_serve.types import EngineStats, Output, failure
+from valora_serve.types import EngineStats, NewContext, Output, Request, ServedModel, failure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
     from valora_serve.replicas.wire import Batch, Part, Report
-    from valora_serve.types import NewContext, Request, ServedModel
 
     Parts = dict[tuple[str, str], Part]
 

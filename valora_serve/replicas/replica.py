@@ -30,14 +30,13 @@ from valora_serve.replicas.wire import FILES, Batch, Report, ServedState, check_
 from valora_serve.server.api.system import own_version
 from valora_serve.server.constrain import Grammars
 from valora_serve.server.telemetry import logs
-from valora_serve.types import Finish, Output
+from valora_serve.types import Finish, NewContext, Output, Request, ServedModel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.replicas.wire import Call, Part, Revision
-    from valora_serve.types import NewContext, Request, ServedModel
 
 log = logging.getLogger(__name__)
 

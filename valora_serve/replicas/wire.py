@@ -13,14 +13,12 @@ from valora_data.contract.bundle import MANIFEST
 from valora_data.hashing import file_hash
 from valora_serve.catalogue.contexts import FACTS_FILE, MEMORY_FILE
 from valora_serve.errors import AdapterError, RequestError
-from valora_serve.server.constrain import GrammarConstraint
-from valora_serve.types import Times
+from valora_serve.server.constrain import Grammar, GrammarConstraint
+from valora_serve.types import EngineStats, Output, Request, Times
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from valora_serve.server.constrain import Grammar
-    from valora_serve.types import EngineStats, Output, Request
 
 FILES = {
     "bundle": (MANIFEST,),

@@ -14,12 +14,10 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from valora_serve.routing.base import Router
+from valora_serve.routing.base import ReplicaState, Router
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from valora_serve.routing.base import ReplicaState
 
 
 class RandomRouter(Router):

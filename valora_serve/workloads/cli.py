@@ -19,7 +19,7 @@ from valora_serve.orchestrator.cost_model import H200_7B, CostModel
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
-from valora_serve.routing.base import RouterSettings
+from valora_serve.routing.base import Router, RouterSettings
 from valora_serve.routing.registry import ROUTERS
 from valora_serve.workloads import traces
 from valora_serve.workloads.cluster import WAYS, Dispatch, simulate_cluster
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from rich.table import Table as RichTable
 
-    from valora_serve.routing.base import Router
     from valora_serve.workloads.traces import Workload
 
     Row = dict[str, Any]

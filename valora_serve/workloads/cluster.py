@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from valora_serve.errors import SettingsError
-from valora_serve.routing.base import RecentAdapters, ReplicaState
-from valora_serve.workloads.simulator import Machine, SimSettings, report
-from valora_serve.workloads.traces import BASE
+from valora_serve.routing.base import RecentAdapters, ReplicaState, Router
+from valora_serve.workloads.simulator import Machine, Report, SimSettings, report
+from valora_serve.workloads.traces import BASE, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from valora_serve.orchestrator.base import BasePolicy
     from valora_serve.orchestrator.cost_model import CostModel
-    from valora_serve.routing.base import Router
-    from valora_serve.workloads.simulator import Report
-    from valora_serve.workloads.traces import Workload
 
 REPORT_SECONDS = 1.0  # between two reports of a replica's resident adapters
 

@@ -19,23 +19,19 @@ import numpy as np
 
 from valora_serve.errors import ServeError
 from valora_serve.memory.block_manager import Owner, PagePool
-from valora_serve.memory.residency import MemoryBudget, Residency
-from valora_serve.orchestrator.cost_model import DECODE_TERMS, step_shape
-from valora_serve.orchestrator.decision import RequestView, StepLimits, View, window
+from valora_serve.memory.residency import Entry, MemoryBudget, Residency
+from valora_serve.orchestrator.cost_model import DECODE_TERMS, CostModel, step_shape
+from valora_serve.orchestrator.decision import Decision, RequestView, StepLimits, View, window
 from valora_serve.types import Mode
-from valora_serve.workloads.traces import BASE
+from valora_serve.workloads.traces import BASE, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from valora_serve.memory.residency import Entry
     from valora_serve.orchestrator.base import BasePolicy
-    from valora_serve.orchestrator.cost_model import CostModel
-    from valora_serve.orchestrator.decision import Decision
     from valora_serve.orchestrator.trace import DecisionTrace
-    from valora_serve.workloads.traces import Workload
 
 
 KV_TOKEN = DECODE_TERMS.index("kv_token")

@@ -29,7 +29,7 @@ from valora_serve.model.attention.base import (
     to_device,
 )
 from valora_serve.model.attention.compiling import side_by_side
-from valora_serve.model.attention.triton_backend import TritonBackend
+from valora_serve.model.attention.triton_backend import TritonBackend, TritonMixedPlan
 from valora_serve.toolkit import find_own_programs, missing_tools
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from valora_serve.model.attention.triton_backend import TritonMixedPlan
 
 WORKSPACE_BYTES = 256 << 20  # of the buffer that FlashInfer's kernels share
 

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from valora_kernels.launching import power_of_two, precision_of
 from valora_serve.errors import SettingsError
-from valora_serve.model.attention.base import AttentionBackend, check_room, pinned
+from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows, check_room, pinned
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from valora_serve.model.attention.base import KVCache, Rows
 
 LOG2E = log2(np.e)
 

@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge
 from valora_serve.orchestrator.batching import FOREVER, BatchPlan
-from valora_serve.orchestrator.cost_model import StepShape
+from valora_serve.orchestrator.cost_model import CostModel, StepShape
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 
 CANDIDATES = 2  # adapters considered for merging, besides the merged one

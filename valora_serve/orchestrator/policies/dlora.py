@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge, with_adapter
 from valora_serve.orchestrator.batching import FOREVER, BatchPlan
-from valora_serve.orchestrator.cost_model import StepShape
+from valora_serve.orchestrator.cost_model import CostModel, StepShape
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from valora_serve.orchestrator.cost_model import CostModel
     from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 
 

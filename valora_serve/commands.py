@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from valora_data.errors import UnknownNameError, ValoraError
 from valora_data.registry import Registry
 from valora_data.wording import encode_all_output
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Command = Callable[[], int | None]
 """Reads ``sys.argv`` as a console script does, and returns the exit status."""

@@ -13,6 +13,7 @@ import os
 import re
 import types
 import typing
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -33,7 +34,6 @@ from valora_serve.errors import SettingsError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Sequence
 
 ENVIRONMENT = "VALORA_"
 

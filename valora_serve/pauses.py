@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from collections.abc import Iterator
 
 SWITCH_SECONDS = 0.0005
 """Time that a thread may hold Python's lock while another one waits for it, in seconds.

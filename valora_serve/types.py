@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from valora_serve.errors import CancelledRequestError, ServeError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-
     import numpy as np
     from numpy.typing import NDArray
     from PIL.Image import Image

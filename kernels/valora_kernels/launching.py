@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,8 +17,6 @@ from valora_kernels.arrangements import EXPAND_RANKS, FUSED, SHRINK_EXPAND
 from valora_kernels.gpus import gpu_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from valora_kernels.metadata import DeviceTiles, LoraBatch
     from valora_kernels.tiling import Tiling
     from valora_kernels.weights import LoraWeights, Tensors

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from enum import StrEnum
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,9 +19,6 @@ from valora_kernels.arrangements import ARRANGEMENTS, default_tiling, fits, refi
 from valora_kernels.tiling import Shape, Tiling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
-
     from valora_kernels.gpus import Gpu
 
 VERSION = 2

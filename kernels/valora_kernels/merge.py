@@ -6,6 +6,7 @@ so merging writes pristine + scaling · B · A, rounded once, and unmerging copi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,8 +17,6 @@ from valora_kernels.launching import ALIGNMENT, precision_of, use_triton
 from valora_kernels.reference import merge_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from valora_kernels.weights import LoraWeights
 
 MATRIX_ALIGNMENT = 128  # elements at whose multiples every matrix starts in memory

@@ -7,18 +7,15 @@ device buffers of fixed size and address, so that a captured CUDA graph serves a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 from valora_kernels.gpus import gpu_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
-    from numpy.typing import ArrayLike, NDArray
 
 T = TypeVar("T", bound="Table")
 

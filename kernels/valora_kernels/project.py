@@ -6,6 +6,7 @@ product, `_fold` expands within its sum, `_apart` has the library's, and LoRA be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,6 @@ from valora_kernels.launching import (
 from valora_kernels.reference import atmm_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.tiling import ProjectTiling
     from valora_kernels.weights import LoraWeights, Tensors

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights, Tensors
 

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import product, starmap
 from pathlib import Path
@@ -28,8 +29,6 @@ from valora_kernels.timing import Inputs, KernelWorkload, replay_times, spread
 from valora_kernels.weights import MAX_PROJECTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     Widths = tuple[int, tuple[int, ...]]
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.weights import LoraWeights, Tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
 
 COLD_BYTES = 160 << 20
 """Bytes of other inputs between two uses of the same ones: more than twice an H200's L2 cache."""

@@ -12,12 +12,14 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from valora_kernels.arrangements import ALL, default_tiling, fits, refit
 from valora_kernels.lookup import TilingTable
@@ -25,10 +27,6 @@ from valora_kernels.search import Job, call_of, cases_of, first_cases, run_once,
 from valora_kernels.timing import KernelWorkload, times_in_turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from valora_kernels.gpus import Gpu
     from valora_kernels.tiling import Case, ProjectionGroup, Shape, Tiling
 

@@ -11,8 +11,10 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,11 +28,6 @@ from valora_data.contract.files import (
 from valora_data.models.base import Architecture, ModelPart
 from valora_serve.catalogue.patterns import MOST_PATTERNS, Expression, match_all, plain
 from valora_serve.errors import AdapterError, pickle_error
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

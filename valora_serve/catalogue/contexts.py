@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX, Memory, read_memory
@@ -13,8 +14,6 @@ from valora_data.hashing import file_hash
 from valora_serve.errors import AdapterError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
     from valora_data.contract.manifest import ContextEntry

@@ -13,6 +13,7 @@ are answered once, when an adapter is loaded:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +21,6 @@ import torch
 from valora_serve.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from valora_serve.catalogue.adapters import Adapter
 
 LARGEST_SQUARED = 2.0**63

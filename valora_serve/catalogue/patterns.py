@@ -12,13 +12,11 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from valora_serve.errors import AdapterError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SECONDS = 2  # most seconds of processor time for all expressions of an adapter together
 WAIT = 20.0  # most seconds until the process has ended, however busy the machine is

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,6 @@ from valora_serve.catalogue.contexts import Context, read_context, read_facts
 from valora_serve.types import MOST_MIXED, MOST_WEIGHT, ServedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import torch
 
     from valora_data.contract.head import Head

@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import webbrowser
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valora_data.contract.bundle import MANIFEST
 from valora_data.errors import ValoraError
 from valora_serve import cli
 from valora_serve.errors import SettingsError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BUNDLES = Path(__file__).parent / "bundles"
 """Bundles that ship with the package, each as `make fuse` exported it."""

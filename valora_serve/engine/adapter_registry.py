@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +17,6 @@ from valora_serve.errors import AdapterError, QuarantinedError
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-    from pathlib import Path
-
     from valora_data.contract.contexts import Memory
     from valora_serve.catalogue.store import Staged, Store
     from valora_serve.engine.merge import MergeState

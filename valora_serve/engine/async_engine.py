@@ -10,9 +10,11 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from valora_serve.catalogue.contexts import write_context
@@ -22,9 +24,6 @@ from valora_serve.errors import RequestError, ServeError, StoppedError
 from valora_serve.types import EngineStats, Finish, Output, Times, failure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
-    from pathlib import Path
-
     from valora_serve.engine.engine import Engine
     from valora_serve.types import NewContext, Request, ServedModel
 

@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +69,6 @@ from valora_serve.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from valora_serve.engine.settings import EngineSettings

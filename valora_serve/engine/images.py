@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from valora_kernels.metadata import NONE
 from valora_serve.errors import ImageError, StoppedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from valora_serve.engine.sequence import SequenceState
     from valora_serve.memory.adapter_memory import AdapterMemory
     from valora_serve.model.prompt import MemoryTokens, Visual, VisualFeatures

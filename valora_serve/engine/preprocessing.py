@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from valora_data.wording import plural
@@ -16,7 +17,6 @@ from valora_serve.model.sampler import TokenCounts, bias_arrays, make_generator
 from valora_serve.orchestrator.decision import RequestView
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from typing import Any
 
     from valora_serve.catalogue.contexts import Context

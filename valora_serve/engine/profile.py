@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,6 @@ from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Mode, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from valora_serve.engine.engine import Engine
 
 log = logging.getLogger(__name__)

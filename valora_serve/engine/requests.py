@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from valora_serve.errors import ServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from valora_serve.engine.sequence import SequenceState
     from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
     from valora_serve.memory.block_manager import BlockManager

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Finish, PromptLogprobs, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
     from torch import Generator, Tensor
 
     from valora_data.contract.head import Head

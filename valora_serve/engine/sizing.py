@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,6 @@ from valora_serve.orchestrator.cost_model import PROMPT_SIZES
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from valora_serve.memory.unified import PageShape
     from valora_serve.model.lmm import Lmm
 

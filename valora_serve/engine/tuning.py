@@ -7,6 +7,8 @@ candidates, on a GPU that nothing else uses.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +22,6 @@ from valora_kernels.tune import Compiler, Piece, Tuner, cases
 from valora_serve.engine.sizing import tiling_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.model.linears import Linears
     from valora_serve.model.preparation import Preparation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +14,6 @@ from valora_serve.errors import StoppedError
 from valora_serve.model.preparation import KERNELS, Preparation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from valora_serve.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)

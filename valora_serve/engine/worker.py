@@ -10,9 +10,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +31,6 @@ from valora_serve.parallel.group import Group, make_store
 from valora_serve.pauses import short_pauses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
     from valora_serve.memory.unified import PackedAdapter, PackedPrefix
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -39,8 +40,6 @@ from valora_serve.model.split_runner import FORMS
 from valora_serve.parallel.group import Group, make_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.memory.residency import Copy, Entry
 

@@ -6,19 +6,15 @@ full each gets a copy, in which its own tokens follow.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from valora_serve.memory.block_manager import Owner, PagePool
 from valora_serve.memory.residency import Entry, MemoryBudget, P, Residency
 from valora_serve.memory.unified import PackedAdapter, PackedPrefix, UnifiedMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
 
 
 class DeviceResidency(Residency[P]):

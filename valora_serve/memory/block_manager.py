@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
 
 
 class Owner(IntEnum):

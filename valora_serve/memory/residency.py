@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from valora_serve.errors import AdapterError, BusyError, ServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
     from valora_serve.memory.block_manager import Owner, PagePool
 
 

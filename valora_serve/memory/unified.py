@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from valora_data.wording import plural
 from valora_kernels.weights import LoraWeights
@@ -20,10 +22,6 @@ from valora_serve.errors import AdapterError
 from valora_serve.memory.residency import Packed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from valora_serve.catalogue.adapters import Adapter
     from valora_serve.parallel.partition import Share
 

@@ -7,12 +7,10 @@ no UTF-8 are here.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tokenizers.decoders import DecodeStream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MOST_PENDING = 32  # tokens without text, or with unfinished bytes, that are decoded together

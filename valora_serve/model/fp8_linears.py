@@ -6,19 +6,17 @@ each row. LoRA terms see unrounded activations. Adapters are never merged, as su
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor, nn
 
 from valora_serve.errors import SettingsError
 from valora_serve.model.linears import LinearGroup, LoraScope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor, nn
-
     from valora_serve.memory.unified import GroupSpec
 
 FP8 = torch.float8_e4m3fn

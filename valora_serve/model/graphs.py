@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from valora_serve.model.attention.base import FixedAttentionPlan, Rows, pinned
 from valora_serve.model.finite import finite_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
     from valora_kernels.metadata import LoraBatch
     from valora_serve.model.lmm import VisualRows
     from valora_serve.model.work import LoraTerms, StepResources, Work

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from valora_data.models.base import IMAGE, PIXELS
 from valora_serve.model.attention.base import to_device
@@ -15,10 +17,6 @@ from valora_serve.model.graphs import Graphs
 from valora_serve.model.prompt import VisualFeatures
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
     from valora_serve.model.graphs import GraphRecorder, Replay
     from valora_serve.model.prompt import Visual
     from valora_serve.model.work import StepResources

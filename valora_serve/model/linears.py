@@ -9,6 +9,7 @@ them load 2 bytes at a time (rotating 8,192 rows: 0.48 ms a layer on an H100 ins
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, count, pairwise
@@ -28,8 +29,6 @@ from valora_kernels.project import add_projection, linear
 from valora_serve.memory.unified import GroupSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
 

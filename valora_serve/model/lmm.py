@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from valora_data.contract.base_model import BaseModel, load_model
 from valora_data.contract.quantized import BLOCK, check_library, unpack
@@ -23,10 +25,6 @@ from valora_serve.model.split_linears import SplitLinears
 from valora_serve.model.split_model import SplitHead, SplitReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
     from valora_serve.parallel.group import Group
     from valora_serve.parallel.partition import LoraParallel
 

@@ -6,6 +6,7 @@ weight. Adapters are never merged: a sum with one would have to be rounded again
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,8 +16,6 @@ from valora_data.contract.quantized import BLOCK, PackedMatrix, rounded_matrix, 
 from valora_serve.model.linears import LinearGroup, LoraScope, MakeGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from valora_serve.memory.unified import GroupSpec

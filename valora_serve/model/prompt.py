@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from valora_data.contract.contexts import (
     ADAPTER,
@@ -21,9 +23,6 @@ from valora_serve.errors import ImageError, RequestError
 from valora_serve.memory.block_manager import ImageSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
     from PIL.Image import Image
     from torch import Tensor
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from valora_data.cpu import usable_cores
@@ -35,10 +37,6 @@ from valora_serve.model.sampler import StepLogprobs, TokenChoice, sample, top_lo
 from valora_serve.model.work import AdapterTable, LoraTerms, StepResources, StepResult, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
     from valora_serve.model.attention.base import AttentionBackend, KVCache
     from valora_serve.model.linears import LinearGroup
 

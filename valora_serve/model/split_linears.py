@@ -7,6 +7,7 @@ needs is exchanged beside the base product.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,6 @@ from valora_serve.model.linears import LinearGroup, Linears
 from valora_serve.parallel.partition import LoraParallel, Share, Slice, share_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from valora_kernels.metadata import LoraBatch
     from valora_serve.memory.unified import GroupSpec
     from valora_serve.parallel.group import Group

@@ -7,8 +7,9 @@ the vocabulary unless it shares its weights with the embeddings; all else is rep
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,6 @@ from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import SettingsError
 from valora_serve.parallel.group import Group
 from valora_serve.parallel.partition import Slice, partition
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 HEAD = "lm_head"  # path of the output layer
 

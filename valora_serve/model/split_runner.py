@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,6 @@ from valora_serve.model.sampler import TokenChoice, sample
 from valora_serve.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from valora_serve.model.lmm import VisualRows
     from valora_serve.parallel.group import Group
 

@@ -6,8 +6,9 @@ which order, and which adapter is merged.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from valora_serve.orchestrator.batching import FOREVER, BatchBuilder, BatchPlan
 from valora_serve.orchestrator.cost_model import CostModel, StepShape
@@ -15,10 +16,6 @@ from valora_serve.orchestrator.decision import Decision, PolicySettings, Request
 from valora_serve.orchestrator.early_abort import EarlyAbort
 from valora_serve.orchestrator.fairness import FairShares
 from valora_serve.types import Mode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 
 URGENT = 1.5  # a request is urgent while its time left is below this multiple of its predicted time
 

@@ -7,14 +7,13 @@ requests in the policy's order, then prefetches of adapters into the pages that 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from valora_serve.orchestrator.decision import RequestView, View
     from valora_serve.types import Mode
 

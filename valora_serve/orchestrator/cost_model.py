@@ -11,21 +11,19 @@ import json
 import math
 import os
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from valora_serve.errors import ServeError
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from valora_serve.orchestrator.decision import RequestView
 
 VERSION = 5

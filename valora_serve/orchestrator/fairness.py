@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from valora_serve.orchestrator.decision import RequestView
 
 PROMPT_WEIGHT, ANSWER_WEIGHT = 1.0, 2.0

@@ -7,16 +7,12 @@ up) by their outputs, those that write them (o, down) by their inputs.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from valora_data.models.base import LLAMA, LinearNames
 from valora_serve.errors import SettingsError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 LARGEST_GROUP = 64  # GPUs that messages propose at most
 ALIGNMENT = 8  # the kernels need widths that are multiples of it

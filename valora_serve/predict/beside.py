@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -24,8 +24,6 @@ from valora_data.sources.formats.files import read_lines
 from valora_serve.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from valora_serve.predict.records import Prediction
     from valora_serve.types import ServedModel
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,8 +35,6 @@ from valora_serve.predict.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from valora_serve.predict.run import Question
     from valora_serve.types import EngineClient, ServedModel
 

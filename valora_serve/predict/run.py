@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,6 @@ from valora_serve.predict.records import Prediction
 from valora_serve.types import EngineClient, Finish, Request, SamplingParams, ServedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from PIL.Image import Image
 
 

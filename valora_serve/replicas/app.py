@@ -7,6 +7,7 @@ the replicas, behind the proxies of Ray Serve, which Kubernetes' operator KubeRa
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,6 @@ from valora_serve.server.media.pool import shared_pool
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from fastapi import FastAPI
 
     from valora_serve.engine.settings import EngineSettings

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from valora_serve.replicas.wire import Report, ServedState
 
 PERIOD = 0.5  # seconds between two reports of a replica, and between two looks of the server

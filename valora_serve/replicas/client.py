@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import secrets
 import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,6 @@ from valora_serve.server.service import merged
 from valora_serve.types import EngineStats, NewContext, Output, Request, ServedModel, failure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-
     from valora_serve.replicas.wire import Batch, Part, Report
 
     Parts = dict[tuple[str, str], Part]

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import socket
 import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,8 +34,6 @@ from valora_serve.server.telemetry import logs
 from valora_serve.types import Finish, NewContext, Output, Request, ServedModel
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.replicas.wire import Call, Part, Revision
 

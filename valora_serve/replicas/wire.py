@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valora_data.contract.bundle import MANIFEST
 from valora_data.hashing import file_hash
@@ -15,10 +15,6 @@ from valora_serve.catalogue.contexts import FACTS_FILE, MEMORY_FILE
 from valora_serve.errors import AdapterError, RequestError
 from valora_serve.server.constrain import Grammar, GrammarConstraint
 from valora_serve.types import EngineStats, Output, Request, Times
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 FILES = {
     "bundle": (MANIFEST,),

@@ -10,14 +10,11 @@ adapter that gets more requests than one replica can take is served by several.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 from valora_serve.routing.base import ReplicaState, Router
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class RandomRouter(Router):

@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,6 @@ from valora_serve.errors import SettingsError, StorageError
 from valora_serve.workloads import traces
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from valora_serve.workloads.traces import Workload
 
 TEMPLATE_TOKENS = 64  # tokens left free for the chat template and the image placeholders

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -26,8 +27,6 @@ from valora_serve.workloads.cluster import WAYS, Dispatch, simulate_cluster
 from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from rich.table import Table as RichTable
 
     from valora_serve.workloads.traces import Workload

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from valora_serve.errors import SettingsError
 from valora_serve.routing.base import RecentAdapters, ReplicaState, Router
@@ -17,10 +19,6 @@ from valora_serve.workloads.simulator import Machine, Report, SimSettings, repor
 from valora_serve.workloads.traces import BASE, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
     from valora_serve.orchestrator.base import BasePolicy
     from valora_serve.orchestrator.cost_model import CostModel
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from valora_serve.errors import ServeError
 from valora_serve.memory.block_manager import Owner, PagePool
@@ -26,10 +28,6 @@ from valora_serve.types import Mode
 from valora_serve.workloads.traces import BASE, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from valora_serve.orchestrator.base import BasePolicy
     from valora_serve.orchestrator.trace import DecisionTrace
 

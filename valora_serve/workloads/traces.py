@@ -10,19 +10,16 @@ import csv
 import inspect
 import json
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from valora_serve.errors import RequestError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 FRAME_TOKENS = 256  # visual tokens of an image or a video frame in VaLoRA's evaluation
 CLIP_FRAMES = 6  # frames of a clip for action recognition (VaLoRA §6.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -13,8 +14,6 @@ from typing import TYPE_CHECKING
 from valora_kernels.tiling import ProjectTiling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
 log = logging.getLogger(__name__)

@@ -7,19 +7,16 @@ layers, says which pages the keys and values of each token are written to and wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 IMPLEMENTATION = "valora_paged"  # name of `attend` in transformers' attention interface
 ALIGNED = 16  # elements of at least 4 bytes, of which `send_together` aligns arrays to a multiple

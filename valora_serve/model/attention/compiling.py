@@ -6,11 +6,10 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from valora_serve.model.attention.base import AttentionBackend
 
 log = logging.getLogger(__name__)

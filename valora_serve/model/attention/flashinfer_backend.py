@@ -10,13 +10,15 @@ sequences as any step may have (512: 0.09 ms on an H100); steps with few decodin
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from valora_serve.model.attention.base import (
@@ -31,12 +33,6 @@ from valora_serve.model.attention.base import (
 from valora_serve.model.attention.compiling import side_by_side
 from valora_serve.model.attention.triton_backend import TritonBackend, TritonMixedPlan
 from valora_serve.toolkit import find_own_programs, missing_tools
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
 
 WORKSPACE_BYTES = 256 << 20  # of the buffer that FlashInfer's kernels share
 

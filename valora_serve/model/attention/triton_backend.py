@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from math import log2
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from valora_kernels.launching import power_of_two, precision_of
 from valora_serve.errors import SettingsError
 from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows, check_room, pinned
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 LOG2E = log2(np.e)
 

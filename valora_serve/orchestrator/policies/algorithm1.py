@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge
@@ -10,8 +11,6 @@ from valora_serve.orchestrator.batching import BatchPlan, by_age, waiting_since
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from valora_serve.orchestrator.decision import RequestView, View
 
 

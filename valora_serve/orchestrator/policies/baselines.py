@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,8 +11,6 @@ from valora_serve.orchestrator.batching import LOOK_AHEAD, BatchPlan, by_age
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from valora_serve.orchestrator.decision import RequestView, View
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -30,8 +31,6 @@ from valora_serve.orchestrator.cost_model import CostModel, StepShape
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 
 CANDIDATES = 2  # adapters considered for merging, besides the merged one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
@@ -13,8 +14,6 @@ from valora_serve.orchestrator.cost_model import CostModel, StepShape
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 
 

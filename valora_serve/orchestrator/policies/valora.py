@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,6 @@ from valora_serve.orchestrator.cost_model import StepShape, step_shape
 from valora_serve.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from valora_serve.orchestrator.decision import RequestView, View
 
 

@@ -24,33 +24,21 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[2]
 NICE = 10  # what senders' priority is lower by than that of the server and of who asks /health
 UNWELL = 60.0  # seconds that a failed /health counts as
-RANDOM_TESTS = (
-    "tests/property/valora_serve/orchestrator",
-    "tests/property/valora_serve/memory",
-    "tests/property/valora_serve/server/access",
-    "tests/property/valora_train/fusion",
-)
+RANDOM_TESTS = [
+    f"tests/property/{one}" for one in ("valora_serve/orchestrator", "valora_serve/memory",
+                                        "valora_serve/server/access", "valora_train/fusion")
+]  # fmt: skip
 CASES = {"schedule": 2, "routes": 200, "media": 5000, "adapters": 500}
 
 
-@dataclass
-class Row:
-    """What became of the cases of one kind; seconds, and MB of memory above idle."""
-
-    outcomes: Counter = field(default_factory=Counter)
-    slowest: float = 0.0
-    memory: float = 0.0
-    health: float = 0.0
-
-
 class Report:
-    """What was tried, and what came of it."""
+    """What was tried, and what came of it: seconds, and MB of memory above idle, by kind."""
 
     def __init__(self):
         self.rows, self.failures = {}, []
@@ -59,7 +47,8 @@ class Report:
     def add(self, kind, outcomes, seconds=0.0, memory=0.0, health=0.0):
         """Count a case."""
         with self._lock:
-            row = self.rows.setdefault(kind, Row())
+            new = SimpleNamespace(outcomes=Counter(), slowest=0.0, memory=0.0, health=0.0)
+            row = self.rows.setdefault(kind, new)
             row.outcomes.update([outcomes] if isinstance(outcomes, str) else outcomes)
             row.slowest, row.memory = max(row.slowest, seconds), max(row.memory, memory)
             row.health = max(row.health, health)
@@ -107,8 +96,7 @@ class Watch:
 
 def _watch(url, pid, values, over):
     parent = os.getppid()
-    thread = threading.Thread(target=_watch_health, args=(url, values, over))
-    thread.start()
+    threading.Thread(target=_watch_health, args=(url, values, over)).start()
     while not over.wait(0.01) and os.getppid() == parent:
         values[0] = _resident(pid)
         values[1] = max(values[1], values[0])
@@ -116,13 +104,11 @@ def _watch(url, pid, values, over):
 
 
 def _watch_health(url, values, over):
-    host, port = address(url)
+    ask = f"GET /health HTTP/1.1\r\nhost: {url[7:]}\r\nconnection: close\r\n\r\n".encode()
     while not over.wait(0.05):
         began, answer = time.perf_counter(), b""
-        with contextlib.suppress(OSError), socket.create_connection((host, port), 30) as sock:
-            sock.sendall(
-                f"GET /health HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
-            )
+        with contextlib.suppress(OSError), socket.create_connection(address(url), 30) as sock:
+            sock.sendall(ask)
             while piece := sock.recv(4096):
                 answer += piece
         took = time.perf_counter() - began if b" 200 " in answer[:20] else UNWELL
@@ -155,21 +141,16 @@ def address(url):
 
 def together(work):
     """Run functions at the same time in threads of lower priority; returns what they return."""
-    with ThreadPoolExecutor(len(work), initializer=_behind) as pool:
+    behind = lambda: os.setpriority(os.PRIO_PROCESS, 0, NICE)  # noqa: E731 - of this thread
+    with ThreadPoolExecutor(len(work), initializer=behind) as pool:
         return [future.result() for future in [pool.submit(one) for one in work]]
-
-
-def _behind():
-    os.setpriority(os.PRIO_PROCESS, 0, NICE)  # of this thread, on Linux
 
 
 def fuzz(part, cases, seed=0, only=(), minutes=0.0, **limits):
     """Run a fuzzer's cases; returns the report. `limits` replace those of the module."""
-    module = sys.modules[__name__] if part == "schedule" else importlib.import_module(
-        f"tests.fuzz.{part}"
-    )  # fmt: skip
-    report, start, watch = Report(), time.monotonic(), None
-    most = module.LIMITS | limits
+    place = __name__ if part == "schedule" else f"tests.fuzz.{part}"
+    module, report, watch = importlib.import_module(place), Report(), None
+    start, most = time.monotonic(), module.LIMITS | limits
     try:
         with (
             tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
@@ -180,8 +161,9 @@ def fuzz(part, cases, seed=0, only=(), minutes=0.0, **limits):
                 if minutes and time.monotonic() - start > 60 * minutes:
                     break
                 kinds, what, send = make(random.Random(f"{seed}/{number}"), number)
+                what = f"{', '.join(kinds)}, case {number}: {what}"
                 again = f"again: python -m tests.fuzz {part} --seed {seed} --only {number}"
-                _one(report, kinds, f"case {number}: {what}", again, send, watch, most)
+                _one(report, kinds, what, again, send, watch, most)
                 if watch and report.rows[kinds[0]].health >= UNWELL:
                     break  # the server has ended
                 if (number + 1) % 100 == 0:
@@ -205,14 +187,13 @@ def _one(report, kinds, what, again, send, watch, most):
         [outcomes] = together([send])
     except Exception as error:  # noqa: BLE001 - whatever it is, the property does not hold
         outcomes = "failed"
-        report.failed(f"{', '.join(kinds)}, {what}: {type(error).__name__}: {error}\n  {again}")
-    seconds = time.monotonic() - began
-    memory, health = watch.taken() if watch else (0.0, 0.0)
+        report.failed(f"{what}: {type(error).__name__}: {error}\n  {again}")
+    found = (time.monotonic() - began, *(watch.taken() if watch else (0.0, 0.0)))
     for kind in kinds:
-        report.add(kind, outcomes, seconds, memory, health)
-    for name, found in (("seconds", seconds), ("memory", memory), ("health", health)):
-        if found > most.get(name, float("inf")):
-            report.failed(f"{', '.join(kinds)}, {what}: {name} {found:.2f}\n  {again}")
+        report.add(kind, outcomes, *found)
+    for name, value in zip(("seconds", "memory", "health"), found, strict=True):
+        if value > most.get(name, float("inf")):
+            report.failed(f"{what}: {name} {value:.2f}\n  {again}")
 
 
 # The random tests of the scheduler, the memory, admission and the fusion plan, as a fuzzer: each
@@ -229,16 +210,16 @@ def running(folder):
 
 
 def _random_tests(rng, number):
-    seed = rng.randrange(2**31)
-    command = [sys.executable, "-m", "pytest", "-q", f"--hypothesis-seed={seed}", *RANDOM_TESTS]
+    seed = f"--hypothesis-seed={rng.randrange(2**31)}"
 
     def send():
+        command = [sys.executable, "-m", "pytest", "-q", seed, *RANDOM_TESTS]
         ran = subprocess.run(command, cwd=ROOT, env=os.environ | {"VALORA_EXAMPLES": "10"},
                              capture_output=True, text=True, check=False)  # fmt: skip
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout.splitlines()[-1].split(" in ")[0]
 
-    return ["random tests, ten times the examples"], f"--hypothesis-seed={seed}", send
+    return ["random tests, ten times the examples"], seed, send
 
 
 def main(arguments):

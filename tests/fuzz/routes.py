@@ -57,31 +57,19 @@ def hostile(rng):
 
     bodies = {
         "unknown keys": (path, keys),
-        "one key, repeated": (path, b"{" + b'"k":1,' * many + b'"k":1}'),
         "long keys": (path, b"{" + b",".join(b'"%09000d":1' % n for n in range(5000)) + b"}"),
         "nested lists": (path, b"[" * many),
         "nested objects": (path, b'{"a":' * many),
-        "closed lists": (path, b"]" * many),
         "tokens": (COMPLETIONS, b'{"prompt":[' + b"1," * many + b"1]}"),
-        "fewer tokens": (COMPLETIONS, b'{"prompt":[' + b"1," * 190_000 + b"1]}"),
         "token lists": (COMPLETIONS, b'{"prompt":[' + b"[1]," * 900 + b"[1]]}"),
-        "texts": (COMPLETIONS, b'{"prompt":[' + b'"a",' * 900 + b'"a"]}'),
         "stop texts": (COMPLETIONS, json.dumps(
             {"prompt": "a" * 390_000, "stop": ["a" * n for n in range(1, 17)], "n": 16}).encode()),
         "a huge integer": (path, b'{"n":' + b"9" * (10 * many) + b"}"),
-        "a long fraction": (path, b'{"temperature":0.' + b"1" * (10 * many) + b"}"),
-        "large integers": (COMPLETIONS, b'{"prompt":[' + (b"9" * 99 + b",") * 15_000 + b"1]}"),
         "escapes": (CHAT, turn(b'"' + rb"\u0000" * many + b'"')),
-        "escaped quotes": (CHAT, turn(b'"' + rb"\"" * many + b'"')),
-        "quotes": (CHAT, turn(b'"' * many)),
         "foreign characters": (CHAT, turn(('"' + "\u20ac" * many + '"').encode())),
-        "white space": (CHAT, turn(b" " * (10 * many))),
         "one character": (CHAT, turn(b'"' + b"a" * 399_000 + b'"')),
-        "spaces": (COMPLETIONS, json.dumps({"prompt": " " * 399_000}).encode()),
         "marks": (COMPLETIONS, json.dumps({"prompt": "a\u0301" * 199_000}).encode()),
         "messages": (CHAT, b'{"messages":[' + b'{"role":"user","content":"a"},' * 9_000 + b"1]}"),
-        "turns": (CHAT, json.dumps({"messages": user * 2400}).encode()),
-        "wrong parts": (CHAT, turn(b"[" + b'{"type":"x"},' * 4_000 + b"1]")),
         "unknown keys within": (CHAT, turn(b'[{"type":"text",' + keys[1:40_000] + b'":1}]')),
         "a large schema": (CHAT, json.dumps({"messages": user, "response_format": {
             "type": "json_schema",
@@ -94,9 +82,6 @@ def hostile(rng):
         "log probabilities, streamed": (CHAT, json.dumps({
             "messages": user, "n": 16, "max_tokens": 32, "ignore_eos": True, "logprobs": True,
             "top_logprobs": 20, "stream": True}).encode()),
-        "log probabilities of completions": (COMPLETIONS, json.dumps({
-            "prompt": ["a"] * 4, "n": 8, "max_tokens": 32, "ignore_eos": True,
-            "logprobs": 20}).encode()),
         "log probabilities of a prompt": (COMPLETIONS, json.dumps({
             "prompt": "a b c d " * 200, "max_tokens": 0, "echo": True, "logprobs": 20}).encode()),
         "log probabilities of a response": (RESPONSES, json.dumps({
@@ -110,11 +95,9 @@ def hostile(rng):
         "many frames": (CHAT, turn(
             b'[{"type":"frames","frames":["data:image/jpeg;base64,'
             + b'","data:image/jpeg;base64,'.join([image[:100_000]] * 64) + b'"]}]')),
-        "turns of a response": (RESPONSES, json.dumps({"input": user * 2400}).encode()),
         "a long url": (CHAT, picture(b"http://" + b"a/" * many)),
         "a surrogate": (CHAT, turn(rb'"\ud800"')),
         "bytes": (path, rng.randbytes(many)),
-        "UTF-16": (path, ("{" * many).encode("utf-16")),
         "too large": (path, b" " * (70 * 2**20)),
     }  # fmt: skip
     forms = {

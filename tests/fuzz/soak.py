@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.valora_serve.serving import Process
 from tests.fuzz.adapters import alike
 from tests.fuzz.driver import Report, Watch
-from tests.fuzz.media import drawing, flipped, png, saved, truncated
+from tests.fuzz.media import drawing, saved
 from tests.support.http_helpers import data_url
 from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import (
@@ -50,16 +50,7 @@ DOMAINS = {
 }
 MORE = {"signs": DomainSpec("adapter-1", "classification", ["stop", "go"], prompt="Which sign?")}
 CHAT = "/v1/chat/completions"
-KINDS = {"whole": 10, "stream": 8, "deadline": 3, "cancelled": 4, "gone": 4, "slow": 1,
-         "hostile": 5}  # fmt: skip
-BODIES = (
-    b'{"model": "x", "messages": [' + b"\xff" * 99,
-    b"[" * 100_000 + b"]" * 100_000,
-    json.dumps({f"k{n}": n for n in range(20_000)}).encode(),
-    b'{"model": 7, "messages": {"role": []}, "max_tokens": "x"}',
-    b'{"messages": [], "max_tokens": 1' + b"0" * 5000 + b"}",
-    b'{"model": "nobody", "messages": [{"role": "user", "content": "x"}]}',
-)
+KINDS = {"whole": 10, "stream": 8, "deadline": 3, "cancelled": 4, "gone": 4, "slow": 1}
 HELD = ("pages that no model needs", "threads", "open files", "memory")
 
 
@@ -226,9 +217,6 @@ class Soak:
 
     async def ask(self, client, kind):
         """Ask one question as a kind of client does."""
-        if kind == "hostile":
-            await self.hostile(client)
-            return
         question = self.draw.choice(list(self.right))
         allowed = {429}
         if question.model in {*SOMETIMES, *MORE}:
@@ -296,22 +284,6 @@ class Soak:
         else:
             self.report.add(kind, "left")
 
-    async def hostile(self, client):
-        """Send what nobody should: it must be refused, and clearly."""
-        good = saved(drawing(40, 30), "PNG")
-        damaged = self.draw.choice((flipped, truncated))(self.draw, good)
-        image = self.draw.choice((damaged, png(1, 1_000_000, 1), b"", self.draw.randbytes(3000)))
-        if self.draw.random() < 0.5:
-            answer = await client.post(self.url + "/v1/vision/scene", files={"image": ("a", image)})
-        else:
-            image, kind = None, {"content-type": "application/json"}
-            body = self.draw.choice(BODIES)
-            answer = await client.post(self.url + CHAT, content=body, headers=kind)
-        if answer.status_code == 200 and image == damaged:  # some are decoded all the same
-            self.report.add("hostile", "200")
-        else:
-            self.refused("hostile", answer.status_code, answer.text, range(400, 500))
-
     async def client(self, number):
         """A client: one request after the other, of all kinds."""
         draw = random.Random(number)
@@ -326,11 +298,10 @@ class Soak:
                         await self.ask(client, kind)
                     except (httpx.TransportError, ConnectionError) as error:
                         self.report.add(kind, type(error).__name__)
-                        # A body that was refused half-read may cut the connection.
-                        if not self.draining and kind != "hostile":
+                        if not self.draining:
                             self.report.failed(f"{kind}: connection lost: {error!r}")
                         await asyncio.sleep(0.1)
-                    if kind in ("hostile", "cancelled"):
+                    if kind == "cancelled":
                         break  # the server may close the connection
 
     # Faults
@@ -378,19 +349,6 @@ class Soak:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
         self.turn_over()
 
-    def folder_in_the_way(self):
-        """Something stands where the state file is written."""
-        state, aside = self.folder / "state", self.folder / "state-aside"
-        state.rename(aside)
-        state.write_text("in the way")
-        try:
-            for _ in range(2):
-                self.turn_over()
-        finally:
-            state.unlink()
-            aside.rename(state)
-        self.turn_over()
-
     # The whole
 
     async def crowd(self, seconds, *, terminate=False):
@@ -398,7 +356,7 @@ class Soak:
         self.stop = self.draining = False
         clients = [asyncio.create_task(self.client(n)) for n in range(CLIENTS)]
         faults = [self.turn_over] * 5
-        faults += [self.diverged, self.deleted, self.full_disk, self.folder_in_the_way]
+        faults += [self.diverged, self.deleted, self.full_disk]
         end, plan = time.monotonic() + seconds, []
         while time.monotonic() < end:
             plan = plan or self.draw.sample(faults, len(faults))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from valora_serve.model.attention.base import KVCache, Rows
 from valora_serve.model.attention.registry import make_backend
-
-if TYPE_CHECKING:
-    from valora_serve.model.attention.base import AttentionPlan
 
 
 class Case:
@@ -35,17 +30,17 @@ class Case:
 
     def __init__(
         self,
-        shares: list[tuple[int, int]],
+        shares,
         *,
-        heads: tuple[int, int] = (4, 4),
-        block_size: int = 4,
-        seed: int = 0,
-        spare: int = 0,
-        width: int = 8,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        after: Case | None = None,
-    ) -> None:
+        heads=(4, 4),
+        block_size=4,
+        seed=0,
+        spare=0,
+        width=8,
+        dtype=torch.float32,
+        device="cpu",
+        after=None,
+    ):
         if after is not None:
             like = after.storage
             block_size, width, dtype, device = (
@@ -71,7 +66,7 @@ class Case:
         )
         self.shares = shares
 
-        def random(length: int, count: int) -> torch.Tensor:
+        def random(length, count):
             drawn = torch.randn(length, count, width, generator=generator)
             return drawn.to(dtype).to(device)
 
@@ -86,13 +81,11 @@ class Case:
                     keys[place] = self.key[layer][row][at]
                     values[place] = self.value[layer][row][at]
 
-    def run(self, backend: str, layer: int, scale: float) -> torch.Tensor:
+    def run(self, backend, layer, scale):
         """Output of a backend: [rows, heads, width]."""
         return self.run_plan(make_backend(backend, self.cache).plan(self.rows), layer, scale)
 
-    def run_plan(
-        self, plan: AttentionPlan, layer: int, scale: float, padding: int = 0
-    ) -> torch.Tensor:
+    def run_plan(self, plan, layer, scale, padding=0):
         """Output of a plan for the rows of the step, and so many that pad it."""
         key, value = (
             torch.cat([part[before:] for part, (before, _) in zip(parts, self.shares, strict=True)])
@@ -104,7 +97,7 @@ class Case:
         strided = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in padded]
         return plan.run(layer, strided[0], strided[1], strided[2], scale)
 
-    def expected(self, layer: int, scale: float) -> torch.Tensor:
+    def expected(self, layer, scale):
         """Output by the formula: [rows, heads, width]."""
         rows = []
         for row, (before, now) in enumerate(self.shares):

@@ -1,12 +1,9 @@
 """Cases of tests that are tried one by one: some at once, the others with the slow tests."""
 
-from collections.abc import Collection, Iterable
-from typing import Any
-
 import pytest
 
 
-def others_slow(fast: Collection[Any], every: Iterable[Any]) -> list[Any]:
+def others_slow(fast, every):
     """All cases for `parametrize`, of which those that are not among `fast` are slow."""
     return [
         pytest.param(

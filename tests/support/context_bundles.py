@@ -1,9 +1,7 @@
 """Bundles with contexts of random memories, and what transformers and PEFT answer about them."""
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from valora_data.contract import contexts as contract
 from valora_data.contract.base_model import BaseModel, base_hash
 from valora_data.contract.bundle import write_manifest
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX, Encoder, Memory
-from valora_serve.types import Request
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,9 @@ class ContextSpec:
     gap: int = 0
 
 
-def random_memory(base: str, spec: ContextSpec, seed: int) -> Memory | None:
+def random_memory(base, spec, seed):
     """A memory that changes answers: its values are as large as those of a document."""
-    text: Any = load_base(base).config.get_text_config()
+    text = load_base(base).config.get_text_config()
     generator = torch.Generator().manual_seed(seed)
     heads = int(text.num_key_value_heads)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -55,16 +52,7 @@ def random_memory(base: str, spec: ContextSpec, seed: int) -> Memory | None:
     return None
 
 
-def make_context_bundle(
-    folder: Path,
-    base: str,
-    contexts: Mapping[str, ContextSpec],
-    adapters: Mapping[str, Mapping[str, Any]],
-    *,
-    name: str = "documents",
-    encoder: int = 0,
-    seed: int = 0,
-) -> Path:
+def make_context_bundle(folder, base, contexts, adapters, *, name="documents", encoder=0, seed=0):
     """Write a bundle of contexts.
 
     Args:
@@ -78,7 +66,7 @@ def make_context_bundle(
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    made: dict[str, Any] = {}
+    made = {}
     for number, (adapter, options) in enumerate(adapters.items()):
         chosen = dict(options)
         late = chosen.pop("decode_only", False)
@@ -116,7 +104,7 @@ def make_context_bundle(
             "head": None,
             "prompt": "{}",
         }
-    manifest: dict[str, Any] = {
+    manifest = {
         "name": name,
         "version": 1,
         "strategy": "paper",
@@ -148,27 +136,21 @@ class ContextReference:
         adapters: Its adapters.
     """
 
-    def __init__(
-        self,
-        base: str,
-        folder: Path,
-        contexts: Mapping[str, ContextSpec],
-        adapters: Mapping[str, Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, base, folder, contexts, adapters):
         self._plain = Reference(base, {name: folder / "adapters" / name for name in adapters})
         self._adapters, self._contexts, self._folder = adapters, contexts, folder
         self._base = base
         self.model = BaseModel(base, load_base(base), self._plain.processor)
-        self._known: dict[tuple[object, ...], Expected] = {}
+        self._known = {}
 
-    def __call__(self, request: Request) -> Expected:
+    def __call__(self, request):
         """Answer a request about a context, an adapter or the base model greedily."""
         key = key_of(request)
         if key not in self._known:
             self._known[key] = self._answer(request)
         return self._known[key]
 
-    def _answer(self, request: Request) -> Expected:
+    def _answer(self, request):
         spec = self._contexts.get(request.model or "")
         adapter = request.model if request.model in self._adapters else None
         if spec is not None:
@@ -209,7 +191,7 @@ class ContextReference:
                 embedded = torch.cat([*parts, embedded])
         return self._generate(request, embedded, cache, position, adapter)
 
-    def _embedded(self, inputs: Any) -> torch.Tensor:
+    def _embedded(self, inputs):
         """Input embeddings [tokens, width] of a processor's output, images included."""
         words = self.model.language_model.get_input_embeddings()
         found = words(inputs["input_ids"][0]).clone()
@@ -219,18 +201,11 @@ class ContextReference:
             found[inputs["input_ids"][0] == self.model.image_token] = torch.cat(list(pooled))
         return found
 
-    def _generate(
-        self,
-        request: Request,
-        embedded: torch.Tensor,
-        cache: Any,
-        position: int,
-        adapter: str | None,
-    ) -> Expected:
+    def _generate(self, request, embedded, cache, position, adapter):
         """Compute all but the last token of the prompt, that one, and then one after another."""
         late = adapter is not None and bool(self._adapters[adapter].get("decode_only"))
-        tokens: list[int] = []
-        logits: list[torch.Tensor] = []
+        tokens = []
+        logits = []
         if len(embedded) > 1:
             self._forward(embedded[:-1], cache, position, None if late else adapter)
         position += len(embedded) - 1
@@ -245,14 +220,12 @@ class ContextReference:
             row = self.model.language_model.get_input_embeddings()(torch.tensor(tokens[-1:]))
         return Expected(tokens, torch.stack(logits))
 
-    def _forward(
-        self, rows: torch.Tensor, cache: Any, position: int, adapter: str | None
-    ) -> torch.Tensor:
+    def _forward(self, rows, cache, position, adapter):
         """Logits [vocabulary] behind the last of some rows, which join the cache."""
         model = self._plain.model
         positions = (position + torch.arange(len(rows)))[None]
 
-        def compute() -> torch.Tensor:
+        def compute():
             inner = model.get_base_model() if isinstance(model, PeftModel) else model
             found = inner(
                 inputs_embeds=rows[None],
@@ -260,7 +233,7 @@ class ContextReference:
                 position_ids=positions,
                 use_cache=True,
             )
-            last: torch.Tensor = found.logits[0, -1].float()
+            last = found.logits[0, -1].float()
             return last
 
         with torch.no_grad():

@@ -1,21 +1,19 @@
 """Small data sets on disk (pictures, videos, metadata and JSON files), and a check for leaks."""
 
 import json
-from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from valora_data.duplicates import Duplicates
 from valora_data.prepare import check_leaks
-from valora_data.schema import Sample, Split, Task
+from valora_data.schema import Split, Task
 from valora_data.sources.scenes.builtin import builtin_samples
 
 
-def picture(path: Path, seed: int, size: tuple[int, int] = (12, 8)) -> Image.Image:
+def picture(path, seed, size=(12, 8)):
     """A picture of noise, written to a file."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -24,18 +22,18 @@ def picture(path: Path, seed: int, size: tuple[int, int] = (12, 8)) -> Image.Ima
     return image
 
 
-def natural_picture(seed: int) -> Image.Image:
+def natural_picture(seed):
     """A drawn scene with a vehicle, which no other seed gives."""
     return _drawn(seed).copy()
 
 
 @cache
-def _drawn(seed: int) -> Image.Image:
+def _drawn(seed):
     (sample,) = builtin_samples(Task.CLASSIFICATION, "vehicle_type", Split.TRAIN, 1, seed)
     return sample.image
 
 
-def check_no_leak(splits: Mapping[Split, Iterable[Sample]]) -> None:
+def check_no_leak(splits):
     """Raise a `DataError` if an id or an image occurs in two splits."""
     duplicates = Duplicates(near=False)
     for split, samples in splits.items():
@@ -44,20 +42,20 @@ def check_no_leak(splits: Mapping[Split, Iterable[Sample]]) -> None:
     check_leaks([pair for pair in duplicates.pairs() if pair.leaks])
 
 
-def metadata(folder: Path, *rows: object) -> None:
+def metadata(folder, *rows):
     """A `metadata.jsonl` with some rows."""
     folder.mkdir(exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metadata.jsonl").write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, content: object) -> Path:
+def write_json(path, content):
     """A JSON file."""
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
 
-def write_video(path: Path, levels: list[int], size: tuple[int, int] = (32, 16)) -> Path:
+def write_video(path, levels, size=(32, 16)):
     """A video whose frames are grey, each of its own level, with a bright left edge."""
     import av
 

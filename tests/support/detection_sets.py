@@ -1,16 +1,13 @@
 """One small detection data set, written in the formats that annotation tools export."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from xml.etree import ElementTree
 
 import yaml
-from PIL import Image
 
 from tests.support.data_sets import natural_picture
 from valora_data.errors import DataError
-from valora_data.schema import Box, Sample, Task
+from valora_data.schema import Task
 from valora_data.sources.base import Source
 from valora_data.sources.registry import open_source
 
@@ -24,18 +21,18 @@ BOXES = {
 """Label and edges (x0, y0, x1, y1) of every image's objects."""
 
 
-def picture_of(name: str) -> Image.Image:
+def picture_of(name):
     """The picture of an image, which is no other's."""
     return natural_picture(ord(name)).resize(SIZES[name])
 
 
-def write_pictures(folder: Path, names: Iterable[str] = SIZES) -> None:
+def write_pictures(folder, names=SIZES):
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         picture_of(name).save(folder / f"{name}.jpg", quality=95)
 
 
-def write_roboflow(folder: Path) -> Path:
+def write_roboflow(folder):
     """An export as Roboflow writes it: category 0 is the group of the others."""
     for split, names in (("train", "ac"), ("valid", "b"), ("test", "d")):
         write_pictures(folder / split, names)
@@ -67,7 +64,7 @@ def write_roboflow(folder: Path) -> Path:
     return folder
 
 
-def voc_xml(name: str) -> ElementTree.Element:
+def voc_xml(name):
     """Annotation of one image, whose pixels are counted from 1."""
     root = ElementTree.Element("annotation")
     ElementTree.SubElement(root, "filename").text = f"{name}.jpg"
@@ -84,7 +81,7 @@ def voc_xml(name: str) -> ElementTree.Element:
     return root
 
 
-def write_voc(folder: Path) -> Path:
+def write_voc(folder):
     """The layout of the original, with lists of the splits."""
     write_pictures(folder / "JPEGImages")
     (folder / "Annotations").mkdir()
@@ -99,7 +96,7 @@ def write_voc(folder: Path) -> Path:
     return folder
 
 
-def write_cvat(folder: Path) -> Path:
+def write_cvat(folder):
     """`CVAT for images 1.1`, with subsets."""
     write_pictures(folder / "images")
     root = ElementTree.Element("annotations")
@@ -122,7 +119,7 @@ def write_cvat(folder: Path) -> Path:
     return folder
 
 
-def write_labelstudio(folder: Path) -> Path:
+def write_labelstudio(folder):
     """An export of Label Studio as `JSON`; images have the names of uploads."""
     write_pictures(folder / "images")
     tasks = []
@@ -147,22 +144,13 @@ def write_labelstudio(folder: Path) -> Path:
     return path
 
 
-def read_split(
-    kind: str,
-    path: Path,
-    split: str | None = None,
-    labels: Sequence[str] | None = None,
-    task: Task = Task.DETECTION,
-    **more: object,
-) -> Iterator[Sample]:
+def read_split(kind, path, split=None, labels=None, task=Task.DETECTION, **more):
     """The samples of one split of a data set; None for one that comes in one piece."""
     splits = open_source(Source(kind, task, tuple(labels or ()), path=str(path), **more))
     return splits.get(split, splits.get(None))()
 
 
-def write_yolo(
-    samples_by_split: Mapping[str, Sequence[Sample]], labels: Sequence[str], folder: Path
-) -> Path:
+def write_yolo(samples_by_split, labels, folder):
     """Write samples so that Ultralytics can train from them.
 
     Args:
@@ -198,7 +186,7 @@ def write_yolo(
     return yaml_path
 
 
-def _row(box: Box, sample: Sample, index_of: Mapping[str, int]) -> str:
+def _row(box, sample, index_of):
     if box.label not in index_of:
         raise DataError(
             f"sample {sample.id}: label {box.label!r} is not one of {', '.join(index_of)}"

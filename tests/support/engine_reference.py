@@ -3,16 +3,13 @@
 import asyncio
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from peft import PeftModel
 from PIL import Image
 from transformers import (
@@ -29,41 +26,33 @@ from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.preparation import CROWDED, DECODE, KERNELS, PROMPT
-from valora_serve.model.runner import ModelRunner
 from valora_serve.orchestrator.cost_model import load_or_estimate
-from valora_serve.types import (
-    Finish,
-    Output,
-    PromptLogprobs,
-    Request,
-    SamplingParams,
-    TokenLogprobs,
-)
+from valora_serve.types import Output, PromptLogprobs, Request, SamplingParams, TokenLogprobs
 
 
-def noise(width: int, height: int, seed: int) -> Image.Image:
+def noise(width, height, seed):
     """Return an image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
-def ask(text: str, *, images: int = 0, videos: int = 0) -> list[dict[str, Any]]:
+def ask(text, *, images=0, videos=0):
     """Return a chat turn: a text with images and videos between its halves."""
     half = len(text) // 2
-    parts: list[dict[str, Any]] = [{"type": "text", "text": text[:half]}]
+    parts = [{"type": "text", "text": text[:half]}]
     parts += [{"type": "image"}] * images + [{"type": "video"}] * videos
     parts += [{"type": "text", "text": text[half:]}]
     return [{"role": "user", "content": parts}]
 
 
-def auto_class(source: str) -> Any:
+def auto_class(source):
     """Return the class of transformers that loads a model, of images or of text alone."""
     config = AutoConfig.from_pretrained(source)
     words = type(config) not in AutoModelForImageTextToText._model_mapping
     return AutoModelForCausalLM if words else AutoModelForImageTextToText
 
 
-def load_processor(source: str) -> Any:
+def load_processor(source):
     """Load the processor of a model of images, or the tokenizer of one of text alone."""
     words = auto_class(source) is AutoModelForCausalLM
     return (AutoTokenizer if words else AutoProcessor).from_pretrained(source)
@@ -81,12 +70,12 @@ class Expected:
     tokens: list[int]
     logits: torch.Tensor
 
-    def logprobs(self) -> torch.Tensor:
+    def logprobs(self):
         """Return [tokens, vocabulary] log probabilities."""
         return self.logits.log_softmax(-1)
 
 
-def key_of(request: Request) -> tuple[object, ...]:
+def key_of(request):
     """What a greedy answer depends on."""
     return (
         request.model, request.text, repr(request.messages), request.sampling.max_tokens,
@@ -105,35 +94,33 @@ class Reference:
         dtype: Dtype of weights and computation.
     """
 
-    def __init__(
-        self, base: str, adapters: Mapping[str, Path], dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, base, adapters, dtype=torch.float32):
         source = base_folder(base)
-        self.processor: Any = load_processor(source)
-        model: Any = auto_class(source).from_pretrained(source, dtype=dtype)
-        self.model: Any = model.eval().requires_grad_(False)
+        self.processor = load_processor(source)
+        model = auto_class(source).from_pretrained(source, dtype=dtype)
+        self.model = model.eval().requires_grad_(False)
         for name, folder in adapters.items():
             if isinstance(self.model, PeftModel):
                 self.model.load_adapter(str(folder), name)
             else:
                 self.model = PeftModel.from_pretrained(self.model, str(folder), name)
-        self._known: dict[tuple[Any, ...], Expected] = {}
+        self._known = {}
 
-    def __call__(self, request: Request) -> Expected:
+    def __call__(self, request):
         """Answer a request greedily, alone in its batch."""
         key = key_of(request)
         if key not in self._known:
             self._known[key] = self._answer(request)
         return self._known[key]
 
-    def inputs(self, request: Request) -> Any:
+    def inputs(self, request):
         """Return the inputs that transformers' processor makes of a request."""
         if request.token_ids is not None:
             ids = torch.tensor([list(request.token_ids)])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         text = request.text
         if text is None:
-            turns: Any = list(request.messages or ())
+            turns = list(request.messages or ())
             if not hasattr(self.processor, "image_processor"):
                 turns = [
                     {**turn, "content": "".join(part["text"] for part in turn["content"])}
@@ -142,7 +129,7 @@ class Reference:
             text = self.processor.apply_chat_template(
                 turns, add_generation_prompt=True, tokenize=False
             )
-        kwargs: dict[str, Any] = {}
+        kwargs = {}
         if request.images:
             kwargs["images"] = list(request.images)
         if request.videos:
@@ -156,11 +143,11 @@ class Reference:
             text=[text], return_tensors="pt", add_special_tokens=special, **kwargs
         )
 
-    def _answer(self, request: Request) -> Expected:
+    def _answer(self, request):
         inputs = self.inputs(request)
-        extra: dict[str, Any] = {"eos_token_id": -1} if request.sampling.ignore_eos else {}
+        extra = {"eos_token_id": -1} if request.sampling.ignore_eos else {}
 
-        def generate() -> Any:
+        def generate():
             return self.model.generate(
                 **inputs,
                 max_new_tokens=request.sampling.max_tokens,
@@ -201,26 +188,24 @@ class Got:
     last: Output | None = None
 
     @property
-    def finish(self) -> Finish | None:
+    def finish(self):
         """Why the request ended, None if it has not."""
         return None if self.last is None else self.last.finish
 
     @property
-    def error(self) -> Exception | None:
+    def error(self):
         """Error of the last output; None if the request did not fail."""
         return None if self.last is None else self.last.error
 
 
 @lru_cache(maxsize=2)
-def _loaded(base: str, dtype: str) -> tuple[Any, Any]:
+def _loaded(base, dtype):
     source = base_folder(base)
     model = auto_class(source).from_pretrained(source, dtype=getattr(torch, dtype))
     return model, load_processor(source)
 
 
-def make_engine(
-    base: str, adapters: Mapping[str, Path] | None = None, *, fresh: bool = False, **settings: Any
-) -> Engine:
+def make_engine(base, adapters=None, *, fresh=False, **settings):
     """Return an engine on the CPU, in fp32 by default, with the estimated cost model.
 
     Args:
@@ -229,7 +214,7 @@ def make_engine(
         fresh: Whether the engine loads the base model itself, which takes longer.
         settings: Settings of the engine that differ from the tests' defaults.
     """
-    chosen: dict[str, Any] = {
+    chosen = {
         "pages": 512, "max_requests": 16, "max_tokens": 512, "chunk": 256, "max_adapters": 8,
         "slots": 8, "max_rank": 16, "profile": False, "dtype": "float32",
     } | settings  # fmt: skip
@@ -244,7 +229,7 @@ def make_engine(
     return engine
 
 
-def capture(runner: ModelRunner, terms: Sequence[int] = (0, 1, 2)) -> int:
+def capture(runner, terms=(0, 1, 2)):
     """Capture all graphs; returns how many graphs of steps there are."""
     for wanted in chain(*runner.preparations(terms)):
         if wanted.kind != KERNELS:
@@ -253,7 +238,7 @@ def capture(runner: ModelRunner, terms: Sequence[int] = (0, 1, 2)) -> int:
     return sum(len(runner._graphs[kind].captured()) for kind in steps)
 
 
-def collect(outputs: Iterable[Output], into: dict[str, Got]) -> None:
+def collect(outputs, into):
     """Add outputs to those that were collected before."""
     for output in outputs:
         got = into.setdefault(output.id, Got())
@@ -265,9 +250,7 @@ def collect(outputs: Iterable[Output], into: dict[str, Got]) -> None:
         got.last = output
 
 
-def finish(
-    engine: Engine, into: dict[str, Got] | None = None, *, steps: int = 3000
-) -> dict[str, Got]:
+def finish(engine, into=None, *, steps=3000):
     """Step until the engine has no requests and outputs left."""
     found = {} if into is None else into
     for _ in range(steps):
@@ -278,9 +261,7 @@ def finish(
     raise AssertionError(f"after {steps} steps still unanswered: {left}; {engine.stats()}")
 
 
-def run(
-    engine: Engine, requests: Sequence[Request], *, together: int | None = None
-) -> dict[str, Got]:
+def run(engine, requests, *, together=None):
     """Add requests to an engine and step until they are answered.
 
     Args:
@@ -289,7 +270,7 @@ def run(
         together: Number of requests to add before the first step; the others are added one by one
             in every other step. None to add all.
     """
-    found: dict[str, Got] = {}
+    found = {}
     waiting = [engine.prepare(request) for request in requests]
     for prepared in waiting[:together]:
         engine.add(prepared)
@@ -300,27 +281,27 @@ def run(
     return finish(engine, found)
 
 
-def question(name: str, model: str | None = None, *, tokens: int = 6, **more: Any) -> Request:
+def question(name, model=None, *, tokens=6, **more):
     """Return a text request; its tokens depend on its name, so that prefixes differ."""
     ids = np.random.default_rng(sum(map(ord, name))).integers(10, 2000, 12).tolist()
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     return Request(name, model=model, token_ids=ids, **{"sampling": sampling, **more})
 
 
-def add_requests(engine: Engine, *requests: Request) -> None:
+def add_requests(engine, *requests):
     """Prepare requests and add them to an engine."""
     for request in requests:
         engine.add(engine.prepare(request))
 
 
-def check_answers(found: dict[str, Got], reference: Reference, *requests: Request) -> None:
+def check_answers(found, reference, *requests):
     """Check that requests got the expected answers."""
     for request in requests:
         assert found[request.id].error is None
         assert found[request.id].tokens == reference(request).tokens
 
 
-def assert_empty(engine: Engine) -> None:
+def assert_empty(engine):
     """Check that no request is left, only the merged adapter is pinned, and no page is lost."""
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.pages_kv) == (0, 0, 0)
@@ -336,10 +317,10 @@ def assert_empty(engine: Engine) -> None:
     assert users == ({} if merged is None else {merged: 1})
 
 
-def serve(made: Engine, request: Request, done: Callable[[], bool] = lambda: True) -> None:
+def serve(made, request, done=lambda: True):
     """Run an engine behind an event loop: warm it up, answer a request, and idle until `done`."""
 
-    async def body() -> None:
+    async def body():
         engine = AsyncEngine(made)
         try:
             await engine.warm_up()
@@ -355,6 +336,6 @@ def serve(made: Engine, request: Request, done: Callable[[], bool] = lambda: Tru
     asyncio.run(body())
 
 
-def relative(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
+def relative(found, wanted):
     """Return the norm of the difference over the norm of `wanted`."""
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,9 +23,6 @@ from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NAME = "far"
 CPU = torch.device("cpu")
@@ -45,7 +41,7 @@ class FarTensor(torch.Tensor):
     inner: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> FarTensor:
+    def __new__(cls, inner):
         return torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -55,37 +51,37 @@ class FarTensor(torch.Tensor):
             device=torch.device(NAME, 0),
         )
 
-    def __init__(self, inner: torch.Tensor) -> None:
+    def __init__(self, inner):
         self.inner = inner
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents=None):
         return f"FarTensor({self.inner!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FarTensor:
+    def __deepcopy__(self, memo):
         copied = FarTensor(self.inner.detach().clone()).requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
             copied._is_param = True
         memo[id(self)] = copied
         return copied
 
-    def tolist(self) -> Any:
+    def tolist(self):
         return self.inner.tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force=False):
         if not force:
             raise TypeError(f"cannot convert a tensor on {NAME} to numpy")
         return self.inner.detach().numpy()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
 
 
-def _is_far(device: Any) -> bool:
+def _is_far(device):
     return device is not None and torch.device(device).type == NAME
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(func, args, kwargs):
     """Run an operation on the values, and bring its result to the device.
 
     Raises:
@@ -114,7 +110,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is ATEN._to_copy.default and result is inner_args[0]:
         result = result.clone()
 
-    def outer(one: Any) -> Any:
+    def outer(one):
         if not isinstance(one, torch.Tensor):
             return one
         if id(one) in known:  # changed in place
@@ -124,14 +120,14 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return pytree.tree_map(outer, result)
 
 
-def _inner(one: Any) -> Any:
+def _inner(one):
     if isinstance(one, FarTensor):
         return one.inner
     return CPU if isinstance(one, torch.device) and one.type == NAME else one
 
 
 class _Operations(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
         if _is_far(kwargs.get("device")) or any(isinstance(one, FarTensor) for one in leaves):
@@ -142,7 +138,7 @@ class _Operations(TorchDispatchMode):
 class _Constructors(TorchFunctionMode):
     """`torch.tensor` and its like copy where no dispatch mode sees it."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor, torch.asarray) and _is_far(kwargs.get("device")):
             device = kwargs.pop("device")
@@ -156,36 +152,36 @@ class _Constructors(TorchFunctionMode):
 class _Module(_DummyBackendModule):
     """What torch asks of `torch.far`: random numbers are the CPU's."""
 
-    def get_rng_state(self, device: object = None) -> torch.Tensor:
+    def get_rng_state(self, device=None):
         return torch.empty(0, dtype=torch.uint8)
 
-    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+    def set_rng_state(self, state, device=None):
         pass
 
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+    def get_amp_supported_dtype(self):
         return [torch.bfloat16, torch.float16]
 
 
 @contextmanager
-def far_device() -> Iterator[None]:
+def far_device():
     """Make the device known, and tensors on it work."""
     _setup_privateuseone_for_python_backend(NAME, _Module())
     with _Constructors(), _Operations():
         yield
 
 
-def main() -> None:
+def main():
     """Run `valora-train` with the arguments of the command line."""
     from valora_data.errors import ValoraError
     from valora_train import cli
     from valora_train.stages import export, gate
 
-    def run_gate(command: list[str], **_: object) -> Any:
+    def run_gate(command, **_):
         if gate.main(command[command.index("valora_train.stages.gate") + 1 :]):
             raise ValoraError("the gate rejected the bundle")
         return type("Done", (), {"returncode": 0})
 
-    export.subprocess = type("Here", (), {"run": staticmethod(run_gate)})  # type: ignore[assignment]
+    export.subprocess = type("Here", (), {"run": staticmethod(run_gate)})
     sys.argv[0] = "valora-train"
     with far_device():
         cli.main()

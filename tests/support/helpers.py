@@ -1,7 +1,5 @@
 """Things that several tests build or compare."""
 
-from pathlib import Path
-
 import torch
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -24,7 +22,7 @@ TEMPLATE = (
 )
 
 
-def save_random_llava(folder: Path, seed: int, *, side: int = 48, patch: int = 12) -> Path:
+def save_random_llava(folder, seed, *, side=48, patch=12):
     """Save a LLaVA with two tiny layers on each side, a byte tokenizer and a processor."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -66,7 +64,7 @@ def save_random_llava(folder: Path, seed: int, *, side: int = 48, patch: int = 1
     return folder
 
 
-def coloured_squares(count: int, seed: int, label: str, colour: str = "red") -> list[Sample]:
+def coloured_squares(count, seed, label, colour="red"):
     """Images of 48 px with one or two squares of a colour, which is what the boxes name."""
     generator = torch.Generator().manual_seed(seed)
     samples = []

@@ -1,7 +1,6 @@
 """Random JSON schemas, and random answers to them token by token."""
 
 import random
-from typing import Any
 
 import numpy as np
 
@@ -21,14 +20,14 @@ CONSTANTS = [
 ]  # fmt: skip
 
 
-def _number(draw: random.Random) -> float:
+def _number(draw):
     if draw.random() < 0.7:
         return draw.choice(NUMBERS)
     return round(draw.uniform(-20, 20), draw.choice([0, 1, 2, 5, 17]))
 
 
-def _numeric(draw: random.Random) -> dict[str, Any]:
-    made: dict[str, Any] = {"type": draw.choice(["number", "integer", "number"])}
+def _numeric(draw):
+    made = {"type": draw.choice(["number", "integer", "number"])}
     for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         if draw.random() < 0.4:
             made[key] = _number(draw)
@@ -37,8 +36,8 @@ def _numeric(draw: random.Random) -> dict[str, Any]:
     return made
 
 
-def _string(draw: random.Random) -> dict[str, Any]:
-    made: dict[str, Any] = {"type": "string"}
+def _string(draw):
+    made = {"type": "string"}
     if draw.random() < 0.4:
         made["minLength"] = draw.randint(0, 6)
     if draw.random() < 0.4:
@@ -50,7 +49,7 @@ def _string(draw: random.Random) -> dict[str, Any]:
     return made
 
 
-def _simple(draw: random.Random) -> Any:
+def _simple(draw):
     way = draw.randrange(6)
     if way < 2:
         return _numeric(draw)
@@ -63,9 +62,9 @@ def _simple(draw: random.Random) -> Any:
     return draw.choice([{"type": "null"}, {"type": "boolean"}, {}])
 
 
-def _object(draw: random.Random, depth: int) -> dict[str, Any]:
+def _object(draw, depth):
     names = draw.sample(["a", "b", "c", "d/e", "f~g", "minimum", "é"], draw.randint(0, 4))
-    made: dict[str, Any] = {
+    made = {
         "type": "object", "properties": {name: _any(draw, depth + 1) for name in names}
     }  # fmt: skip
     if draw.random() < 0.7:
@@ -81,8 +80,8 @@ def _object(draw: random.Random, depth: int) -> dict[str, Any]:
     return made
 
 
-def _array(draw: random.Random, depth: int) -> dict[str, Any]:
-    made: dict[str, Any] = {"type": "array"}
+def _array(draw, depth):
+    made = {"type": "array"}
     if draw.random() < 0.8:
         made["items"] = _any(draw, depth + 1)
     if draw.random() < 0.2:
@@ -94,7 +93,7 @@ def _array(draw: random.Random, depth: int) -> dict[str, Any]:
     return made
 
 
-def _any(draw: random.Random, depth: int) -> Any:
+def _any(draw, depth):
     way = draw.random()
     if depth > 3 or way < 0.3:
         return _simple(draw)
@@ -111,21 +110,13 @@ def _any(draw: random.Random, depth: int) -> Any:
     )
 
 
-def random_schema(seed: int) -> dict[str, Any]:
+def random_schema(seed):
     """Return a JSON schema; some are contradictory, and some cannot be served."""
     draw = random.Random(seed)
     return _any(draw, 0) | {"$defs": {"n": _any(draw, 2)}}
 
 
-def random_answer(
-    constraint: Any,
-    tokenizer: Any,
-    seed: int,
-    *,
-    padded: int = 0,
-    most: int = 200,
-    begin: str = "",
-) -> str | None:
+def random_answer(constraint, tokenizer, seed, *, padded=0, most=200, begin=""):
     """Walk through a constraint by tokens that it allows.
 
     It begins with the text `begin`. After 40 tokens, those that close a text, a list or an object
@@ -135,7 +126,7 @@ def random_answer(
         The text at the end; None if it has not ended after `most` tokens.
     """
     draw = np.random.default_rng(seed)
-    tokens: list[int] = tokenizer(begin, add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(begin, add_special_tokens=False)["input_ids"]
     for token in tokens:
         constraint.advance(token)
     for step in range(most):

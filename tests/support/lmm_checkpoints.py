@@ -5,10 +5,8 @@ shipped base model, with the special tokens that the family has) and processor. 
 enough that every part of a prompt, and every adapter, changes which token comes next.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
@@ -97,7 +95,7 @@ CROP = 4 * PATCH  # the side of a crop
 WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 3, 4, 2, 16
 
 
-def _tokenizer(extra: list[str], end: str = "<|im_end|>", **named: str) -> Any:
+def _tokenizer(extra, end="<|im_end|>", **named):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         base_folder("tiny"), **({"extra_special_tokens": named} if named else {})
     )
@@ -109,7 +107,7 @@ def _tokenizer(extra: list[str], end: str = "<|im_end|>", **named: str) -> Any:
     return tokenizer
 
 
-def _randomize(model: Any, seed: int) -> None:
+def _randomize(model, seed):
     """Weights that keep the size of what goes through; biases and norms that do something."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -132,7 +130,7 @@ def _randomize(model: Any, seed: int) -> None:
             model.lm_head.weight.mul_(3.0)
 
 
-def _save(folder: Path, model: Any, processor: Any, seed: int) -> Path:
+def _save(folder, model, processor, seed):
     _randomize(model, seed)
     tokenizer = getattr(processor, "tokenizer", processor)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -142,7 +140,7 @@ def _save(folder: Path, model: Any, processor: Any, seed: int) -> Path:
     return folder
 
 
-def save_llava(folder: Path, seed: int = 0, *, side: int = 32) -> Path:
+def save_llava(folder, seed=0, *, side=32):
     """LLaVA-1.5 with grouped-query attention; an image is (side / 8)² tokens."""
     tokenizer = _tokenizer([])
     processor = LlavaProcessor(
@@ -175,7 +173,7 @@ def save_llava(folder: Path, seed: int = 0, *, side: int = 32) -> Path:
     return _save(folder, LlavaForConditionalGeneration(config), processor, seed)
 
 
-def _qwen_text(tokenizer: Any, model_type: str, rope: dict[str, Any]) -> dict[str, Any]:
+def _qwen_text(tokenizer, model_type, rope):
     return {
         "model_type": model_type, "vocab_size": len(tokenizer), "hidden_size": WIDTH,
         "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -186,7 +184,7 @@ def _qwen_text(tokenizer: Any, model_type: str, rope: dict[str, Any]) -> dict[st
     }  # fmt: skip
 
 
-def _qwen_ids(tokenizer: Any) -> dict[str, int]:
+def _qwen_ids(tokenizer):
     ids = tokenizer.convert_tokens_to_ids
     return {
         "image_token_id": ids("<|image_pad|>"),
@@ -196,9 +194,9 @@ def _qwen_ids(tokenizer: Any) -> dict[str, int]:
     }
 
 
-def _qwen_processor(kind: Any, video: Any, tokenizer: Any, placeholder: str) -> Any:
+def _qwen_processor(kind, video, tokenizer, placeholder):
     limits = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": (6 * PATCH) ** 2}
-    sizes: dict[str, Any] = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
+    sizes = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
     return kind(
         image_processor=Qwen2VLImageProcessor(size=dict(limits), **sizes),
         video_processor=video(
@@ -213,7 +211,7 @@ def _qwen_processor(kind: Any, video: Any, tokenizer: Any, placeholder: str) -> 
 FRAMED = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
-def save_qwen2_vl(folder: Path, seed: int = 0) -> Path:
+def save_qwen2_vl(folder, seed=0):
     """Qwen2-VL: three positions a token, images of any size, videos."""
     tokenizer = _tokenizer(QWEN_TOKENS)
     config = Qwen2VLConfig(
@@ -229,7 +227,7 @@ def save_qwen2_vl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Qwen2VLForConditionalGeneration(config), processor, seed)
 
 
-def save_qwen2_5_vl(folder: Path, seed: int = 0) -> Path:
+def save_qwen2_5_vl(folder, seed=0):
     """Qwen2.5-VL: also attends in windows within an image, and tells seconds between frames."""
     tokenizer = _tokenizer(QWEN_TOKENS)
     config = Qwen2_5_VLConfig(
@@ -246,7 +244,7 @@ def save_qwen2_5_vl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Qwen2_5_VLForConditionalGeneration(config), processor, seed)
 
 
-def save_qwen3_vl(folder: Path, seed: int = 0) -> Path:
+def save_qwen3_vl(folder, seed=0):
     """Qwen3-VL: images also enter the first layers (DeepStack), frames have times in the text.
 
     As in the 2B and 4B, embeddings are tied.
@@ -269,13 +267,13 @@ def save_qwen3_vl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Qwen3VLForConditionalGeneration(config), processor, seed)
 
 
-SIGLIP: dict[str, Any] = {
+SIGLIP = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "image_size": CROP, "patch_size": PATCH,
 }  # fmt: skip
 
 
-def _text(tokenizer: Any, model_type: str) -> dict[str, Any]:
+def _text(tokenizer, model_type):
     return {
         "model_type": model_type, "vocab_size": len(tokenizer), "hidden_size": WIDTH,
         "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -285,7 +283,7 @@ def _text(tokenizer: Any, model_type: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def save_llava_next(folder: Path, seed: int = 0) -> Path:
+def save_llava_next(folder, seed=0):
     """LLaVA-NeXT: a crop is 16 tokens, an image has up to four beside the whole."""
     tokenizer = _tokenizer([])
     sizes = [[CROP, 2 * CROP], [2 * CROP, CROP], [2 * CROP, 2 * CROP], [CROP, 3 * CROP]]
@@ -311,7 +309,7 @@ def save_llava_next(folder: Path, seed: int = 0) -> Path:
     return _save(folder, LlavaNextForConditionalGeneration(config), processor, seed)
 
 
-def _idefics3(processor: Any, config: Any, model: Any, folder: Path, seed: int) -> Path:
+def _idefics3(processor, config, model, folder, seed):
     tokenizer = processor.tokenizer
     made = config(
         vision_config=SIGLIP,
@@ -323,7 +321,7 @@ def _idefics3(processor: Any, config: Any, model: Any, folder: Path, seed: int) 
     return _save(folder, model(made), processor, seed)
 
 
-def save_idefics3(folder: Path, seed: int = 0) -> Path:
+def save_idefics3(folder, seed=0):
     """Idefics3: a crop is 4 tokens, an image up to 3 x 3 crops and the whole."""
     processor = Idefics3Processor(
         Idefics3ImageProcessor(
@@ -337,7 +335,7 @@ def save_idefics3(folder: Path, seed: int = 0) -> Path:
     return _idefics3(processor, *kinds, folder, seed)
 
 
-def save_smolvlm(folder: Path, seed: int = 0) -> Path:
+def save_smolvlm(folder, seed=0):
     """SmolVLM2: as Idefics3, with videos, whose frames are not split."""
     limit = {"longest_edge": CROP}
     tokenizer = _tokenizer(SMOLVLM_TOKENS, "<end_of_utterance>")
@@ -356,7 +354,7 @@ def save_smolvlm(folder: Path, seed: int = 0) -> Path:
     return _idefics3(processor, SmolVLMConfig, SmolVLMForConditionalGeneration, folder, seed)
 
 
-def save_internvl(folder: Path, seed: int = 0) -> Path:
+def save_internvl(folder, seed=0):
     """InternVL3: a crop is 4 tokens, an image up to six crops and the whole."""
     names = {
         "start_image_token": "<img>", "end_image_token": "</img>",
@@ -388,7 +386,7 @@ def save_internvl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, InternVLForConditionalGeneration(config), processor, seed)
 
 
-def _save_words(kind: Any, tied: bool, folder: Path, seed: int = 0, **settings: Any) -> Path:
+def _save_words(kind, tied, folder, seed=0, **settings):
     """A causal language model and its tokenizer, whose template reads texts and not parts."""
     tokenizer = _tokenizer(QWEN_TOKENS)
     tokenizer.chat_template = WORDS_TEMPLATE
@@ -402,14 +400,14 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
 }  # fmt: skip
-TEXT_CHECKPOINTS: dict[str, Callable[..., Path]] = {
+TEXT_CHECKPOINTS = {
     "llama": partial(_save_words, LlamaForCausalLM, True, rope_parameters=LLAMA3_ROPE),
     "mistral": partial(_save_words, MistralForCausalLM, False, sliding_window=None),
     "qwen2": partial(_save_words, Qwen2ForCausalLM, True),
     "qwen3": partial(_save_words, Qwen3ForCausalLM, False, head_dim=32),
 }
 """Builders of models without images, the first and third with tied embeddings."""
-CHECKPOINTS: dict[str, Callable[..., Path]] = {
+CHECKPOINTS = {
     "idefics3": save_idefics3,
     "internvl": save_internvl,
     "llava": save_llava,

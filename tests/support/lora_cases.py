@@ -38,7 +38,7 @@ class Case:
     a: list[list[torch.Tensor]]  # [slot][projection] [rank, in]
     b: list[list[torch.Tensor]]  # [slot][projection] [out, rank]
 
-    def expected(self, *, add: bool = True) -> list[torch.Tensor]:
+    def expected(self, *, add=True):
         """The result in fp64, computed row by row."""
         found = []
         for p, y in enumerate(self.ys):
@@ -58,9 +58,9 @@ class Case:
 
 
 def paged_weights(
-    slots: int, max_rank: int, in_features: int, out_features: tuple[int, ...],
-    dtype: torch.dtype, device: str, generator: torch.Generator,
-) -> LoraWeights:  # fmt: skip
+    slots, max_rank, in_features, out_features,
+    dtype, device, generator,
+):  # fmt: skip
     """A pool of pages in which the rank rows of all adapters lie shuffled, NaN in between."""
     shape = (len(out_features), slots, max_rank)
     rows = len(out_features) * slots * max_rank
@@ -73,7 +73,7 @@ def paged_weights(
     )  # fmt: skip
 
 
-def draw_rows(rows: int, slots: int, popularity: str, rng: np.random.Generator) -> np.ndarray:
+def draw_rows(rows, slots, popularity, rng):
     """Adapter of each row, interleaved."""
     if popularity == "distinct":
         return np.arange(rows) % slots
@@ -90,23 +90,23 @@ def draw_rows(rows: int, slots: int, popularity: str, rng: np.random.Generator) 
 
 
 def make_case(
-    rows: int,
-    ranks: list[int],
-    in_features: int,
-    out_features: tuple[int, ...],
+    rows,
+    ranks,
+    in_features,
+    out_features,
     *,
-    dtype: torch.dtype,
-    popularity: str = "uniform",
-    terms: int = 1,
-    paged: bool = False,
-    device: str = DEVICE,
-    seed: int = 0,
-) -> Case:
+    dtype,
+    popularity="uniform",
+    terms=1,
+    paged=False,
+    device=DEVICE,
+    seed=0,
+):
     """Random inputs; memory that no adapter owns is NaN."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    def normal(*shape, scale=1.0):
         return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
 
     slots, max_rank = len(ranks), max(ranks)
@@ -147,7 +147,7 @@ def make_case(
     )
 
 
-def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_near(got, want):
     """Compare by the Frobenius norm, with the tolerance of the result's type; NaN never passes."""
     assert got.shape == want.shape
     if not got.numel():

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 
 from tests.bench.valora_train.oracle_table import Measured, OracleTable
 
 
-def made_up_table(
-    domains: Sequence[str],
-    accuracy: Callable[[str, tuple[str, ...]], float],
-    head_only: float = 0.0,
-    seeds: Sequence[int] = (0,),
-) -> OracleTable:
+def made_up_table(domains, accuracy, head_only=0.0, seeds=(0,)):
     """A complete table; `accuracy` says what a domain reaches in a group, on both splits."""
     table = OracleTable("made_up", list(domains), dict.fromkeys(domains, 1.0))
     for seed in seeds:
@@ -26,9 +20,7 @@ def made_up_table(
     return table
 
 
-def interference_table(
-    domains: Sequence[str], seed: int, strength: float = 0.06, noise: float = 0.005
-) -> OracleTable:
+def interference_table(domains, seed, strength=0.06, noise=0.005):
     """Every domain takes something from every other one that shares its adapter; few take much."""
     draw = random.Random(seed)
     alone = {name: draw.uniform(0.85, 0.98) for name in domains}
@@ -39,7 +31,7 @@ def interference_table(
         if mine != other
     }
 
-    def accuracy(name: str, group: tuple[str, ...]) -> float:
+    def accuracy(name, group):
         lost = sum(takes[name, other] for other in group if other != name)
         jitter = random.Random(f"{seed} {name} {sorted(group)}").gauss(0, noise)
         return min(max(alone[name] - lost + jitter, 0.0), 1.0)
@@ -47,7 +39,7 @@ def interference_table(
     return made_up_table(domains, accuracy)
 
 
-def conflict_table(domains: Sequence[str], seed: int, share: float) -> OracleTable:
+def conflict_table(domains, seed, share):
     """Some pairs of domains cannot share an adapter; everything else can."""
     draw = random.Random(seed)
     conflicts = {
@@ -57,7 +49,7 @@ def conflict_table(domains: Sequence[str], seed: int, share: float) -> OracleTab
         if draw.random() < share
     }
 
-    def accuracy(name: str, group: tuple[str, ...]) -> float:
+    def accuracy(name, group):
         return 0.5 if any(frozenset((name, other)) in conflicts for other in group) else 0.9
 
     return made_up_table(domains, accuracy)

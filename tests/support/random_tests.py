@@ -6,7 +6,6 @@ seed that pytest's ``--hypothesis-seed`` gives. `make fuzz ARGS="schedule --case
 """
 
 import os
-from typing import Any
 
 from hypothesis import HealthCheck, settings
 
@@ -20,12 +19,12 @@ settings.register_profile(
 )
 
 
-def load_profile() -> None:
+def load_profile():
     """Choose the profile of this run; before any random test is imported."""
     settings.load_profile("many" if TIMES else "repeatable")
 
 
-def examples(count: int, **more: Any) -> settings:
+def examples(count, **more):
     """Return the settings of a random test.
 
     Args:

@@ -5,13 +5,12 @@ import torch
 from tests.bench.valora_serve.serve_models import add_adapters
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.model.lmm import Lmm
 from valora_serve.types import Mode, Request, SamplingParams
 
 QUESTIONS = 9
 
 
-def first_logprobs(lmm: Lmm, quantize: str, graphs: bool) -> list[dict[int, float]]:
+def first_logprobs(lmm, quantize, graphs):
     """Log-probabilities of the likeliest first tokens, by question; no adapter is ever merged.
 
     A third of the questions ask the base model, the others two adapters on all language layers.
@@ -35,7 +34,7 @@ def first_logprobs(lmm: Lmm, quantize: str, graphs: bool) -> list[dict[int, floa
         params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=20)
         request = Request(str(number), names[number % 3], token_ids=ids, sampling=params)
         engine.add(engine.prepare(request))
-    found: dict[int, dict[int, float]] = {}
+    found = {}
     while engine.busy:
         for output in engine.step():
             assert output.error is None
@@ -48,7 +47,7 @@ def first_logprobs(lmm: Lmm, quantize: str, graphs: bool) -> list[dict[int, floa
     return [found[number] for number in range(QUESTIONS)]
 
 
-def distance(some: list[dict[int, float]], others: list[dict[int, float]]) -> float:
+def distance(some, others):
     """Root mean square of the differences between log-probabilities of common tokens."""
     differences = [
         one[token] - other[token]
@@ -58,7 +57,7 @@ def distance(some: list[dict[int, float]], others: list[dict[int, float]]) -> fl
     return (sum(number**2 for number in differences) / len(differences)) ** 0.5
 
 
-def assert_close(some: list[dict[int, float]], others: list[dict[int, float]], most: float) -> None:
+def assert_close(some, others, most):
     """Check that likely tokens are the same ones, about as likely."""
     for one, other in zip(some, others, strict=True):
         common = one.keys() & other.keys()

@@ -4,8 +4,6 @@ import json
 import shutil
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -30,29 +28,21 @@ EVERYTHING = f"{LANGUAGE}|{MLP}|{VISION}|{PROJECTOR}"
 
 
 @lru_cache(maxsize=4)
-def load_base(base: str, dtype: torch.dtype | None = None) -> Any:
+def load_base(base, dtype=None):
     """The transformers model, shared: whoever changes it puts it back."""
     source = base_folder(base)
     model = auto_class(source).from_pretrained(source, dtype=dtype or "auto")
     return model.eval().requires_grad_(False)
 
 
-def targets_of(model: Any) -> ModelTargets:
+def targets_of(model):
     """Targets of a transformers model, which may lie on the meta device."""
     return ModelTargets.of(model, architecture_of(model))
 
 
 def make_adapter(
-    folder: Path,
-    base: str,
-    *,
-    seed: int,
-    rank: int = 8,
-    alpha: int = 16,
-    targets: str | list[str] = LANGUAGE,
-    strength: float = 0.05,
-    **options: Any,
-) -> Path:
+    folder, base, *, seed, rank=8, alpha=16, targets=LANGUAGE, strength=0.05, **options
+):
     """Save a PEFT adapter whose A and B are random: one that acts.
 
     Args:
@@ -79,21 +69,19 @@ def make_adapter(
     return folder
 
 
-def hidden_width(base: str) -> int:
+def hidden_width(base):
     """Width of a base model's last hidden states."""
     return int(AutoConfig.from_pretrained(base_folder(base)).get_text_config().hidden_size)
 
 
-def grid_of(base: str) -> tuple[int, int]:
+def grid_of(base):
     """Rows and columns of visual tokens of an image."""
     vision = AutoConfig.from_pretrained(base_folder(base)).vision_config
     side = vision.image_size // vision.patch_size
     return side, side
 
 
-def make_box_head(
-    file: Path, width: int, labels: list[str], grid: tuple[int, int], *, seed: int
-) -> Path:
+def make_box_head(file, width, labels, grid, *, seed):
     """Save a random box head that finds some boxes, as `valora_train` saves it."""
     head = BoxHeadModule(width, labels, grid)
     generator = torch.Generator().manual_seed(seed)
@@ -108,15 +96,8 @@ def make_box_head(
 
 
 def make_label_head(
-    file: Path,
-    width: int,
-    labels: list[str],
-    *,
-    seed: int,
-    kind: str = "classification",
-    pooling: str = "last",
-    temperature: float | None = None,
-) -> Path:
+    file, width, labels, *, seed, kind="classification", pooling="last", temperature=None
+):
     """Save a random label head in the format of docs/reference/bundle.md."""
     generator = torch.Generator().manual_seed(seed)
     inputs = pooled_width(pooling, width)
@@ -169,16 +150,7 @@ ADAPTERS = {
 TASKS = {"yes_no": "vqa", "action": "video", None: "caption"}  # others: the kind of head itself
 
 
-def make_bundle(
-    folder: Path,
-    base: str,
-    *,
-    name: str = "sample",
-    version: int = 1,
-    domains: dict[str, DomainSpec] | None = None,
-    adapters: dict[str, dict[str, Any]] | None = None,
-    seed: int = 0,
-) -> Path:
+def make_bundle(folder, base, *, name="sample", version=1, domains=None, adapters=None, seed=0):
     """Write a bundle with random adapters and heads.
 
     Args:

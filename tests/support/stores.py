@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @cache
-def _migrated() -> Path:
+def _migrated():
     from mlflow import MlflowClient
 
     folder = tempfile.TemporaryDirectory()
@@ -17,11 +17,11 @@ def _migrated() -> Path:
     return file
 
 
-_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+_KEPT = []
 """Deleted when the process ends."""
 
 
-def new_store(folder: Path) -> str:
+def new_store(folder):
     """Put an empty store into a folder, where `valora-train` looks for one; one there is kept.
 
     Returns:

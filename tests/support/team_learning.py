@@ -25,7 +25,7 @@ from valora_train.tasks.registry import make_task
 LABELS = ("no", "yes")
 
 
-def learn(base: str, shard: bool, folder: Path, device: str = "cpu") -> None:
+def learn(base, shard, folder, device="cpu"):
     """Train a written, a chosen and a detected domain, and save what came out."""
     torch.set_num_threads(1)
     accelerator = distributed.start(device)
@@ -41,8 +41,8 @@ def learn(base: str, shard: bool, folder: Path, device: str = "cpu") -> None:
     data = {name: domain(name, lmm) for name in ("says", "sees", "chooses")}
     trainer = Trainer(lmm, data, train, accelerator)
     trainer.open("adapter-1", seed=3)
-    losses: list[float] = []
-    held: list[str] = []
+    losses = []
+    held = []
     reached = {}
     for name in data:
         trainer.train(
@@ -60,12 +60,12 @@ def learn(base: str, shard: bool, folder: Path, device: str = "cpu") -> None:
     assert len(said) == 7 and distributed.agree(said) == said
 
 
-def domain(name: str, lmm: Lmm) -> DomainData:
+def domain(name, lmm):
     task = {"sees": Task.DETECTION, "chooses": Task.VQA, "says": Task.CAPTION}[name]
     labels = {"sees": ("apple",), "chooses": LABELS, "says": ()}[name]
     made = Domain(name, task, labels, f"{name} what", 0.8)
 
-    def samples(count: int, seed: int) -> list:
+    def samples(count, seed):
         found = coloured_squares(count, seed, "apple", "red")
         for number, sample in enumerate(found):
             if task is Task.VQA:
@@ -86,9 +86,7 @@ def domain(name: str, lmm: Lmm) -> DomainData:
     )
 
 
-def processes(
-    count: int, program: list[str], launcher: str = "torchrun", **options
-) -> subprocess.Popen:
+def processes(count, program, launcher="torchrun", **options):
     launchers = {
         "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)],
         "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", str(count),
@@ -102,9 +100,7 @@ def processes(
     )  # fmt: skip
 
 
-def assert_two_learn_what_one_does(
-    base: Path, shard: bool, alone: dict[str, torch.Tensor], folder: Path, device: str = "cpu"
-) -> None:
+def assert_two_learn_what_one_does(base, shard, alone, folder, device="cpu"):
     program = [__file__, str(base), str(int(shard)), str(folder), device]
     running = processes(2, program, cwd=Path(__file__).parents[2])
     said = running.communicate(timeout=600)[0]

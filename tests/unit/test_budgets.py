@@ -18,9 +18,9 @@ BUDGETS = {
     "tests/*/valora_train": 7_446,
     "tests/*/valora_data": 4_034,
     "tests/*/valora_teachers": 1_172,
-    "tests/*/valora_kernels": 2_151,
-    "tests/*/valora_serve": 27_620,
-    "tests/unit/bench": 1_851,
+    "tests/*/valora_kernels": 2_093,
+    "tests/*/valora_serve": 26_082,
+    "tests/unit/bench": 1_445,
     BENCH: 11_754,
 }
 

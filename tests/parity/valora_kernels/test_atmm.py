@@ -1,5 +1,7 @@
 """The LoRA operator against row-by-row arithmetic; on the CPU in Triton's interpreter."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -19,16 +21,26 @@ from valora_kernels.weights import LoraWeights
 pytest.importorskip("triton")
 pytestmark = needs_triton
 
-TILINGS = [
-    pytest.param(Tiling("shrink_expand", 16, 32, 32, 32, 16), id="shrink-expand"),
-    pytest.param(Tiling("shrink_expand", 32, 64, 32, 128, 32), id="unsplit"),
-    pytest.param(Tiling("shrink_expand", 16, 32, 32, 32, 32, gather=True, loop=2), id="gathered"),
-    pytest.param(STATIC, id="static"),
-    pytest.param(Tiling("fused", 16, 32, 32, parts=2), id="fused"),
-    pytest.param(Tiling("fused", 32, 64, 64), id="fused-large"),
-]
+TILINGS = {
+    "shrink-expand": Tiling("shrink_expand", 16, 32, 32, 32, 16),
+    "unsplit": Tiling("shrink_expand", 32, 64, 32, 128, 32),
+    "gathered": Tiling("shrink_expand", 16, 32, 32, 32, 32, gather=True, loop=2),
+    "static": STATIC,
+    "fused": Tiling("fused", 16, 32, 32, parts=2),
+    "fused-large": Tiling("fused", 32, 64, 64),
+}
 NAMES = ["shrink_expand", "fused"]
 DTYPES = [torch.float16, torch.float32]
+
+
+def some(fast, *every):
+    """All combinations, of which those that are not among `fast` are slow."""
+    return others_slow(list(fast), list(product(*every)))
+
+
+def in_turn(every):
+    """Each tiling with one of the others, in turn."""
+    return [(name, every[n % len(every)]) for n, name in enumerate(TILINGS)]
 
 
 def check(case, tiling):
@@ -43,28 +55,35 @@ def check(case, tiling):
         assert_near(one, other)
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tiling", "dtype"), some(in_turn(DTYPES), TILINGS, DTYPES))
 def test_mixed_ranks_with_base_only_rows(tiling, dtype):
-    check(make_case(7, [8, 24, 40], 72, (64,), dtype=dtype), tiling)
+    check(make_case(7, [8, 24, 40], 72, (64,), dtype=dtype), TILINGS[tiling])
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("paged", others_slow([True], [False, True]))
+@pytest.mark.parametrize(
+    ("tiling", "paged"),
+    some(product(("shrink-expand", "gathered", "fused"), [True]), TILINGS, [False, True]),
+)
 def test_three_projections_of_different_widths_and_two_terms(tiling, paged):
     case = make_case(5, [8, 16], 72, (64, 24, 40), dtype=torch.float16, terms=2, paged=paged)
-    check(case, tiling)
+    check(case, TILINGS[tiling])
 
 
-@pytest.mark.parametrize("popularity", ["distinct", "identical", "zipf", "skewed", "none"])
-@pytest.mark.parametrize("name", NAMES)
+POPULARITIES = ["distinct", "identical", "zipf", "skewed", "none"]
+
+
+@pytest.mark.parametrize(
+    ("name", "popularity"),
+    some(((NAMES[n % 2], one) for n, one in enumerate(POPULARITIES)), NAMES, POPULARITIES),
+)
 def test_popularity(name, popularity):
     case = make_case(33, [16, 8, 24, 16], 40, (48,), dtype=torch.float16, popularity=popularity)
     check(case, Tiling(name, 16, 64, 64, 64, 32))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rows", [0, 1, 133])
+@pytest.mark.parametrize(
+    ("name", "rows"), some([*product(NAMES, [0, 1]), (NAMES[0], 133)], NAMES, [0, 1, 133])
+)
 def test_row_counts(name, rows):
     case = make_case(rows, [8, 16, 32], 32, (32,), dtype=torch.float32, popularity="zipf")
     check(case, Tiling(name, 32, 32, 32, 32, 32))
@@ -196,7 +215,8 @@ def test_next_batch_reuses_the_same_buffers():
 
 
 @pytest.mark.parametrize(
-    ("terms", "loop", "gather", "split"), [(1, 1, False, 32), (2, 2, True, 16), (1, 1, False, 16)]
+    ("terms", "loop", "gather", "split"),
+    others_slow([(1, 1, False, 16)], [(1, 1, False, 32), (2, 2, True, 16), (1, 1, False, 16)]),
 )
 def test_few_programs_take_the_tiles_of_many_adapters_in_turns(
     monkeypatch, terms, loop, gather, split
@@ -302,10 +322,10 @@ def test_adapters_that_do_not_fit_their_slot_are_refused():
 OVERFLOWS = [(1, float("inf")), (2, float("nan")), (2, 6e4)]
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize(("terms", "value"), others_slow(OVERFLOWS[::2], OVERFLOWS))
-def test_rows_that_overflow_leave_the_others_alone(tiling, terms, value):
+@pytest.mark.parametrize(("tiling", "overflow"), some(in_turn(OVERFLOWS), TILINGS, OVERFLOWS))
+def test_rows_that_overflow_leave_the_others_alone(tiling, overflow):
     """Not a bit of a row depends on another: neither x nor h of a masked row is ever multiplied."""
+    tiling, (terms, value) = TILINGS[tiling], overflow
     case = make_case(
         20, [8, 24], 72, (64, 24), dtype=torch.float16, terms=terms, popularity="uniform"
     )

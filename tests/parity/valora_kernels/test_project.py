@@ -24,26 +24,26 @@ from valora_kernels.timing import KernelWorkload, spread
 pytest.importorskip("triton")
 pytestmark = needs_triton
 
-TILINGS = [
-    pytest.param(ProjectTiling(64, 32, 32, 4, 2), id="beside"),
-    pytest.param(ProjectTiling(16, 16, 64, 4, 2), id="beside-tiles"),
-    pytest.param(ProjectTiling(16, 32, 32, 4, 2, fold=True), id="folded"),
-    pytest.param(ProjectTiling(16, 32, 32, 4, 2, fold=True, halves=True), id="folded-halves"),
-    pytest.param(None, id="separate"),
-]
+TILINGS = {
+    "beside": ProjectTiling(64, 32, 32, 4, 2),
+    "beside-tiles": ProjectTiling(16, 16, 64, 4, 2),
+    "folded": ProjectTiling(16, 32, 32, 4, 2, fold=True),
+    "folded-halves": ProjectTiling(16, 32, 32, 4, 2, fold=True, halves=True),
+    "separate": None,
+}
+INPUTS = [*product([torch.float16, torch.float32], ["uniform", "distinct", "skewed", "none"])]
 WIDTHS = (64, 24)
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize(
-    ("dtype", "popularity"),
+    ("tiling", "inputs"),
     others_slow(
-        [(torch.float16, "uniform"), (torch.float16, "skewed"), (torch.float32, "distinct"),
-         (torch.float32, "none")],
-        product([torch.float16, torch.float32], ["uniform", "distinct", "skewed", "none"]),
+        [(name, INPUTS[(3 * n + more) % 8]) for n, name in enumerate(TILINGS) for more in (0, 5)],
+        product(TILINGS, INPUTS),
     ),
-)  # fmt: skip
-def test_projection(tiling, dtype, popularity):
+)
+def test_projection(tiling, inputs):
+    dtype, popularity = inputs
     case = make_case(37, [8, 16, 24], 72, WIDTHS, dtype=dtype, popularity=popularity)
     bases = [torch.randn(n, 72, device=DEVICE).to(dtype) / 8 for n in WIDTHS]
     bias = torch.randn(WIDTHS[0], device=DEVICE).to(dtype)  # of the first projection only
@@ -53,7 +53,9 @@ def test_projection(tiling, dtype, popularity):
     ]
     want[0] += bias.double()
     out = [torch.full_like(y, float("nan")) for y in case.ys]
-    add_projection(out, case.x, bases, case.weights, case.batch, biases=[bias, None], tiling=tiling)
+    add_projection(
+        out, case.x, bases, case.weights, case.batch, biases=[bias, None], tiling=TILINGS[tiling]
+    )
     for one, other in zip(out, want, strict=True):
         assert_near(one, other)
 
@@ -147,7 +149,7 @@ def test_the_search_times_lora_first_with_the_base_product():
     assert torch.equal(other.ys[1], before)
 
 
-@pytest.mark.parametrize("tiling", TILINGS[1:3])
+@pytest.mark.parametrize("tiling", ["beside-tiles", "folded"])
 def test_paged_adapters_and_changing_batches(tiling):
     case = make_case(21, [8, 16, 24], 40, WIDTHS, dtype=torch.float32, paged=True)
     case.batch = LoraBatch(21, 3, DEVICE, fixed=True)
@@ -156,7 +158,7 @@ def test_paged_adapters_and_changing_batches(tiling):
         case.batch.update(adapters, case.ranks, case.scalings)
         case.adapters = torch.tensor(adapters)[:, None].numpy()
         out = [torch.full_like(y, float("nan")) for y in case.ys]
-        add_projection(out, case.x, bases, case.weights, case.batch, tiling=tiling)
+        add_projection(out, case.x, bases, case.weights, case.batch, tiling=TILINGS[tiling])
         changes = case.expected(add=False)
         for one, change, base in zip(out, changes, bases, strict=True):
             assert_near(one, change + case.x.double() @ base.double().T)

@@ -1,8 +1,11 @@
 """The operator in two steps, with the exchange of a tensor-parallel group between them, by hand."""
 
+from itertools import product
+
 import pytest
 import torch
 
+from tests.support.cases import others_slow
 from tests.support.lora_cases import assert_near, make_case, needs_triton
 from valora_kernels import two_steps
 from valora_kernels.launching import power_of_two
@@ -39,8 +42,7 @@ def check(found, case, *, exact):
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize(("size", "terms"), others_slow([(2, 1), (3, 2)], product([2, 3], [1, 2])))
 def test_rank_rows_dealt_out_to_gpus(tiling, size, terms):
     """Column layers: each GPU shrinks with its rows of A and zeros for the others'; a sum joins."""
     case = make_case(9, [5, 24, 33], 72, (64, 24), dtype=torch.float32, terms=terms)

@@ -9,7 +9,7 @@ import torch
 from tests.support.lora_cases import make_case
 from valora_kernels.atmm import shape_of, table_choice
 from valora_kernels.gpus import H100, H200, Gpu, gpu_of, recorded
-from valora_kernels.lookup import LookupMode, TilingTable, choose, is_measured, using
+from valora_kernels.lookup import LookupMode, TilingTable, choose, using
 from valora_kernels.project import product_tiling, project_tiling
 from valora_kernels.tiling import Shape, Tiling
 
@@ -33,18 +33,6 @@ def _fresh():
 )  # fmt: skip
 def test_records_describe_devices_by_name(name, found):
     assert recorded(name) is found
-
-
-def test_a_gpu_with_the_same_chip_takes_its_tilings():
-    assert not is_measured(H100)
-    for shape in (SHAPE, replace(SHAPE, rows=77), Shape(11008, 4096, 1, 64, 300, 7.0)):
-        assert choose(H100, shape) == choose(H200, shape)
-    own = Tiling("fused", 32, 64, 64, 0)
-    with using(TilingTable(H100, [(SHAPE, own)])):
-        assert choose(H100, SHAPE).tiling == own
-        assert choose(H200, SHAPE).tiling != own
-        other = replace(SHAPE, rows=64)  # not measured on this one yet
-        assert choose(H100, other) == choose(H200, other)
 
 
 def test_a_record_of_another_package_decides_what_is_chosen(installed):
@@ -84,23 +72,3 @@ def test_a_gpu_without_a_record_is_read_from_the_driver(monkeypatch, caplog, cap
     assert choose(gpu, SHAPE).mode is LookupMode.DEFAULT
     # Our own base products need the shared memory of GPUs of compute capability 9 and 10.
     assert (project_tiling(gpu, 64, (4096,)) is not None) is (capability[0] == 9)
-
-
-def test_the_h200_computes_few_rows_by_own_products():
-    for rows, outputs, tile in (
-        (16, (4096,), (16, 32)),
-        (17, (4224,), (64, 32)),
-        (64, (4096, 4096, 4096), (64, 64)),
-        (128, (4096,), (64, 64)),
-        (256, (4096,), (64, 128)),
-        (1024, (4096,), (128, 256)),
-    ):
-        tiling = project_tiling(H200, rows, outputs)
-        assert tiling is not None
-        assert (tiling.rows, tiling.outputs, tiling.fold) == (*tile, rows == 1024)
-    assert project_tiling(H200, 16, (1024, 1024)) is None  # too few columns
-    assert project_tiling(H200, 257, (4096,)) is None
-    assert project_tiling(H200, 200, (12288,)) is None  # y is too large
-    assert project_tiling(H200, 1024, (2048, 2048)) is None
-    assert product_tiling(H200, 16, 8192) != product_tiling(H200, 16, 4096) is not None
-    assert product_tiling(H200, 17, 8192) is product_tiling(H200, 0, 8192) is None

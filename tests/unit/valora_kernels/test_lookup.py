@@ -1,14 +1,11 @@
 """Look-up of tilings: exact, nearest, default; the table's file."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from valora_kernels.arrangements import fits, refit
+from valora_kernels.arrangements import fits
 from valora_kernels.gpus import GPUS, H200, generic
 from valora_kernels.lookup import LookupMode, TilingTable, choose, table_of
 from valora_kernels.tiling import Shape, Tiling
@@ -43,12 +40,6 @@ def test_where_lora_comes_first_tilings_are_measured_apart():
     short = replace(first, adapters=128.0)  # 8 rows each
     table = TilingTable(H200, [(replace(short, first=False), FEW), (first, MANY)])
     assert table.look_up(short).tiling == FEW
-
-
-def test_other_input_widths_are_cut_into_as_many_parts():
-    assert refit(FEW, 4096, 4096) is FEW
-    assert refit(FEW, 4096, 11008).split == 1536  # 8 parts, a multiple of the step of 256
-    assert refit(MANY, 4096, 11008) is MANY
 
 
 def test_what_does_not_fit_is_not_taken():
@@ -109,13 +100,3 @@ def test_shipped_tables_hold_up(gpu):
     for shape, tiling in table.entries.items():
         assert fits(tiling, shape, gpu)
         assert table.look_up(shape).mode is LookupMode.EXACT
-
-
-def test_look_up_needs_no_torch():
-    script = (
-        "import sys; from valora_kernels import gpus, lookup; from valora_kernels.tiling import *;"
-        "lookup.choose(gpus.H200, Shape(4096, 4096, 1, 64, 65, 16.0));"
-        "sys.exit('torch' in sys.modules)"
-    )
-    kernels = str(Path(__file__).parents[3] / "kernels")
-    assert subprocess.run([sys.executable, "-c", script], cwd=kernels, check=False).returncode == 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.cases import others_slow
 from tests.support.lora_cases import assert_near, make_case
 from valora_kernels import search as module
 from valora_kernels.arrangements import (
@@ -31,7 +32,6 @@ from valora_kernels.search import (
     Search,
     cases_of,
     first_cases,
-    groups_of_model,
 )
 from valora_kernels.tiling import Case, ProjectionGroup, Shape, Tiling
 
@@ -59,7 +59,7 @@ def clock(monkeypatch):
     return timed
 
 
-@pytest.mark.parametrize("rank", [16, 64, 128])
+@pytest.mark.parametrize("rank", others_slow([64], [16, 64, 128]))
 def test_search_has_candidates_for_every_shape(rank):
     group = ProjectionGroup(4096, (4096,), rank)
     for rows, adapters, _ in cases_of(ROWS, ADAPTERS) + first_cases(ROWS, H200):
@@ -72,18 +72,6 @@ def test_search_has_candidates_for_every_shape(rank):
         for tiling in fused_tilings(group, rows, adapters, H200):
             assert fits(tiling, group.shape(rows, adapters), H200)
     assert set(FEWER) <= set(cases_of(ROWS, ADAPTERS))
-
-
-def test_projections_of_a_model():
-    config = {
-        "text_config": {
-            "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "intermediate_size": 96,
-        }
-    }  # fmt: skip
-    assert groups_of_model(config) == [
-        (64, (64,)), (64, (32,)), (64, (64, 32, 32)), (64, (96,)), (64, (96, 96)), (96, (64,)),
-    ]  # fmt: skip
 
 
 def test_search_finds_the_fastest_passes_it_on_and_continues(tmp_path, clock):
@@ -110,13 +98,6 @@ def test_shapes_that_nothing_computes_are_left_out(tmp_path, monkeypatch, clock)
     search = Search(NOTHING, tmp_path / "table.json", compilers=1)
     search.full(GROUP, CASES)
     assert search.table.entries.keys() == {GROUP.shape(*case) for case in CASES[:-1]}
-
-
-def test_where_lora_comes_first_no_adapter_has_too_many_rows():
-    group = ProjectionGroup(64, (48, 16), 16)
-    assert group.shape(*Case(1024, 2, first=True)) == Shape(64, 64, 2, 16, 1024, 8.0, first=True)
-    assert group.shape(*Case(1024, 16, first=True)).adapters == 16
-    assert [case.adapters for case in first_cases((128, 256, 4096), H200)] == [2, 32]
 
 
 def test_an_arrangement_that_is_added_computes_and_is_searched(tmp_path, monkeypatch, clock):
@@ -148,15 +129,10 @@ def test_an_arrangement_that_is_added_computes_and_is_searched(tmp_path, monkeyp
     [
         ([], "name a --model or a --shape"),
         (["--model", "8b"], "--model: 8b: .*No such file .*name a model's config.json, one of 7b"),
-        (["--model", "none.json"], "none.json: .*name a model's config"),
-        (["--model", "list.json"], "list.json: .*name a model's config"),
         (["--model", "few.json"], "few.json: num_attention_heads is None, .*use --shape"),
-        (["--model", "zero.json"], "zero.json: num_attention_heads is 0, .*use --shape"),
         (["--model", "odd.json"], "odd.json: expected widths that 8 divides, got 60"),
         (["--shape", "4096"], "--shape: 4096: .*write in:out"),
-        (["--shape", "64:a"], "--shape: 64:a: .*write in:out"),
         (["--shape", "64:8,8,8,8"], "expected at most 3 outputs, got 4"),
-        (["--shape", "64:0"], "expected widths that 8 divides, got 64 and .0"),
         (["--shape", "64:64", "--ranks", "16", "24"], "--ranks: invalid choice: 24 .*16, 32"),
         (["--shape", "64:64", "--output", "list.json/t"], "list.json.*name another file"),
         (["--shape", "64:64", "--output", "list.json"], "list.json: no tiling table .*--output"),
@@ -167,10 +143,8 @@ def test_what_it_cannot_measure_is_refused(tmp_path, monkeypatch, capsys, argume
     """In one sentence, before anything is measured or written."""
     sizes = {"hidden_size": 60, "num_attention_heads": 4, "intermediate_size": 96}
     files = {
-        "none.json": "nothing",
         "list.json": "[1]",
         "few.json": json.dumps({"text_config": None, "hidden_size": 64}),
-        "zero.json": json.dumps(sizes | {"num_attention_heads": 0}),
         "odd.json": json.dumps(sizes | {"num_key_value_heads": None}),
     }
     for name, text in files.items():

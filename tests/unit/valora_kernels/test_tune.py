@@ -2,12 +2,12 @@
 
 import threading
 from dataclasses import replace
-from itertools import starmap
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import others_slow
 from valora_kernels.arrangements import ALL, default_tiling, fits
 from valora_kernels.gpus import H200, generic
 from valora_kernels.lookup import TilingTable, table_of
@@ -113,7 +113,7 @@ def test_nothing_is_timed_before_it_is_compiled():
     assert (made.go_on(wanted), len(made.skipped)) == (Piece.NONE_LEFT, 1)
 
 
-@pytest.mark.parametrize("rank", [16, 64, 128])
+@pytest.mark.parametrize("rank", others_slow([64], [16, 64, 128]))
 def test_candidates_are_few_and_fit(rank):
     like = table_of(H200)
     for outputs in ((4096,), (4096, 4096, 4096), (11008, 11008)):
@@ -128,12 +128,6 @@ def test_candidates_are_few_and_fit(rank):
     assert default_tiling(shape) in candidates(H200, like, shape)
 
 
-def test_cases_are_those_that_steps_can_have():
-    found = cases(300, 8, replace(SMALL, lora_first_rows=200))
-    pairs = [(1, 1), (4, 1), (4, 4), (16, 1), (16, 4), (64, 1), (64, 4), (256, 1), (256, 4)]
-    assert found == [*starmap(Case, pairs), Case(256, 2, first=True)]
-
-
 @pytest.mark.parametrize("most_adapters", [1, 2])
 def test_few_adapters_have_tilings_of_their_own_where_lora_comes_first(most_adapters):
     """Look-up then asks for as many adapters as have `ROWS_TOGETHER` rows each."""
@@ -142,6 +136,7 @@ def test_few_adapters_have_tilings_of_their_own_where_lora_comes_first(most_adap
         assert GROUP.shape(rows, most_adapters, True) in measured
 
 
+@pytest.mark.slow
 def test_another_process_compiles():
     told = threading.Event()
     compiler = Compiler(CPU)

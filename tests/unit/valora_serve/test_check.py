@@ -63,16 +63,6 @@ def test_gpus(monkeypatch, capsys, gpus, settings, said):
     assert (said or "") in wrong
 
 
-def test_other_processes(monkeypatch, capsys):
-    listed = [SimpleNamespace(pid=4711)]
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetComputeRunningProcesses=lambda uuid: listed * (uuid == "GPU-x"),
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert "– GPU 0: process 4711 runs on it" in looked(monkeypatch, capsys, (138, 140))[1]
-
-
 @pytest.mark.parametrize(
     ("versions", "missing", "said"),
     [
@@ -93,15 +83,6 @@ def test_flashinfer(monkeypatch, versions, missing, said):
     monkeypatch.setattr(check, "missing_tools", lambda: missing)
     [(mark, text)] = check._libraries()
     assert said in f"{mark} {text}"
-
-
-def test_bytes_of_the_base_model():
-    """Of the model that ships, with and without the copy that merging keeps."""
-    settings = EngineSettings()
-    merging = check._bytes(settings, [])
-    plain = check._bytes(EngineSettings(policy="unmerge_only"), [])
-    assert 2e6 < merging - plain < 12e6
-    assert check._bytes(EngineSettings(pages=116), []) > merging
 
 
 def test_this_machine_and_the_command_before(capsys):

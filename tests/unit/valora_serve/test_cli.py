@@ -9,17 +9,6 @@ from tests.support.fake_engine import ADAPTER, BASE, PERSON
 from valora_serve import cli
 
 
-def test_serving_imports_no_training_library():
-    code = (
-        "import sys, valora_serve.cli, valora_serve.server.app, "
-        "valora_serve.server.loading.startup, valora_serve.engine.async_engine, "
-        "valora_serve.workloads.bench\n"
-        "print(sorted({'mlflow', 'hydra', 'ultralytics', 'valora_train'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_make_a_key(tmp_path, capsys):
     from valora_serve.server.access.keys import hashed, read_keys
 
@@ -52,11 +41,6 @@ def test_a_key_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, there):
     assert "Traceback" not in ran.stderr
     assert "key (shown" not in ran.stderr
     assert file.read_text() == there
-
-
-def test_a_key_in_a_folder_that_is_missing_is_a_sentence(tmp_path, capsys):
-    assert cli.main(["key", "ops", "--file", str(tmp_path / "none" / "keys")]) == 1
-    assert "name another file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

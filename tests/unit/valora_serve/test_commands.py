@@ -7,8 +7,6 @@ import tomllib
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 from valora_serve import commands
 from valora_serve.demo import command as demo
 
@@ -34,15 +32,6 @@ def test_every_command_can_be_asked_for_help(capsys):
 def test_an_unknown_command_is_refused_with_the_known_ones(capsys):
     assert commands.main(["bake"]) == 2
     assert "unknown command 'bake': choose one of" in capsys.readouterr().err
-
-
-def test_a_missing_library_is_named_with_its_extra(monkeypatch, capsys):
-    def missing(_, name):
-        raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
-
-    monkeypatch.setattr(type(commands.COMMANDS), "__getitem__", missing)
-    assert commands.main(["demo"]) == 1
-    assert "pip install 'valora[serve]'" in capsys.readouterr().err
 
 
 def test_the_gathering_command_imports_nothing_heavy():
@@ -71,9 +60,3 @@ def test_the_demo_serves_the_bundle_of_the_package(monkeypatch, capsys):
     (manifest,) = Path(given[0]).glob("*/bundle.json")
     assert json.loads(manifest.read_text())["base"]["id"] == "tiny"
     assert opened == []
-
-
-def test_a_package_without_its_bundle_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "BUNDLES", tmp_path)
-    with pytest.raises(Exception, match="holds no bundle"):
-        demo.find_bundle()

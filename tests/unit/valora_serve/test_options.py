@@ -25,11 +25,6 @@ def _no_environment(monkeypatch):
         yield
 
 
-def test_no_name_is_in_both_classes():
-    names = [{item.name for item in dataclasses.fields(cls)} for cls in BOTH]
-    assert not names[0] & names[1]
-
-
 @pytest.mark.parametrize("cls", BOTH)
 def test_every_field_has_a_help(cls):
     said = options.helps(cls)
@@ -104,33 +99,6 @@ def test_paths_may_begin_at_home(tmp_path, monkeypatch):
     assert server.media_folder is None
     assert engine.cost_folder == "/home/me/costs"
     assert engine.tiling_folder == "/home/me/tilings"
-
-
-def test_nested_settings():
-    name = dataclasses.fields(type(EngineSettings().policy_settings))[0].name
-    value = getattr(EngineSettings().policy_settings, name)
-    _, _, engine, _ = cli.read(["--policy-settings", f"{name}={value}"])
-    assert engine.policy_settings == EngineSettings().policy_settings
-    with pytest.raises(SettingsError, match="policy_settings has no nothing"):
-        cli.read(["--policy-settings", "nothing=1"])
-    with pytest.raises(SettingsError, match="no groups any more, leave it out"):
-        cli.read(["--policy-settings", "groups=false"])
-
-
-def test_lists_and_pairs_in_the_environment(monkeypatch):
-    monkeypatch.setenv("VALORA_BUNDLES", "a, b")
-    monkeypatch.setenv("VALORA_MEDIA_HOSTS", "a.org,b.org")
-    monkeypatch.setenv("VALORA_DEADLINES", "person=0.5,scene=2")
-    monkeypatch.setenv("VALORA_PAGES", "none")
-    monkeypatch.setenv("VALORA_GRAPHS", "false")
-    bundles, server, engine, _ = cli.read(
-        ["--policy-settings", "theta=1", "--policy-settings", "clusters=2"]
-    )
-    assert bundles == ["a", "b"]
-    assert server.media_hosts == ("a.org", "b.org")
-    assert server.deadlines == {"person": 0.5, "scene": 2.0}
-    assert (engine.pages, engine.graphs) == (None, False)
-    assert (engine.policy_settings.theta, engine.policy_settings.clusters) == (1.0, 2)
 
 
 @pytest.mark.parametrize(

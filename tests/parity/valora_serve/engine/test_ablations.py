@@ -1,9 +1,12 @@
 """Engines with one part replaced by what other systems do: the answers stay PEFT's."""
 
+from itertools import product
+
 import pytest
 import torch
 
 import tests.bench.valora_kernels.operators  # noqa: F401 - registers those to compare with
+from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     Reference,
     ask,
@@ -42,6 +45,9 @@ def reference(base, adapters):
     return Reference(base, adapters)
 
 
+OTHERS = sorted(set(OPERATORS) - {"atmm"})
+
+
 def mixed():
     names = [None, "a", "b", "c", "a", "a", None, "c", "a", "a"]
     return [
@@ -56,8 +62,12 @@ def mixed():
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "atmm"])
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    others_slow(
+        [(name, n % 2 == 1) for n, name in enumerate(OTHERS)], product(OTHERS, [False, True])
+    ),
+)
 def test_operators(base, adapters, reference, name, graphs):
     engine = make_engine(
         base, adapters, operator=name, policy="algorithm1", graphs=graphs, prompt_graphs=graphs

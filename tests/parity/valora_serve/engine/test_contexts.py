@@ -3,11 +3,13 @@
 import json
 import time
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import others_slow
 from tests.support.context_bundles import ContextReference, ContextSpec, make_context_bundle
 from tests.support.engine_reference import (
     ask,
@@ -101,7 +103,7 @@ def test_the_reference_tells_contexts_apart(reference):
     assert len({tuple(reference(one).tokens) for one in asked}) == len(CONTEXTS)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", others_slow(["cost", "merge_only", "valora"], POLICIES))
 def test_policies(base, bundle, reference, policy):
     engine = engine_of(base, bundle, policy=policy, max_requests=6)
     requests = questions(NAMES + NAMES[::-1])
@@ -120,8 +122,11 @@ def test_settings(base, bundle, reference, settings):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("mode", [Mode.MERGED, Mode.MIXTURE])
-@pytest.mark.parametrize("merged", ["always", "late"])
+@pytest.mark.parametrize(
+    ("mode", "merged"),
+    others_slow([(Mode.MERGED, "late"), (Mode.MIXTURE, "always")],
+                product([Mode.MERGED, Mode.MIXTURE], ["always", "late"])),
+)  # fmt: skip
 def test_merged_adapters(base, bundle, reference, mode, merged):
     engine = engine_of(base, bundle, policy="merge_only" if mode is Mode.MERGED else "valora")
     key = next(key for key in engine.registry.known() if key.startswith(merged))
@@ -132,7 +137,7 @@ def test_merged_adapters(base, bundle, reference, mode, merged):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("block_size", [2, 16])
+@pytest.mark.parametrize("block_size", others_slow([2], [2, 16]))
 def test_the_prefix_cache_keeps_them_apart(base, bundle, reference, block_size):
     engine = engine_of(base, bundle, block_size=block_size)
     (first,) = questions(["same"])

@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.support.cases import others_slow
 from tests.support.engine_reference import collect, make_engine
 from tests.support.serve_helpers import EVERYTHING, make_adapter
 from valora_data.contract.base_model import base_folder
@@ -59,9 +60,10 @@ def test_the_tutorials_adapter_answers_as_the_server(tmp_path):
     assert peft_answer(model, "tiny", PROMPT)[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("options", [
-    {"use_dora": True}, {"modules_to_save": ["multi_modal_projector"]}, {"lora_bias": False},
-], ids=str)  # fmt: skip
+SAVED = [{"use_dora": True}, {"modules_to_save": ["multi_modal_projector"]}, {"lora_bias": False}]
+
+
+@pytest.mark.parametrize("options", others_slow(SAVED[1:2], SAVED), ids=str)
 def test_merging_as_documented_serves_what_peft_computes(options, random_llava, tmp_path):
     adapter = make_adapter(tmp_path / "dora", str(random_llava), seed=2, targets=EVERYTHING
                            if "modules_to_save" not in options else ["q_proj", "up_proj"],

@@ -168,7 +168,11 @@ def check_bad(found, bad):
 
 
 @pytest.mark.parametrize(
-    ("policy", "overlap"), [(name, n % 2 == 0) for n, name in enumerate(POLICIES)]
+    ("policy", "overlap"),
+    others_slow(
+        [("cost", True), ("merge_only", True), ("valora", False)],
+        [(name, n % 2 == 0) for n, name in enumerate(POLICIES)],
+    ),
 )
 def test_others_get_the_answers_of_their_own_models(
     base, adapters, harmful, reference, policy, overlap
@@ -255,7 +259,7 @@ def test_pages_that_held_nan_serve_others(base, adapters, harmful, prefix_cache)
         assert after[name].logprobs == got.logprobs
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", others_slow([torch.nan], [torch.nan, torch.inf]))
 def test_memory_that_is_not_finite_at_the_start(base, adapters, value):
     def answers(poison):
         engine = make_engine(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.cases import others_slow
 from tests.support.engine_reference import make_engine, run
 from tests.support.lmm_checkpoints import save_llava, save_qwen2_5_vl, save_qwen3_vl
 from tests.support.lora_cases import make_case
@@ -98,7 +99,9 @@ def test_without_it_kernels_are_compiled_one_after_the_other(tmp_path, monkeypat
     assert "kernels are compiled one after the other" in caplog.text
 
 
-@pytest.mark.parametrize("save", [save_llava, save_qwen2_5_vl, save_qwen3_vl])
+@pytest.mark.parametrize(
+    "save", others_slow([save_llava], [save_llava, save_qwen2_5_vl, save_qwen3_vl])
+)
 def test_widths_are_known_where_torch_compiles(save, tmp_path, monkeypatch):
     """Steps of other numbers of rows run the same code, which knows all but that number."""
     base = str(save(tmp_path / "base", seed=2))

@@ -1,8 +1,11 @@
 """Steps with prompts in fixed buffers, as a graph replays them, against eager steps."""
 
+from functools import cache, partial
+
 import pytest
 from PIL import Image
 
+from tests.support.cases import others_slow
 from tests.support.engine_reference import capture
 from tests.support.serve_helpers import EVERYTHING, make_adapter
 from valora_serve.engine.engine import Engine
@@ -57,9 +60,17 @@ def answers(folders, policy, compile_kernels=False, **options):
     return said
 
 
-@pytest.mark.parametrize("policy", ["slora", "dlora"])
-def test_fixed_buffers_change_nothing(folders, policy, monkeypatch):
-    plain = answers(folders, policy)
+@pytest.fixture(scope="module")
+def plain(folders):
+    """Answers without any graph, by policy."""
+    return cache(partial(answers, folders))
+
+
+POLICIES = others_slow(["slora"], ["slora", "dlora"])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_fixed_buffers_change_nothing(folders, plain, policy, monkeypatch):
     replayed = []
     find = PromptGraphs.find
 
@@ -69,12 +80,13 @@ def test_fixed_buffers_change_nothing(folders, policy, monkeypatch):
         return graph
 
     monkeypatch.setattr(PromptGraphs, "find", spy)
-    assert answers(folders, policy, prompt_graphs=True) == plain
+    assert answers(folders, policy, prompt_graphs=True) == plain(policy)
     assert sum(replayed) > 10
 
 
-def test_compiling_kernels_between_steps_changes_nothing(folders):
-    assert answers(folders, "dlora", compile_kernels=True) == answers(folders, "dlora")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_compiling_kernels_between_steps_changes_nothing(folders, plain, policy):
+    assert answers(folders, policy, compile_kernels=True) == plain(policy)
 
 
 def test_adapters_that_come_after_the_start_are_captured(folders):

@@ -92,7 +92,7 @@ def requests_of(family, names):
         }
         if family in TEXT_CHECKPOINTS:
             system = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
-            long_ago = ask(" ".join(f"Line {n} says {n * n}." for n in range(60)))
+            long_ago = ask(" ".join(f"Line {n} says {n * n}." for n in range(40)))
             cases = {
                 "words": cases["words"],
                 "turns": Request("", messages=[system, *ask("Who?"), *ask("Why?")]),
@@ -119,9 +119,8 @@ def requests_of(family, names):
 
 @pytest.mark.parametrize(
     ("policy", "chunk"),
-    others_slow([("unmerge_only", 256), ("valora", 5)],
-                product(["unmerge_only", "valora"], [256, 5])),
-)  # fmt: skip
+    others_slow([("valora", 5)], product(["unmerge_only", "valora"], [256, 5])),
+)
 def test_greedy_tokens_are_those_of_generate(family, base, adapters, reference, chunk, policy):
     requests = requests_of(family, [None, "all", "text"])
     engine = make_engine(base, adapters, fresh=True, chunk=chunk, policy=policy)
@@ -172,6 +171,11 @@ def test_adapters_on_every_linear_are_merged_and_mixed_as_in_peft(
             assert said == pytest.approx(wanted, abs=1e-3), (mode, merged, one.id)
 
 
+FEW = ("llava", "qwen2_5_vl", next(iter(TEXT_CHECKPOINTS)))
+"""Families that stand for the others in the fast tests of what all of them share."""
+
+
+@pytest.mark.parametrize("family", others_slow(FEW, FAMILIES), indirect=True, scope="module")
 def test_preempted_in_the_middle_of_an_answer(family, base, adapters, reference):
     """Prompt and answer are computed again together, at the positions that they had."""
     greedy = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -173,7 +173,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = examples(120, stateful_step_count=40)
+TestPages.settings = examples(60, stateful_step_count=40)
 
 
 def cached(manager, tokens, salt=b"", spans=()):

@@ -41,7 +41,7 @@ def stored(memory, table, tokens):
     tokens=st.integers(1, 40), block=st.integers(1, 9), heads=st.integers(1, 3),
     seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-@examples(80)
+@examples(40)
 def test_any_prefix_lies_in_any_pages(tokens, block, heads, seed, dtype):
     page = PageShape(block, 2, heads, 16)
     memory = make_memory(60, dtype=dtype, page=page)
@@ -224,4 +224,4 @@ class Both(RuleBasedStateMachine):
 
 
 TestBoth = Both.TestCase
-TestBoth.settings = examples(40, stateful_step_count=30)
+TestBoth.settings = examples(20, stateful_step_count=30)

@@ -84,7 +84,7 @@ ranks_of = st.dictionaries(st.sampled_from(list(SHAPES)), st.integers(1, MAX_RAN
     block=st.integers(2, 12),
     others=st.dictionaries(st.sampled_from(list(SHAPES)), st.sampled_from([0.0, 0.5, 3.0])),
 )
-@examples(80)
+@examples(40)
 def test_any_adapter_lies_in_any_pages(ranks, seed, dtype, block, others):
     page = PageShape(block, 2, 1, 5)
     memory = make_memory(60, dtype=dtype, page=page)
@@ -356,7 +356,7 @@ class Adapters(RuleBasedStateMachine):
 
 
 TestAdapters = Adapters.TestCase
-TestAdapters.settings = examples(60, stateful_step_count=30)
+TestAdapters.settings = examples(30, stateful_step_count=30)
 
 
 def test_what_cannot_be_read_again_hits_only_itself():

@@ -318,7 +318,7 @@ SLOW = (HealthCheck.too_slow,)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@examples(40, suppress_health_check=SLOW)
+@examples(20, suppress_health_check=SLOW)
 @given(world=worlds(limited=True), chosen=st.sampled_from(sorted(SETTINGS)))
 def test_limits_hold_and_everybody_is_served(name, world, chosen):
     machine = world.machine(make_policy(name, H200_7B, SETTINGS[chosen]))
@@ -345,7 +345,7 @@ early abort the younger one was admitted first, and so on for ever."""
 
 @pytest.mark.parametrize("name", POLICIES)
 @example(PREEMPTED_FOR_EVER, 1.0)
-@examples(25, suppress_health_check=SLOW)
+@examples(12, suppress_health_check=SLOW)
 @given(world=worlds(limited=True), slo=st.sampled_from([0.001, 0.05, 1.0]))
 def test_early_abort_ends_every_request_once(name, world, slo):
     machine = world.machine(make_policy(name, H200_7B, PolicySettings(early_abort=True, slo=slo)))

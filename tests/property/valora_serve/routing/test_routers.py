@@ -47,7 +47,7 @@ def test_every_replica_is_ranked_once(name, fleet, adapter, settings, data):
 
 
 @given(fleet=fleets, adapter=names, settings=settings)
-@examples(300)
+@examples(100)
 def test_the_bound_holds(fleet, adapter, settings):
     ranked = make_router("affinity", settings).rank(adapter, fleet)
     load = {r.id: r.load for r in fleet}
@@ -76,7 +76,7 @@ def test_loads_stay_bounded_when_nothing_is_answered(requests, replicas, bound):
 
 
 @given(fleet=fleets, adapter=names)
-@examples(200)
+@examples(80)
 def test_affinity_prefers_replicas_that_hold_the_adapter(fleet, adapter):
     ranked = make_router("affinity").rank(adapter, fleet)
     by = {r.id: r for r in fleet}

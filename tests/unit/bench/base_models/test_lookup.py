@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.bench.base_models.data import SampleMaker, build_processor
@@ -49,6 +50,7 @@ def test_heads_are_judged_by_the_attention_that_the_model_computes():
     torch.testing.assert_close(loss, torch.stack(losses).mean(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_heads_are_shown_the_thing_that_an_album_is_asked_about():
     """The loss of albums equals that of the probabilities that transformers returns."""
     model, _, _ = load(TINY)

@@ -7,10 +7,12 @@ import torch
 from tests.bench.base_models import pretrain
 from tests.bench.base_models.data import SampleMaker, build_processor
 from tests.bench.base_models.pretrain import GRID, Batch, Pretraining, load
-from tests.bench.base_models.retention import Retention
 
 TINY = Path(__file__).parents[4] / "data/valora_data/tiny"
 CPU = torch.device("cpu")
+
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -34,20 +36,6 @@ def change(task):
     with torch.no_grad():
         for weight in [*task.model.model.language_model.parameters(), *task.head.parameters()]:
             weight.add_(torch.randn_like(weight), alpha=0.02)
-
-
-def test_what_was_known_costs_nothing(task):
-    task.retain()
-    batch = some_of("short", 12)
-    task.loss(batch).backward()
-    words, boxes, tutor, *_ = task.losses.tolist()
-    assert abs(words) < 1e-6 and tutor == 0
-    gradient = task.model.model.language_model.layers[0].mlp.up_proj.weight.grad
-    labelled = Pretraining(*load(TINY), CPU)
-    labelled.loss(batch).backward()
-    other = labelled.model.model.language_model.layers[0].mlp.up_proj.weight.grad
-    assert gradient.norm() < 1e-3 * other.norm()
-    assert len(batch.wanted) and boxes > 0  # the entropy of what was known remains
 
 
 def test_the_loss_is_the_divergence_from_transformers_own_answers(task):
@@ -105,14 +93,3 @@ def test_what_is_remembered_does_not_learn(task):
     tower = load(TINY)[0].model.vision_tower.state_dict()
     for name, part in task.model.model.vision_tower.state_dict().items():
         assert torch.equal(part, tower[name]), name
-
-
-def test_a_copy_leaves_the_heads_that_are_shown_alone(task):
-    """What `Retention` computes is not what `LookupTutor` judges."""
-    language = task.model.model.language_model
-    embedded = torch.randn(1, 5, 192)
-    language(inputs_embeds=embedded)
-    seen = dict(task.lookup.inputs)
-    copy = Retention(language, task.head)
-    copy.language(inputs_embeds=2 * embedded)
-    assert all(task.lookup.inputs[number] is part for number, part in seen.items())

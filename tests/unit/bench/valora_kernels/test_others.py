@@ -1,6 +1,5 @@
 """The other operators of the benchmark: what they compute, and what is said of missing ones."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -60,15 +59,3 @@ def test_a_wrong_result_of_another_operator_is_refused():
     bench_atmm.check("silent", work, lambda s: None)
     with pytest.raises(RuntimeError, match=r"wrong differs from fp32 by 1\.0e-01"):
         bench_atmm.check("wrong", work, wrong)
-
-
-def test_the_best_is_of_this_run_alone():
-    case = bench_atmm.Case("grid", 16, [64], earlier_us=2.0)
-    times = {"vllm": 9.0, "loop": 7.0, "bmm": float("nan")}
-    result = bench_atmm.Result(case, 1, 5, 5, 9, 1e-3, "", 4, 4, times)
-    assert result.best == 7.0
-    assert np.isnan(bench_atmm.Result(case, 1, 5, 5, 9, 1e-3, "", 4, 4).best)
-    lines = []
-    bench_atmm.report([result], lines)
-    assert "| **5.00** | 7.00 | 0.71 | loop |" in lines[3]
-    assert len([*bench_atmm.grid()]) == 111

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from tests.bench.valora_serve.bench_attention import Mix, main
-from tests.bench.valora_serve.harness import found
+from tests.bench.valora_serve.bench_attention import Mix
 
 
 def test_steps_of_a_mix():
@@ -17,16 +16,3 @@ def test_steps_of_a_mix():
     assert 0 not in used  # which takes the rows that pad a step
     assert Mix(12, 40, 1).rows(13, pages=40) is None  # a prompt has more than one row
     assert Mix(0, 0, 1, 640).rows(13, pages=40) is None  # too few pages
-
-
-def test_table():
-    found.clear()
-    main(["--device", "cpu", "--backends", "torch", "--heads", "4", "--kv-heads", "4", "2",
-          "--sizes", "16", "--pages", "120", "--layers", "1", "--repeats", "1"])  # fmt: skip
-    assert len(found) == 2
-    for one in found.values():
-        assert isinstance(one, dict)
-        assert one["head"][3:] == ["torch, us a layer", "host, us"]
-        assert {(row[0], row[1]) for row in one["rows"]} == {(16, "0 × 0")}
-        assert [row[2] for row in one["rows"]] == ["1, after 0", "4, after 0", "1, after 1024"]
-        assert all(time > 0 for row in one["rows"] for time in row[3:])

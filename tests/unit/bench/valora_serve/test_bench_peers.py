@@ -1,22 +1,15 @@
 """The comparison with other servers, on stubs of their packages that check how they are called."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
-from transformers import LlavaForConditionalGeneration
 
 from tests.bench.valora_serve import bench_peers
 from tests.bench.valora_serve.bench_peers import CASES, Case
 from tests.bench.valora_serve.peers import worker
 from tests.bench.valora_serve.peers.base import Ask, Job
-from tests.bench.valora_serve.peers.registry import PEERS, find
-from tests.bench.valora_serve.split_models import save_as_published
 from valora_data.contract.base_model import base_folder
 
 VLLM = """
@@ -58,32 +51,6 @@ class LoRARequest:
     def __init__(self, lora_name, lora_int_id, lora_path):
         assert lora_int_id > 0 and lora_path
         self.lora_name = lora_name
-"""
-SGLANG = """
-from sglang.srt.server_args import ServerArgs
-
-class Engine:
-    def __init__(self, **settings):
-        self.settings = ServerArgs(**settings)
-
-    def generate(self, sampling_params, input_ids=None, prompt=None, image_data=None,
-                 lora_path=None):
-        counts = [each["max_new_tokens"] for each in sampling_params]
-        assert len(input_ids or prompt) == len(counts) == len(lora_path or counts)
-        return [{"meta_info": {"completion_tokens": count}} for count in counts]
-
-    def shutdown(self):
-        import time
-        time.sleep(600)
-"""
-SERVER_ARGS = """
-class ServerArgs:
-    def __init__(self, model_path, random_seed, log_level, max_running_requests, context_length,
-                 chunked_prefill_size, max_prefill_tokens, disable_radix_cache, dtype,
-                 cuda_graph_max_bs, skip_tokenizer_init, enable_lora=None, max_lora_rank=None,
-                 max_loras_per_batch=8, lora_target_modules=None, lora_paths=None,
-                 lora_backend="csgmv", max_lora_chunk_size=16):
-        assert bool(enable_lora) == bool(lora_paths)
 """
 
 
@@ -159,16 +126,6 @@ def test_a_peer_gets_the_requests_with_its_documented_settings(vllm, measure, tm
     assert "specialize_active_lora" not in row.answer.flags
 
 
-def test_pictures_and_decode_steps(vllm, measure, tmp_path):
-    row = measure(Case("pictures", 2, pictures=True), "vllm", vllm, "--variants", "1")
-    assert row.answer.error is None
-    call = next((tmp_path / "out").glob("*.log")).read_text()
-    assert "'adapter-1'" in call
-    assert "['multi_modal_data', 'prompt']" in call
-    row = measure(Case("decode", batches=(1, 3)), "vllm", vllm)
-    assert list(row.found) == ["ms a step, batch 1", "ms a step, batch 3"]
-
-
 def test_ours_says_what_it_counted_in_the_last_repeat():
     rounds = {"all": [Ask(f"<image>what is {i}?", 3, None, i) for i in range(5)]}
     job = Job(
@@ -200,17 +157,6 @@ def test_one_engine_answers_all_cases_of_the_same_adapters(vllm, tmp_path):
     assert [len(row.found) for row in rows] == [2, 2, 4]
     (log,) = (tmp_path / "out").glob("*.log")
     assert log.read_text().count("CALL") == 10 * (1 + given.repeats)  # rounds, warm-up and repeats
-
-
-def test_a_peer_that_never_ends_is_stopped_after_its_answer(measure, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_peers, "CLOSING", 0.2)
-    folder = package(
-        tmp_path / "site", {"sglang/__init__.py": SGLANG, "sglang/srt/server_args.py": SERVER_ARGS}
-    )
-    row = measure(CASES["attention-5"], "sglang", folder, "--variants", "1")
-    assert row.answer.error is None
-    assert row.answer.flags["max_lora_chunk_size"] == 128
-    assert row.answer.flags["cuda_graph_max_bs"] == 512
 
 
 def test_rows_say_why_a_peer_has_no_figures(vllm, measure, tmp_path):
@@ -252,123 +198,6 @@ def test_the_fastest_settings_are_reported_beside_ours():
     assert bench_peers.fastest(steps) is steps[1]
 
 
-def test_pip_says_in_one_line_why_a_peer_is_not_installed(tmp_path, monkeypatch):
-    pip = tmp_path / "pip"
-    pip.write_text("#!/bin/sh\necho warning >&2\necho 'ERROR: No matching release' >&2\nexit 1\n")
-    pip.chmod(0o755)
-    seen = []
-
-    def run(command, **options):
-        seen.append(command)
-        return original([str(pip)], **options)
-
-    original = bench_peers.subprocess.run
-    monkeypatch.setattr(bench_peers.subprocess, "run", run)
-    reason = bench_peers.install("vllm", tmp_path / "vllm", 10)
-    assert reason == "not installed: No matching release"
-    assert seen[0][0] == sys.executable
-    assert seen[0][-1] == "vllm>=0.20"
-    pins = (tmp_path / "vllm/constraints.txt").read_text()
-    assert pins.startswith("torch==")
-    assert "+" not in pins
-    assert pins.endswith("\ntransformers<5.17\n")
-    pip.write_text("#!/bin/sh\nexit 0\n")
-    for _ in range(2):
-        assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None
-    assert len(seen) == 2
-    left = tmp_path / "vllm" / "of-the-old-torch"
-    left.touch()
-    monkeypatch.setattr(bench_peers.importlib.metadata, "version", lambda _: "9.1.0+cu140")
-    for _ in range(2):
-        assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None
-    assert len(seen) == 3
-    assert not left.exists()
-    marker = tmp_path / "vllm" / "installed"
-    *made, _ = marker.read_text().splitlines()
-    marker.write_text("\n".join((*made, "2026-01-01")))  # newer releases may have come
-    assert bench_peers.install("vllm", tmp_path / "vllm", 10) is None
-    assert len(seen) == 4
-
-
-def test_an_interrupt_ends_the_peer(tmp_path, monkeypatch):
-    started = []
-    popen = subprocess.Popen
-
-    def noted(*given, **options):
-        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **options))
-        return started[-1]
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench_peers.subprocess, "Popen", noted)
-    monkeypatch.setattr(bench_peers.time, "sleep", interrupt)
-    job = Job("vllm", "m", {}, 8, [], {}, {}, "cpu")
-    with pytest.raises(KeyboardInterrupt):
-        bench_peers.run(job, tmp_path, tmp_path / "log", 60)
-    assert started[0].poll() is not None
-
-
-def test_a_termination_is_an_interrupt(tmp_path, monkeypatch):
-    """So that `timeout` and CI's runners leave no engine on the GPU."""
-    given = ["bench_peers", "base", "--device", "cpu", "--peer", f"vllm={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", given)
-    monkeypatch.setattr(bench_peers, "measure", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            bench_peers.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_further_adapters_share_matrices_but_not_scalings(tmp_path):
-    source = tmp_path / "adapter-0"
-    source.mkdir()
-    (source / "adapter_model.safetensors").write_bytes(b"matrices")
-    (source / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 8}))
-    for number in (16, 32):
-        bench_peers.copy_adapter(tmp_path, number)
-    alphas = [
-        json.loads((tmp_path / f"adapter-{n}/adapter_config.json").read_text())["lora_alpha"]
-        for n in (0, 16, 32)
-    ]
-    assert len(set(alphas)) == 3
-    assert (tmp_path / "adapter-32/adapter_model.safetensors").samefile(
-        source / "adapter_model.safetensors"
-    )
-
-
-def test_a_base_model_has_the_names_of_published_checkpoints(tmp_path, random_llava):
-    model = LlavaForConditionalGeneration.from_pretrained(random_llava)
-    save_as_published(model, tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        tower = [key for key in file.keys() if "vision_tower" in key]  # noqa: SIM118
-    assert tower
-    assert all(key.startswith("model.vision_tower.vision_model.") for key in tower)
-    read = LlavaForConditionalGeneration.from_pretrained(tmp_path)
-    assert read.dtype == model.dtype
-    mine, theirs = model.state_dict(), read.state_dict()
-    assert mine.keys() == theirs.keys()
-    assert all(mine[key].equal(theirs[key]) for key in mine)
-
-
-def test_a_case_has_as_many_adapters_as_it_names(tmp_path):
-    given = bench_peers.parser().parse_args(["--layers", "1", "--width", "128", "--rank", "2"])
-    case = Case("case", bench_peers.DISTINCT + 2)
-    found = bench_peers.Checkpoints(given, tmp_path).adapters(case)
-    assert list(found) == [f"adapter-{i}" for i in range(bench_peers.DISTINCT + 2)]
-    assert all((Path(folder) / "adapter_config.json").is_file() for folder in found.values())
-    assert found == bench_peers.Checkpoints(given, tmp_path).adapters(case)
-
-
-def test_every_peer_is_registered_under_its_module():
-    for name in PEERS:
-        assert find(name).__module__.endswith(f".{name}")
-        assert find(name).variants(0, ())
-        assert find(name).variants(5, ("q_proj",))
-
-
 def test_unknown_names_are_refused(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_peers", "base", "--peer", "tgi"])
     with pytest.raises(SystemExit, match="--peer: expected one of valora, vllm, sglang, got tgi"):
@@ -387,25 +216,3 @@ def test_unknown_names_are_refused(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_peers", "sparse"])
     with pytest.raises(SystemExit, match=r"expected cases of base, .* got sparse"):
         bench_peers.main()
-
-
-@pytest.mark.parametrize(
-    ("errors", "reason"),
-    [
-        (
-            "ERROR: Cannot install vllm==0.1, vllm==0.2 because these package versions have "
-            "conflicting dependencies.\nERROR: ResolutionImpossible: see the page",
-            "no release of vllm>=0.20 goes with torch 2.15.0",
-        ),
-        (
-            "WARNING: Retrying: Failed to establish a new connection: refused\n"
-            "ERROR: No matching distribution found for vllm>=0.20",
-            "pip reaches no package registry",
-        ),
-        ("ERROR: Ignored some\nERROR: No space left on device", "No space left on device"),
-        ("/usr/bin/python: No module named pip", "/usr/bin/python: No module named pip"),
-        ("", "pip says nothing"),
-    ],
-)
-def test_reasons_of_pip(errors, reason):
-    assert bench_peers.reason_of(errors, "vllm>=0.20", "2.15.0") == reason

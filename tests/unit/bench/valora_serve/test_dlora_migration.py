@@ -12,7 +12,6 @@ from tests.bench.valora_serve.dlora_migration import DLoraDispatch, solve
 from valora_serve.orchestrator.cost_model import H200_7B
 from valora_serve.orchestrator.registry import make_policy
 from valora_serve.workloads import traces
-from valora_serve.workloads.cli import main
 from valora_serve.workloads.cluster import simulate_cluster
 from valora_serve.workloads.simulator import SimSettings
 
@@ -61,13 +60,6 @@ def test_the_program_against_trying_everything(seed):
     assert all(len(placed[n]) <= capacity[n] for n in pair)
 
 
-def test_a_program_without_a_solution_moves_nothing():
-    counts = {("a", 0): 3, ("b", 0): 3}
-    pages, seconds = dict.fromkeys(counts, 1.0), {"a": 1.0, "b": 1.0}
-    full = {0: 1, 1: 0}
-    assert solve(["a", "b"], (0, 1), counts, pages, seconds, full, {0: 9, 1: 9}) is None
-
-
 class Staying(DLoraDispatch):
     def start(self, cluster):
         pass
@@ -100,8 +92,3 @@ def test_every_adapter_has_a_replica_and_one_has_all():
     homes = [sum(name in placed for placed in dispatch._placed) for name in work.adapters]
     assert sorted(homes) == [1] * 9 + [3]
     assert report.total.finished == len(work) and report.total.loads == 12
-
-
-def test_it_is_a_router_of_the_simulator(capsys):
-    assert main(["--replicas", "2", "--router", "least", "dlora", "--duration", "1"]) == 0
-    assert "dlora" in capsys.readouterr().out

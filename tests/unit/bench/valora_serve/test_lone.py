@@ -1,5 +1,7 @@
 """A lone prompt is taken apart into what the host and the GPU do."""
 
+import pytest
+
 from tests.bench.valora_serve.bench_serve import options
 from tests.bench.valora_serve.harness import Bench, found
 from tests.bench.valora_serve.sections.lone import lone
@@ -7,6 +9,7 @@ from valora_serve.model.graphs import PromptGraphs
 from valora_serve.model.work import AdapterTable
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_lone_prompt_are_told_apart(monkeypatch, capsys):
     own = AdapterTable.fill, PromptGraphs.replay
     given = ["--device", "cpu", "--layers", "1", "--width", "128", "--no-vision"]

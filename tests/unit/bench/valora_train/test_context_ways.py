@@ -3,23 +3,19 @@
 import pytest
 import torch
 
-from tests.bench.valora_train.bench_context_ways import asked_for
 from tests.bench.valora_train.context_ways import METHODS, Reader, chunks_of
+from tests.support.cases import others_slow
 from tests.support.lmm_checkpoints import CHECKPOINTS
-from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Domain, Sample, Split, Task, no_image
-from valora_train.errors import SettingsError
 from valora_train.fusion.samples import DomainData
 from valora_train.model import memory
 from valora_train.model.lmm import Lmm
 from valora_train.settings import (
     ContextSettings,
-    DomainSettings,
     HeadSettings,
     LoraSettings,
     ModelSettings,
     Settings,
-    TaskSettings,
     TrainSettings,
     as_dict,
 )
@@ -101,17 +97,12 @@ def test_bm25_retrieves_the_lines_that_the_question_names(reader, read):
     assert chunks_of("a b c d e f\ng", 16) == ["a b c d", "e f", "g"]
 
 
-FAST = ("next_token", "adapter", "paper", "prefix")
-"""Ways that stand for the others in the fast tests."""
-
-
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow])
-        for name in METHODS
-        if METHODS[name].sized or name in FAST
-    ],
+    others_slow(
+        ["prefix"],
+        [n for n in METHODS if METHODS[n].sized or n in ("next_token", "adapter", "paper")],
+    ),
 )
 def test_every_way_answers_every_question_and_leaves_nothing_behind(reader, name):
     before = METHODS["in_prompt"].run(reader, 0).said
@@ -120,23 +111,3 @@ def test_every_way_answers_every_question_and_leaves_nothing_behind(reader, name
     assert found.bytes > 0
     assert METHODS["in_prompt"].run(reader, 0).said == before
     assert not reader.lmm.adapters.parameters("context")
-
-
-def test_memories_larger_than_a_document_are_refused(reader):
-    shortest = min(memory.document_tokens(reader.lmm, Document(text)) for text in TEXTS.values())
-    reader.check(shortest)
-    with pytest.raises(DataError, match=rf"fewer than the {shortest + 1} of a memory: lower --"):
-        reader.check(shortest + 1)
-
-
-def test_what_is_asked_for():
-    def asks(names, task=Task.CONTEXT):
-        domains = {name: DomainSettings(name, task, required=0.5) for name in names}
-        return Settings(task=TaskSettings("x"), domains=domains)
-
-    assert {name for name, _ in asked_for(asks("a"), [], [12])} == METHODS.keys() - {"paper_apart"}
-    assert {name for name, _ in asked_for(asks("ab"), [], [12])} == METHODS.keys()
-    with pytest.raises(SettingsError, match="paper_apart needs 2 documents"):
-        asked_for(asks("a"), ["paper_apart"], [12])
-    with pytest.raises(SettingsError, match="domain a is of task caption"):
-        asked_for(asks("a", Task.CAPTION), [], [12])

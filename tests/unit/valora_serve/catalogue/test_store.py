@@ -118,35 +118,6 @@ def test_a_domain_without_an_adapter_is_answered_by_the_base_model(store, base, 
         store.stage_bundle(empty)
 
 
-def test_bundles_of_the_first_version_are_read(store, copied):
-    manifest = json.loads((copied / MANIFEST).read_text())
-    (copied / MANIFEST).write_text(json.dumps({**manifest, "schema_version": 1}))
-    assert len(store.commit(store.stage_bundle(copied))) == 2 + len(DOMAINS)
-    manifest["domains"]["scene"]["adapter"] = None  # in version 1, every domain had an adapter
-    (copied / MANIFEST).write_text(json.dumps({**manifest, "schema_version": 1}))
-    with pytest.raises(AdapterError, match=r"'scene'.*adapter: expected an adapter, got None"):
-        store.stage_bundle(copied)
-    for version in (0, 4, "2", True, None, [2]):
-        (copied / MANIFEST).write_text(json.dumps({**manifest, "schema_version": version}))
-        with pytest.raises(AdapterError, match="schema version"):
-            store.stage_bundle(copied)
-
-
-def test_staging_hands_the_matrices_over_and_serves_nothing(store, bundle, base):
-    staged = store.stage_bundle(bundle)
-    assert names(store) == [base]
-    assert all(adapter.modules for adapter in staged.adapters.values())
-    assert len(staged.adapters) == 2
-
-
-def test_unknown_names_are_told_what_there_is(store, bundle, base):
-    assert store.resolve(None).model.kind == store.resolve(base).model.kind == "base"
-    assert store.resolve(None).adapter is None
-    store.commit(store.stage_bundle(bundle))
-    with pytest.raises(UnknownModelError, match=r"named cats.*sample/adapter-1.*plates, traffic"):
-        store.resolve("cats")
-
-
 def test_a_plain_adapter_comes_is_replaced_and_goes(store, base, tmp_path):
     first = make_adapter(tmp_path / "a", base, seed=1, rank=4)
     second = make_adapter(tmp_path / "b", base, seed=2, rank=8)

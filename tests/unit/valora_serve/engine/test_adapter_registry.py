@@ -87,23 +87,6 @@ def test_an_adapter_is_read_again_from_where_it_came_last(base, adapters, refere
     assert engine.stats().on_disk == ("b",)
 
 
-def test_folders_of_the_same_content(base, adapters, reference, tmp_path):
-    copied = Path(shutil.copytree(adapters["a"], tmp_path / "copy"))
-    engine = make_engine(base, {"a": adapters["a"], "again": copied})
-    assert len(engine.adapters) == 1
-    first, second = question("first", "a"), question("second", "a")
-    found = run(engine, [first, replace(second, model="again")])
-    check_answers(found, reference, first, second)
-    assert engine.stats().on_device == ("a", "again")
-    engine.registry.unregister("adapter", "a")
-    assert engine.stats().on_device == ("again",)
-    third = question("third", "a")
-    check_answers(run(engine, [replace(third, model="again")]), reference, third)
-    engine.registry.unregister("adapter", "again")
-    assert len(engine.adapters) == 0
-    assert_empty(engine)
-
-
 def test_the_same_name_with_other_content(base, adapters, reference):
     engine = make_engine(base, {"x": adapters["a"]}, block_size=4)
     same = question("same")
@@ -156,11 +139,3 @@ def test_no_memory_for_the_copy_that_merging_needs(base, adapters, reference, mo
     asked = [question(f"a {n}", "a", tokens=4) for n in range(2)]
     check_answers(run(engine, asked), reference, *asked)
     assert engine.stats().merged_adapter == "a"
-
-
-def test_patterns_are_matched_once(base, adapters, monkeypatch):
-    """Each match takes a process; adapters of one training run have the same patterns."""
-    engine = make_engine(base, {"b": adapters["b"]})
-    monkeypatch.setattr("subprocess.run", None)
-    for name in "dfb":
-        engine.load(adapters[name], name)

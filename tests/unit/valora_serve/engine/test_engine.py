@@ -3,9 +3,11 @@
 import math
 import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
+from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     Got,
     add_requests,
@@ -31,7 +33,7 @@ from valora_serve.errors import (
 )
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
-from valora_serve.types import Finish, Mode, Request
+from valora_serve.types import Finish, Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,12 +83,17 @@ def test_an_id_that_is_in_use(base, reference):
     assert_empty(engine)
 
 
+WHEN = [(False, 0), (True, 1), (False, 2), (True, 2), (True, 4)]
+KINDS = ["text", "image", "head"]
+
+
 @pytest.mark.parametrize(
-    ("overlap", "when"), [(False, 0), (True, 1), (False, 2), (True, 2), (True, 4)]
+    ("kind", "when"),
+    others_slow([(KINDS[n % 3], one) for n, one in enumerate(WHEN)], product(KINDS, WHEN)),
 )
-@pytest.mark.parametrize("kind", ["text", "image", "head"])
-def test_cancelled(base, reference, scene, overlap, when, kind):
+def test_cancelled(base, reference, scene, kind, when):
     """Cancelled while it waits, between two chunks of its prompt, and while it generates."""
+    overlap, steps = when
     engine = make_engine(base, chunk=10, overlap=overlap, policy="valora")
     one = question("one")
     if kind == "image":
@@ -97,7 +104,7 @@ def test_cancelled(base, reference, scene, overlap, when, kind):
     beside = question("beside", tokens=9)
     add_requests(engine, one, beside)
     found = {}
-    for _ in range(when):
+    for _ in range(steps):
         collect(engine.step(), found)
     over = one.id in found and found[one.id].finish is not None
     assert engine.cancel("one") is not over
@@ -196,18 +203,12 @@ def test_what_policies_are_told_of_limits_and_arrivals(base, scene, monkeypatch)
     assert sum(len(view.arrived or ()) for view in views) == 20
 
 
-def test_deadlines_of_requests_that_have_ended_are_forgotten(base):
-    engine = make_engine(base)
-    for number in range(400):
-        add_requests(engine, question(f"{number}", deadline=86400.0))
-        engine.cancel(f"{number}")
-    assert len(engine.requests._deadlines) <= 65
-    assert len(finish(engine)) == 400
-    assert_empty(engine)
+PLACES = [(name, 1 + n % 2 * 2) for n, name in enumerate(sorted(POLICIES))]
 
 
 @pytest.mark.parametrize(
-    ("policy", "places"), [(name, 1 + n % 2 * 2) for n, name in enumerate(sorted(POLICIES))]
+    ("policy", "places"),
+    others_slow(PLACES[::3], PLACES),
 )
 def test_requests_that_hold_all_places_and_wait_to_be_read(base, adapters, policy, places):
     """All end in the same step, while others wait, some of them with a deadline."""
@@ -226,7 +227,10 @@ def test_requests_that_hold_all_places_and_wait_to_be_read(base, adapters, polic
 
 
 @pytest.mark.parametrize(
-    ("policy", "room"), [("cost", 2), ("cost", 14), ("slora", 2), ("valora", 14)]
+    ("policy", "room"),
+    others_slow(
+        [("cost", 2), ("valora", 14)], [("cost", 2), ("cost", 14), ("slora", 2), ("valora", 14)]
+    ),
 )
 def test_requests_that_have_waited_too_long_take_turns(base, adapters, policy, room):
     """No two adapters fit together with their requests, and each evicts another."""
@@ -248,46 +252,29 @@ def test_requests_that_have_waited_too_long_take_turns(base, adapters, policy, r
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("make", "wrong", "words"),
     [
-        ({"device": "banana"}, "device banana cannot be used"),
-        ({"adapter_share": 0.99, "pages": 10}, "leaves too few for keys and values"),
+        (Engine, {"device": "banana"}, "device banana cannot be used"),
+        (Engine, {"adapter_share": 0.99, "pages": 10}, "leaves too few for keys and values"),
+        (None, {"dtype": "banana"}, "dtype: expected one of auto"),
+        (None, {"pages": 0}, "pages: expected at least 2"),
+        (None, {"context_length": -1}, "context_length: expected at least 1"),
+        (None, {"host_bytes": -1}, "host_bytes: expected at least 0"),
+        (None, {"max_rank": 100_000}, "max_rank: expected at most 1024"),
+        (None, {"share_by": "key", "policy": "algorithm1"}, "algorithm1 keeps no shares"),
+        (None, {"policy_settings": PolicySettings(fair=True)}, "set with share_by"),
+        (PolicySettings, {"theta": -1}, "theta: expected 0 or more"),
+        (PolicySettings, {"clusters": math.nan}, "clusters: expected 0 or more"),
+        (PolicySettings, {"latency_limits": {"x": 0.0}}, "expected more than 0 s for x"),
     ],
 )
-def test_settings_that_no_machine_has(base, wrong, words):
-    settings = {"base": base, "device": "cpu", "pages": 64, "profile": False}
-    with pytest.raises(SettingsError, match=words):
-        Engine(EngineSettings(**(settings | wrong)))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"dtype": "banana"}, "dtype: expected one of auto"),
-        ({"pages": 0}, "pages: expected at least 2"), ({"pages": -3}, "pages: expected at least 2"),
-        ({"context_length": -1}, "context_length: expected at least 1"),
-        ({"host_bytes": -1}, "host_bytes: expected at least 0"),
-        ({"image_cache_bytes": -1}, "image_cache_bytes: expected at least 0"),
-        ({"max_rank": 100_000}, "max_rank: expected at most 1024"),
-        ({"share_by": "key", "policy": "algorithm1"}, "algorithm1 keeps no shares"),
-        ({"share_by": "key", "policy": "dlora"}, "dlora keeps no shares"),
-        ({"policy_settings": PolicySettings(fair=True)}, "set with share_by"),
-        ({"policy_settings": PolicySettings(shares={"a": 2.0})}, "set with share_by"),
-    ],
-)  # fmt: skip
-def test_settings_that_contradict_themselves(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        EngineSettings(**wrong)
-
-
-@pytest.mark.parametrize("name", ["theta", "patience", "hysteresis", "slo", "clusters"])
-def test_numbers_that_no_policy_can_use(name):
-    for wrong in (-1, math.nan):
-        with pytest.raises(SettingsError, match=f"{name}: expected 0 or more"):
-            PolicySettings(**{name: wrong})
-    for limit in (-1.0, 0.0, math.nan):
-        with pytest.raises(SettingsError, match="latency_limits: expected more than 0 s for x"):
-            PolicySettings(latency_limits={"x": limit})
+def test_settings_that_are_refused(base, make, wrong, words):
+    with pytest.raises((SettingsError, ValueError), match=words):
+        if make is Engine:
+            given = {"base": base, "device": "cpu", "pages": 64, "profile": False} | wrong
+            Engine(EngineSettings(**given))
+        else:
+            (make or EngineSettings)(**wrong)
 
 
 def test_each_name_of_an_adapter_has_an_account_of_its_own(base, adapters):
@@ -296,20 +283,3 @@ def test_each_name_of_an_adapter_has_an_account_of_its_own(base, adapters):
     asked = [question("x", name) for name in ("one", "two", None)]
     clients = [engine._preprocessing.sequence(engine.prepare(one)).view.client for one in asked]
     assert clients == ["one", "two", "base"]
-
-
-def test_what_is_said_of_a_step(base, adapters):
-    engine = make_engine(base, {"a": adapters["a"]}, policy="merge_only")
-    found = run(engine, [question("one", "a"), question("two", "a")])
-    last = found["one"].last
-    assert last is not None
-    assert last.mode is Mode.MERGED
-    assert last.usage is not None
-    assert (last.usage.prompt, last.usage.completion) == (12, 6)
-    times = last.times
-    assert times is not None
-    assert times.arrival <= (times.started or 0) <= (times.first_token or 0) <= times.finished
-    stats = engine.stats()
-    assert (stats.mode, stats.finished) == (Mode.MERGED, {"length": 2})
-    assert stats.merged_adapter is not None
-    assert_empty(engine)

@@ -19,7 +19,6 @@ from tests.support.engine_reference import (
 )
 from tests.support.lmm_checkpoints import save_qwen3_vl
 from valora_serve.errors import ImageError
-from valora_serve.model.prompt import VisualFeatures
 from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,15 +97,6 @@ def test_cached_images_keep_no_others_in_memory(base):
     held = {one.embeddings.untyped_storage().data_ptr(): one.embeddings for one in kept}
     stored = sum(part.untyped_storage().nbytes() for part in held.values())
     assert stored == engine.images.held_bytes
-
-
-def test_features_leave_the_tensor_that_they_are_part_of():
-    whole = torch.arange(24.0).reshape(6, 4)
-    own = VisualFeatures(torch.ones(2, 4), (whole[:3],))
-    found = own.alone()
-    assert found.embeddings is own.embeddings
-    torch.testing.assert_close(found.deep[0], whole[:3])
-    assert found.deep[0].untyped_storage().nbytes() == found.deep[0].numel() * 4
 
 
 def test_a_video_of_one_frame_is_refused_where_a_model_needs_more(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.cases import others_slow
 from tests.support.engine_reference import assert_empty, check_answers, make_engine, question, run
 from tests.support.serve_helpers import LANGUAGE, make_adapter
 from valora_kernels.merge import MergeableWeights
@@ -88,7 +89,11 @@ def test_an_infinite_merge_is_taken_back(base, adapters, infinite, before):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("policy", "overlap"), [(name, n % 2 == 0) for n, name in enumerate(POLICIES)]
+    ("policy", "overlap"),
+    others_slow(
+        [("cost", True), ("merge_only", True), ("valora", False)],
+        [(name, n % 2 == 0) for n, name in enumerate(POLICIES)],
+    ),
 )
 def test_a_quarantined_adapter_costs_only_its_own_requests(
     base, adapters, reference, infinite, policy, overlap, caplog

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from tests.support.engine_reference import add_requests, ask, finish, make_engine, noise, question
-from valora_serve.engine.preprocessing import tenant_key
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SALTS = (None, "a", "b")
@@ -30,12 +29,3 @@ def test_only_requests_of_one_salt_share_prompts_and_images(base, together):
         assert (usage.cached > 0) == (name.endswith("1") and not together), name
         assert usage.cached in (0, (usage.prompt - 1) // 4 * 4)
     assert len({tuple(got.tokens) for got in found.values()}) == 1  # a salt changes no answer
-
-
-def test_keys_of_tenants():
-    """No two salts have the same one."""
-    salts = ["a", "A", "a ", "é", "e\u0301", "tenant|a", "\0", "a\0", "x" * 1024]
-    made = [tenant_key(salt) for salt in salts]
-    assert len(set(made)) == len(salts)
-    assert {len(key) for key in made} == {32}
-    assert tenant_key(None) == b""

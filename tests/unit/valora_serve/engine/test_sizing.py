@@ -1,6 +1,5 @@
 """Graph sizes follow from the settings, and LoRA terms from the policy's modes."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,25 +9,6 @@ from valora_serve.engine import sizing
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import ServeError
 from valora_serve.memory.unified import PageShape
-from valora_serve.orchestrator.registry import modes_of
-
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("policy", "terms"),
-    [("unmerge_only", [0, 1]), ("slora", [0, 1]), ("cost", [0, 1, 2]), ("valora", [0, 1, 2])],
-)
-def test_terms_of_policies(policy, terms):
-    assert sizing.lora_terms(modes_of(policy)) == terms
-
-
-def test_sizes_of_graphs():
-    assert sizing.decode_sizes(EngineSettings(max_requests=9)) == [1, 2, 4, 8]
-    assert sizing.decode_sizes(EngineSettings(graphs=False)) == []
-    assert sizing.prompt_sizes(EngineSettings(), CPU) == ()
-    sizes = sizing.prompt_sizes(EngineSettings(prompt_graphs=True, max_tokens=300), CPU)
-    assert sizes[-2] < 300 <= sizes[-1]
 
 
 def model_on_a_gpu(sizes, pristine=()):
@@ -83,14 +63,6 @@ def test_pages_take_what_the_gpu_has_left(monkeypatch, mergeable, pristine, copi
     left = total * 0.75 - 600_000 - 2 * copies - step - 2**30
     found = sizing.pages_that_fit(settings, lmm, page, mergeable=mergeable)
     assert found == int(left // (2 * page.elements))
-
-
-def test_a_user_without_a_home(monkeypatch):
-    def none():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", none)
-    assert sizing.cost_folder(EngineSettings()) == Path(".cache/valora/costs")
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,76 @@
-"""What is prepared before, beside and between requests, on the CPU with graphs that run again."""
+"""What is prepared, measured and tuned before, beside and between requests, on the CPU with graphs
+that run again, a made-up clock and a made-up compiler."""
 
 import asyncio
 import threading
+from functools import partial
+from pathlib import Path
+from shutil import copytree, rmtree
 
+import numpy as np
 import pytest
 import torch
 
-from tests.support.engine_reference import add_requests, finish, make_engine, question, run, serve
+from tests.support.engine_reference import (
+    add_requests,
+    finish,
+    make_engine,
+    question,
+    run,
+    serve,
+)
+from valora_kernels import lookup
+from valora_kernels.gpus import H200, gpu_of
+from valora_kernels.lookup import TilingTable, table_of
+from valora_kernels.metadata import NONE
+from valora_kernels.tiling import Case, Shape, Tiling
+from valora_kernels.tune import Tuner
 from valora_serve.engine import async_engine, profile
 from valora_serve.engine.async_engine import AsyncEngine
+from valora_serve.engine.sizing import machine_name
+from valora_serve.engine.tuning import Tuning, read_table
 from valora_serve.engine.warm_up import PATIENCE, PAUSE, WarmUp
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.model.graphs import GraphRecorder
-from valora_serve.model.preparation import DECODE, KERNELS, MIXTURE, PROMPT, VISION, Preparation
+from valora_serve.model.preparation import (
+    DECODE,
+    KERNELS,
+    MIXTURE,
+    PROMPT,
+    VISION,
+    Preparation,
+)
+from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.types import Mode
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
+CPU = torch.device("cpu")
 FIRST = [Preparation(DECODE, 64, 0), Preparation(PROMPT, 256, 1)]
 REST = [Preparation(DECODE, 2, 0), Preparation(PROMPT, 128, 0), Preparation(KERNELS, 7, 1)]
+
+
+@pytest.fixture(autouse=True)
+def apart(one_thread, monkeypatch):
+    """No other test sees these tables; plain torch has fixed buffers for decode steps, too."""
+    monkeypatch.setattr(lookup, "_tables", {})
+    monkeypatch.setattr("valora_kernels.tune.MOST_SETS", 2)
+    monkeypatch.setattr(TorchBackend, "decode_plan", lambda self, _: TorchMixedPlan(self._cache))
+    yield
+    lookup.choose.cache_clear()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Few steps are measured, each of them once."""
+    monkeypatch.setattr(profile, "FEW_ROWS", (1,))
+    monkeypatch.setattr(profile, "FEW_TOKENS", (64,))
+    monkeypatch.setattr(profile, "measure", partial(profile.measure, seconds=0.0))
 
 
 class FakeRunner:
     """Records what is prepared; every preparation takes a second of a clock of its own."""
 
     def __init__(self):
-        self.now = 100.0
-        self.prepared = []
-        self.wanted = None
+        self.now, self.prepared, self.wanted = 100.0, [], None
 
     def preparations(self, terms):
         assert terms == [0, 1]
@@ -54,106 +97,104 @@ def test_what_a_step_misses_is_prepared_without_slowing_requests_down(monkeypatc
     warm = WarmUp([0, 1], lazy=True)
     assert not warm.prepare_next(runner)  # nothing before the start
     warm.start(runner)
-    warm.prepare_missed(runner)
-    assert runner.prepared == FIRST
-    runner.wanted = REST[1]
-    warm.prepare_missed(runner)
-    assert runner.prepared == [*FIRST, REST[1]]
-    runner.wanted = REST[0]
-    runner.now += PAUSE - 0.5
-    warm.prepare_missed(runner)
-    assert len(runner.prepared) == 3
-    runner.now += 1.0
-    warm.prepare_missed(runner)
-    assert runner.prepared == [*FIRST, REST[1], REST[0]]
-    assert warm.left == [REST[2]]
-    assert str(warm) == "4 of 5 graphs and kernels prepared"
+    for wanted, later, prepared in (
+        (None, 0.0, FIRST), (REST[1], 0.0, [*FIRST, REST[1]]),
+        (REST[0], PAUSE - 0.5, [*FIRST, REST[1]]), (REST[0], 1.0, [*FIRST, REST[1], REST[0]]),
+    ):  # fmt: skip
+        runner.wanted = wanted
+        runner.now += later
+        warm.prepare_missed(runner)
+        assert runner.prepared == prepared
+    assert (warm.left, str(warm)) == ([REST[2]], "4 of 5 graphs and kernels prepared")
     assert [warm.prepare_next(runner) for _ in range(2)] == [True, False]
     assert warm.seconds == {"graphs": 4.0, "kernels": 1.0}
 
 
 def graphs(engine):
+    """Captured graphs by what they are for."""
     return {
-        Preparation(kind, size, terms)
+        Preparation(kind, size, terms): graph
         for kind, held in engine.runner._graphs.items()
-        for size, terms in held._graphs
+        for (size, terms), graph in held._graphs.items()
     }
 
 
-def lazily(base, adapters, **options):
+def lazily(base, adapters, policy="slora", most=(4, 128), **options):
     return make_engine(
-        base, adapters, prompt_graphs=True, max_requests=4, max_tokens=128, chunk=24,
-        policy="slora", **options,
+        base, {"a": adapters["a"]}, prompt_graphs=True, max_requests=most[0], max_tokens=most[1],
+        chunk=24, policy=policy, **options,
     )  # fmt: skip
 
 
-@pytest.fixture
-def decode_graphs(monkeypatch):
-    """Plain torch has fixed buffers for decode steps, too."""
-    plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
-    monkeypatch.setattr(TorchBackend, "decode_plan", plan)
+def prepared(engine, also=lambda: False):
+    engine.warm_up()
+    while engine.prepare_next() or also():
+        pass
+    return engine
 
 
-@pytest.mark.usefixtures("decode_graphs")
+def tokens(engine, asked):
+    return {name: got.tokens for name, got in run(engine, asked).items()}
+
+
 def test_larger_graphs_serve_until_smaller_ones_are_captured(base, adapters):
     asked = [question(f"{n}", ("a", None)[n % 2], tokens=3 + 5 * n) for n in range(3)]
-    plain = make_engine(base, {"a": adapters["a"]}, policy="slora")
-    expected = {name: got.tokens for name, got in run(plain, asked).items()}
-    engine = lazily(base, {"a": adapters["a"]})
+    expected = tokens(make_engine(base, {"a": adapters["a"]}, policy="slora"), asked)
+    engine = lazily(base, adapters)
     engine.warm_up()
-    first = {Preparation(DECODE, size, terms) for size in (1, 4) for terms in (0, 1)}
-    first |= {Preparation(PROMPT, size, terms) for size in (64, 128) for terms in (0, 1)}
-    first |= {Preparation(VISION, size, 0) for size in (1, 4, 16)}
-    assert graphs(engine) == first
+    sizes = ((DECODE, (1, 4), (0, 1)), (PROMPT, (64, 128), (0, 1)), (VISION, (1, 4, 16), (0,)))
+    first = {Preparation(k, size, t) for k, some, terms in sizes for size in some for t in terms}
+    assert graphs(engine).keys() == first
     missing = {Preparation(DECODE, 2, terms) for terms in (0, 1)}
     missing |= {Preparation(VISION, size, 0) for size in (2, 8)}
     assert set(engine.start_up.left) == missing
-    found = run(engine, asked)
-    assert {name: got.tokens for name, got in found.items()} == expected
-    assert graphs(engine) > first  # of what its steps have missed
+    assert tokens(engine, asked) == expected
+    assert graphs(engine).keys() > first  # of what its steps have missed
     while engine.prepare_next():
         pass
-    assert graphs(engine) == first | missing
+    assert graphs(engine).keys() == first | missing
     stats = engine.stats()
     assert stats.prepared == stats.preparations == 15
     assert {"memory", "attention", "adapters", "graphs"} <= stats.start_seconds.keys()
-    again = run(engine, asked)
-    assert {name: got.tokens for name, got in again.items()} == expected
+    assert tokens(engine, asked) == expected
 
 
-def test_graphs_of_mixtures_wait(base, adapters):
-    engine = lazily(base, {"a": adapters["a"]}).runner
-    first, rest = engine.preparations((0, 1, 2))
-    assert {one.terms for one in first} == {0, 1}
-    assert {one.size for one in rest if one.terms == MIXTURE} == {1, 2, 4, 64, 128}
+def test_graphs_that_are_there_serve_where_there_is_no_memory_for_mixtures(
+    base, adapters, monkeypatch
+):
+    engine = lazily(base, adapters, policy="valora")
+    _, rest = engine.runner.preparations((0, 1, 2))
     assert rest[0] == Preparation(DECODE, 4, MIXTURE)  # which serves smaller mixtures meanwhile
+    record, prepare, tried = GraphRecorder.record, engine.runner.prepare, []
 
+    def refuse(self, run):
+        if tried[-1].terms == MIXTURE:
+            raise torch.OutOfMemoryError("too little")
+        return record(self, run)
 
-@pytest.mark.usefixtures("decode_graphs")
-def test_an_idle_engine_settles_and_then_measures(base, adapters, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "FEW_ROWS", (1,))
-    monkeypatch.setattr(profile, "FEW_TOKENS", (64,))
-    made = lazily(base, {"a": adapters["a"]}, profile=True, cost_folder=str(tmp_path))
-    serve(made, question("one", "a", tokens=3), lambda: made.cost.measured)
-    assert made.cost.measured
-    stats = made.stats()
-    assert stats.prepared == stats.preparations
-    assert (stats.mode, stats.pages_kv, stats.switches) == (Mode.UNMERGED, 0, 0)
-    assert list(tmp_path.iterdir())
+    monkeypatch.setattr(GraphRecorder, "record", refuse)
+    monkeypatch.setattr(engine.runner, "prepare", lambda one: tried.append(one) or prepare(one))
+    prepared(engine)
+    assert {one.terms for one in graphs(engine)} == {0, 1}
+    assert any(one.terms == MIXTURE for one in tried) and len(set(tried)) == len(tried)
+    for held in engine.runner._graphs.values():
+        for (size, terms), graph in held._graphs.items():
+            assert held._best(size, terms) is graph
+        assert not held.missed and not held.missing(MIXTURE)
+    assert engine.stats().prepared == engine.stats().preparations
 
 
 def test_nothing_is_prepared_in_the_short_gaps_between_requests(base, monkeypatch):
-    # Clients whose answers end together ask again a moment later.
+    """Clients whose answers end together ask again a moment later."""
     monkeypatch.setattr(async_engine, "QUIET", 3600.0)
-    made = make_engine(base)
-    settled = threading.Event()
+    made, settled = make_engine(base), threading.Event()
     monkeypatch.setattr(made, "prepare_next", settled.set)
 
     async def ask(engine, name):
         async for output in engine.generate(question(name, None, tokens=2)):
             assert output.error is None
 
-    async def serve():
+    async def served():
         engine = AsyncEngine(made)
         try:
             for number in range(3):
@@ -166,7 +207,80 @@ def test_nothing_is_prepared_in_the_short_gaps_between_requests(base, monkeypatc
         finally:
             await engine.close()
 
-    asyncio.run(serve())
+    asyncio.run(served())
+
+
+def test_costs_are_measured_once(base, adapters, tmp_path, quick):
+    options = {"profile": True, "cost_folder": str(tmp_path), "policy": "valora"}
+    engine = make_engine(base, {"a": adapters["a"]}, **options)
+    before = engine.policy
+    add_requests(engine, question("one"))
+    profile.ensure_costs(engine)
+    assert engine.policy is before  # there was a request
+    finish(engine)
+    profile.ensure_costs(engine)
+    assert engine.cost.measured and engine.policy is not before
+    assert load_or_estimate(tmp_path, machine_name(engine.device), base).measured
+    stats, measured = engine.stats(), engine.cost
+    assert (stats.switches, stats.merged_adapter, stats.pages_kv) == (0, None, 0)
+    profile.ensure_costs(engine)
+    assert engine.cost is measured
+
+
+def test_costs_that_cannot_be_saved_are_used_all_the_same(base, tmp_path, quick, caplog):
+    (tmp_path / "costs").touch()  # nobody, not even root, makes folders in it
+    engine = make_engine(base, profile=True, cost_folder=str(tmp_path))
+    profile.ensure_costs(engine)
+    assert engine.cost.measured
+    (said,) = [record.getMessage() for record in caplog.records if "costs" in record.getMessage()]
+    assert str(tmp_path) in said and "--cost-folder" in said
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_adapters": 1},
+        {"max_tokens": 16, "chunk": 16, "max_requests": 64},
+        {"max_tokens": 66, "chunk": 16, "prompt_graphs": True, "max_adapters": 2},
+    ],
+)
+def test_measured_steps_keep_the_limits(base, adapters, limits):
+    engine = make_engine(base, adapters, policy="valora", **limits)
+    runner, settings = engine.runner, engine.settings
+    if settings.prompt_graphs:  # there was no memory for the larger one
+        runner.give_up(Preparation(PROMPT, runner.captured_prompts[-1], 0))
+    ran, step = [], runner.step
+    runner.step = lambda works, merged: ran.append(works) or step(works, merged)
+    assert profile.measure(engine) is not None
+    assert max(len(works) for works in ran) <= settings.max_requests
+    assert max(sum(work.count for work in works) for works in ran) <= settings.max_tokens
+    distinct = [len({work.adapter for work in works} - {NONE}) for works in ran]
+    assert max(distinct) == min(len(adapters), settings.max_adapters)
+
+
+def test_an_adapter_whose_file_is_gone_is_left_out(base, adapters, tmp_path, quick):
+    folders = {name: Path(copytree(adapters[name], tmp_path / name)) for name in "ab"}
+    engine = make_engine(base, folders, host_bytes=0)
+    rmtree(folders["a"])
+    assert profile.measure(engine).measured
+    assert engine.stats().on_device == ("b",)
+
+
+def test_an_engine_serves_without_costs(base, adapters, monkeypatch):
+    made = make_engine(base, {"a": adapters["a"]}, profile=True, policy="valora")
+    before, times = made.cost, []
+
+    def fail(engine, works):
+        times.append(engine.merge_state.adapter)
+        if times[-1] is None:
+            return 1.0
+        raise torch.OutOfMemoryError("too little")
+
+    monkeypatch.setattr(profile, "_time", fail)
+    serve(made, question("one", "a", tokens=3), lambda: bool(times) and times[-1] is not None)
+    assert times[-1] is not None and made.cost is before
+    stats = made.stats()
+    assert (stats.merged_adapter, stats.pages_kv, stats.switches) == (None, 0, 0)
 
 
 def test_a_measurement_that_is_interrupted_goes_on(base, adapters):
@@ -182,41 +296,117 @@ def test_a_measurement_that_is_interrupted_goes_on(base, adapters):
             add_requests(engine, question(f"{piece}", "a", tokens=2))
             finish(engine)
     assert profiler.found is not None and profiler.found.measured
-    shapes = {shape for shape, _, _ in profile._steps(engine)}
-    assert shapes == profiler._points.keys()
+    assert {shape for shape, _, _ in profile._steps(engine)} == profiler._points.keys()
     stats = engine.stats()
     assert (stats.merged_adapter, stats.pages_kv) == (None, 0)
 
 
-@pytest.mark.usefixtures("decode_graphs")
-def test_graphs_that_are_there_serve_where_there_is_no_memory_for_mixtures(
-    base, adapters, monkeypatch
+class Compiled:
+    """A compiler that has compiled everything already."""
+
+    failed, lost = frozenset(), False
+
+    def compile(self, jobs):
+        return True
+
+    def close(self): ...
+
+
+def clock(calls, **_):
+    """Time calls: what has 32 output columns takes half as long as what has not."""
+    return {name: np.array([1.0 + ("outputs=32" not in name)]) for name in calls}
+
+
+@pytest.fixture
+def tunable(base, adapters, tmp_path):
+    """Makes an engine that measures as it would on a GPU, and writes into a file."""
+    best = Tiling("shrink_expand", outputs=32)
+    like = TilingTable(H200, [(Shape(64, 64, 1, 16, 16, 4.0), best)])
+
+    def make(file=tmp_path / "cpu.json", **settings):
+        engine = lazily(base, adapters, most=(2, 64), **settings)
+        tuner = Tuner(read_table(file, gpu_of(CPU)), like, Compiled(), CPU, clock)
+        engine.tuning = Tuning(
+            tuner, file, engine.lmm.linears, engine.runner,
+            terms=[0, 1], most_rows=64, most_adapters=2,
+        )  # fmt: skip
+        return engine
+
+    return make
+
+
+def test_steps_choose_from_what_was_measured(tunable, tmp_path):
+    asked = [question(f"{n}", ("a", None)[n % 2], tokens=4) for n in range(3)]
+    file = tmp_path / "tilings" / "cpu.json"
+    engine = tunable(file)
+    assert not engine.tune()  # before the start
+    expected = tokens(prepared(engine), asked)
+    before, tuning, progress = graphs(engine), engine.tuning, []
+    while engine.tune():
+        progress.append(tuning.progress)
+        if len(progress) % 5 == 0:  # a request comes in between
+            tuning.pause()
+            assert tokens(engine, asked) == expected
+    assert progress == sorted(progress)
+    stats = engine.stats()
+    assert tuning.progress == (stats.tilings_measured, stats.tilings_wanted) == (8, 8)
+    table = table_of(gpu_of(CPU))
+    assert {tiling.outputs for tiling in table.entries.values()} == {32}
+    assert table.entries.keys() == read_table(file, gpu_of(CPU)).entries.keys()
+    after = graphs(engine)
+    assert after.keys() == before.keys()
+    renewed = {key for key, graph in after.items() if graph is not before[key]}
+    assert renewed == {key for key in before if key.terms}  # those with LoRA terms
+    assert not engine.cost.measured
+    assert tuning.adopted == 1
+    assert tokens(engine, asked) == expected
+    again = prepared(tunable(file))
+    assert not again.tune() and again.tuning.progress == (8, 8)
+
+
+def test_an_idle_engine_settles_tunes_and_measures_its_costs_again(
+    tunable, tmp_path, quick, monkeypatch
 ):
-    engine = make_engine(
-        base, {"a": adapters["a"]}, prompt_graphs=True, max_requests=4, max_tokens=128, chunk=24,
-        policy="valora",
-    )  # fmt: skip
-    record = GraphRecorder.record
-
-    def refuse(self, run):
-        if next_one[-1].terms == MIXTURE:
-            raise torch.OutOfMemoryError("too little")
-        return record(self, run)
-
-    next_one = []
-    prepare = engine.runner.prepare
-    monkeypatch.setattr(GraphRecorder, "record", refuse)
+    made, measured = tunable(profile=True, cost_folder=str(tmp_path)), []
     monkeypatch.setattr(
-        engine.runner, "prepare", lambda wanted: next_one.append(wanted) or prepare(wanted)
+        "valora_serve.engine.async_engine.adopt",
+        lambda engine, costs: measured.append(made.tuning.adopted) or profile.adopt(engine, costs),
     )
-    engine.warm_up()
-    while engine.prepare_next():
-        pass
-    assert {one.terms for one in graphs(engine)} == {0, 1}
-    tried = [one for one in next_one if one.terms == MIXTURE]
-    assert tried and len(set(next_one)) == len(next_one)
-    for held in engine.runner._graphs.values():
-        for (size, terms), graph in held._graphs.items():
-            assert held._best(size, terms) is graph
-        assert not held.missed and not held.missing(MIXTURE)
-    assert engine.stats().prepared == engine.stats().preparations
+    serve(made, question("one", "a", tokens=3), lambda: len(measured) == 2)
+    assert measured == [0, 1]
+    assert made.cost.measured
+    stats = made.stats()
+    assert stats.prepared == stats.preparations
+    assert (stats.mode, stats.pages_kv, stats.switches) == (Mode.UNMERGED, 0, 0)
+
+
+def test_a_file_that_cannot_be_read_or_written(tunable, tmp_path, caplog):
+    file = tmp_path / "cpu.json"
+    for text in ("{", "[]", '{"version": 1}', '{"version": 2, "gpu": "cpu", "tilings": [{}]}'):
+        file.write_text(text)
+        assert not read_table(file, gpu_of(CPU)).entries
+    assert caplog.text.count("tilings are measured again") == 4
+    assert not read_table(tmp_path / "none.json", gpu_of(CPU)).entries
+    engine = tunable(file / "below" / "cpu.json")
+    prepared(engine, engine.tune)
+    assert caplog.text.count("the tilings of this GPU are not kept") == 1
+    assert engine.tuning.adopted == 1
+
+
+def test_a_measurement_that_fails_ends_nothing_else(tunable, caplog):
+    def fails(*_, **__):
+        raise RuntimeError("no such kernel")
+
+    engine = tunable()
+    engine.tuning._tuner._clock = fails
+    prepared(engine, engine.tune)
+    assert engine.tuning is None
+    assert "tilings are not measured any more" in caplog.text
+    assert run(engine, [question("one", "a")])["one"].error is None
+
+
+@pytest.mark.parametrize(("quantize", "orders"), [("none", {False, True}), ("fp8", {False})])
+def test_lora_never_comes_before_the_product_of_rounded_weights(tunable, quantize, orders):
+    tuning = tunable(fresh=True, quantize=quantize).tuning
+    tuning._cases = [Case(16, 2), Case(64, 1, first=True)]
+    assert {case.first for _, case in tuning._wanted()} == orders

@@ -72,7 +72,7 @@ class OtherLibrary:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_pieces_add_up(name, data):
     """Tokenizers of other libraries give the same pieces."""
     tokenizer = TOKENIZERS[name]
@@ -93,7 +93,7 @@ PIECES = [[0], [1], *([n] for n in range(259, 259 + len(WORDS)))]
         max_size=20,
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_pieces_add_up_with_bytes_among_words(parts):
     """Bytes that are no characters are left out: such a tokenizer then takes back what it said."""
     tokenizer = TOKENIZERS["metaspace"]
@@ -104,7 +104,7 @@ def test_pieces_add_up_with_bytes_among_words(parts):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_characters_are_never_given_in_parts(name, text):
     tokenizer = TOKENIZERS[name]
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -128,25 +128,6 @@ def _tokens(text):
     return _bytes(TOKENIZERS["bytes"], text)
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "said"),
-    [
-        ("one two three", ["two"], "one "),
-        ("one two three", ["e"], "on"),
-        ("x\n\ny", ["\n\n"], "x"),
-        ("so 😀 it", ["😀"], "so "),
-        ("so 😀 it", ["😀 i", " it"], "so "),
-        ("nothing", ["never", ""], "nothing"),
-        ("almost sto", ["stop"], "almost sto"),
-    ],
-)
-def test_stop_texts(text, stop, said):
-    tokenizer = TOKENIZERS["bytes"]
-    pieces, detokenizer = pushed(tokenizer, _tokens(text), stop)
-    assert "".join(pieces) == said
-    assert detokenizer.stopped == (said != text)
-
-
 def test_a_stop_text_is_never_given_out_in_parts():
     pieces, text = pushed(TOKENIZERS["bytes"], _tokens("a</en</enc</end>"), ["</end>"])
     assert "".join(pieces) == "a</en</enc"
@@ -163,7 +144,7 @@ OF_LETTERS.decoder = decoders.Fuse()
     tokens=st.lists(st.integers(0, len(LETTERS) - 1), max_size=16),
     stop=st.lists(st.text("ab", min_size=1, max_size=6), max_size=3),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_answer_ends_before_the_first_stop_text(tokens, stop):
     """The one that is complete first, the longest of them, however the text is divided."""
     text = "".join(LETTERS[token] for token in tokens)
@@ -216,9 +197,3 @@ def test_no_stop_text_is_looked_for_before_min_tokens():
     assert "".join(pushed(tokenizer, tokens, ["ab"])[0]) == ""
     assert "".join(pushed(tokenizer, tokens, ["ab"], 2)[0]) == "ab "
     assert "".join(pushed(tokenizer, tokens, ["ab"], 7)[0]) == "ab ab ab"
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_token_that_no_word_has(name):
-    tokenizer = TOKENIZERS[name]
-    assert text_and_bytes(tokenizer, len(tokenizer) + 7) == ("", None)

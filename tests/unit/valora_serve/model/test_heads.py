@@ -130,16 +130,6 @@ def test_hidden_states_that_are_not_finite_hit_only_their_own_request(value, poo
         np.testing.assert_array_equal(results[number].logits, expected[number].logits)
 
 
-def test_a_bias_of_minus_infinity_and_a_temperature_near_zero(tmp_path):
-    head = read_head(linear(tmp_path, 3, 2), WIDTH)
-    bias = head.bias.clone()
-    bias[1] = -math.inf
-    bad = replace(head, bias=bias), replace(head, temperature=1e-44)
-    results = run_heads([HeadRequest(one, hidden(3, 8)) for one in (*bad, head)])
-    assert all(isinstance(one, NonFiniteError) for one in results[:2])
-    assert results[2].label in head.labels
-
-
 def test_a_head_that_raises_hits_only_itself(tmp_path, monkeypatch):
     head = read_head(linear(tmp_path, 3, 2), WIDTH)
     worse = read_head(linear(tmp_path, 4, 3), WIDTH)

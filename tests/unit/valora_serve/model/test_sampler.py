@@ -82,18 +82,6 @@ def test_cuts(given, kept):
     assert_drawn(found, only(kept, given.get("temperature", 1.0)))
 
 
-def test_neighbours_with_other_wishes():
-    logits = torch.stack([LOGITS, LOGITS.flip(0), LOGITS * 2, LOGITS])
-    choices = [
-        choice(temperature=1.0, top_k=1, seed=1),
-        choice(),
-        choice(temperature=0.5, min_p=1.0, seed=2),
-        choice(temperature=5.0, seed=3, allowed=[6]),
-    ]
-    for _ in range(20):
-        assert sample(logits, choices).tolist() == [0, 7, 0, 6]
-
-
 def test_seeds():
     """Large ones are told apart, too, and without one every request draws its own."""
     flat = torch.zeros(1, 1000)
@@ -187,17 +175,6 @@ def test_bias_comes_after_penalties_and_before_what_is_allowed():
     early = choice([6], logit_bias=((6, 100.0),))
     found = sample(LOGITS.expand(4, -1), [forced, banned, masked, early]).tolist()
     assert found == [6, 2, 5, 0]
-
-
-def test_zero_noise_draws_nothing_impossible(monkeypatch):
-    """Exponential noise can be exactly 0; 0 / 0 must not win."""
-
-    def noise(values, **_):
-        values.fill_(1.0)[5:] = 0.0  # places of tokens that top-k has cut off
-        return values
-
-    monkeypatch.setattr(torch.Tensor, "exponential_", noise)
-    assert int(sample(LOGITS[None], [choice(temperature=1.0, top_k=2, seed=1)])[0]) == 0
 
 
 def test_log_probabilities_are_those_before_any_restriction():

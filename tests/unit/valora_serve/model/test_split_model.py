@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.cases import others_slow
 from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from valora_data.contract.base_model import load_model
 from valora_data.contract.quantized import NF4, is_installed, unpack
@@ -13,7 +14,10 @@ from valora_serve.parallel.group import Group
 FAMILIES = CHECKPOINTS | TEXT_CHECKPOINTS
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+FEW = ("llava", "qwen2_5_vl", "qwen2")
+
+
+@pytest.fixture(scope="module", params=others_slow(FEW, FAMILIES))
 def base(request, tmp_path_factory):
     return str(FAMILIES[request.param](tmp_path_factory.mktemp(request.param), seed=5))
 

@@ -266,9 +266,12 @@ def test_prompts_are_collected_only_while_others_decode():
     chooser, run = policy("cost"), several(running, 60, "a", left=100)
     limits = replace(LIMITS, max_requests=100)
     for i in range(40):  # learns the rate
-        chooser.decide(view(run, [waiting(i, "a", arrival=i * 0.01)], now=i * 0.01, limits=limits))
+        now = i * 0.01
+        new = [waiting(i, "a", arrival=now)]
+        chooser.decide(view(run, new, now=now, limits=limits, arrived=[now]))
     late = waiting(99, "a", arrival=0.4)
-    held = chooser.decide(view(run, [late], now=0.4, merged="a", limits=limits))
+    more = {"merged": "a", "limits": limits, "arrived": [0.4]}
+    held = chooser.decide(view(run, [late], now=0.4, **more))
     assert "w99" not in taken(held) and len(held.batch) == 60 and held.until > 0.4
     freed = chooser.decide(view(run, [late], now=held.until + 1e-6, merged="a", limits=limits))
     assert "w99" in taken(freed)

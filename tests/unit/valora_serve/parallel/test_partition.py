@@ -25,17 +25,6 @@ def parts(size, heads, kv_heads, **more):
     return [{name.rpartition(".")[2]: part for name, part in one.items()} for one in found]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_output_or_input_is_held_once(size):
-    found = parts(size, heads=8, kv_heads=4)
-    for name, (outputs, inputs) in linears(8, 4).items():
-        total = inputs if name in ("o_proj", "down_proj") else outputs
-        ends = [(one[name].start, one[name].stop) for one in found]
-        assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])]
-        assert ends[-1][1] == total
-        assert {one[name].row for one in found} == {name in ("o_proj", "down_proj")}
-
-
 def test_a_head_of_keys_is_where_its_queries_are():
     """Query head i reads head i // (heads / kv_heads) of keys and values."""
     for size, heads, kv_heads in [(2, 4, 2), (4, 4, 2), (8, 8, 2), (4, 12, 4), (2, 14, 2)]:
@@ -90,8 +79,3 @@ def test_the_parts_of_lora_matrices_give_the_whole_product(lora, size, rank):
         for h, (_, own) in zip(hs, seen, strict=True):
             found[:, own] += h @ b[own].T
         torch.testing.assert_close(found, x @ a.T @ b.T)
-
-
-def test_matrices_that_cannot_be_split_stay_whole():
-    share = share_of([Slice(True, 0, 8)], 60, SLORA, rank=0, size=2)
-    assert not share.exchanges and share.outputs(0, 60) == slice(0, 60)

@@ -1,18 +1,14 @@
 """The fused domain beside a small model: what counts as agreement, files, and what is refused."""
 
 import json
-import random
 
-import numpy as np
 import pytest
 
 from tests.support.fake_engine import CAPTION, PERSON, SCENE
 from valora_data.errors import DataError
-from valora_data.schema import Box
 from valora_serve.errors import SettingsError
 from valora_serve.predict.beside import answers_of, compare, found_in, write
 from valora_serve.predict.records import Prediction
-from valora_train.metrics.evaluate import match
 
 
 def found(label, *box, confidence=0.5):
@@ -46,42 +42,6 @@ def test_objects_by_class_and_size():
     assert made.sizes == {"small": {"both": 1, "fused": 1, "small": 2}, "large": {"fused": 1}}
     assert made.agreement == 2 / (2 + 2 + 2)
     assert [one.file for one, *_ in made.pictures] == ["b", "a"]
-
-
-def test_agreement_is_the_f1_of_one_against_the_other():
-    draw = random.Random(3)
-
-    def boxes():
-        # far apart, so that each object has one partner at most, as pycocotools would choose it
-        corners = [(40 * i + draw.random() * 12, draw.random() * 12) for i in range(6)]
-        return [(x, y, x + 20, y + 20) for x, y in corners if draw.random() < 0.8]
-
-    pairs = [(boxes(), boxes()) for _ in range(20)]
-    made = compare(
-        [fused(str(i), *(found("car", *box) for box in a)) for i, (a, _) in enumerate(pairs)],
-        {str(i): small(*(found("car", *box) for box in b)) for i, (_, b) in enumerate(pairs)},
-    )
-    sides = [
-        [[Box(*box, "car", 0.5) for box in found] for found in side]
-        for side in zip(*pairs, strict=True)
-    ]
-    hits = int(np.sum(match(*sides, ["car"]).hit))
-    assert made.classes["car"]["both"] == hits > 20
-    count = sum(len(a) + len(b) for a, b in pairs)
-    assert made.agreement == pytest.approx(2 * hits / count)
-
-
-def test_labels_agree_or_differ():
-    def chosen(label):
-        return {"label": label, "confidence": 0.5}
-
-    made = compare(
-        [Prediction(n, "d", "classification", 9, 9, chosen(n[0])) for n in ("a1", "a2", "b1")],
-        {name: found_in(chosen(label)) for name, label in (("a1", "a"), ("a2", "b"), ("b1", "b"))},
-    )
-    assert made.classes == {"a": {"both": 1, "fused": 1}, "b": {"both": 1, "small": 1}}
-    assert made.agreement == 2 / 3
-    assert [one.file for one, *_ in made.pictures] == ["a2"]
 
 
 def test_page_and_json(tmp_path):
@@ -123,8 +83,3 @@ def test_a_file_of_answers(tmp_path, lines, domain, said):
         return
     with pytest.raises((SettingsError, DataError), match=said):
         answers_of(str(file), tmp_path, domain, tmp_path)
-
-
-def test_a_model_that_does_not_answer(tmp_path):
-    with pytest.raises(SettingsError, match="did not answer, see above: run valora label yourself"):
-        answers_of(str(tmp_path / "lacks.pt"), tmp_path, PERSON, tmp_path)

@@ -30,11 +30,3 @@ def test_reports_and_servers_grow_old():
     assert [one.replica for one in board.pin(state)] == ["b"]
     board.leave("b")
     assert board.pin(state) == []
-
-
-def test_revisions_of_another_server_cover_nothing():
-    first = Revision("f", 3)
-    assert first.covers(Revision("f", 2))
-    assert first.covers(first)
-    assert not first.covers(Revision("f", 4))
-    assert not first.covers(Revision("g", 0))

@@ -1,7 +1,6 @@
 """The replicas as one engine."""
 
 import asyncio
-import contextlib
 import functools
 import json
 import time
@@ -56,20 +55,6 @@ def bundle(folder, name="more", version=1, domains=("signs",)):
     return folder
 
 
-@asynchronous
-async def test_answers_are_passed_on_with_times_of_this_machine():
-    client, _, _, _ = await start(FakeEngine(step=0.01))
-    began = time.monotonic()
-    outputs = await ask(client, sampling=SamplingParams(max_tokens=5))
-    assert "".join(output.text for output in outputs) == "a red star and a"
-    assert outputs[-1].finish is Finish.LENGTH
-    times = outputs[-1].times
-    assert began <= times.arrival <= times.started <= times.first_token <= times.finished
-    assert times.finished <= time.monotonic()
-    assert client.base == "tiny"
-    assert client.context_length == 2048
-
-
 def test_clocks_of_other_machines_are_corrected():
     """The replica's machine was started 1,000 s later than this one."""
     there = types.Output(
@@ -94,20 +79,6 @@ async def test_a_request_whose_replica_dies_is_asked_once_more():
     assert "".join(output.text for output in outputs).startswith("a red star")
     assert (first.took, second.took) == (1, 1)
     assert 0 < handle.calls[1].request.deadline < handle.calls[0].request.deadline <= 20
-
-
-@asynchronous
-async def test_a_request_whose_two_replicas_die_ends_with_an_error():
-    client, _, _, replicas = await start(*(FakeEngine(slots=0) for _ in range(3)))
-    task = asyncio.create_task(ask(client))
-    for _ in range(2):
-        await asyncio.sleep(0.05)
-        next(r for r in replicas if r.took and not r.dead).dead = True
-    (output,) = await task
-    assert output.finish is Finish.ERROR
-    assert output.error.status == 503
-    assert "ask again" in str(output.error)
-    assert sum(replica.took for replica in replicas) == 2
 
 
 @asynchronous
@@ -176,25 +147,6 @@ async def test_without_replicas_requests_end_and_the_server_says_so(monkeypatch)
     assert client.replicas() == {}
     await client.close()
     assert "shutting down" in str((await ask(client))[0].error)
-
-
-@asynchronous
-async def test_clients_that_leave_and_cancelled_requests():
-    client, handle, _, replicas = await start(FakeEngine(step=0.01), FakeEngine(step=0.01))
-    stream = client.generate(Request("a", text="hello", sampling=SamplingParams(ignore_eos=True)))
-    await anext(stream)
-    (twice,) = await ask(client)
-    assert "in use" in str(twice.error)
-    await stream.aclose()
-    await asyncio.sleep(0.05)
-    assert handle.responses[0].cancelled
-    assert not any(replica.engine.running for replica in replicas)
-    assert not await client.cancel("a")
-    stream = client.generate(Request("b", text="hello", sampling=SamplingParams(ignore_eos=True)))
-    await anext(stream)
-    assert await client.cancel("b")
-    with contextlib.suppress(StopAsyncIteration):
-        await stream.aclose()
 
 
 @asynchronous
@@ -344,34 +296,6 @@ async def test_a_replica_that_starts_late_learns_what_is_served(tmp_path):
     assert "no room" in str(output.error)
     handle.replicas.rotate(-1)
     assert (await ask(client))[-1].finish is not Finish.ERROR
-
-
-@asynchronous
-async def test_replicas_with_another_content_are_refused(tmp_path, monkeypatch):
-    """The server's hash and the replica's differ, as if their machines had different files."""
-    client, _, _, _ = await start(FakeEngine())
-    folder = adapter(tmp_path / "mine")
-    real = module.find_part
-
-    def earlier(*arguments, **options):
-        part = real(*arguments, **options)
-        (folder / "adapter_model.safetensors").write_bytes(b"changed")
-        return part
-
-    monkeypatch.setattr(module, "find_part", earlier)
-    with pytest.raises(errors.AdapterError, match="sha256 differs: copy the same one"):
-        await client.load_adapter("mine", folder)
-    more = bundle(tmp_path / "more")
-
-    def before(*arguments, **options):
-        part = real(*arguments, **options)
-        manifest = json.loads((more / "bundle.json").read_text())
-        (more / "bundle.json").write_text(json.dumps(manifest | {"version": 2}))
-        return part
-
-    monkeypatch.setattr(module, "find_part", before)
-    with pytest.raises(errors.AdapterError, match="sha256 differs"):
-        await client.load_bundle(more)
 
 
 def test_totals():

@@ -9,7 +9,6 @@ import pytest
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_replicas import Replica
 from valora_serve.errors import StoppedError
-from valora_serve.replicas import replica as module
 from valora_serve.replicas.board import Board
 from valora_serve.replicas.request_router import RESIDENT
 from valora_serve.replicas.wire import Call, Revision, ServedState
@@ -94,16 +93,6 @@ async def test_a_closed_answer_is_cancelled():
     await stream.aclose()
     assert not engine.running
     assert engine.cancelled == ["a"]
-
-
-@asynchronous
-async def test_what_no_board_explains_is_an_error(monkeypatch):
-    monkeypatch.setattr(module, "CATCH_UP_SECONDS", 0.2)
-    made = await ready()
-    batches = [batch async for batch in made.generate(call(4, Revision("f", 2)))]
-    (output,) = batches[-1].outputs
-    assert isinstance(output.error, StoppedError)
-    assert "does not know yet" in str(output.error)
 
 
 @asynchronous

@@ -87,19 +87,3 @@ def test_resident_adapters_come_first():
         assert not made._recent[replicas[0].replica_id].names
 
     run(case)
-
-
-def test_replicas_that_are_gone_are_forgotten():
-    async def case():
-        made = router("random")
-        replicas = [Named("r1"), Named("r2")]
-        made.update_replicas(replicas)
-        for replica in replicas:
-            made.on_send_request(replica.replica_id)
-            await first(made, [replica], "cats")
-        made.update_replicas(replicas[1:])
-        assert set(made._sent) == set(made._recent) == {replicas[1].replica_id}
-        chosen = {(await first(made, replicas, "cats")).replica_id for _ in range(30)}
-        assert len(chosen) == 2  # at random
-
-    run(case)

@@ -108,10 +108,8 @@ def test_what_is_wrong_with_replicas(wrong, sentence, tmp_path, monkeypatch, cap
         ("--answer-limit 0", "answer_limit: expected at least 1, got 0"),
         ("--rates nan", "rates: expected more than 0"), ("--rates inf", "rates: expected"),
         ("--workload at_once --requests -4", "requests: expected more than 0"),
-        ("--lora-cost nan", "lora_cost: expected 0 or more"), ("--slo -1", "slo: expected"),
         ("--latency-limit -1", "latency_limit: expected more than 0"),
         ("--shares typo=3", "the workload has no adapter 'typo', but"),
-        ("--shares =3", "the workload has no adapter '', but"),
     ],
 )  # fmt: skip
 def test_numbers_that_no_machine_has(given, said, capsys):

@@ -6,13 +6,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from tests.support.cases import others_slow
 from tests.unit.valora_serve.workloads.test_simulator import PLAIN, run, workload
-from valora_serve.memory.block_manager import Owner
 from valora_serve.orchestrator.cost_model import H200_7B
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.routing.registry import ROUTERS, make_router
 from valora_serve.workloads import traces
-from valora_serve.workloads.cluster import Dispatch, jain, simulate_cluster
+from valora_serve.workloads.cluster import Dispatch, simulate_cluster
 from valora_serve.workloads.simulator import Machine, SimSettings
 
 
@@ -65,20 +65,6 @@ def test_a_schedule_by_hand():
     assert report.balance == pytest.approx(1)
 
 
-def test_a_replica_without_requests():
-    report = replicas(workload([(0.0, None, 5, 3)]), 2, InTurn())
-    assert report.replicas[1].requests == 0 and math.isnan(report.replicas[1].first_token[3])
-    assert report.balance == pytest.approx(0.5)  # one of two does everything
-
-
-def test_fairness_is_over_adapters():
-    """a and the base model wait 27 and 20 ms for their first tokens, as a is loaded for 7 ms."""
-    work = workload([(0.0, "a", 5, 1), (0.0, None, 5, 1), (1.0, None, 5, 1), (1.0, None, 5, 1)])
-    report = replicas(work, 4, InTurn())
-    assert report.fairness == pytest.approx((0.028 + 0.02) ** 2 / (2 * (0.028**2 + 0.02**2)))
-    assert jain([1, 0, 0]) == pytest.approx(1 / 3) and math.isnan(jain([]))
-
-
 def test_a_moved_request_takes_its_keys_and_values_along():
     """4 of 10 tokens until 50 ms, 50 ms on the way, then a step with a prompt token and 5 more."""
     work = workload([(0.0, None, 5, 10)])
@@ -86,32 +72,6 @@ def test_a_moved_request_takes_its_keys_and_values_along():
     assert report.total.end_to_end[0] == pytest.approx(0.05 + 0.05 + 0.02 + 0.05)
     assert report.total.first_token[0] == pytest.approx(0.02)
     assert [one.requests for one in report.replicas] == [0, 1]
-
-
-@pytest.mark.parametrize("at", [0.01, 0.025, 0.06])  # in the first chunk, the second, decoding
-def test_pages_are_given_back_by_machines_that_requests_leave(at):
-    work = workload([(0.0, "a", 40, 6), (0.0, "b", 9, 6)])
-    first, end = np.full(2, np.nan), np.full(2, np.nan)
-    settings = SimSettings(chunk=24, page_tokens=4)
-    old, new = (
-        Machine(work, make_policy("slora", PLAIN), PLAIN, settings, first, end) for _ in range(2)
-    )
-    old.advance(0.0)
-    old.submit(0)
-    old.submit(1)
-    old.advance(at)
-    new.advance(1.0)
-    for key in ("0", "1"):
-        new.insert(old.remove(key))
-    assert (old.views, old.running, old.queue) == ({}, [], [])
-    assert old.pool.count(Owner.KV) == 0 and not any(map(old.adapters.pinned, old.ranks))
-    new.advance(math.inf)
-    assert (
-        new.pool.free + new.adapters.budget.idle_pages == settings.pages
-        and not new.views
-        and np.all(end > 1)
-    )
-    assert np.all((first < 1) == (at > 0.05))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -157,21 +117,7 @@ def test_the_router_sees_what_it_would_see_of_real_replicas():
     ]
 
 
-def test_a_request_counts_until_the_step_that_ends_it_is_over():
-    seen = []
-
-    class Watching:
-        def rank(self, adapter, states):
-            seen.append(states[0].load)
-            return ["replica-0"]
-
-    # The step of the first one is from 0 to 20 ms.
-    rows = [(0.0, None, 5, 1), (0.019, None, 5, 1), (0.5, None, 5, 1)]
-    replicas(workload(rows), 1, Dispatch(Watching()), "slora")
-    assert seen == [0, 1, 0]
-
-
-@pytest.mark.parametrize(("seed", "alpha"), [(1, 1.0), (2, 0.5)])
+@pytest.mark.parametrize(("seed", "alpha"), others_slow([(2, 0.5)], [(1, 1.0), (2, 0.5)]))
 def test_affinity_against_random_with_more_adapters_than_slots(seed, alpha):
     """200 adapters of rank 64, 32 slots on each of 4 replicas."""
     work = traces.slora(64, 12, adapters=200, alpha=alpha, ranks=(64,), seed=seed)
@@ -185,7 +131,7 @@ def test_affinity_against_random_with_more_adapters_than_slots(seed, alpha):
     assert affinity.first_token[3] < 0.7 * other.first_token[3]
 
 
-@pytest.mark.parametrize("router", ["affinity", "least"])
+@pytest.mark.parametrize("router", others_slow(["affinity"], ["affinity", "least"]))
 def test_four_replicas_at_saturation(router):
     """Four replicas do what four machines of their own do, less what they wait at the end."""
     total = {

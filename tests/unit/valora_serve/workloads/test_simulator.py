@@ -6,17 +6,19 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
+from tests.support.cases import others_slow
 from valora_serve.orchestrator import batching
 from valora_serve.orchestrator.cost_model import H200_7B, CostModel
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.workloads import traces
-from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate
+from valora_serve.workloads.simulator import SimSettings, simulate
 from valora_serve.workloads.traces import Workload
 
 # 10 ms a decode step, 20 ms a step with prompts, whatever is in it; 1 ms for LoRA; 3 ms a merge,
@@ -64,18 +66,6 @@ def test_a_schedule_by_hand():
     assert report.throughput == pytest.approx(2 / 0.06)
 
 
-def test_prompts_in_chunks():
-    """10 tokens in chunks of 4 are three steps."""
-    report = run("unmerge_only", workload([(0.0, None, 10, 1)]), settings=SimSettings(chunk=4))
-    assert report.end_to_end[0] == pytest.approx(0.06)
-
-
-def test_a_head_request_ends_after_prefill():
-    report = run("unmerge_only", workload([(0.0, None, 10, 0)]))
-    assert report.end_to_end[0] == report.first_token[0] == pytest.approx(0.02)
-    assert report.token_latency == pytest.approx(0.02 / 10)
-
-
 def test_adapters_are_loaded_one_after_the_other_beside_the_steps():
     """Base: 0-20, 20-30. a is there at 7 ms and joins at 20; b at 14 ms, as well."""
     work = workload([(0.0, None, 5, 3), (0.0, "a", 5, 1), (0.0, "b", 5, 1)])
@@ -96,7 +86,7 @@ def test_a_switch_costs_what_it_costs():
     assert report.modes["merged"] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("load", [0.3, 0.7])
+@pytest.mark.parametrize("load", others_slow([0.7], [0.3, 0.7]))
 def test_md1_queue(load):
     """One at a time, equal heads, Poisson arrivals: the mean wait of M/D/1, ρ·D / (2 (1 − ρ))."""
     rng = np.random.default_rng(4)
@@ -123,6 +113,7 @@ def test_steps_taken_in_one_go_are_the_same_steps(name):
     assert fast.switches == slow.switches
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_order_of_sets():
     """Adapters that arrive at one moment became resident in an order that differed by process."""
     code = (
@@ -139,19 +130,6 @@ def test_results_do_not_depend_on_the_order_of_sets():
     assert len(said) == 1
 
 
-def test_recomputation_counts():
-    """Two of 8 + 8 tokens in 7 pages of 4: the younger loses its pages and computes again."""
-    work = workload([(0.0, None, 8, 8), (0.001, None, 8, 8)], adapters=())
-    report = run("slora", work, settings=SimSettings(pages=7, page_tokens=4))
-    assert report.preempted == 1 and report.finished == 2
-
-
-def test_a_request_that_never_fits_is_named():
-    work = workload([(0.0, None, 5, 3), (0.0, None, 50_000, 3)])
-    with pytest.raises(SimulationError, match="Request 1 needs"):
-        run("slora", work, settings=SimSettings(pages=100))
-
-
 def test_early_abort_keeps_attainment_up():
     work = traces.poisson(90, 20, seed=1)
     settings = SimSettings(max_requests=64, slo=2.0)
@@ -162,14 +140,10 @@ def test_early_abort_keeps_attainment_up():
     assert abort.attainment > 1.5 * plain.attainment
 
 
-def test_attainment_uses_the_requests_own_limit():
-    work = workload([(0.0, None, 5, 1), (0.0, None, 5, 1)])
-    work = replace(work, latency_limit=np.array([0.019, 0.021]))
-    assert run("slora", work).attainment == 0.5
-
-
-@pytest.mark.parametrize("skew", [0.2, 0.6, 0.9])
-@pytest.mark.parametrize("rate", [2, 10, None])
+@pytest.mark.parametrize(
+    ("rate", "skew"),
+    others_slow([(2, 0.9), (10, 0.6), (None, 0.2)], product([2, 10, None], [0.2, 0.6, 0.9])),
+)
 def test_cost_is_the_best_of_all_and_valora_no_worse_than_the_static_ones(rate, skew):
     """On the estimate's costs; a few per mille are left to the single switches of short traces."""
     if rate is None:
@@ -181,8 +155,9 @@ def test_cost_is_the_best_of_all_and_valora_no_worse_than_the_static_ones(rate, 
     assert latency["valora"] <= min(latency["merge_only"], latency["unmerge_only"]) * 1.003
 
 
-@pytest.mark.parametrize("heads", [True, False])
-@pytest.mark.parametrize("streams", [2, 8])
+@pytest.mark.parametrize(
+    ("streams", "heads"), others_slow([(2, False), (8, True)], product([2, 8], [True, False]))
+)
 def test_cost_is_the_best_on_video_too(streams, heads):
     work = traces.video(streams, 15, heads=heads, seed=3)
     latency = {name: run(name, work, H200_7B).token_latency for name in POLICIES}
@@ -207,11 +182,6 @@ def test_answers_whose_length_policies_do_not_know():
     assert (short.finished, short.steps) == (3, 64)
     first = run("slora", work, settings=replace(one, answer_limit=50))
     assert first.end_to_end == run("slora", work, settings=one).end_to_end
-
-
-def test_tokens_by_adapter_until_the_last_arrival():
-    rows = [(0.0, "a", 5, 2), (0.0, "b", 7, 3), (9.0, "a", 4, 4)]
-    assert run("slora", workload(rows)).served == {"a": 7, "b": 10}
 
 
 def test_room_at_admission_saves_most_preemptions_of_a_full_memory(monkeypatch):

@@ -18,14 +18,6 @@ ALL = {
 assert set(ALL) == set(traces.GENERATORS)
 
 
-def test_a_generator_gets_the_options_that_it_takes():
-    options = {"rate": 20, "duration": 5, "skew": 0.9, "alpha": 0.5, "seed": 3, "policies": ["a"]}
-    plain = traces.generate(traces.poisson, options)
-    np.testing.assert_array_equal(plain.arrival, traces.poisson(20, 5, skew=0.9, seed=3).arrival)
-    assert traces.options_of(traces.at_once) >= {"requests", "skew"}
-    assert "rate" not in traces.options_of(traces.at_once)
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_ordered_valid_and_seeded(name):
     workload = ALL[name](0)
@@ -56,12 +48,6 @@ def test_skewness_is_the_stated_share_and_scattered(name, skew):
     assert np.abs(others - 1 / 15).max() < 0.03
 
 
-def test_poisson_gaps():
-    gaps = np.diff(traces.poisson(50, 2000, seed=1).arrival)
-    assert gaps.mean() == pytest.approx(1 / 50, rel=0.02)
-    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.02)
-
-
 @pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
 def test_gamma_gaps_have_the_stated_variation(cv):
     gaps = np.diff(traces.slora(50, 4000, cv=cv, seed=1).arrival)
@@ -77,14 +63,6 @@ def test_power_law_of_adapters(alpha):
     expected = ((i + 1) / adapters) ** alpha - (i / adapters) ** alpha
     share = np.bincount(workload.adapter, minlength=adapters) / len(workload)
     np.testing.assert_allclose(share, expected, atol=5 / np.sqrt(n))
-
-
-def test_slora_lengths_and_ranks():
-    workload = traces.slora(100, 300, adapters=5, ranks=(64, 32, 16, 8))
-    for lengths in (workload.prompt, workload.output):
-        assert (lengths.min(), lengths.max()) == (8, 512)
-        assert lengths.mean() == pytest.approx(260, rel=0.02)
-    assert workload.ranks == (64, 32, 16, 8, 64)
 
 
 def test_video_sends_a_clip_and_a_frame_a_second_per_stream():
@@ -103,13 +81,10 @@ def test_video_sends_a_clip_and_a_frame_a_second_per_stream():
     "make",
     [
         lambda: traces.poisson(0, 10),
-        lambda: traces.poisson(5, float("inf")),
         lambda: traces.poisson(5, 10, skew=1.5),
         lambda: traces.poisson(5, 10, adapters=1, skew=0.5),
         lambda: traces.slora(5, 10, alpha=0),
-        lambda: traces.slora(5, 10, adapters=0),
         lambda: traces.video(0, 10),
-        lambda: traces.video(3, 0.5),
     ],
 )
 def test_senseless_workloads_are_refused(make):
@@ -141,12 +116,9 @@ GOOD = {"arrival": 1.0, "adapter": "a", "prompt": 5, "output": 2}
     ("line", "says"),
     [
         ("{", "not JSON"),
-        ("[1]", "expected an object, got list"),
         (json.dumps({"arrival": 1.0, "prompt": 3}), "output is missing"),
         (json.dumps({**GOOD, "arrival": -1}), "time -1 is negative"),
-        (json.dumps({**GOOD, "arrival": "soon"}), "'soon' is neither"),
         (json.dumps({**GOOD, "prompt": 0}), "prompt must be a whole number from 1, got 0"),
-        (json.dumps({**GOOD, "output": 1.5}), "output must be a whole number"),
         (json.dumps({**GOOD, "rank": 8}), "a has rank 8, but rank 64 in a line above"),
         (json.dumps({**GOOD, "colour": 1}), "unknown colour; known are adapter, arrival"),
     ],
@@ -159,43 +131,6 @@ def test_damaged_lines_are_named(tmp_path, line, says):
     assert says in str(error.value)
 
 
-def test_empty_and_missing_files(tmp_path):
-    (tmp_path / "t.jsonl").write_text("")
-    (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
-    with pytest.raises(TraceError, match="has no requests"):
-        traces.read(tmp_path / "t.jsonl")
-    with pytest.raises(TraceError, match="has no requests"):
-        traces.azure(tmp_path / "t.csv")
-    with pytest.raises(TraceError, match="cannot be read"):
-        traces.read(tmp_path / "none.jsonl")
-
-
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:15:48.1234567,374,44
-2023-11-16 18:15:46.6805900,4808,10
-2023-11-16 18:15:50.9951690,110,27
-"""
-
-
-def test_azure_files(tmp_path):
-    path = tmp_path / "azure.csv"
-    path.write_text(AZURE)
-    workload = traces.azure(path)
-    np.testing.assert_allclose(workload.arrival, [0, 1.442866, 4.314579], atol=2e-6)
-    assert workload.prompt.tolist() == [4808, 374, 110]
-    assert workload.output.tolist() == [10, 44, 27]
-
-
-def test_azure_thinned_to_a_rate(tmp_path):
-    path = tmp_path / "azure.csv"
-    rows = [f"{i / 40},{10 + i % 7},{i % 5}" for i in range(8000)]
-    path.write_text("time,input,output\n" + "\n".join(rows) + "\n")
-    workload = traces.azure(path, rate=10, seed=1)
-    assert len(workload) / workload.arrival[-1] == pytest.approx(10, rel=0.1)
-    with pytest.raises(TraceError, match="fewer than 100"):
-        traces.azure(path, rate=100)
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -203,9 +138,7 @@ def test_azure_thinned_to_a_rate(tmp_path):
         ("", "no column 'timestamp'"),
         ("time,input,output\n-3,5,5\n", "line 2: time -3 is negative"),
         ("time,input,output\n1,5,5\n2,x,5\n", "line 3: input is not a number: 'x'"),
-        ("time,input,output\n1,0,5\n", "input must be a whole number from 1"),
         ("time,input,output\n1,5\n", "output is not a number"),
-        ("time,input,output\nnan,5,5\n", "negative or infinite"),
     ],
 )
 def test_damaged_arrival_files_are_named(tmp_path, text, says):

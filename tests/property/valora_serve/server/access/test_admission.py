@@ -75,7 +75,7 @@ def admission(most=10, deadline_admission=True, deadline=0.0, **deadlines):
     )
 
 
-@examples(200)
+@examples(100)
 @example(most=1, slots=1, events=[1, 1, 1, "end", 1, 1])
 @example(most=3, slots=2, events=[4, 1, 2, 1, "end", 1])
 @given(

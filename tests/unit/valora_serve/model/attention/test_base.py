@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.attention_cases import Case
+from tests.support.cases import others_slow
 from tests.support.lora_cases import DEVICE
 
 pytestmark = [
@@ -97,7 +98,7 @@ def test_locations_are_those_of_the_tables(shares, block_size, seed):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mix", ["decodes", "mixed"])
+@pytest.mark.parametrize("mix", others_slow(["decodes"], ["decodes", "mixed"]))
 def test_a_sequence_that_is_not_finite_leaves_the_others_alone(backend, mix):
     """Its neighbours' output is the same to the bit, and its own shows that something is wrong."""
     expected = Case(MIXES[mix], heads=(4, 2), seed=3).run(backend, 0, 0.35)

@@ -1,23 +1,16 @@
 """A backend whose kernels are still being compiled has another one stand in for it."""
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
-import torch
 
 from tests.support.engine_reference import make_engine, question, run
 from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import make_adapter
-from valora_serve.engine import profile
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.errors import SettingsError, StoppedError
-from valora_serve.model.attention.compiling import Compiling, side_by_side
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
-from valora_serve.model.graphs import PromptGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,16 +135,6 @@ def test_requests_are_answered_before_and_after_another_backend_takes_over(base,
     assert stats.preparations == stats.prepared
 
 
-def test_eager_and_chosen_backends_are_waited_for(base, adapter, compiler):
-    for options in ({"capture": "eager"}, {"attention": "torch"}):
-        compiler.release.clear()
-        threading.Timer(0.2, compiler.release.set).start()
-        runner = started(base, adapter, **options).runner
-        assert compiler.release.is_set()
-        assert runner._compiling is not None
-        assert runner._resources.backend is runner._compiling.backend
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_one_that_cannot_be_compiled_never_takes_over(base, adapter, compiler, caplog, late):
     compiler.error = RuntimeError("nvcc has failed")
@@ -201,106 +184,3 @@ def test_a_start_that_is_interrupted_waits_for_no_compiler(
     asyncio.run(main())
     assert not compiler.release.is_set()
     compiler.release.set()
-
-
-def test_graphs_that_find_no_memory_are_kept_as_they_were(base, adapter, compiler, monkeypatch):
-    engine = started(base, adapter)
-    while engine.prepare_next():
-        pass
-    held = dict(engine.runner._prompt_graphs._graphs)
-    compiler.release.set()
-    ended(engine)
-
-    def full(*_):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(PromptGraphs, "_capture", full)
-    while engine.prepare_next():
-        pass
-    assert engine.runner._prompt_graphs._graphs == held
-    assert not engine.runner._prompt_graphs._stale
-    assert not engine.runner._crowded_graphs.captured()
-
-
-def test_costs_are_measured_once_it_has_taken_over(
-    base, adapter, compiler, tmp_path,
-    monkeypatch,
-):  # fmt: skip
-    monkeypatch.setattr(profile, "FEW_ROWS", (1,))
-    monkeypatch.setattr(profile, "FEW_TOKENS", (64,))
-    monkeypatch.setattr("valora_serve.engine.async_engine.QUIET", 0.05)
-    made = make_engine(
-        base, {"a": adapter}, fresh=True, prompt_graphs=True, max_requests=4,
-        max_tokens=128, policy="slora", profile=True, cost_folder=str(tmp_path / "costs"),
-    )  # fmt: skip
-
-    async def until(condition):
-        async with asyncio.timeout(LONG):
-            while not condition():
-                await asyncio.sleep(0.02)
-
-    async def serve():
-        engine = AsyncEngine(made)
-        try:
-            await engine.warm_up()
-            await until(lambda: not made.start_up.left)
-            await asyncio.sleep(0.3)
-            assert not made.cost.measured
-            compiler.release.set()
-            await until(lambda: made.cost.measured)
-            assert not made.start_up.left
-        finally:
-            await engine.close()
-
-    asyncio.run(serve())
-
-
-def test_a_process_does_not_wait_for_its_compiler():
-    """A pool of threads would be joined when Python ends."""
-    program = """if True:
-        import threading
-        from valora_serve.model.attention.compiling import Compiling, side_by_side
-
-        class Backend:
-            def compile(self):
-                side_by_side([began.set, threading.Event().wait])
-
-        began = threading.Event()
-        Compiling(Backend(), lambda: None, awaited=True)
-        assert began.wait(60)
-    """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=LONG)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere priorities are those of processes")
-@pytest.mark.parametrize("awaited", [True, False])
-def test_a_compiler_that_is_awaited_has_the_priority_of_its_process(awaited):
-    """The compilers that it starts have its own; other engines' starts left a lower one no time."""
-    found = []
-
-    class Backend:
-        def compile(self):
-            command = [sys.executable, "-c", "import os; print(os.nice(0))"]
-            side_by_side([lambda: found.append(int(subprocess.check_output(command)))])
-
-    compiling = Compiling(Backend(), lambda: None, awaited=awaited)
-    compiling.wait(LONG)
-    assert found == [os.nice(0) if awaited else min(19, os.nice(0) + 10)]
-
-
-@pytest.mark.parametrize("error", [ValueError("no compiler"), SystemExit("no compiler")])
-def test_jobs_side_by_side_end_with_their_first_error(error):
-    both = threading.Barrier(2, timeout=LONG)
-    done = []
-
-    def wait():
-        both.wait()
-        done.append(1)
-
-    def fail():
-        both.wait()
-        raise error
-
-    with pytest.raises(type(error), match="no compiler"):
-        side_by_side([fail, wait])
-    assert done == [1]

@@ -49,22 +49,6 @@ extension = LoopBackend
 '''
 
 
-PLAIN = """
-from valora_serve.model.attention.base import AttentionBackend
-from valora_serve.model.attention.torch_backend import TorchPlan
-
-
-class PlainBackend(AttentionBackend):
-    auto_rank = 25  # `auto` asks it after triton (15); None: chosen by name only
-
-    def plan(self, rows):
-        return TorchPlan(self._cache, rows)
-
-
-extension = PlainBackend
-"""
-
-
 @pytest.fixture
 def kv_cache():
     pages = torch.zeros(4, 2, 8, 2, 16)
@@ -114,17 +98,6 @@ def test_backends_that_cannot_be_used(kv_cache, monkeypatch, name, patched, said
         make_backend(name, kv_cache)
 
 
-def test_auto_takes_plain_torch_on_a_cpu(kv_cache):
-    assert type(make_backend("auto", kv_cache)) is TorchBackend
-
-
-def test_auto_asks_the_backends_in_the_order_of_their_rank(kv_cache, installed, monkeypatch):
-    monkeypatch.setattr(TorchBackend, "unsuitable", classmethod(lambda _, cache: "not today"))
-    assert FlashInferBackend.unsuitable(kv_cache) == "FlashInfer needs a CUDA GPU"
-    module = installed("valora.attention_backends", "plain", PLAIN)
-    assert type(make_backend("auto", kv_cache)).__module__ == module
-
-
 @pytest.mark.parametrize("nvcc", [False, True])
 @pytest.mark.parametrize("packages", [(), ("flashinfer",), ("flashinfer", "flashinfer_jit_cache")])
 def test_flashinfer_is_taken_where_its_kernels_can_be_had(monkeypatch, nvcc, packages):
@@ -140,9 +113,3 @@ def test_flashinfer_is_taken_where_its_kernels_can_be_had(monkeypatch, nvcc, pac
     else:
         assert told.startswith("flashinfer compiles its kernels with nvcc, not found here")
         assert "valora-serve --check" in told
-
-
-def test_auto_says_why_no_backend_works(kv_cache, monkeypatch):
-    monkeypatch.setattr(TorchBackend, "unsuitable", classmethod(lambda _, cache: "no torch"))
-    with pytest.raises(SettingsError, match=r"works on cpu \(torch: no torch; flashinfer: "):
-        make_backend("auto", kv_cache)

@@ -1,15 +1,11 @@
 """The Triton backend against dense attention in fp64, on the CPU in Triton's interpreter."""
 
-import numpy as np
 import pytest
 import torch
 
 from tests.support.attention_cases import Case
 from tests.support.engine_reference import make_engine, run
 from tests.support.lora_cases import DEVICE
-from valora_serve.errors import SettingsError
-from valora_serve.model.attention.base import Rows
-from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.attention.triton_backend import Tiling, TritonBackend
 from valora_serve.types import Request, SamplingParams
 
@@ -21,7 +17,6 @@ pytestmark = [
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 
-Shares = list[tuple[int, int]]
 DECODES = [(0, 1), (64, 1), (65, 1), (150, 1)]
 MIXED = [(70, 1), (0, 75), (61, 7), (0, 1)]
 
@@ -61,14 +56,6 @@ def test_sequences_are_split(splits, monkeypatch):
     check(case.run("triton", 0, 0.3), case)
 
 
-def test_splits_fill_the_processors():
-    case = Case([(3, 1)], heads=(8, 4))
-    tiling = Tiling(case.cache)
-    tiling._processors = 132
-    found = {n: tiling.splits(n) for n in (1, 2, 4, 8, 32, 33, 66, 67, 512)}
-    assert found == {1: 32, 2: 32, 4: 32, 8: 16, 32: 4, 33: 2, 66: 1, 67: 1, 512: 1}
-
-
 def follow(plan, steps, heads, *sizes, rows):
     """Run steps through one plan in fixed buffers, on one cache."""
     first = Case(max(steps, key=lambda shares: sum(map(sum, shares))), heads=heads)
@@ -102,22 +89,6 @@ def test_mixed_steps_in_fixed_buffers():
     follow("mixed_plan", steps, (6, 2), 4, 48, rows=48)
 
 
-def test_steps_that_do_not_fit():
-    case = Case([(0, 3), (4, 2)])
-    backend = make_backend("triton", case.cache)
-    for sequences, rows in ((1, 8), (2, 4)):
-        plan = backend.mixed_plan(sequences, rows)
-        assert plan is not None
-        with pytest.raises(ValueError, match=rf"at most {sequences} .* {rows} rows, got 2 of 5"):
-            plan.update(case.rows)
-    plan = TritonBackend(case.cache).decode_plan(2)
-    assert plan.max_pages is not None
-    held = plan.max_pages + 2
-    long = Rows(np.arange(3, dtype=np.int32), np.array([4, 4 * held], np.int32), [[1], [1] * held])
-    with pytest.raises(ValueError, match=f"at most {held} pages, got {held + 1}"):
-        plan.update(long)
-
-
 def test_an_engine_answers_alike(random_llava):
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
     asked = [Request(str(n), text="Where is it? " * n, sampling=sampling) for n in (1, 2, 3)]
@@ -129,11 +100,3 @@ def test_an_engine_answers_alike(random_llava):
         engine.close()
     assert answers[0] == answers[1]
     assert all(map(len, answers[0].values()))
-
-
-def test_neither_gpu_nor_interpreter(monkeypatch):
-    from triton import knobs
-
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
-    with pytest.raises(SettingsError, match="'triton' needs a CUDA GPU: choose 'torch' on a CPU"):
-        make_backend("triton", Case([(0, 1)]).cache)

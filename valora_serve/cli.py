@@ -193,7 +193,6 @@ async def _serve(
     began: float,
     on_started: Callable[[str], None] | None,
 ) -> int:
-    """Load the model and the bundles, and serve."""
     from functools import partial
 
     from rich.console import Console

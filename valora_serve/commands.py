@@ -76,7 +76,6 @@ def _missing(name: str, error: ModuleNotFoundError) -> int:
 
 
 def _overview() -> str:
-    """Names of all commands, with what they do."""
     others = sorted(set(COMMANDS) - {*ABOUT, "doctor"})
     lines = [f"  {name:<9} {ABOUT.get(name, '(of another package)')}" for name in [*ABOUT, *others]]
     return "\n".join([

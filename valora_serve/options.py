@@ -138,7 +138,6 @@ def helps(cls: type) -> dict[str, str]:
 
 
 def _model(classes: Sequence[type], lists: Iterable[str]) -> type[_OptionSettings]:
-    """One flat settings model with the fields of all classes."""
     fields: dict[str, Any] = {name: (_read_as(name, list[str]), []) for name in lists}
     for cls in classes:
         hints, texts = typing.get_type_hints(cls), helps(cls)
@@ -217,7 +216,6 @@ def _check(name: str, known: Iterable[str], problem: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    """The first of pydantic's errors, as a sentence that names the option."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
     reason = str(first.get("ctx", {}).get("error", first["msg"]))

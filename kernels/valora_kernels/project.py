@@ -175,7 +175,6 @@ def linear(x: Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torc
 
 
 def _product(ys: Tensors, x: Tensor, bases: Tensors, biases: Biases, tiling: ProjectTiling) -> None:
-    """Compute x·Wᵀ + bias of projections that share x, in one launch."""
     from valora_kernels import project_kernels as k
 
     width = x.shape[1]
@@ -204,7 +203,6 @@ def _beside(
     batch: LoraBatch,
     tiling: ProjectTiling,
 ) -> None:
-    """Shrink beside our own base product, which hides most of it; then expand."""
     _product(ys, x, bases, biases, tiling)
     chosen = beside_product(table_choice(weights, batch), weights.in_features)
     if tiles_to_launch(batch.tiles(chosen.rows), batch, x):

@@ -200,7 +200,6 @@ class Search:
     def _finish(
         self, group: ProjectionGroup, case: Case, timed: Callable[..., Times], few: list[Tiling]
     ) -> None:
-        """Time a few tilings longer, and keep the fastest."""
         shape = group.shape(*case)
         for us, tiling in timed(ALL, few, 7)[:1]:
             best = TilingTable(self.table.gpu, [(shape, tiling)], {shape: round(us, 2)})

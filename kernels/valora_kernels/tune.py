@@ -185,7 +185,6 @@ class Tuner:
         return shape not in self.table.entries and shape not in self.skipped
 
     def _measure(self, group: ProjectionGroup, case: Case) -> Iterator[Piece]:
-        """Measure a shape, and enter its fastest tiling into the table, or skip it."""
         shape = group.shape(*case)
         tilings = candidates(self.table.gpu, self._like, shape)
         jobs = {tiling: Job(group, ALL, tiling, case.first) for tiling in tilings}

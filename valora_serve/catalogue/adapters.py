@@ -218,7 +218,6 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
 
 
 def _unmatched(folder: Path, name: str, targets: ModelTargets) -> AdapterError:
-    """Return the error of a tensor that changes none of the model's linears."""
     module = _END.sub("", name).rpartition(".")[2]
     if module in targets.others:
         return AdapterError(
@@ -384,7 +383,6 @@ class _Rules:
         self.task = config.get("task_type")
 
     def _names(self, option: str) -> Any:
-        """A pattern, or a list of names."""
         value = self._config.get(option) or []
         names = isinstance(value, list) and all(isinstance(item, str) for item in value)
         _expect(names or isinstance(value, str), option, "a list of names", value)
@@ -420,7 +418,6 @@ class _Rules:
         return self._config[general]
 
     def targeted(self, path: str) -> bool:
-        """Whether PEFT would adapt a module."""
         targets = self._targets
         if self._named("exclude_modules", self._excluded, path):
             return False
@@ -529,7 +526,6 @@ def _check_size(folder: Path, pair: LoraPair, names: Mapping[str, str]) -> None:
 
 
 def _content(modules: Mapping[str, LoraPair]) -> str:
-    """Return the hexadecimal sha256 of module paths, scalings and matrices."""
     total = hashlib.sha256()
     for path in sorted(modules):
         pair = modules[path]

@@ -261,7 +261,6 @@ class Store:
     def _encoder(
         self, bundle: Bundle, short: str, facts: dict[str, Any], adapters: dict[str, Adapter]
     ) -> ResolvedModel:
-        """An encoder of a bundle, listed as the adapter that it is."""
         folder = bundle.folder / facts["path"]
         for file in (CONFIG, WEIGHTS, ENCODER_FILE):
             _verified(bundle, f"{facts['path']}/{file}")
@@ -460,7 +459,6 @@ class Store:
 
 
 def _about(context: Context | None) -> dict[str, Any]:
-    """What a domain's entry in the list of models has of its context."""
     if context is None:
         return {}
     sizes = {"memory_tokens": context.tokens, "memory_bytes": context.bytes}

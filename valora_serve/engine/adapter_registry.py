@@ -231,7 +231,6 @@ class AdapterRegistry:
                 residency.remove(key)
 
     def _activate(self, names: set[str]) -> None:
-        """Let groups of linears apply adapters, and be merged into, from now on."""
         linears = self._lmm.linears
         new = {name for name in names if linears.groups[name].lora is None}
         if not new:

@@ -131,7 +131,6 @@ def keep_keys(kv: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _check(lmm: Lmm, wanted: NewContext) -> None:
-    """Check what does not need the document's tokens."""
     if not wanted.document.strip():
         raise RequestError(f"context {wanted.name}: the document is empty: send its text")
     if wanted.document.startswith("%PDF-"):

@@ -101,7 +101,6 @@ class ImageEncoder:
                     broken.setdefault(sequence.id, (sequence, wrong))
 
     def _encode(self, members: Sequence[tuple[SequenceState, int]]) -> None:
-        """Encode images and cache them; equal images are encoded once."""
         distinct: dict[bytes, tuple[SequenceState, int]] = {}
         for sequence, number in members:
             distinct.setdefault(_key(sequence, number), (sequence, number))

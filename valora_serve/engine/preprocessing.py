@@ -184,7 +184,6 @@ class Preprocessing:
         return key
 
     def _client(self, request: Request, model: ServedModel, adapter: str | None) -> str | None:
-        """Return who is charged for a request, None if no shares are kept."""
         if self._settings.share_by == "key":
             return request.client
         if self._settings.share_by == "adapter":

@@ -175,7 +175,6 @@ class UnifiedMemory:
         self._layouts: dict[tuple[tuple[str, int], ...], Layout] = {}
 
     def _layout(self, ranks: Mapping[str, int]) -> Layout:
-        """Return where the rank rows of an adapter lie, given the ranks of its modules."""
         key = tuple((module, ranks[module]) for module in self._projections if module in ranks)
         if key not in self._layouts:
             self._layouts[key] = self._lay_out(key)

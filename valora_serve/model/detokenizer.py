@@ -86,7 +86,6 @@ class Detokenizer:
         return self._up_to_stop(text)
 
     def _new_stream(self, before: Sequence[int] = ()) -> Any:
-        """A stream that goes on behind some tokens."""
         if self._backend is None:
             return _PythonStream(self._decode, before)
         return DecodeStream(list(before), skip_special_tokens=True)

@@ -68,7 +68,6 @@ class GraphRecorder:
 
 
 def _holds(plan: FixedAttentionPlan, tables: Sequence[Sequence[int]]) -> bool:
-    """Return whether a plan has room for the page tables of a step."""
     return plan.max_pages is None or sum(map(len, tables)) <= plan.max_pages
 
 

@@ -194,7 +194,6 @@ class ModelRunner:
         terms: LoraTerms | None,
         visual: VisualRows | None,
     ) -> Tensor:
-        """Hidden states of a step, from a graph if one fits."""
         found = [self._prompt_graphs.find(rows, terms, visual)]
         # Asked first with those of the rows alone: `find` notes what is not captured yet.
         if self._is_crowd(rows, self._crowded_graphs.sequences_of(int(rows.starts[-1]))):
@@ -216,7 +215,6 @@ class ModelRunner:
             return self._lmm.hidden(tokens, positions, plan, visual)
 
     def _is_crowd(self, rows: Rows, sequences: int) -> bool:
-        """Whether so many rows decode that a plan for crowds of so many sequences is faster."""
         crowd = self._resources.backend.crowd(sequences)
         return crowd is not None and rows.decoding >= crowd
 
@@ -252,7 +250,6 @@ class ModelRunner:
         return top_logprobs(logits, tokens, max(wanted)) if wanted else None
 
     def _prompt_logprobs(self, work: Work, hidden: Tensor) -> StepLogprobs:
-        """Log probabilities of a work's targets; `hidden` is [targets, width]."""
         targets = self._send(np.array(work.targets, np.int64)).split(SCORED_ROWS)
         parts = [
             top_logprobs(self._lmm.logits(rows), tokens, work.prompt_logprobs)

@@ -48,8 +48,6 @@ class SplitReader:
         reader = self
 
         class Part(kind):  # type: ignore[misc]
-            """The same model with this rank's parts of the linear layers."""
-
             def __init__(self, *arguments: Any, **more: Any) -> None:
                 super().__init__(*arguments, **more)
                 reader.cut(self)

@@ -135,7 +135,6 @@ class BatchBuilder:
         return not short
 
     def _kept(self, running: Sequence[RequestView]) -> Sequence[RequestView]:
-        """Return the running requests that are not preempted."""
         if not self.preempt:
             return running
         gone = {r.id for r in self.preempt}
@@ -212,7 +211,6 @@ class BatchBuilder:
         return request.pages + (request.adapter_pages if request.adapter not in self._pinned else 0)
 
     def _fits(self, adapter: str | None) -> bool:
-        """Whether the batch may use an adapter, which is counted if so."""
         if adapter in self.adapters:
             return True
         if adapter not in self.view.resident or len(self.adapters) >= self._max_adapters:

@@ -54,7 +54,6 @@ class EarlyAbort:
         return preempted + keep, tuple(abort)
 
     def _measure(self, view: View, arrived: int) -> None:
-        """Update the rates of arrivals and admissions, and the time that a prefill takes."""
         now = view.now
         self._arrived += arrived
         for request in view.running:

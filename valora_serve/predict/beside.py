@@ -164,7 +164,6 @@ def write(made: Comparison, domain: ServedModel, source: Path, out: Path) -> Pat
 
 
 def _figure(one: Prediction, alone: list[list[Box]], place: str) -> str:
-    """A picture, with what each model found alone."""
     shapes, labels = [], []
     for side, boxes in zip(_SIDES[1:], alone, strict=True):
         for box in boxes:

@@ -255,7 +255,6 @@ async def _answer(
 
 
 def _summary(results: Results, console: Console) -> None:
-    """Print how many answers there are, by domain and label."""
     answers: Counter[str] = Counter()
     labels: dict[str, Counter[str]] = {name: Counter() for name in results.domains}
     for made in results.predictions():

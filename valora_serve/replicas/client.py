@@ -99,12 +99,10 @@ class ReplicatedEngine:
                 yield output
 
     def _adapter(self, request: Request) -> str | None:
-        """Name of the adapter by which a request is routed, None for the base model."""
         name = request.adapters[0][0] if request.adapters else request.model
         return self._adapters.get(name or "")
 
     async def _together(self, asked: Sequence[Request]) -> AsyncGenerator[Output, None]:
-        """Answer requests on one adapter."""
         arrival = time.monotonic()
         left = {one.id: one for one in asked if one.id not in self._running}
         mine = set(left)
@@ -322,7 +320,6 @@ class ReplicatedEngine:
         self._seen = time.monotonic()
 
     def _live(self) -> list[Report]:
-        """Return the reports of the replicas that run; none if they are old."""
         return self._reports if time.monotonic() - self._seen < STALE else []
 
     def count_tokens(self, text: str) -> int:
@@ -377,7 +374,6 @@ def total(states: list[EngineStats]) -> EngineStats:
 
 
 def _value(done: Any) -> Any:
-    """Return what a replica returned, or raise its error."""
     if isinstance(done, ServeError):
         raise done
     return done
@@ -408,5 +404,4 @@ def _late(request: Request) -> DeadlineError:
 
 
 def _line(error: object) -> str:
-    """Return the first line of an error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

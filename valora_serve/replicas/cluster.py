@@ -128,7 +128,6 @@ def _check_address(address: str) -> None:
 
 
 def _not_joined(where: str, error: Exception) -> str:
-    """Say why a cluster cannot be joined."""
     versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", str(error))
     if len(versions) == 2:
         (ray_there, python_there), (ray_here, python_here) = versions
@@ -290,7 +289,6 @@ def _why(message: str) -> str:
 
 
 def _release(application: str, *, started: bool) -> None:
-    """Stop the replicas of an application, and Ray if this process has started it."""
     if not ray.is_initialized():
         return
     if not started:

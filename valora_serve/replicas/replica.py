@@ -245,7 +245,6 @@ class EngineReplica:
         return {RESIDENT: list(self._engine.stats().adapters_resident)}
 
     async def _report(self) -> None:
-        """Report to the board again and again."""
         while True:
             report = Report(self._name, self._engine.healthy, self._engine.stats())
             with contextlib.suppress(ray.exceptions.RayError):  # the board starts anew

@@ -111,7 +111,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse numbers that no workload or machine has, and options that exclude each other."""
     for name in ("requests", "duration", "slo", "latency_limit", "rates"):
         given = getattr(options, name)
         for value in given if isinstance(given, list) else [given]:
@@ -129,7 +128,6 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Simulate each workload under each policy, with replicas on each number with each router."""
     costs = CostModel.read(options.costs) if options.costs else H200_7B
     costs = costs.with_lora(options.lora_cost)
     shares = _shares(options)
@@ -170,7 +168,6 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _policies(options: argparse.Namespace) -> list[str]:
-    """Return the names of the policies to simulate; with shares, those that keep them."""
     names = options.policies or (["cost"] if options.several else list(POLICIES))
     keep = [name for name in names if options.shares is None or POLICIES[name].shares]
     if options.policies and keep != names:
@@ -182,7 +179,6 @@ def _policies(options: argparse.Namespace) -> list[str]:
 
 
 def _ways(options: argparse.Namespace) -> dict[str, Callable[[], Dispatch]]:
-    """Return what makes each way to choose replicas, by name; that of one machine is not used."""
     settings = RouterSettings(seed=options.seed)
     ways: dict[str, Callable[[], Dispatch]] = {}
     for name in options.router or ["affinity"]:
@@ -198,7 +194,6 @@ def _routed(router: type[Router], settings: RouterSettings) -> Dispatch:
 
 
 def _shares(options: argparse.Namespace) -> dict[str, float] | None:
-    """Read the shares of adapters; None if none are kept."""
     try:
         pairs = [one.rpartition("=") for one in options.shares or ()]
         shares = {name: float(share) for name, _, share in pairs}
@@ -279,7 +274,6 @@ ROUTED: tuple[Column, ...] = (
 
 
 def _table(title: str, columns: Sequence[Column], groups: Sequence[Sequence[Row]]) -> RichTable:
-    """Lay out rows as a table with a line below each group."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -293,7 +287,6 @@ def _table(title: str, columns: Sequence[Column], groups: Sequence[Sequence[Row]
 
 
 def _print(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Print the results as tables; with several cases on one machine, also geometric means."""
     from rich.console import Console
 
     console = Console()
@@ -350,7 +343,6 @@ def _case(row: Row) -> tuple[Any, ...]:
 
 
 def _mean(row: Row, skew: float | None) -> str:
-    """Return the geometric mean of the average token latency over rows of a skewness, or all."""
     chosen = [
         math.log(one["token_latency"] * 1e3) for one in row["rows"] if skew in (None, one["skew"])
     ]

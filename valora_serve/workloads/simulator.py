@@ -350,7 +350,6 @@ class Machine:
         insort(self.queue, view, key=attrgetter("arrival"))
 
     def _wait(self, decision: Decision) -> None:
-        """Advance the clock to the next event, as the batch is empty."""
         times = [end for end in self.adapters.ends.values() if end > self.now]
         if self.until < math.inf:
             times.append(self.until)

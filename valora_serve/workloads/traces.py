@@ -89,7 +89,6 @@ def _workload(
 def _choose(
     rng: np.random.Generator, n: int, adapters: int, skew: float | None
 ) -> NDArray[np.int32]:
-    """Draw the adapters of n requests."""
     if adapters == 0:
         return np.full(n, BASE, dtype=np.int32)
     if skew is None:
@@ -345,7 +344,6 @@ KEYS = {"arrival", "adapter", "rank", "prompt", "output", "images", "latency_lim
 
 
 def _json_row(where: str, text: str, ranks: dict[str, tuple[int, int]]) -> tuple[float, ...]:
-    """Return the numbers of a line in the order of `Workload`; notes the rank of its adapter."""
     try:
         line = json.loads(text)
     except ValueError as error:

@@ -230,7 +230,6 @@ class CostPolicy(BasePolicy):
         return first + heapq.nsmallest(slots, rest, key=order), "shortest request first"
 
     def _weights(self, view: View, load: _Load) -> tuple[str | None, str]:
-        """The adapter to merge, None for pristine weights, and the reason."""
         if not load.groups:
             return view.merged, "nothing to compute"
         self._ranks.update((a, g.rank) for a, g in load.groups.items())
@@ -274,7 +273,6 @@ class CostPolicy(BasePolicy):
             self._last_arrival = arrival
 
     def _rate(self, now: float) -> float:
-        """Expected requests per second."""
         return self._burst / max(self._gap, now - self._last_arrival)
 
     def _hold(

@@ -86,7 +86,6 @@ class ValoraPolicy(BasePolicy):
         )
 
     def _best_adapter(self, view: View, counts: Counter[str | None], size: int) -> str | None:
-        """Return the adapter to merge, None to leave the weights pristine."""
         able = [(n, a == view.merged, a) for a, n in counts.items() if can_merge(view, a)]
         if not able:
             return None
@@ -107,7 +106,6 @@ class ValoraPolicy(BasePolicy):
         return best if self._merge_pays(view, best, count) else None
 
     def _merge_pays(self, view: View, adapter: str | None, count: int) -> bool:
-        """Return whether the remaining steps of an adapter save more than the merge costs."""
         rank, steps = 0, 0
         for request in (*view.running[:LOOK_AHEAD], *view.waiting[:LOOK_AHEAD]):
             if request.adapter == adapter:

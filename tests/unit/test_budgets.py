@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_443,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
-    "valora_serve": 29_845,
+    "valora_serve": 29_815,
     "tests/*/valora_train": 7_446,
     "tests/*/valora_data": 4_034,
     "tests/*/valora_teachers": 1_172,

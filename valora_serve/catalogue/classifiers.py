@@ -7,18 +7,16 @@ Their output layer acts on the hidden state of the last token, as a label head w
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from valora_data.contract.files import UnreadableError, read_json, shown
+from valora_data.contract.head import Head
 from valora_data.contract.heads import LARGEST
 from valora_data.contract.label_head import LabelHead
 from valora_serve.catalogue.adapters import CONFIG_BYTES, MODEL_CONFIG, Adapter
 from valora_serve.errors import AdapterError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from valora_data.contract.head import Head
 
 MOST_LABELS = 4096  # most labels of a classifier: the list of models names all of them
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,11 +27,9 @@ from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.workers import FAILED, HELD, READY, STARTED, device_of
 from valora_serve.errors import AdapterError
+from valora_serve.memory.unified import PackedAdapter, PackedPrefix
 from valora_serve.parallel.group import Group, make_store
 from valora_serve.pauses import short_pauses
-
-if TYPE_CHECKING:
-    from valora_serve.memory.unified import PackedAdapter, PackedPrefix
 
 log = logging.getLogger(__name__)
 

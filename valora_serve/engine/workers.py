@@ -27,21 +27,19 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from valora_data.errors import ValoraError
 from valora_serve.engine import sizing
+from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import AdapterError, SettingsError, StoppedError
+from valora_serve.memory.residency import Copy, Entry
 from valora_serve.memory.unified import PackedAdapter, PackedPrefix
 from valora_serve.model.split_model import check_split
 from valora_serve.model.split_runner import FORMS
 from valora_serve.parallel.group import Group, make_store
-
-if TYPE_CHECKING:
-    from valora_serve.engine.settings import EngineSettings
-    from valora_serve.memory.residency import Copy, Entry
 
 log = logging.getLogger(__name__)
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from valora_serve.errors import SettingsError
+from valora_serve.memory.unified import GroupSpec
 from valora_serve.model.linears import LinearGroup, LoraScope
-
-if TYPE_CHECKING:
-    from valora_serve.memory.unified import GroupSpec
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from valora_serve.model.nf4_linears import make_nf4
 from valora_serve.model.prompt import Visual, VisualFeatures
 from valora_serve.model.split_linears import SplitLinears
 from valora_serve.model.split_model import SplitHead, SplitReader
-
-if TYPE_CHECKING:
-    from valora_serve.parallel.group import Group
-    from valora_serve.parallel.partition import LoraParallel
+from valora_serve.parallel.group import Group
+from valora_serve.parallel.partition import LoraParallel
 
 log = logging.getLogger(__name__)
 

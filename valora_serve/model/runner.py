@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +16,20 @@ from valora_data.wording import first_line
 from valora_kernels.launching import compiling_together
 from valora_kernels.metadata import NONE, LoraBatch, Scratch
 from valora_serve.errors import SettingsError
-from valora_serve.model.attention.base import Rows, send_together, to_device, to_host
+from valora_serve.model.attention.base import (
+    AttentionBackend,
+    KVCache,
+    Rows,
+    send_together,
+    to_device,
+    to_host,
+)
 from valora_serve.model.attention.compiling import Compiling
 from valora_serve.model.attention.registry import AUTO, make_backend
 from valora_serve.model.finite import finite_rows, mark_broken
 from valora_serve.model.graphs import DecodeGraph, DecodeGraphs, GraphRecorder, Graphs, PromptGraphs
 from valora_serve.model.image_graphs import image_graphs
+from valora_serve.model.linears import LinearGroup
 from valora_serve.model.lmm import Lmm, VisualRows
 from valora_serve.model.preparation import (
     CROWDED,
@@ -35,10 +43,6 @@ from valora_serve.model.preparation import (
 from valora_serve.model.prompt import Visual, VisualFeatures
 from valora_serve.model.sampler import StepLogprobs, TokenChoice, sample, top_logprobs
 from valora_serve.model.work import AdapterTable, LoraTerms, StepResources, StepResult, Work
-
-if TYPE_CHECKING:
-    from valora_serve.model.attention.base import AttentionBackend, KVCache
-    from valora_serve.model.linears import LinearGroup
 
 log = logging.getLogger(__name__)
 

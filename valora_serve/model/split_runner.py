@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from valora_serve.model.lmm import VisualRows
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.runner import ModelRunner
 from valora_serve.model.sampler import TokenChoice, sample
+from valora_serve.parallel.group import Group
 from valora_serve.types import SamplingParams
-
-if TYPE_CHECKING:
-    from valora_serve.model.lmm import VisualRows
-    from valora_serve.parallel.group import Group
 
 
 class SplitRunner(ModelRunner):

@@ -7,16 +7,13 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from valora_data.registry import Registry
 from valora_serve.errors import SettingsError
-from valora_serve.predict.records import PREDICTIONS, Results
-
-if TYPE_CHECKING:
-    from valora_serve.predict.records import Prediction
+from valora_serve.predict.records import PREDICTIONS, Prediction, Results
 
 Writer = Callable[[Results], Path]
 """Writes the answers of a run into its output folder, and returns the file or folder."""

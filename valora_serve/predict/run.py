@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from PIL.Image import Image
 
 from valora_data.errors import ValoraError
 from valora_data.faults import FaultError
@@ -16,10 +18,6 @@ from valora_data.sources.formats.videos import SUFFIXES, read_frames
 from valora_serve.errors import SettingsError
 from valora_serve.predict.records import Prediction
 from valora_serve.types import EngineClient, Finish, Request, SamplingParams, ServedModel
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 
 STILLS = IMAGES - SUFFIXES
 FRAMES = 8  # frames of a video, for domains that were measured with an unknown number

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import numpy as np
@@ -30,9 +30,7 @@ from rich.table import Table
 from valora_data.wording import plural
 from valora_serve.errors import SettingsError, StorageError
 from valora_serve.workloads import traces
-
-if TYPE_CHECKING:
-    from valora_serve.workloads.traces import Workload
+from valora_serve.workloads.traces import Workload
 
 TEMPLATE_TOKENS = 64  # tokens left free for the chat template and the image placeholders
 LATE = 0.1  # seconds of delay in the client itself from which on it is reported

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge
 from valora_serve.orchestrator.batching import BatchPlan, by_age, waiting_since
+from valora_serve.orchestrator.decision import RequestView, View
 from valora_serve.types import Mode
-
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.decision import RequestView, View
 
 
 class Algorithm1Policy(BasePolicy):

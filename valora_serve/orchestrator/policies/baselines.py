@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge, with_adapter
 from valora_serve.orchestrator.batching import LOOK_AHEAD, BatchPlan, by_age
+from valora_serve.orchestrator.decision import RequestView, View
 from valora_serve.types import Mode
-
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.decision import RequestView, View
 
 
 class UnmergeOnlyPolicy(BasePolicy):

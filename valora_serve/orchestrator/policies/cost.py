@@ -23,15 +23,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge
 from valora_serve.orchestrator.batching import FOREVER, BatchPlan
 from valora_serve.orchestrator.cost_model import CostModel, StepShape
+from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 from valora_serve.types import Mode
-
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 
 CANDIDATES = 2  # adapters considered for merging, besides the merged one
 HORIZON = 64  # most steps for which a choice of weights is assumed to hold

@@ -6,15 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge, with_adapter
 from valora_serve.orchestrator.batching import FOREVER, BatchPlan
 from valora_serve.orchestrator.cost_model import CostModel, StepShape
+from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 from valora_serve.types import Mode
-
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 
 
 class DLoraPolicy(BasePolicy):

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING
 
 from valora_serve.orchestrator.base import BasePolicy, can_merge, with_adapter
 from valora_serve.orchestrator.batching import FOREVER, LOOK_AHEAD, BatchPlan
 from valora_serve.orchestrator.cost_model import StepShape, step_shape
+from valora_serve.orchestrator.decision import RequestView, View
 from valora_serve.types import Mode
-
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.decision import RequestView, View
 
 
 class ValoraPolicy(BasePolicy):

@@ -221,8 +221,8 @@ GENERATORS: Mapping[str, Callable[..., Workload]] = {
 
 def options_of(make: Callable[..., Workload]) -> frozenset[str]:
     """Return the names of the options that a generator takes."""
-    named = inspect.signature(make).parameters.keys()
-    return frozenset(named | (Mix.__annotations__.keys() if "mix" in named else set()))
+    named = set(inspect.signature(make).parameters)
+    return frozenset(named | set(Mix.__annotations__) if "mix" in named else named)
 
 
 def generate(make: Callable[..., Workload], options: Mapping[str, Any]) -> Workload:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_511,
-    "data/valora_data": 9_443,
+    "data/valora_data": 9_441,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
     "valora_serve": 29_815,

@@ -20,7 +20,6 @@ def test_a_state_is_read_back(tmp_path, caplog):
     assert Checkpoint(tmp_path / "c").load("pear") is None
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     checkpoint.discard()
-    checkpoint.discard()
     assert not list(tmp_path.iterdir())
     nowhere = Checkpoint(tmp_path / "missing" / "c", every=0)  # as on a full disk
     assert not nowhere.save("apple", state) and not nowhere.save("apple", state)

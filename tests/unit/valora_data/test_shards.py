@@ -99,11 +99,14 @@ def test_answers_that_cannot_be():
             Answer(**answer)
     found = [Answer(label="cat", count=3), Answer(count=0), Answer(answers=("no", "yes", "yes"))]
     assert [answer.choice for answer in (*found, Answer())] == ["cat", "0", "yes", None]
+    tasks = (Task.COUNTING, Task.VQA, Task.CLASSIFICATION)
+    chosen = [Answer(count=3), Answer(answers=("3",)), Answer(label="3")]
+    assert [Answer.chosen(task, "3") for task in tasks] == chosen
     assert Box(0, 0, 2, 2, "cat").iou(Box(1, 0, 3, 4, "dog")) == 2 / (4 + 8 - 2)
 
 
-def domain(task, *labels, required=0.5):
-    return Domain("d", task, labels, "what is this?", required)
+def domain(task, *labels, required=0.5, name="d"):
+    return Domain(name, task, labels, "what is this?", required)
 
 
 def test_domains_of_every_task():
@@ -136,3 +139,5 @@ def test_domains_of_every_task():
 def test_domains_that_cannot_be(task, labels, required, message):
     with pytest.raises(DataError, match=message):
         domain(task, *labels, required=required)
+    with pytest.raises(DataError, match="domain name 'a b' must be letters, digits"):
+        domain(task, *labels, required=required, name="a b")

@@ -133,6 +133,9 @@ class _Validator:
             item, file = record.item, record.file
             with self._reading.tolerate(item):
                 shapes = self._shapes(record)
+                if (key := readable(record.id)) != record.id:
+                    text = f"{key} has a name that is no UTF-8; give it another"
+                    raise FaultError(FaultKind.IMAGE_UNREADABLE, text)
                 if record.prompt is None and seen.intersection(record.files):
                     text = f"{self._name} lists {record.file_name} twice"
                     raise FaultError(FaultKind.IMAGE_TWICE, text)

@@ -122,8 +122,8 @@ def _parts(whole: Path, kind: str, images: Path | None = None) -> dict[Split, _P
         last = file.stem.split("_")[-1]
         split = files.split_in(re.split(r"[^a-z]+", file.stem.lower()))
         if split is not None and split not in parts:
-            folders = (whole / last, whole / "images" / last, whole / "images", whole)
-            parts[split] = _Part(file, images or next(filter(Path.is_dir, folders)), f"{split}/")
+            tried = (whole / last, whole / "images" / last, whole / "images", whole)
+            parts[split] = _Part(file, images or next(filter(Path.is_dir, tried)), f"{split}/")
     if whole.is_dir() and not parts and not (whole / ROBOFLOW).is_file():
         folders = files.folder_splits(whole)
         if any((folder / ROBOFLOW).is_file() for folder in folders.values()):

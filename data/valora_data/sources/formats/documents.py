@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +16,7 @@ from valora_data.schema import Answer, Document, Sample, Split, Task, no_image
 from valora_data.sources.base import Location, Source, SourceFormat, Splits
 from valora_data.sources.formats.files import files_below, read_lines, read_text
 from valora_data.sources.formats.rows import ImagesFormat
-from valora_data.sources.generic.scenes import COLORS, PATTERNS
+from valora_data.sources.generic.scenes import COLORS, PATTERNS, seeded
 from valora_data.wording import plural
 
 TEXTS = frozenset({".txt", ".md", ".markdown", ".rst", ".pdf"})
@@ -195,7 +194,7 @@ class RecordsFormat(ContextFormat):
     linked: ClassVar[bool] = False
 
     def open(self, source: Source) -> Splits:
-        rng = _rng(source)
+        rng = seeded(f"{source.seed}/{source.name}")
         document = draw_document(rng, source.entries)
         facts = document.links() if self.linked else document.facts
         if len(facts) < MIN_FACTS:
@@ -211,14 +210,14 @@ class RecordsFormat(ContextFormat):
 
 
 class LinkedRecordsFormat(RecordsFormat):
-    """The same documents, with questions that do not name the letter (`records.Link`)."""
+    """The same documents, with questions that do not name the letter (`RecordDocument.links`)."""
 
     linked = True
 
 
 def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Splits:
     """Splits of given questions, or of self-study; those without a split go to val and test."""
-    rng = _rng(source)
+    rng = seeded(f"{source.seed}/{source.name}")
     study, cloze = continuations(document.text), gaps(document.text, rng)
     study += cloze if asked else []
     parts: dict[Any, list[Asked]] = {split: [] for split in (*Split, None)}
@@ -241,11 +240,6 @@ def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Sp
         f"{plural(len(study), 'question')} of self-study, too few to learn from and to measure "
         "with: add questions with answers"
     )
-
-
-def _rng(source: Source) -> np.random.Generator:
-    key = sha256(f"{source.seed}/{source.name}".encode()).digest()
-    return np.random.default_rng(int.from_bytes(key[:16], "little"))
 
 
 def _streams(document: Document, parts: Mapping[Split, list[Asked]], source: Source) -> Splits:

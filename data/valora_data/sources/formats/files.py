@@ -198,9 +198,16 @@ def load_json(path: Path) -> Any:
     """Content of a JSON file."""
     text = read_text(path)
     try:
-        return json.loads(text)
+        return _parsed(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path.name} is not valid JSON ({error}): export it again") from error
+
+
+def _parsed(text: str) -> Any:
+    value = json.loads(text)
+    if "\\ud" in text or "\\uD" in text:  # escapes can make what is no Unicode, a `ValueError` here
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def read_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
@@ -211,7 +218,7 @@ def read_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
         if line.strip():
             row = None
             with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(line)
+                row = _parsed(line)
             found.append((number, row if isinstance(row, dict) else None))
     return found
 

@@ -140,8 +140,6 @@ def load_image(media: Media, name: str = "image") -> Image.Image:
         return to_rgb(media, media.format)
     kind = FaultKind.IMAGE_UNREADABLE
     name = readable(media.name) if isinstance(media, Path) else name
-    if isinstance(media, Path) and name != media.name:
-        raise FaultError(kind, f"{name} has a name that is no UTF-8; give it another")
     try:
         return decode_image(media.read_bytes() if isinstance(media, Path) else media)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have

@@ -420,4 +420,4 @@ class ShardsFormat(SourceFormat):
             text = f"{path} holds no shards: name the folder of a `data` stage, or one split"
             raise DataError(text)
         found = {None: found[None]} if None in found else found
-        return {split: lambda at=at: iter(open_shard(at)) for split, at in found.items()}
+        return {split: open_shard(folder).__iter__ for split, folder in found.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -131,7 +130,7 @@ class YoloSet:
         """Images of a split in the order of paths, as often as they are listed."""
         found: list[Path] = []
         for location in self.locations(split):
-            if os.path.isdir(location):  # noqa: PTH112
+            if files.exists(location) and location.is_dir():
                 found += files.files_below(location, files.IMAGES)
             elif files.is_file(location) and location.suffix == ".txt":
                 finder = files.Finder(self.root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,10 @@ COLORS: dict[str, tuple[Range, Range, Range]] = {
 """Name to the ranges of hue, saturation and value that people call so."""
 
 PATTERNS = ("plain", "striped", "dotted", "checked", "outlined")
+
+
+def seeded(text: str) -> Rng:
+    return np.random.default_rng(int.from_bytes(sha256(text.encode()).digest()[:16], "little"))
 
 
 def windows(shape: tuple[int, ...], left: int, top: int, side: int = SIZE) -> tuple[Window, Window]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
@@ -67,8 +66,7 @@ def scene(
 
 
 def scene_rng(domain: str, split: Split, index: int, seed: int) -> Rng:
-    key = sha256(f"{seed}/{domain}/{split.value}/{index}".encode()).digest()
-    return np.random.default_rng(int.from_bytes(key[:16], "little"))
+    return sprites.seeded(f"{seed}/{domain}/{split.value}/{index}")
 
 
 @dataclass(slots=True)

@@ -1,7 +1,4 @@
-"""Painters of the six built-in classes, and of near-misses, in pixels of 96 × 96.
-
-Random numbers are drawn in an order that is part of the data: the order of arguments matters.
-"""
+"""Painters of the classes and near-misses; the order of random numbers is part of the data."""
 
 from __future__ import annotations
 
@@ -47,10 +44,7 @@ def _sheet(
     side: Literal["width", "height"], length: Point, ratio: Point | float,
     pose: Literal["upright", "tilted", "facing"], margin: float = 0.1,
 ) -> Callable[[Callable[..., None]], Callable[..., Pen]]:  # fmt: skip
-    """Give a painter a pen: one side in pixels, the other as a share of it.
-
-    What is `tilted` stands on uneven ground; what is `facing` also faces left or right.
-    """
+    """Give a painter a pen: a side in pixels, the other as its share; `facing` is also mirrored."""
 
     def with_pen(draw: Callable[..., None]) -> Callable[..., Pen]:
         def paint(rng: Rng, *colour: Colour) -> Pen:

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.cases import others_slow
 from tests.support.engine_reference import add_requests, ask, make_engine, noise
 from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from valora_data.contract import base_model
@@ -21,6 +22,8 @@ from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
 
+FAST = ("llava", "llava_next", "qwen2_5_vl", "internvl", "idefics3")
+
 
 def loaded(base):
     return BaseModel(str(base), *load_model(str(base), torch.float32))
@@ -30,7 +33,7 @@ def resized(model, width, height):
     return model.architecture.resized_pixels(model.processor.image_processor, width, height)
 
 
-@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+@pytest.fixture(scope="module", params=others_slow(FAST, CHECKPOINTS))
 def base(request, tmp_path_factory):
     return str(CHECKPOINTS[request.param](tmp_path_factory.mktemp("base"), seed=5))
 

@@ -57,7 +57,7 @@ def test_boxes_are_placed_by_votes_of_their_class(count, sigma, seed):
         np.testing.assert_allclose(box, votes @ edges / votes.sum(), atol=2e-5)
 
 
-def test_where_a_box_lies_does_not_depend_on_the_least_confidence():
+def test_where_a_box_lies_depends_on_no_threshold_and_no_calibration():
     raw = torch.randn(64, 5 + 2, generator=torch.Generator().manual_seed(1))
     raw[:, 3:5] += 1  # boxes of some cells, which overlap
     options = {"grid": (8, 8), "calibration": torch.tensor([1.7, -0.4]), "nms_iou": 0.4, "most": 64}
@@ -69,7 +69,6 @@ def test_where_a_box_lies_does_not_depend_on_the_least_confidence():
     plain, unmoved, _ = boxes.read_detections(raw, **options, min_score=0.0)
     torch.testing.assert_close(unmoved, confidence)
     assert (plain - every).abs().amax() > 0.01
-    # Nor on the calibration, which is that of the confidence alone.
     options |= {"calibration": torch.tensor([1.0, 0.0]), "vote_sigma": 0.05}
     same, certain, _ = boxes.read_detections(raw, **options, min_score=0.0)
     torch.testing.assert_close(same, every)

@@ -77,6 +77,7 @@ FAULTS = {  # more in tests/unit/valora_data/validation
         "annotations": [ANNOTATIONS[0] | {"bbox": [25, 0, 10, 10]}]
     },
     r"instances\.json is not valid JSON .*export it again": '{"images": [',
+    r"instances\.json is not valid JSON .*surrogates not allowed": '["\\ud800"]',
     "has no list 'images': expected COCO JSON": "[1, 2]",
     "has no list 'categories'": {"categories": None},
     "lists no images: the data set is empty": {"images": []},

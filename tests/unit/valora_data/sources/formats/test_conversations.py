@@ -45,7 +45,6 @@ def test_conversations_become_questions(tmp_path):
 
 CAT = Answer((Box(50, 50, 100, 100, "the cat"),))
 TASKS = [
-    (Task.CAPTION, "Describe.", "a cat", "Describe.", Answer(captions=("a cat",))),
     (Task.CAPTION, "", "a cat", None, Answer(captions=("a cat",))),
     (Task.CLASSIFICATION, "What?", "cat", "What?", Answer(label="cat")),
     (Task.COUNTING, "How many?", "3", "How many?", Answer(count=3)),
@@ -83,7 +82,6 @@ FAULTS = {
     "1 of 1 image has faults": (Task.VQA, talk("<image>?", "b", image="gone.png")),
     "label 'fox' is not one of cat, dog": (Task.CLASSIFICATION, talk("<image>?", "fox")),
     "'over there' holds no box": (Task.GROUNDING, talk("<image>?", "over there")),
-    "has no area": (Task.GROUNDING, talk("<image>?", "[0.5, 0.5, 0.5, 0.9]")),
     "count 'some' is no whole number": (Task.COUNTING, talk("<image>?", "some")),
     "llava has no answers for task detection": (Task.DETECTION, talk("<image>?", "b")),
 }

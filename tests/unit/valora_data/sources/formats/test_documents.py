@@ -151,8 +151,6 @@ FAULTS = {
     "document a is empty: add its text": {"text": " "},
     r"\('who\?'\) has no answer": asking(question="who?"),
     "'null'.* has no answer": asking(question="null", answers=[None]),
-    "'truth'.* has no answer": asking(question="truth", answer=True),
-    "'object'.* has no answer": asking(question="object", answers={"a": 1}),
     "has no `question`": asking(answer="x"),
     "question 1 has no `question`": asking(question=["who?"], answer="x"),
     "is no JSON object with a `text`": {"title": TEXT},

@@ -102,8 +102,6 @@ FAULTS = {  # more in tests/unit/valora_data/validation
     r"label 'fox' is not one of cat, dog": (Task.CLASSIFICATION, [ONE | {"label": "fox"}]),
     r"metadata\.jsonl is empty": (Task.CLASSIFICATION, []),
     "the answer is empty": (Task.VQA, [ONE | {"question": "q", "answer": " "}]),
-    "has no area": (Task.GROUNDING, [ONE | {"phrase": "x", "bbox": [0, 0, 0, 4]}]),
-    "is not four numbers": (Task.GROUNDING, [ONE | {"phrase": "x", "bbox": [0, 0, 4]}]),
     "count 'few' is no whole number": (Task.COUNTING, [ONE | {"count": "few"}]),
     "'fox' is not one of": (Task.DETECTION, [ONE | {"objects": BOX}]),
     "1 bbox with 0 category": (Task.DETECTION, [ONE | {"objects": BOX | {"category": []}}]),

@@ -15,7 +15,7 @@ from valora_data.errors import DataError
 from valora_data.schema import Split, Task
 from valora_data.sources.scenes import photographs
 from valora_data.sources.scenes.boards import scene_rng
-from valora_data.sources.scenes.builtin import SCENES, builtin_domain, builtin_samples
+from valora_data.sources.scenes.builtin import SCENES, builtin_samples
 from valora_data.sources.scenes.detection import MAX_IOU, draw_scene
 from valora_data.sources.scenes.photographs import PHOTOGRAPHS, photograph_crop, region_of
 
@@ -85,8 +85,6 @@ def test_colours_and_places_are_true():
 def test_unknown_domains_are_named():
     with pytest.raises(DataError, match="unknown built-in domain 'fox' of task video: choose from"):
         samples(Task.VIDEO, "fox")
-    with pytest.raises(DataError, match="unknown built-in domain 'digits' of task vqa"):
-        builtin_domain(Task.VQA, "digits")
 
 
 @pytest.mark.parametrize("domain", SCENES[Task.DETECTION])

@@ -23,10 +23,7 @@ class FunctionOptions(TeacherOptions):
 
 
 class Function(Teacher):
-    """A function that takes a list of samples and returns one thing for each.
-
-    This is an `Answer`, a text or number, a mapping of labels to probabilities, or boxes.
-    """
+    """A function of samples: for each an `Answer`, text, number, shares of labels, or boxes."""
 
     options_type = FunctionOptions
     reads_prompt: ClassVar[bool] = False

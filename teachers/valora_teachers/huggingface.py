@@ -35,12 +35,8 @@ class HuggingFaceOptions(TeacherOptions):
 class HuggingFace(Teacher):
     """What kind of model it is stands in its configuration.
 
-    - Classifiers: probabilities of classes that mean one label add up, and are scaled to 1. Video
-      models see as many frames as they were made for.
-    - Detectors with classes of their own, such as DETR.
-    - Zero-shot detectors are asked one phrase at a time: each label, or for grounding each sample's
-      own phrase, of which the most confident box counts.
-    - Vision-language models decode greedily; labels are scored by the log-probability of them.
+    Probabilities of classes that mean one label add up, and are scaled to 1. Zero-shot detectors
+    are asked one phrase at a time; vision-language models decode greedily, and score labels.
     """
 
     options_type = HuggingFaceOptions

@@ -63,10 +63,7 @@ def load_teacher(
     task: Task = Task.DETECTION,
     prompt: str = "",
 ) -> Teacher:
-    """Load a trained teacher; a `TeacherError` names what is not possible or does not fit.
-
-    `weights` is a file, folder, name on the hub, or ``package.module:function``.
-    """
+    """Load a teacher from file, folder, name on the hub or of a function; or a `TeacherError`."""
     teacher = make_teacher(kind, task, labels, options, prompt)
     teacher.load(weights)
     return teacher

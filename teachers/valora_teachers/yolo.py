@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ULTRALYTICS = "AGPL-3.0"  # of its weights, architectures and trainer
 BOX_MODELS = ["detect", "segment", "pose"]
 MIN_CONFIDENCE = 0.01
+MIN_BOX = 12  # least pixels of the shorter side of nine in ten boxes that a YOLO is trained on
 TEXT_ENCODER = "openai/clip-vit-base-patch32"  # Ultralytics' own, which it would download
 TEXT_WIDTH = 512
 
@@ -39,7 +40,7 @@ TEXT_WIDTH = 512
 class YoloOptions(TeacherOptions):
     """How a small YOLO is trained; the defaults suit 96-pixel scenes and two cores."""
 
-    size: Annotated[int, Field(ge=32, multiple_of=32)] = 96  # side in pixels of resized images
+    size: Annotated[int, Field(ge=32, multiple_of=32)] = 96  # least side of images: `image_size`
     width: Annotated[float, Field(gt=0)] = 0.25  # channels as a share of the full width
     epochs: Count = 18  # passes over the training images
     batch: Annotated[int, Field(ge=2)] = 16  # images per step
@@ -108,8 +109,18 @@ class Yolo(Teacher):
 
         known = [x for x in validation if {box.label for box in x.answer.boxes} <= {*self.labels}]
         path = folder / str(self.artefact)
+        options = self.options.model_copy(update={"size": image_size(samples, self.options.size)})
         with threads_kept():
-            return train_yolo(samples, self.labels, self.options, path, on_epoch, known)
+            return train_yolo(samples, self.labels, options, path, on_epoch, known)
+
+
+def image_size(samples: Sequence[Sample], least: int) -> int:
+    """Side in pixels, a multiple of 32, at which most boxes are large enough."""
+    wanted = sorted(
+        min(MIN_BOX / max(min(box.x1 - box.x0, box.y1 - box.y0), 1), 1) * max(sample.image.size)
+        for sample in samples for box in sample.answer.boxes
+    )  # fmt: skip
+    return max(least, round(-(-wanted[len(wanted) * 9 // 10] // 32) * 32))
 
 
 class YoloWorldOptions(TeacherOptions):
@@ -265,8 +276,7 @@ def predict(model: Any, samples: Sequence[Sample], **settings: Any) -> list[Any]
     images = [sample.image.convert("RGB") for sample in samples]
     settings |= {"conf": MIN_CONFIDENCE, "iou": 0.5, "device": "cpu", "save": False}
     with threads_kept():
-        found: list[Any] = model.predict(images, verbose=False, **settings)
-    return found
+        return list(model.predict(images, verbose=False, **settings))
 
 
 def read_boxes(result: Any, label_of: Mapping[int, str]) -> Answer:

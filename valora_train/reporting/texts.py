@@ -49,7 +49,8 @@ def attempt_page(record: AttemptRecord) -> str:
     outcome = outcome_of(record)
     if not record["below"]:  # names of domains stay as they are
         outcome = outcome[:1].upper() + outcome[1:]
-    lines = [f"**{verdict_of(record).capitalize()}**: {tried(record)}.", "", f"{outcome}.", ""]
+    verdict = verdict_of(record)
+    lines = [f"**{verdict[0].upper()}{verdict[1:]}**: {tried(record)}.", "", f"{outcome}.", ""]
     lines += [f"{sentence}.", ""] if (sentence := consequences(record)) else []
     columns = ("domain", "in this attempt", "before", "after", "change", "must keep", "slack")
     return "\n".join(
@@ -58,8 +59,9 @@ def attempt_page(record: AttemptRecord) -> str:
 
 
 def verdict_of(record: AttemptRecord) -> str:
-    """The verdict, and whether new domains were left out."""
-    return f"{record['verdict']} in part" if _left_out(record) else str(record["verdict"])
+    """The verdict, and which new domains were left out."""
+    lost = [name for name in record["new"] if _left_out(record) and name not in record["kept"]]
+    return f"{record['verdict']}, {joined(lost)} left out" if lost else str(record["verdict"])
 
 
 def _left_out(record: AttemptRecord) -> bool:

@@ -83,6 +83,17 @@ def test_finds_objects_with_labels_and_confidences(trained):
     assert {box.label for out in renamed.answer(SCENES) for box in out.boxes} == {"sphere"}
 
 
+@pytest.mark.parametrize(
+    ("side", "box", "least", "expected"),
+    [(96, 8, 96, 96), (384, 8, 96, 384), (384, 24, 96, 192), (384, 100, 96, 96), (64, 4, 32, 64)],
+)
+def test_images_are_large_enough_for_their_boxes(side, box, least, expected):
+    large, boxes = Box(0, 0, side, side, "box"), (Box(0, 0, box, side, "box"),) * 4
+    images = [Image.new("RGB", (side, side // 2)), Image.new("RGB", (side // 2, side))]
+    samples = [Sample("a", one, Answer((*boxes, large))) for one in images]
+    assert yolo.image_size([*samples, Sample("b", images[0], Answer())], least) == expected
+
+
 def test_agrees_with_ultralytics_own_prediction(trained):
     """The file is an ordinary one, and our wrapper changes nothing but names and order."""
     from ultralytics import YOLO

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.bench.valora_train.context_ways import METHODS, Reader, chunks_of
-from tests.support.cases import others_slow
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.schema import Answer, Document, Domain, Sample, Split, Task, no_image
 from valora_train.fusion.samples import DomainData
@@ -97,13 +96,11 @@ def test_bm25_retrieves_the_lines_that_the_question_names(reader, read):
     assert chunks_of("a b c d e f\ng", 16) == ["a b c d", "e f", "g"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    others_slow(
-        ["prefix"],
-        [n for n in METHODS if METHODS[n].sized or n in ("next_token", "adapter", "paper")],
-    ),
-)
+ANSWERED = [n for n in METHODS if METHODS[n].sized or n in ("next_token", "adapter", "paper")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ANSWERED)
 def test_every_way_answers_every_question_and_leaves_nothing_behind(reader, name):
     before = METHODS["in_prompt"].run(reader, 0).said
     found = METHODS[name].run(reader, 8)

@@ -125,6 +125,15 @@ def encoded(image, form="PNG", **options):
     return buffer.getvalue()
 
 
+def adapter(folder, base="tiny", size=8, content=None):
+    """The folder of an adapter, for the fake engine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"base_model_name_or_path": base, "r": 8}
+    (folder / "adapter_config.json").write_text(json.dumps(facts))
+    (folder / "adapter_model.safetensors").write_bytes(content or b"\0" * size)
+    return folder
+
+
 def data_url(content, kind="image/png"):
     """A data: URL."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -121,14 +121,6 @@ class Admission:
         inside = self._clients.keys() | {client}
         return shares.get(client, 1.0) / sum(shares.get(one, 1.0) for one in inside)
 
-    def _has_place(self, client: str, waiting: int, count: int) -> bool:
-        """Whether so many more requests of a client may wait."""
-        if waiting + count <= self._most:
-            return True
-        if self._shares is None or waiting + count > 2 * self._most:
-            return False
-        return self._clients[client] + count <= self._most * self._part(client)
-
     def enter(
         self,
         model: str | None,
@@ -139,7 +131,9 @@ class Admission:
     ) -> None:
         """Admit requests."""
         waiting = self.waiting(running)
-        if not self._has_place(client, waiting, count):
+        inside = self._clients[client] + count
+        shared = self._shares is not None and inside <= self._most * self._part(client)
+        if waiting + count > self._most * (2 if shared else 1):
             wait = min(LONGEST_RETRY, max(1.0, waiting * self._gap.value / 2))
             raise OverloadedError(
                 f"{plural(waiting, 'request|requests is|are')} waiting, and no more than "

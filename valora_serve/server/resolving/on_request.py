@@ -12,7 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from valora_serve.errors import (
     AdapterError,
@@ -49,8 +49,6 @@ NAME = re.compile(r"(?=.{1,200}\Z)[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za
 
 RESULTS = LOADED, ABSENT, REFUSED, UNAVAILABLE = "loaded", "absent", "refused", "unavailable"
 """Results of loads, as metrics name them."""
-
-T = TypeVar("T")
 
 
 class _Attempt:
@@ -237,10 +235,27 @@ class OnRequest:
         self._loaded[name] = entry
 
     async def _fetched(self, attempt: _Attempt) -> Entry:
-        seconds = self._settings.adapter_seconds
+        """Fetch an adapter in a thread that may outlive its caller, and the server.
+
+        One that hangs keeps its place, so that no more than `AT_ONCE` ever do.
+        """
+        loop, seconds = asyncio.get_running_loop(), self._settings.adapter_seconds
+        future: Future[Entry] = Future()
+        future.set_running_or_notify_cancel()  # it ends although its caller is cancelled
+
+        def run() -> None:
+            try:
+                future.set_result(self._fetch(attempt))
+            except Exception as error:  # noqa: BLE001 - the caller gets it
+                future.set_exception(error)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._places.release)
+
         try:
             async with asyncio.timeout(seconds):
-                return await self._in_thread(lambda: self._fetch(attempt))
+                await self._places.acquire()
+                threading.Thread(target=run, name="adapter", daemon=True).start()
+                return await asyncio.wrap_future(future)
         except TimeoutError as error:
             raise SourceError(
                 f"Adapter {attempt.name} was not fetched within {seconds:g} s: try again later, or "
@@ -250,7 +265,7 @@ class OnRequest:
             attempt.ended.set()
 
     def _fetch(self, attempt: _Attempt) -> Entry:
-        """Find an adapter, and fetch it unless the cache has it; called in a thread."""
+        """Find an adapter, and fetch it unless the cache has it."""
         name = attempt.name
         for resolver in self._resolvers:
             attempt.source = scheme = resolver.scheme
@@ -320,24 +335,3 @@ class OnRequest:
             raise
         finally:
             self._service.show(name)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run a function in a thread that may outlive its caller, and the server.
-
-        One that hangs keeps its place, so that no more than `AT_ONCE` ever do.
-        """
-        await self._places.acquire()
-        loop = asyncio.get_running_loop()
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # it ends although its caller is cancelled
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:  # noqa: BLE001 - the caller gets it
-                future.set_exception(error)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._places.release)
-
-        threading.Thread(target=run, name="adapter", daemon=True).start()
-        return await asyncio.wrap_future(future)

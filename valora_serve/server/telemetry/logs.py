@@ -22,9 +22,7 @@ _SOUND_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 def accepted_id(sent: str | None) -> str:
     """The request id that a client sent if it is valid, otherwise a new one."""
-    if sent is not None and _SOUND_ID.fullmatch(sent):
-        return sent
-    return new_id()
+    return sent if sent is not None and _SOUND_ID.fullmatch(sent) else new_id()
 
 
 def new_id() -> str:

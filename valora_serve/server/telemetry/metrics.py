@@ -125,11 +125,8 @@ class Metrics:
         return await asyncio.to_thread(self.text)
 
     def _bounded(self, model: str) -> str:
-        if self.shared(model):
-            return "other"
-        if model in self._models:
-            return model
-        if len(self._models) >= MOST_LABELS:
+        known = model in self._models or len(self._models) < MOST_LABELS
+        if self.shared(model) or not known:
             return "other"
         self._models.add(model)
         return model

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+from functools import cache
 
 import httpx
 import jsonschema_rs
@@ -13,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AddedToken, AutoTokenizer
 
+from tests.support.cases import others_slow
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import CHAT, ask, chat, serving, until
 from tests.support.json_schemas import random_answer, random_schema
@@ -27,9 +29,14 @@ from valora_serve.server.constrain import (
 )
 
 
+@cache
+def tokenizer():
+    return AutoTokenizer.from_pretrained(base_folder("tiny"))
+
+
 @pytest.fixture(scope="module")
 def grammars():
-    made = Grammars(FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny"))))
+    made = Grammars(FakeEngine(tokenizer=tokenizer()))
     yield made
     made.close()
 
@@ -140,7 +147,7 @@ def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypat
     def fail(*_):
         raise RequestError("The JSON schema is too complex")
 
-    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    engine = FakeEngine(tokenizer=tokenizer())
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     before = getattr(GrammarConstraint, way)
@@ -185,7 +192,7 @@ def test_a_huge_schema_is_400():
     for _ in range(110):
         deep = {"type": "array", "items": deep}
     many = {"enum": ["x" * 100] * 5000}
-    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    engine = FakeEngine(tokenizer=tokenizer())
     with serving(engine) as server:
         for schema, said in ((deep, "100 levels"), (many, "characters, more than")):
             form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -197,7 +204,7 @@ def test_a_huge_schema_is_400():
 
 def test_the_tokenizer_is_read_before_the_first_request(monkeypatch):
     """Reading a large vocabulary holds up the event loop for seconds."""
-    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    engine = FakeEngine(tokenizer=tokenizer())
     with serving(engine) as server:
         monkeypatch.setattr(Grammars, "read", None)
         answer = ask(server, response_format={"type": "json_object"}, max_tokens=3)
@@ -236,23 +243,23 @@ def chain(count, item):
     return {"$defs": parts | {"d0": {"type": "integer"}}, "$ref": f"#/$defs/d{count - 1}"}
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"anyOf": [texts(20, "k") for _ in range(30)]}, texts(1000, "p"),
-        {"$defs": {"n": {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}},
-         "required": ["c"]}}, "$ref": "#/$defs/n"},
-        {"properties": {"deep": texts(800, "q")}, "required": ["deep"], "type": "object"},
-        {"allOf": [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{10 + n}}}"}
-                   for n in range(20)]},
-        {"type": "object", "patternProperties": {f"^{chr(97 + n // 20)}.*{chr(97 + n % 20)}$": True
-                                                 for n in range(400)}},
-        {"allOf": [{"type": "integer", "multipleOf": step} for step in (9973, 9967, 9949, 9941)]},
-        chain(2900, lambda part: {"type": "array", "items": part}),
-        chain(900, lambda part: {"anyOf": [{"type": "array", "items": part}, {"properties":
-                                                                              {"a": part}}]}),
-    ],
-)  # fmt: skip
+ENDLESS = [
+    {"anyOf": [texts(20, "k") for _ in range(30)]}, texts(1000, "p"),
+    {"$defs": {"n": {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}},
+     "required": ["c"]}}, "$ref": "#/$defs/n"},
+    {"properties": {"deep": texts(800, "q")}, "required": ["deep"], "type": "object"},
+    {"allOf": [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{10 + n}}}"}
+               for n in range(20)]},
+    {"type": "object", "patternProperties": {f"^{chr(97 + n // 20)}.*{chr(97 + n % 20)}$": True
+                                             for n in range(400)}},
+    {"allOf": [{"type": "integer", "multipleOf": step} for step in (9973, 9967, 9949, 9941)]},
+    chain(2900, lambda part: {"type": "array", "items": part}),
+    chain(900, lambda part: {"anyOf": [{"type": "array", "items": part}, {"properties":
+                                                                          {"a": part}}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", others_slow([*ENDLESS[:5], *ENDLESS[7:]], ENDLESS))
 def test_schemas_that_would_take_for_ever_or_end_the_process_are_refused(grammars, schema):
     with pytest.raises(RequestError, match="schema"):
         made(grammars, schema)
@@ -355,7 +362,7 @@ def test_the_deadline_counts_while_a_schema_waits_and_while_it_is_compiled(waiti
         form = {"type": "json_schema", "json_schema": {"schema": {"title": title}}}
         return {"prompt": "x", "response_format": form, "valora": {"deadline": 0.2}}
 
-    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    engine = FakeEngine(tokenizer=tokenizer())
     with serving(engine) as server:
         for title in ("is compiled", "waits"):
             answer = server.client.post(path, json=body(title))
@@ -370,7 +377,7 @@ def test_a_cached_schema_is_answered_while_clients_that_left_and_others_wait(wai
     def form(title):
         return {"type": "json_schema", "json_schema": {"schema": {"title": title}}}
 
-    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+    engine = FakeEngine(tokenizer=tokenizer())
     with serving(engine) as server:
         jobs = server.app.state.context.grammars._jobs
         waiting.go.set()

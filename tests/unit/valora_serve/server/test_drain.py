@@ -46,10 +46,10 @@ def test_running_requests_finish_and_new_connections_are_refused():
     assert engine.closed
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_event(n):
+def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_event():
+    n = 3
     engine = FakeEngine(step=0.02)
-    with serving(engine, drain_seconds=0.3) as server:
+    with serving(engine, drain_seconds=0.2) as server:
         with begin(server, chat(stream=True, n=n, **LONG)) as sock:
             until(lambda: len(engine.running) == n)
             server.server.should_exit = True
@@ -62,32 +62,27 @@ def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_event(n):
         server.stop()
 
 
-@pytest.mark.parametrize("what", ["running", "waiting", "body", "media"])
-def test_a_request_that_does_not_finish_in_time_gets_a_503(what, monkeypatch):
-    engine = FakeEngine(step=0.02, slots=1)
-    with serving(engine, drain_seconds=0.3) as server:
+def test_requests_that_do_not_finish_in_time_get_a_503(monkeypatch):
+    """Those that run, wait, send their body, or read their images."""
+
+    async def never(*_):
+        reading.set()
+        await asyncio.sleep(1000)
+
+    engine, reading = FakeEngine(step=0.02, slots=1), threading.Event()
+    with serving(engine, drain_seconds=0.2) as server:
+        monkeypatch.setattr(server.app.state.context.media, "image", never)
         socks = [begin(server, chat(**LONG))]
         until(lambda: engine.running)
-        if what == "waiting":
-            socks.append(begin(server, chat(**LONG)))
-            until(lambda: engine.waiting)
-        elif what == "body":
-            socks.append(socket.create_connection(("127.0.0.1", server.port)))
-            socks[-1].sendall(
-                b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
-                b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
-            )
-        elif what == "media":
-
-            async def never(*_):
-                reading.set()
-                await asyncio.sleep(1000)
-
-            reading = threading.Event()
-            monkeypatch.setattr(server.app.state.context.media, "image", never)
-            url = f"data:image/png;base64,{encoded(picture()).hex()}"
-            socks.append(begin(server, chat(url=url)))
-            assert reading.wait(10)
+        socks.append(begin(server, chat(**LONG)))
+        until(lambda: engine.waiting)
+        socks.append(socket.create_connection(("127.0.0.1", server.port)))
+        socks[-1].sendall(
+            b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
+        )
+        socks.append(begin(server, chat(url=f"data:image/png;base64,{encoded(picture()).hex()}")))
+        assert reading.wait(10)
         server.server.should_exit = True
         for sock in socks:
             sock.settimeout(10)

@@ -1,6 +1,7 @@
 """``/v1/contexts``: who may, what is refused, what is remembered; and questions about contexts."""
 
 import asyncio
+import contextlib
 import errno
 import json
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 
 from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import serving, until
+from tests.support.http_helpers import adapter, serving, until
 from valora_serve.errors import BusyError, StorageError
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.types import NewContext
@@ -31,44 +32,45 @@ def settings(place):
     }  # fmt: skip
 
 
-def test_a_document_becomes_a_context_that_can_be_asked(place):
-    with serving(FakeEngine(), **settings(place)) as server:
-        client = server.client
-        body = {"name": "rules", "document": "No dogs after eight."}
-        made = client.post("/v1/contexts", json=body, headers=HEADERS).json()
-        assert (made["id"], made["form"], made["tokens"]) == ("rules", "prefix", 4)
-        assert (made["bytes"], made["source_tokens"]) == (64, 4)
-        listed = client.get("/v1/contexts", headers=HEADERS).json()
-        assert listed == {"object": "list", "data": [made]}
-        model = client.get("/v1/models/rules", headers=HEADERS).json()
-        assert (model["form"], model["memory_tokens"], model["source_tokens"]) == ("prefix", 4, 4)
+@contextlib.contextmanager
+def opened(given, engine=None, served=None):
+    with serving(engine, served=served, **given) as server:
+        server.client.headers.update(HEADERS)
+        yield server
 
+
+def test_a_document_becomes_a_context_that_can_be_asked(place):
+    with opened(settings(place)) as server:
+        client, folder = server.client, place / "adapters/contexts"
+        body = {"name": "rules", "document": "No dogs after eight."}
+        made = client.post("/v1/contexts", json=body).json()
+        facts = {"id": "rules", "form": "prefix", "tokens": 4, "bytes": 64, "source_tokens": 4}
+        assert facts.items() <= made.items()
+        assert client.get("/v1/contexts").json() == {"object": "list", "data": [made]}
+        model = client.get("/v1/models/rules").json()
+        assert (model["form"], model["memory_tokens"], model["source_tokens"]) == ("prefix", 4, 4)
         question = {"model": "rules", "messages": [{"role": "user", "content": "When?"}]}
-        plain = client.post("/v1/chat/completions", json=question, headers=HEADERS).json()
+        plain = client.post("/v1/chat/completions", json=question).json()
         assert plain["valora"]["warnings"] == []
-        asked = server.engine.asked[-1].messages
-        assert asked == [{"role": "user", "content": [{"type": "text", "text": "When?"}]}] or (
-            asked == [{"role": "user", "content": "When?"}]
-        )
+        assert "When?" in str(server.engine.asked[-1].messages)
         question["messages"].insert(0, {"role": "system", "content": "Be kind."})
-        warned = client.post("/v1/chat/completions", json=question, headers=HEADERS).json()
+        warned = client.post("/v1/chat/completions", json=question).json()
         assert "ignored the system prompt" in warned["valora"]["warnings"][0]
         assert [turn["role"] for turn in server.engine.asked[-1].messages] == ["user"]
-
-        again = client.post("/v1/contexts", json=body, headers=HEADERS)
+        again = client.post("/v1/contexts", json=body)
         assert again.status_code == 409 and "set replace" in again.json()["error"]["message"]
         more = body | {"document": "No dogs.", "replace": True}
-        assert client.post("/v1/contexts", json=more, headers=HEADERS).json()["source_tokens"] == 2
-        assert len(list((place / "adapters/contexts").iterdir())) == 1
-        gone = client.delete("/v1/contexts/rules", headers=HEADERS)
+        assert client.post("/v1/contexts", json=more).json()["source_tokens"] == 2
+        assert len(list(folder.iterdir())) == 1
+        gone = client.delete("/v1/contexts/rules")
         assert gone.json()["message"] == "context rules is no longer served"
-        assert not list((place / "adapters/contexts").iterdir())
-        assert client.delete("/v1/contexts/rules", headers=HEADERS).status_code == 404
-        assert client.get("/v1/contexts", headers=HEADERS).json()["data"] == []
+        assert not list(folder.iterdir())
+        assert client.delete("/v1/contexts/rules").status_code == 404
+        assert client.get("/v1/contexts").json()["data"] == []
 
 
 def test_refusals_change_nothing(place):
-    with serving(FakeEngine(), **settings(place)) as server:
+    with opened(settings(place)) as server:
         for body, status, message in (
             ({"name": "a", "document": " "}, 400, "the document is empty"),
             ({"name": "../a", "document": "x"}, 400, "name"),
@@ -76,22 +78,22 @@ def test_refusals_change_nothing(place):
             ({"name": "a", "document": "x", "tokens": 0}, 400, "tokens"),
             ({"name": "person", "document": "x"}, 409, "name person is taken by a served domain"),
         ):
-            found = server.client.post("/v1/contexts", json=body, headers=HEADERS)
+            found = server.client.post("/v1/contexts", json=body)
             assert found.status_code == status, found.text
             assert message in found.json()["error"]["message"]
-        assert server.client.get("/v1/contexts", headers=HEADERS).json()["data"] == []
+        assert server.client.get("/v1/contexts").json()["data"] == []
     folder = place / "adapters/contexts"
     assert not folder.exists() or not list(folder.iterdir())
 
 
 def test_only_admins_make_contexts_and_only_if_that_is_allowed(place):
     body = {"name": "a", "document": "x"}
-    with serving(FakeEngine(), **settings(place)) as server:
+    with serving(**settings(place)) as server:
         assert server.client.post("/v1/contexts", json=body).status_code == 401
-    with serving(FakeEngine(), api_key=SECRET) as server:
-        found = server.client.post("/v1/contexts", json=body, headers=HEADERS)
+    with opened({"api_key": SECRET}) as server:
+        found = server.client.post("/v1/contexts", json=body)
         assert found.status_code == 403 and "--allow-runtime-loading" in found.text
-        assert server.client.get("/v1/contexts", headers=HEADERS).status_code == 200
+        assert server.client.get("/v1/contexts").status_code == 200
 
 
 def served_set(place, engine=None):
@@ -129,9 +131,7 @@ def test_contexts_wait_for_the_adapters_that_answer(place):
     """Adapters that requests had loaded are not recorded, but contexts on them are."""
     state = {name: place / "adapters" / name for name in ("cats", "dogs")}
     for folder in state.values():
-        folder.mkdir()
-        (folder / "adapter_config.json").write_text("{}")
-        (folder / "adapter_model.safetensors").write_bytes(b"x")
+        adapter(folder)
 
     async def life():
         served = served_set(place)
@@ -163,28 +163,25 @@ def test_contexts_wait_for_the_adapters_that_answer(place):
 
 
 def test_a_start_fetches_the_adapters_that_contexts_wait_for(place):
-    store = place / "store/cats"
-    store.mkdir(parents=True)
-    (store / "adapter_config.json").write_text("{}")
-    (store / "adapter_model.safetensors").write_bytes(b"x")
+    adapter(place / "store/cats")
     given = settings(place) | {
         "adapter_sources": (str(place / "store"),), "adapter_allow": ("c*",),
         "adapter_cache": str(place / "cache"),
     }  # fmt: skip
-    with serving(FakeEngine(), **given) as server:
+    with opened(given) as server:
         asked = {"model": "cats", "prompt": "x", "max_tokens": 1}
-        found = server.client.post("/v1/completions", json=asked, headers=HEADERS)
+        found = server.client.post("/v1/completions", json=asked)
         assert found.status_code == 200, found.text
         body = {"name": "rules", "document": "No cats.", "adapter": "cats"}
-        made = server.client.post("/v1/contexts", json=body, headers=HEADERS)
+        made = server.client.post("/v1/contexts", json=body)
         assert made.status_code == 200, made.text
     engine = FakeEngine()
     served = ServedSet(engine, place / "adapters", place / "served.json")
     served.read()
     assert len(asyncio.run(served.restore())) == 1
-    with serving(engine, served=served, **given) as server:
+    with opened(given, engine, served) as server:
         until(lambda: {"cats", "rules"} <= {model.name for model in engine.models()})
-        listed = server.client.get("/v1/contexts", headers=HEADERS).json()["data"]
+        listed = server.client.get("/v1/contexts").json()["data"]
         assert [one["id"] for one in listed] == ["rules"]
 
 

@@ -22,4 +22,3 @@ def test_every_request_below_it_is_told_what_to_use(tmp_path):
                 assert (error["type"], error["code"]) == ("invalid_request_error", "gone")
         assert not server.engine.asked
         assert server.client.get("/v2x").status_code == 404
-        assert "/v2" not in server.client.get("/openapi.json").text

@@ -123,7 +123,7 @@ def test_chat_answers_with_text_or_calls(server, client, script, more, content, 
         assert mine[-1].finish_reason == choice.finish_reason
 
 
-@pytest.mark.parametrize(("script", "more", "content", "calls"), ANSWERS)
+@pytest.mark.parametrize(("script", "more", "content", "calls"), ANSWERS[::2])
 def test_responses_answer_with_text_or_calls(server, client, script, more, content, calls):
     options = {"tools": [WEATHER, STOP], "include": ["message.output_text.logprobs"], **more}
     choice = options.get("tool_choice")
@@ -178,7 +178,7 @@ def test_the_clients_own_streams_read_calls(server, client):
     assert [one.parsed_arguments for one in response.output[1:]] == [wanted.model_dump()] * 2
 
 
-@pytest.mark.parametrize("limit", [5, 25, 60, 100])
+@pytest.mark.parametrize("limit", [5, 60])
 def test_what_is_cut_off_ends_by_length(server, client, limit):
     with scripted(server, "Look.\n" + BOTH):
         whole = ask(client, tools=[WEATHER, STOP], max_tokens=limit).choices[0]

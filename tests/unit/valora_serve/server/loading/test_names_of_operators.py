@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_replicas import Replica, start
-from tests.support.http_helpers import serving
+from tests.support.http_helpers import adapter, serving
 from valora_serve.errors import UnknownModelError
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
@@ -17,12 +17,6 @@ from valora_serve.types import Request
 SECRET = "an-admin-key-of-32-characters-ok"
 NAMES = ("car", "bus", "cars", "cars/1", "mine", "rules")
 """What the source has: names of a bundle with its domains, of an adapter, and of a context."""
-
-
-def adapter(folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
-    (folder / "adapter_model.safetensors").write_bytes(b"\0" * 8)
 
 
 def bundle(folder):

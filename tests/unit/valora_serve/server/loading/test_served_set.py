@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import serving, until
+from tests.support.http_helpers import adapter, serving, until
 from valora_serve.errors import AdapterError, SettingsError, StorageError
 from valora_serve.server.access.keys import new_key
 from valora_serve.server.loading import startup
@@ -19,15 +19,6 @@ from valora_serve.server.loading.served_set import ServedSet
 
 SECRET = "an-admin-key-of-32-characters-ok"
 BUILT_IN = {model.name: model.root for model in FakeEngine().models()}
-
-
-def adapter(folder, base="tiny", content=b"\0" * 8):
-    folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": base, "r": 8})
-    )
-    (folder / "adapter_model.safetensors").write_bytes(content)
-    return folder
 
 
 def bundle(folder, domains=("car",), name="cars", base="tiny"):

@@ -83,10 +83,10 @@ async def running(pool, *tasks):
 
 
 def test_many_at_once(pool):
-    contents = [encoded(picture(10 + n, 20, (n, 0, 0))) for n in range(30)]
+    contents = [encoded(picture(10 + n, 20, (n, 0, 0))) for n in range(12)]
     found = decoded(pool, *map(job, contents))
-    assert [image.size for [image] in found] == [(10 + n, 20) for n in range(30)]
-    assert [image.getpixel((5, 5))[0] for [image] in found] == list(range(30))
+    assert [image.size for [image] in found] == [(10 + n, 20) for n in range(12)]
+    assert [image.getpixel((5, 5))[0] for [image] in found] == list(range(12))
     assert len(workers(pool)) == 2
 
 
@@ -123,9 +123,9 @@ def test_a_decode_that_takes_too_long_holds_no_place(pool, slow):
 
 
 def test_waiting_is_limited(pool, slow):
-    limits = seconds(1.5)
+    limits = seconds(0.8)
     began = time.monotonic()
-    found = decoded(pool, *[job(slow, limits) for _ in range(2)], job(encoded(picture())), wait=0.3)
+    found = decoded(pool, *[job(slow, limits) for _ in range(2)], job(encoded(picture())), wait=0.2)
     if not isinstance(found[2], list):
         assert isinstance(found[2], OverloadedError)
     assert [type(error) for error in found[:2]] == [ImageError] * 2
@@ -237,7 +237,7 @@ def alive(pid):
 
 def test_time_of_a_requests_images_is_limited_together(slow):
     async def run():
-        reader = MediaReader(ServerSettings(decode_seconds=0.3))
+        reader = MediaReader(ServerSettings(decode_seconds=0.2))
         errors = []
         with reader.pixels() as pixels:
             for _ in range(4):
@@ -250,8 +250,8 @@ def test_time_of_a_requests_images_is_limited_together(slow):
         return errors
 
     errors = asyncio.run(run())
-    assert "longer than 0.3 s to decode" in errors[0]
-    assert "longer than 0.9 s to decode together" in errors[3]
+    assert "longer than 0.2 s to decode" in errors[0]
+    assert "longer than 0.6 s to decode together" in errors[3]
 
 
 def test_a_file_that_is_held_in_part_is_not_called_damaged(pool):

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import io
-import json
 import os
 import shutil
 import threading
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import own_logging, serving, until
+from tests.support.http_helpers import adapter, own_logging, serving, until
 from valora_data.contract.files import UnreadableError
 from valora_serve import cli
 from valora_serve.errors import SettingsError
@@ -23,13 +22,6 @@ from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS, Found, Re
 from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.settings import ServerSettings
 from valora_serve.types import ServedModel
-
-
-def adapter(folder, base="tiny", size=8):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps({"base_model_name_or_path": base, "r": 8}))
-    (folder / WEIGHTS).write_bytes(b"\0" * size)
-    return folder
 
 
 @pytest.fixture
@@ -120,9 +112,17 @@ def test_a_request_loads_what_it_names(place):
         assert found["team/plates"]["root"] == "plates"
         assert found["tiny"]["state"] is None
         assert "cars-3" not in found
+        ask(server, "cars-none")
+        text = server.client.get("/metrics").text
+        assert "cars-" not in text  # strangers make no labels
+        assert 'model_name="other"' in text
+        assert ask(server, "cars-3").status_code == 200  # a fifth one: each gave its place back
 
 
-def test_names_that_may_not_be_loaded(place):
+def test_names_that_may_not_be_loaded(place, monkeypatch):
+    def denied(*_, **__):
+        raise UnreadableError("cannot be read") from PermissionError(13, "Permission denied")
+
     adapter(place / "store" / "private")
     adapter(place / "outside")
     (place / "store" / "cars-link").symlink_to(place / "outside")
@@ -141,6 +141,8 @@ def test_names_that_may_not_be_loaded(place):
         refused(ask(server, "cars-link"), 400, "link that leads out")
         refused(ask(server, "cars-loop"), 400, "link that leads to itself")
         assert set(cards(server)) & {"private", "cars-link", "cars-9"} == set()
+        monkeypatch.setattr("valora_serve.server.resolving.folder.open_regular", denied)
+        refused(ask(server, "cars-1"), 403, "may not read adapter cars-1")
 
 
 def test_what_cannot_be_served_is_refused_in_a_sentence(place):
@@ -388,6 +390,7 @@ def test_only_what_a_request_can_load_is_listed(place):
         assert "cars-bad" not in cards(server)
     with serving(**settings(place)) as server:
         assert {"cars-1", "cars-bad"} <= set(cards(server))  # nobody has tried it in this run
+        assert cards(server)["cars-1"]["state"] == "disk"
     with serving(**settings(place, adapter_allow=("dogs-*",))) as server:
         assert not {"cars-1", "cars-bad"} & set(cards(server))
         assert (
@@ -396,15 +399,6 @@ def test_only_what_a_request_can_load_is_listed(place):
     (place / "other").mkdir()
     with serving(**settings(place, adapter_sources=(str(place / "other"),))) as server:
         assert "cars-1" not in cards(server)
-
-
-def test_files_that_the_server_may_not_read(place, monkeypatch):
-    def denied(*_, **__):
-        raise UnreadableError("cannot be read") from PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("valora_serve.server.resolving.folder.open_regular", denied)
-    with serving(**settings(place)) as server:
-        refused(ask(server, "cars-1"), 403, "may not read adapter cars-1")
 
 
 def test_a_damaged_or_deleted_cache_is_filled_again(place):
@@ -446,29 +440,6 @@ def test_a_loaded_adapter_whose_files_are_lost_is_fetched_again(place, monkeypat
         assert "cars-2" in served
         shutil.rmtree(place / "store" / "cars-2")
         refused(ask(server, "cars-2"), 404, "no source of adapters has it")
-
-
-def test_strangers_make_no_labels(place):
-    with serving(**settings(place)) as server:
-        for name in ("cars-1", "cars-2", "cars-none"):
-            ask(server, name)
-        text = server.client.get("/metrics").text
-        assert "cars-" not in text
-        assert 'model_name="other"' in text
-
-
-def test_the_cache_survives_a_restart_and_an_unreachable_source(place, monkeypatch):
-    with serving(**settings(place)) as server:
-        assert ask(server, "cars-1").status_code == 200
-    with serving(**settings(place)) as server:
-        assert cards(server)["cars-1"]["state"] == "disk"
-
-        def find(self, name):
-            raise OSError("the share is not mounted")
-
-        monkeypatch.setattr("valora_serve.server.resolving.folder.FolderResolver.find", find)
-        assert ask(server, "cars-1").status_code == 200
-        refused(ask(server, "cars-2"), 503, "cannot be read now")
 
 
 @pytest.mark.parametrize(

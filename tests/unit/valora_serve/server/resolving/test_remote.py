@@ -13,9 +13,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.support.http_helpers import serving
+from tests.support.http_helpers import adapter, serving
 from tests.unit.valora_serve.server.resolving.test_on_request import (
-    adapter,
     ask,
     cards,
     refused,
@@ -92,22 +91,17 @@ def test_a_server_without_ranges_that_redirects(tmp_path, web):
         refused(ask(server, "cars-9"), 404, "no source of adapters has it")
 
 
-def test_a_server_that_hides_what_is_absent(tmp_path, web):
-    web.hides = True
+def test_what_a_server_answers(tmp_path, web):
     with serving(**chosen(tmp_path, web.url)) as server:
+        for status, told, words in (
+            (401, 403, "may not read"), (403, 403, "may not read"),
+            (500, 503, "cannot be read now"), (410, 404, "no source of adapters has it"),
+        ):  # fmt: skip
+            web.status = status
+            refused(ask(server, "cars-1"), told, words)
+        web.status, web.hides = 200, True
         assert ask(server, "cars-1").status_code == 200
         refused(ask(server, "cars-9"), 403, "may not read")
-
-
-@pytest.mark.parametrize(
-    ("status", "told", "words"),
-    [(401, 403, "may not read"), (403, 403, "may not read"), (500, 503, "cannot be read now"),
-     (410, 404, "no source of adapters has it")],
-)  # fmt: skip
-def test_what_a_server_answers(tmp_path, web, status, told, words):
-    web.status = status
-    with serving(**chosen(tmp_path, web.url)) as server:
-        refused(ask(server, "cars-1"), told, words)
 
 
 def test_no_other_source_answers_while_one_is_unreachable(tmp_path, web):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -24,8 +25,23 @@ from valora_serve.server.api.requests import (
     read_messages,
     sampling,
 )
-from valora_serve.server.api.schema import ChatAnswer, ChatChoice, ChatRequest
+from valora_serve.server.api.schema import (
+    AnswerMessage,
+    ChatAnswer,
+    ChatChoice,
+    ChatRequest,
+    FramesPart,
+    ImagePart,
+    LookRequest,
+    OtherPart,
+    TextPart,
+    Url,
+    UsageAnswer,
+    VideoPart,
+    VisionAnswer,
+)
 from valora_serve.server.api.tools import AnswerReader, tools_of
+from valora_serve.server.api.vision import looked, of_bundle, reader_of
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 
@@ -48,12 +64,70 @@ def router(context: ServerContext) -> APIRouter:
         summary="Answer a conversation with text, or with a domain's head",
     )
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        if body.model and not context.service.serves(body.model) and of_bundle(context, body.model):
+            return await _bundle_answer(context, request, body)
         chat = await begin(context, request, body)
         if body.stream:
             return common.EventStream(chat.events())
         return common.answer(await until_disconnect(request.receive, chat.json()))
 
     return routes
+
+
+async def _bundle_answer(context: ServerContext, http: Request, body: ChatRequest) -> Response:
+    """Answer with JSON: what each domain of a bundle finds in the user's images or video."""
+    since, many = time.monotonic(), (body.n or 1) > 1
+    refused = {"tools": body.tools, "response_format": body.response_format, "n": many,
+               "logprobs": body.logprobs, "stream": body.stream}  # fmt: skip
+    if given := ", ".join(name for name, value in refused.items() if value):
+        raise RequestError(
+            f"{body.model} is a bundle, whose domains answer at once: leave out {given}, or ask "
+            "one of its domains"
+        )
+    parts: list[Any] = []
+    for message in body.messages:
+        if message.role == "user" and (content := message.content):
+            text = isinstance(content, str)
+            parts += [TextPart.model_construct(text=content)] if text else content
+    urls = {
+        kind: [url for part in parts if isinstance(part, kind) for url in _urls(part)]
+        for kind in (ImagePart, VideoPart, FramesPart)
+    }
+    if len(urls[VideoPart]) > 1 or any(isinstance(part, OtherPart) for part in parts):
+        raise RequestError(f"{body.model} is a bundle: send images, or one video, and text")
+    fields = LookRequest.model_construct(  # what is in it is checked
+        domains=[str(body.model)], images=urls[ImagePart], video=next(iter(urls[VideoPart]), None),
+        frames=urls[FramesPart], min_score=body.valora.min_score, deadline=body.valora.deadline,
+        prompt="\n".join(part.text for part in parts if isinstance(part, TextPart)) or None,
+        max_tokens=body.max_completion_tokens or body.max_tokens, cache_salt=body.cache_salt,
+    )  # fmt: skip
+    pixels = http.state.stack.enter_context(context.media.pixels())
+    read = reader_of(fields, context, pixels)
+    found = await looked(context, http, fields, read, since, own_prompts=True)
+    used = [one.usage for one in found.values() if isinstance(one, VisionAnswer)]
+    said = {name: one.model_dump(mode="json", exclude_none=True) for name, one in found.items()}
+    answer = AnswerMessage(content=json.dumps(said, ensure_ascii=False))
+    prompt, completion = (
+        sum(getattr(one, f"{part}_tokens") for one in used) for part in ("prompt", "completion")
+    )
+    return common.answer(
+        ChatAnswer(
+            id=f"chatcmpl-{new_id()}", created=int(time.time()), model=str(body.model),
+            choices=[ChatChoice(index=0, message=answer, finish_reason="stop")],
+            usage=UsageAnswer(
+                prompt_tokens=prompt, completion_tokens=completion,
+                total_tokens=prompt + completion,
+            ),
+        )
+    )  # fmt: skip
+
+
+def _urls(part: Any) -> list[Any]:
+    if isinstance(part, FramesPart):
+        found = part.frames
+    else:
+        found = [part.image_url if isinstance(part, ImagePart) else part.video_url]
+    return [one.url if isinstance(one, Url) else one for one in found]
 
 
 async def begin(context: ServerContext, http: Request, body: ChatRequest) -> Chat:

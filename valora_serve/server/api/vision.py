@@ -104,28 +104,43 @@ def router(context: ServerContext) -> APIRouter:
     async def look(request: Request) -> Response:
         since = time.monotonic()
         fields, read = await _unread(request, context, LookRequest)
-        names = _every(context, fields) if fields.domains == "*" else fields.domains
-        models: dict[str, list[ServedModel]] = {}
-        errors: dict[str, ServeError] = {}
-        for name in names:
-            try:
-                models[name] = _of_bundle(context, name) or [_domain(context, name)]
-            except ServeError as error:
-                errors[name] = error
-        answers, errors = await _asked(context, request, fields, read, models, errors, since)
-        found: dict[str, VisionAnswer | ErrorAnswer] = {}
-        for name, one in answers.items():
-            found[name] = one
-            if list(names).count(name) > 1:
-                one.warnings.append(f"{name} is named several times: answered once")
-        for name, failed in errors.items():
-            context.metrics.failed(failed.code)
-            found[name] = ErrorAnswer.model_validate({"error": error_body(failed)})
+        found = await looked(context, request, fields, read, since)
         seconds, created = time.monotonic() - since, int(time.time())
         identity = f"vision-{new_id()}"
         return answer(LookAnswer(id=identity, created=created, domains=found, seconds=seconds))
 
     return routes
+
+
+async def looked(
+    context: ServerContext,
+    http: Request,
+    fields: LookRequest,
+    read: Callable[[], Coroutine[Any, Any, Media]],
+    since: float,
+    *,
+    own_prompts: bool = False,
+) -> dict[str, VisionAnswer | ErrorAnswer]:
+    """An answer, or an error, for each domain; `own_prompts`: of those that have one."""
+    names = _every(context, fields) if fields.domains == "*" else fields.domains
+    models: dict[str, list[ServedModel]] = {}
+    errors: dict[str, ServeError] = {}
+    for name in names:
+        try:
+            models[name] = of_bundle(context, name) or [_domain(context, name)]
+        except ServeError as error:
+            errors[name] = error
+    answers, errors = await _asked(
+        context, http, fields, read, models, errors, since, own_prompts=own_prompts
+    )
+    found: dict[str, VisionAnswer | ErrorAnswer] = {**answers}
+    for name, one in answers.items():
+        if list(names).count(name) > 1:
+            one.warnings.append(f"{name} is named several times: answered once")
+    for name, failed in errors.items():
+        context.metrics.failed(failed.code)
+        found[name] = ErrorAnswer.model_validate({"error": error_body(failed)})
+    return found
 
 
 async def _asked(
@@ -136,6 +151,8 @@ async def _asked(
     models: dict[str, list[ServedModel]],
     errors: dict[str, ServeError],
     since: float,
+    *,
+    own_prompts: bool = False,
 ) -> tuple[dict[str, VisionAnswer], dict[str, ServeError]]:
     """Ask the engine about each image once, for all domains: answers, and errors, by domain."""
     arrivals: dict[str, Arrival] = {}
@@ -157,7 +174,9 @@ async def _asked(
     with contextlib.ExitStack() as stack:
         for name, arrival in arrivals.items():
             try:
-                requests, said = _requests(arrival, fields, images, video)
+                own = own_prompts and not arrival.model.prompted
+                prompt = None if own else fields.prompt
+                requests, said = _requests(arrival, fields, prompt, images, video)
                 asked[name] = stack.enter_context(arrival.admitted(requests)), requests, said
             except ServeError as error:
                 errors[name] = error
@@ -192,7 +211,7 @@ def _every(context: ServerContext, fields: LookRequest) -> list[str]:
     ]
 
 
-def _of_bundle(context: ServerContext, name: str) -> list[ServedModel]:
+def of_bundle(context: ServerContext, name: str) -> list[ServedModel]:
     """The domains of the bundle of a name; none if it names no bundle, or a domain."""
     models = [model for model in context.service.models() if model.kind == "domain"]
     if any(model.name == name for model in models):
@@ -228,7 +247,15 @@ async def _from_json(
 ) -> Unread:
     parsing = context.bodies.parsed(body, _adapter(kind))
     del body
-    fields, media = await parsing, context.media
+    fields = await parsing
+    return fields, reader_of(fields, context, pixels)
+
+
+def reader_of(
+    fields: VisionRequest, context: ServerContext, pixels: Pixels
+) -> Callable[[], Coroutine[Any, Any, Media]]:
+    """A function that reads the images, or the video, of which a request has URLs."""
+    media = context.media
     _check(fields, len(fields.images), fields.video is not None, len(fields.frames), context)
 
     async def read() -> Media:
@@ -237,7 +264,7 @@ async def _from_json(
             return images, await media.video(fields.video, pixels)
         return images, await media.frames(fields.frames, pixels) if fields.frames else None
 
-    return fields, read
+    return read
 
 
 async def _from_form(
@@ -341,18 +368,22 @@ def _check(
 
 
 def _requests(
-    arrival: Arrival, fields: VisionRequest, images: list[Image], video: list[Image] | None
+    arrival: Arrival,
+    fields: VisionRequest,
+    prompt: str | None,
+    images: list[Image],
+    video: list[Image] | None,
 ) -> tuple[list[types.Request], list[str]]:
     """The requests to the engine, one for each image or one for the video, and warnings."""
     model, settings = arrival.model, arrival.context.settings
     if model.form is not None:
         raise RequestError(f"{model.name} reads documents, no images: leave it out")
     head = model.head is not None
-    question, warnings = question_of(model, fields.prompt, head=head)
+    question, warnings = question_of(model, prompt, head=head)
     frames = [] if video is None else [len(video)]
     warnings += check_measured_media(model, 1 - len(frames), frames, head=head)
     messages = None
-    if fields.prompt is not None:
+    if prompt is not None:
         kind = "image" if video is None else "video"
         content = [{"type": "text", "text": question}, {"type": kind}]
         messages = [{"role": "user", "content": content}]

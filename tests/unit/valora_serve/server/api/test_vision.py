@@ -164,6 +164,34 @@ def test_a_star_or_a_bundle_stands_for_its_domains(server):
     assert named[0] == named[1]
 
 
+def chat(server, model, *parts, **more):
+    body = {"model": model, "messages": [{"role": "user", "content": [*parts]}], **more}
+    return server.client.post("/v1/chat/completions", json=body)
+
+
+def test_a_chat_with_a_bundle_is_answered_by_all_of_its_domains(server):
+    url = data_url(encoded(WIDE))
+    shown, text = {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}
+    found = chat(server, "d", text, shown).json()
+    said = json.loads(found["choices"][0]["message"]["content"])
+    alone = look(server, ["d"]).json()["domains"]
+    assert {k: v["results"] for k, v in said.items()} == {
+        k: [{n: x for n, x in one.items() if x is not None} for one in v["results"]]
+        for k, v in alone.items()
+    }
+    assert all(one.messages is None for one in server.engine.asked[-len(said) :])  # their prompts
+    tokens = [one["usage"]["total_tokens"] for one in alone.values()]
+    assert found["usage"]["total_tokens"] == sum(tokens)
+    for given in ({"stream": True}, {"n": 2}, {"logprobs": True}):
+        refused = chat(server, "d", shown, **given)
+        assert refused.status_code == 400
+        assert f"leave out {next(iter(given))}" in refused.json()["error"]["message"]
+    clip = {"type": "video_url", "video_url": {"url": url}}
+    for parts in ([text], [shown, clip], [clip, clip], [shown] * 4, [{"type": "file"}, shown]):
+        assert chat(server, "d", *parts).status_code == 400, parts
+    assert chat(server, "e", shown).status_code == 404
+
+
 @pytest.mark.parametrize(
     ("domains", "name", "said"),
     [

@@ -135,7 +135,7 @@ def test_no_password_is_left_on_the_disk(tmp_path, monkeypatch, store):
 
 
 @pytest.mark.slow
-def test_jobs_lie_below_a_parent_with_a_table(tmp_path, monkeypatch, one_thread):
+def test_jobs_lie_below_a_parent_with_a_table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = write_coco(tmp_path / "cats", count=60)
     more = ["command=fuse", "domains.cat.teacher=labels", "train.steps=2", "train.probe_steps=2",

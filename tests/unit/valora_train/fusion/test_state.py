@@ -26,17 +26,6 @@ def test_a_state_is_read_back(tmp_path):
     assert all(torch.equal(found[key], value) for key, value in tensors.items())
 
 
-def test_a_replaced_snapshot_stays_until_it_is_discarded(tmp_path):
-    state = FusionState(tmp_path, {})
-    for number in (1, 2):
-        state.write_snapshot("adapter-1", number, {"x": torch.full((1,), float(number))})
-    files = tmp_path / SNAPSHOTS
-    assert len(list(files.iterdir())) == 2  # a kill before `save` still finds the first
-    state.discard_old_snapshots()
-    assert [file.name for file in files.iterdir()] == ["adapter-1-02.safetensors"]
-    assert state.read_snapshot("adapter-1")["x"] == 2
-
-
 @pytest.mark.parametrize("file", [STATE, f"{SNAPSHOTS}/adapter-1-01.safetensors"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "changed"])
 def test_damage_names_the_folder_to_delete(tmp_path, file, damage):

@@ -23,8 +23,6 @@ from valora_train.settings import (
 )
 from valora_train.tasks.registry import make_task
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize(("rehearse", "vision"), [(False, False), (True, True)])
 def test_rollback_is_bit_for_bit(random_llava, rehearse, vision):

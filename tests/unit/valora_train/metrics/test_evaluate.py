@@ -114,14 +114,6 @@ def test_interval_holds_the_truth_about_95_times_in_100():
     assert sum(low <= whole <= high for low, high in intervals) >= 25  # of 30; 28.5 expected
 
 
-def test_calibration_error_of_a_known_case():
-    # Ten boxes at 0.9 of which seven hit, ten at 0.3 of which three hit: (0.2 + 0.0) / 2.
-    found = [[Box(0, 0, 10, 10, "cat", c)] for c in [0.9] * 10 + [0.3] * 10]
-    hits = [True] * 7 + [False] * 3 + [True] * 3 + [False] * 7
-    truth = [[Box(0, 0, 10, 10, "cat")] if hit else [] for hit in hits]
-    assert match(found, truth, LABELS).calibration_error() == pytest.approx(0.1, abs=1e-6)
-
-
 @pytest.mark.parametrize("found", [[[], []], [[], [Box(0, 0, 5, 5, "dog", 0.9)]]])
 @pytest.mark.parametrize(
     "truth", [[[], []], [[Box(0, 0, 9, 9, "cat")], []], [[], [Box(0, 0, 5, 5, "cat")]]]

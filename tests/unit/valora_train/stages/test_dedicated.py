@@ -75,7 +75,7 @@ def prepared(tmp_path, monkeypatch, capfd):  # two domains that take labels inst
 
 
 @pytest.mark.slow
-def test_requirements_follow_from_dedicated_adapters(prepared, tmp_path, one_thread):
+def test_requirements_follow_from_dedicated_adapters(prepared, tmp_path):
     asked = ["command=fuse", "fusion.of_dedicated=0.5", "fusion.unreachable=keep", "processes=2",
              "fusion.head_only=false", "fusion.processes=2", "train.seed=4", "train.steps=40",
              "train.threads=1"]  # fmt: skip

@@ -14,8 +14,6 @@ from valora_train.settings import LoraSettings, ModelSettings
 from valora_train.stages import encoder_training
 from valora_train.stages.encoder_training import ContextEncoder, one_cycle, train_encoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DOCUMENTS = {"a": Document("417 color red\n820 thing star"), "b": Document("131 color blue")}
 
 

@@ -120,18 +120,6 @@ def test_calibration_recovers_a_known_distortion():
     assert head.calibration.tolist() == [1.0, 0.0]
 
 
-def test_boxes_come_in_pixels_of_the_image_that_was_sent():
-    raw = torch.full((16, 5), -9.0)
-    raw[9, 0] = 4.0
-    raw[9, 1:5] = 0.0  # the cell itself
-    for width, height in ((40, 80), (96, 96), (1920, 1080)):
-        head = BoxHeadModule(6, ["cat"], GRID)
-        (box,) = head.predict(raw, (width, height), HeadSettings(), 0.5)
-        expected = (0.25 * width, 0.5 * height, 0.5 * width, 0.75 * height)
-        assert box.xyxy == pytest.approx(expected, rel=1e-5)
-        assert box.confidence == pytest.approx(1 / (1 + math.exp(-4)), abs=1e-6)
-
-
 def test_round_trip_on_disk(tmp_path):
     head, file = BoxHeadModule(6, LABELS, GRID), tmp_path / "h.safetensors"
     head.calibration.copy_(torch.tensor([1.7, -0.3]))

@@ -92,7 +92,7 @@ def requests_of(family, names):
         }
         if family in TEXT_CHECKPOINTS:
             system = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
-            long_ago = ask(" ".join(f"Line {n} says {n * n}." for n in range(40)))
+            long_ago = ask(" ".join(f"Line {n} says {n * n}." for n in range(60)))
             cases = {
                 "words": cases["words"],
                 "turns": Request("", messages=[system, *ask("Who?"), *ask("Why?")]),

@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_513,
-    "data/valora_data": 9_441,
+    "data/valora_data": 9_435,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
-    "valora_serve": 29_903,
+    "valora_serve": 29_754,
     "tests/*/valora_train": 7_420,
     "tests/*/valora_data": 4_034,
     "tests/*/valora_teachers": 1_179,

@@ -8,10 +8,11 @@ import ctypes
 import json
 import resource
 import time
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio.to_thread
 import uvicorn
@@ -22,6 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as BaseRoute
+from starlette.types import Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -41,17 +43,11 @@ from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.middleware import Middleware
 from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.service import Service
+from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry.adapter_states import follow_adapters
 from valora_serve.server.telemetry.metrics import Metrics
 from valora_serve.server.telemetry.spans import Tracer
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-
-    from starlette.types import Receive, Scope, Send
-
-    from valora_serve.server.settings import ServerSettings
-    from valora_serve.types import EngineClient
+from valora_serve.types import EngineClient
 
 DESCRIPTION = (
     "OpenAI's chat and completions endpoints and a vision endpoint, over one large multimodal "

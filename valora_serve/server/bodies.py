@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pydantic_core
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from valora_serve.errors import (
     CancelledRequestError,
@@ -20,16 +22,9 @@ from valora_serve.errors import (
     SlowClientError,
     TooLargeError,
 )
-from valora_serve.server.access.rules import JSON, rules_of
+from valora_serve.server.access.rules import JSON, Rules, rules_of
 from valora_serve.server.errors import invalid
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from starlette.responses import Response
-
-    from valora_serve.server.access.rules import Rules
-    from valora_serve.server.settings import ServerSettings
+from valora_serve.server.settings import ServerSettings
 
 LARGE_BYTES = 2**16
 """Larger bodies are parsed in a thread, between which the event loop has its turns."""

@@ -15,24 +15,20 @@ import subprocess
 import sys
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from valora_serve.errors import OverloadedError, RequestError
 from valora_serve.server import schema_worker
 from valora_serve.server.schema_worker import LIMITS, first_line
 from valora_serve.server.telemetry.logs import LOG
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    from valora_serve.types import EngineClient
+from valora_serve.types import EngineClient
 
 LARGEST_SCHEMA = 200_000  # characters
 REMEMBERED = 64  # grammars that are cached

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from valora_serve.server.access.guard import Guard
-    from valora_serve.server.bodies import Bodies
-    from valora_serve.server.constrain import Grammars
-    from valora_serve.server.loading.served_set import ServedSet
-    from valora_serve.server.media.reader import MediaReader
-    from valora_serve.server.resolving.on_request import OnRequest
-    from valora_serve.server.service import Service
-    from valora_serve.server.settings import ServerSettings
-    from valora_serve.server.telemetry.metrics import Metrics
+from valora_serve.server.access.guard import Guard
+from valora_serve.server.bodies import Bodies
+from valora_serve.server.constrain import Grammars
+from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.server.media.reader import MediaReader
+from valora_serve.server.resolving.on_request import OnRequest
+from valora_serve.server.service import Service
+from valora_serve.server.settings import ServerSettings
+from valora_serve.server.telemetry.metrics import Metrics
 
 
 @dataclass(frozen=True)

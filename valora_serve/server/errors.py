@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from valora_data.errors import ValoraError
 from valora_serve.errors import FieldError, RequestError, UnknownModelError
 from valora_serve.server.telemetry import logs
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from fastapi import FastAPI
-    from starlette.requests import Request
-
-    from valora_serve.server.telemetry.metrics import Metrics
+from valora_serve.server.telemetry.metrics import Metrics
 
 DRAINED = "The server shut down before the answer was complete: ask again"
 LONGEST_NAME, LONGEST_PATH, LONGEST_TEXT = 60, 200, 300

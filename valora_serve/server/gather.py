@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
 
 from valora_serve.errors import CancelledRequestError
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    from starlette.types import Receive
 
 T = TypeVar("T")
 AT_ONCE = 8

@@ -6,12 +6,10 @@ import errno
 import socket
 import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from valora_serve.errors import SettingsError
-
-if TYPE_CHECKING:
-    from valora_serve.server.settings import ServerSettings
+from valora_serve.server.settings import ServerSettings
 
 _REMEDIES = {
     errno.EADDRINUSE: "stop what uses it, or choose another with --port",

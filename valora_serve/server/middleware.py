@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from valora_serve.errors import DrainingError, ServeError
 from valora_serve.server.errors import DRAINED, error_answer
+from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from valora_serve.server.settings import ServerSettings
-    from valora_serve.server.telemetry.metrics import Metrics
+from valora_serve.server.telemetry.metrics import Metrics
 
 LOGGED_PATH = 200  # characters of a path that the access log shows
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}

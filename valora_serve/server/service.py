@@ -6,9 +6,17 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from valora_serve.errors import (
     CancelledRequestError,
@@ -16,24 +24,12 @@ from valora_serve.errors import (
     StoppedError,
     UnknownModelError,
 )
+from valora_serve.server.access.admission import Admission
 from valora_serve.server.access.guard import caller, caller_key
 from valora_serve.server.gather import gathered
-from valora_serve.types import Finish
-
-if TYPE_CHECKING:
-    from collections.abc import (
-        AsyncGenerator,
-        AsyncIterator,
-        Coroutine,
-        Iterator,
-        Mapping,
-        Sequence,
-    )
-
-    from valora_serve.server.access.admission import Admission
-    from valora_serve.server.telemetry.metrics import Metrics
-    from valora_serve.server.telemetry.spans import Tracer
-    from valora_serve.types import EngineClient, Output, Request, ServedModel, Times
+from valora_serve.server.telemetry.metrics import Metrics
+from valora_serve.server.telemetry.spans import Tracer
+from valora_serve.types import EngineClient, Finish, Output, Request, ServedModel, Times
 
 T = TypeVar("T")
 AT_ONCE = 128

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from valora_data.errors import BundleError
 from valora_data.models.base import Architecture
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 # What chat templates would choose by themselves: Llama 3.2's writes the date of today, which no
 # adapter was trained with, and Qwen3's lets the model think before it answers.

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from valora_data.wording import agreeing, plural
 from valora_serve.errors import OverloadedError, RateLimitError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from valora_serve.types import Times
+from valora_serve.types import Times
 
 REMEMBERED = 10_000  # callers and models that are remembered; the oldest is dropped first
 LONGEST_RETRY = 60.0

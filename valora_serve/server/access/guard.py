@@ -6,20 +6,16 @@ import contextlib
 import ipaddress
 import time
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from valora_serve.errors import ForbiddenError
-from valora_serve.server.access.rules import Access
-
-if TYPE_CHECKING:
-    from starlette.datastructures import Headers
-    from starlette.types import Scope
-
-    from valora_serve.server.access.admission import RateLimiter
-    from valora_serve.server.access.keys import Key, KeyRing
-    from valora_serve.server.access.rules import Rules
-    from valora_serve.server.access.sites import Sites
-
+from valora_serve.server.access.admission import RateLimiter
+from valora_serve.server.access.keys import Key, KeyRing
+from valora_serve.server.access.rules import Access, Rules
+from valora_serve.server.access.sites import Sites
 
 caller: ContextVar[str | None] = ContextVar("caller", default=None)
 """Name of the API key of the request that is being handled; None without one."""

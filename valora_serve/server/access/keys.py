@@ -7,18 +7,14 @@ import hmac
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valora_serve.errors import ForbiddenError, SettingsError, UnauthorizedError
+from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_serve.server.settings import ServerSettings
 
 ROLES = ("user", "admin")
 PREFIX = "sk-valora-"

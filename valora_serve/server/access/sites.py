@@ -10,16 +10,13 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
 from valora_serve.errors import ForbiddenError, RequestError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from starlette.datastructures import Headers
-    from starlette.types import Scope
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]/?#@\s]+)(?::\d{0,5})?")
 _SAFE = {"GET", "HEAD", "OPTIONS"}

@@ -7,8 +7,9 @@ import contextlib
 import json
 import time
 from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -40,17 +41,12 @@ from valora_serve.server.api.schema import (
     VideoPart,
     VisionAnswer,
 )
-from valora_serve.server.api.tools import AnswerReader, tools_of
+from valora_serve.server.api.tools import AnswerReader, Tools, tools_of
 from valora_serve.server.api.vision import looked, of_bundle, reader_of
+from valora_serve.server.context import ServerContext
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
-
-    from valora_serve.server.api.tools import Tools
-    from valora_serve.server.context import ServerContext
-    from valora_serve.types import Output
+from valora_serve.types import Output
 
 
 def router(context: ServerContext) -> APIRouter:

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import json
 import math
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from pydantic import BaseModel
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from valora_data.contract.results import BoxesResult
 from valora_serve.errors import CancelledRequestError, DrainingError, RequestError, ServeError
@@ -17,15 +20,7 @@ from valora_serve.server.api.schema import ErrorAnswer, TokenDetails, UsageAnswe
 from valora_serve.server.errors import DRAINED, error_body
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry import logs
-from valora_serve.types import Finish, Usage
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Sequence
-
-    from pydantic import BaseModel
-    from starlette.types import Receive, Scope, Send
-
-    from valora_serve.types import Logprob, Output, ServedModel, TokenLogprobs
+from valora_serve.types import Finish, Logprob, Output, ServedModel, TokenLogprobs, Usage
 
 AT_ONCE = 200  # items that become JSON while nothing else runs
 LEAST_LOGPROB = -9999.0  # as in OpenAI's responses

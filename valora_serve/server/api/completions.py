@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import time
 from codecs import getincrementaldecoder
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -26,17 +27,18 @@ from valora_serve.server.api.requests import (
     sampling,
     several_of,
 )
-from valora_serve.server.api.schema import CompletionAnswer, CompletionChoice, CompletionRequest
+from valora_serve.server.api.schema import (
+    CompletionAnswer,
+    CompletionChoice,
+    CompletionRequest,
+    UsageAnswer,
+    ValoraAnswer,
+)
+from valora_serve.server.context import ServerContext
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.tokens import text_and_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Sequence
-
-    from valora_serve.server.api.schema import UsageAnswer, ValoraAnswer
-    from valora_serve.server.context import ServerContext
-    from valora_serve.types import Output, PromptLogprobs
+from valora_serve.types import Output, PromptLogprobs
 
 _PLACE = '"logprobs":null'  # of an answer without them
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path
 from pydantic import Field
@@ -11,13 +11,9 @@ from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.requests import check_text
 from valora_serve.server.api.schema import Body, Done, ResponseBody, Text
+from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part
-from valora_serve.types import NewContext
-
-if TYPE_CHECKING:
-    from valora_serve.server.context import ServerContext
-    from valora_serve.types import ServedModel
-
+from valora_serve.types import NewContext, ServedModel
 
 _Name = Annotated[str | None, Field(max_length=256)]
 _COPIED = ("form", "adapter", "decode_only", "bundle", "accuracy", "required")

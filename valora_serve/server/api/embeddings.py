@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -16,14 +17,10 @@ from valora_serve.errors import RequestError, ServeError
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.requests import Arrival, as_prompt, read_messages, several_of
 from valora_serve.server.api.schema import EmbeddingAnswer, EmbeddingRequest
+from valora_serve.server.context import ServerContext
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_serve.server.context import ServerContext
-    from valora_serve.types import Output
+from valora_serve.types import Output
 
 
 def router(context: ServerContext) -> APIRouter:

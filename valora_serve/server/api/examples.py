@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Path as PathField
@@ -15,10 +15,8 @@ from valora_data.contract.files import UnreadableError, read_bytes
 from valora_serve.errors import UnknownModelError
 from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.schema import DetectionAnswer, ResponseBody
+from valora_serve.server.context import ServerContext
 from valora_serve.server.loading.golden import IMAGE_BYTES, Example, read_examples
-
-if TYPE_CHECKING:
-    from valora_serve.server.context import ServerContext
 
 
 class TeacherAnswer(ResponseBody):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -13,14 +14,10 @@ from starlette.responses import Response
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.schema import Body, Done, ResponseBody
+from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part, without_folder
 from valora_serve.server.telemetry.adapter_states import adapter_states
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_serve.server.context import ServerContext
-    from valora_serve.types import ServedModel
+from valora_serve.types import ServedModel
 
 MAX_BODY_BYTES = 64 * 1024  # names and paths only
 

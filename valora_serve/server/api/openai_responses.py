@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from valora_serve.errors import RequestError
 from valora_serve.server.api import common, schema
-from valora_serve.server.api.chat import begin
+from valora_serve.server.api.chat import Chat, begin
 from valora_serve.server.api.tools import refuse
+from valora_serve.server.context import ServerContext
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-
-    from valora_serve.server.api.chat import Chat
-    from valora_serve.server.context import ServerContext
 
 LOGPROBS = "message.output_text.logprobs"
 _EMPTY = {  # what `include` may ask for besides; no answer of this server holds any of it

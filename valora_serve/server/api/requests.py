@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from PIL.Image import Image
+from starlette.requests import Request as HttpRequest
 
 from valora_serve.errors import DeadlineError, ImageError, RequestError, TooLongError
 from valora_serve.server.access.guard import caller
 from valora_serve.server.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    EmbeddingRequest,
     FramesPart,
     ImagePart,
+    Message,
     OtherPart,
     RefusalPart,
     TextPart,
@@ -21,29 +31,12 @@ from valora_serve.server.api.schema import (
 )
 from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.constrain import Grammar
+from valora_serve.server.context import ServerContext
 from valora_serve.server.gather import gathered, until_disconnect
-from valora_serve.server.service import merged
-from valora_serve.types import SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Coroutine, Sequence
-    from contextlib import AbstractContextManager
-
-    from PIL.Image import Image
-    from starlette.requests import Request as HttpRequest
-
-    from valora_serve.server.api.schema import (
-        ChatRequest,
-        CompletionRequest,
-        ContentPart,
-        EmbeddingRequest,
-        Message,
-    )
-    from valora_serve.server.context import ServerContext
-    from valora_serve.server.media.reader import Pixels
-    from valora_serve.server.media.urls import MediaUrl
-    from valora_serve.server.service import Ticket
-    from valora_serve.types import Output, Request, ServedModel
+from valora_serve.server.media.reader import Pixels
+from valora_serve.server.media.urls import MediaUrl
+from valora_serve.server.service import Ticket, merged
+from valora_serve.types import Output, Request, SamplingParams, ServedModel
 
 T = TypeVar("T")
 MOST_STOPS, MOST_STOP_CHARS = 16, 1000

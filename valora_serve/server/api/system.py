@@ -7,7 +7,7 @@ import platform
 import resource
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -18,11 +18,9 @@ from valora_serve.errors import GoneError
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
 from valora_serve.server.api.schema import ResponseBody
+from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part
-
-if TYPE_CHECKING:
-    from valora_serve.server.context import ServerContext
-    from valora_serve.types import EngineStats
+from valora_serve.types import EngineStats
 
 
 class Health(ResponseBody):

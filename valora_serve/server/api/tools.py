@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from valora_serve.errors import RequestError
-from valora_serve.server.api.schema import REFUSED, AnswerMessage, AnswerToolCall
+from valora_serve.server.api.schema import (
+    REFUSED,
+    AnswerMessage,
+    AnswerToolCall,
+    ChatRequest,
+    Function,
+    Message,
+    Tool,
+)
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.telemetry.logs import new_id
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from valora_serve.server.api.schema import ChatRequest, Function, Message, Tool
 
 MOST_CALLS = 32  # in an answer
 _BEGIN, _END = "<tool_call>", "}\n</tool_call>"

@@ -6,24 +6,19 @@ import asyncio
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
 
 from valora_data.contract.bundle import GOLDEN, MANIFEST
 from valora_data.contract.files import UnreadableError, read_bytes, read_json, shown
 from valora_data.contract.manifest import PROMPT_LENGTH
-from valora_data.contract.results import CONFIDENCE_TOLERANCE, text_matches
+from valora_data.contract.results import CONFIDENCE_TOLERANCE, HeadResult, text_matches
 from valora_serve.errors import AdapterError, ImageError
 from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.pool import Job, shared_pool
-from valora_serve.types import Finish, Request, SamplingParams
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from PIL import Image
-
-    from valora_data.contract.results import HeadResult
-    from valora_serve.types import EngineClient
+from valora_serve.types import EngineClient, Finish, Request, SamplingParams
 
 MOST_EXAMPLES = 1000
 """Most golden examples of a bundle."""

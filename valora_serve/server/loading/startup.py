@@ -7,10 +7,12 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from valora_data.contract.base_model import SHIPPED, SMOL
 from valora_data.contract.bundle import MANIFEST, read_manifest
@@ -18,16 +20,9 @@ from valora_data.contract.files import expanded
 from valora_data.errors import BundleError
 from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.loading import golden
-from valora_serve.server.loading.served_set import bundle_names
+from valora_serve.server.loading.served_set import ServedSet, bundle_names
 from valora_serve.server.telemetry import logs
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from rich.table import Table
-
-    from valora_serve.server.loading.served_set import ServedSet
-    from valora_serve.types import EngineClient, ServedModel
+from valora_serve.types import EngineClient, ServedModel
 
 _REGISTRY = ("models:/", "runs:/", "mlflow-artifacts:/")
 _DOWNLOAD_SECONDS = 1800

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
@@ -12,10 +13,6 @@ from pydantic import BaseModel, ConfigDict
 from valora_data.contract.files import UnreadableError, parse_json, read_bytes
 from valora_serve.errors import SettingsError
 from valora_serve.server.telemetry import logs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 VERSION = 1
 """Version of the state file's format."""

@@ -13,18 +13,16 @@ import resource
 import signal
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 
 from valora_data.images import to_rgb
 from valora_serve.errors import ImageError, ServeError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 IMAGE_BYTES = 4

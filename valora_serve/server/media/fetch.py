@@ -15,20 +15,17 @@ import re
 import socket
 import stat
 import string
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, unquote, unquote_to_bytes, urlsplit
 
 import httpcore
 import httpx
 
 from valora_serve.errors import ImageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from concurrent.futures import Executor
-
-    from valora_serve.server.settings import ServerSettings
+from valora_serve.server.settings import ServerSettings
 
 MAX_REDIRECTS = 3
 _DATA_URL = re.compile(r"data:[^,]{0,1000}; *base64 *,", re.IGNORECASE)

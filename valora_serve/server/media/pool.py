@@ -10,23 +10,19 @@ import multiprocessing
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from io import FileIO
+from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 from PIL import Image
 
 from valora_serve.errors import ImageError, OverloadedError, ServeError
 from valora_serve.server.media import decode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
-    from io import FileIO
-
-    from valora_serve.server.media.decode import Limits
+from valora_serve.server.media.decode import Limits
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+
+from PIL import Image
 
 from valora_data.wording import plural
 from valora_serve.errors import ImageError, OverloadedError
@@ -14,13 +16,7 @@ from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.fetch import Fetcher, too_large
 from valora_serve.server.media.pool import DecodePool, Job, shared_pool
 from valora_serve.server.media.urls import MediaUrl, taken
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from PIL import Image
-
-    from valora_serve.server.settings import ServerSettings
+from valora_serve.server.settings import ServerSettings
 
 SHARE = 3
 """The images and videos of one request may take so many times as long to decode as one of them."""

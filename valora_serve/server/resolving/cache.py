@@ -18,9 +18,9 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
@@ -32,13 +32,8 @@ from valora_serve.errors import (
     SourceError,
     StorageError,
 )
-from valora_serve.server.resolving.base import FETCHED, FILES, WEIGHTS
+from valora_serve.server.resolving.base import FETCHED, FILES, WEIGHTS, Found, Resolver, Stream
 from valora_serve.server.telemetry import logs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from valora_serve.server.resolving.base import Found, Resolver, Stream
 
 PIECE = 1 << 20
 """Bytes that are read at a time."""

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import errno
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valora_data.contract.files import UnreadableError, expanded, open_regular
 from valora_serve.errors import AdapterError, SettingsError
-from valora_serve.server.resolving.base import Found, Resolver, leads_inside
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from valora_serve.server.resolving.base import Stream
+from valora_serve.server.resolving.base import Found, Resolver, Stream, leads_inside
 
 
 class FolderResolver(Resolver):

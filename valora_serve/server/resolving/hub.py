@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from valora_serve.errors import SettingsError
-from valora_serve.server.resolving.base import CONNECT_SECONDS, Found, Resolver
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from valora_serve.server.resolving.base import Stream
+from valora_serve.server.resolving.base import CONNECT_SECONDS, Found, Resolver, Stream
 
 
 class HubResolver(Resolver):

@@ -10,9 +10,9 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valora_serve.errors import (
     AdapterError,
@@ -24,19 +24,13 @@ from valora_serve.errors import (
     StorageError,
     UnknownModelError,
 )
-from valora_serve.server.resolving.base import CONFIG, WEIGHTS, without_password
-from valora_serve.server.resolving.cache import AdapterCache
+from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.server.resolving.base import CONFIG, WEIGHTS, Resolver, without_password
+from valora_serve.server.resolving.cache import AdapterCache, Entry
 from valora_serve.server.resolving.registry import make_resolvers
+from valora_serve.server.service import Service
+from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from valora_serve.server.loading.served_set import ServedSet
-    from valora_serve.server.resolving.base import Resolver
-    from valora_serve.server.resolving.cache import Entry
-    from valora_serve.server.service import Service
-    from valora_serve.server.settings import ServerSettings
 
 AT_ONCE = 4
 """Adapters that are fetched at a time."""

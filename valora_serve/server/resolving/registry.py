@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from valora_data.registry import Registry
 from valora_serve.errors import SettingsError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from valora_serve.server.resolving.base import Resolver
+from valora_serve.server.resolving.base import Resolver
 
 _HERE = "valora_serve.server.resolving"
 _ANY = "fsspec"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from valora_data.wording import first_line
 from valora_serve.errors import SettingsError
@@ -14,13 +15,9 @@ from valora_serve.server.resolving.base import (
     FILES,
     Found,
     Resolver,
+    Stream,
     without_password,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from valora_serve.server.resolving.base import Stream
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": CONNECT_SECONDS, "read_timeout": 30}}

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from valora_serve.server.resolving.on_request import RESULTS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from prometheus_client.metrics_core import Metric
-
-    from valora_serve.server.resolving.on_request import OnRequest
-    from valora_serve.server.service import Service
-    from valora_serve.server.telemetry.metrics import Metrics
-    from valora_serve.types import EngineStats, ServedModel
+from valora_serve.server.resolving.on_request import RESULTS, OnRequest
+from valora_serve.server.service import Service
+from valora_serve.server.telemetry.metrics import Metrics
+from valora_serve.types import EngineStats, ServedModel
 
 STATES = ("disk", "host", "device")
 BY_HAND = "none"

@@ -9,10 +9,8 @@ import re
 import secrets
 import sys
 import time
-from typing import TYPE_CHECKING, Any, TextIO
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 LOG = logging.getLogger("valora_serve")
 ACCESS = logging.getLogger("valora_serve.access")

@@ -9,16 +9,14 @@ import os
 import re
 import unicodedata
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from valora_data.errors import DataError
 from valora_data.schema import Split
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 T = TypeVar("T")
 IMAGES = frozenset({

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from PIL import Image
 
 SUFFIXES = frozenset({".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"})
 FRAMES = 8  # Default number of frames that are taken of a video

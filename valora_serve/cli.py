@@ -1,11 +1,10 @@
-"""Command ``valora-serve``: serve bundles, make keys, measure a running server."""
+"""Command ``valora-serve``: serve bundles, make keys."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import importlib
 import importlib.metadata
 import os
 import signal
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from valora_data.errors import ValoraError
 from valora_data.wording import encode_all_output, plural
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.errors import StorageError
+from valora_serve.errors import SettingsError, StorageError
 from valora_serve.pauses import short_pauses
 from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.server.access.keys import ROLES, new_key
@@ -45,16 +44,14 @@ _EXTRAS = dict.fromkeys(
      "pydantic_settings", "rich", "uvicorn", "yaml"), "serve",
 ) | {"ray": "scale"}  # fmt: skip
 _MORE = """\
-other commands:
-  valora-serve key NAME [--role admin] [--file FILE]   make an API key
-  valora-serve bench --help                            replay a trace against a running server"""
+another command:
+  valora-serve key NAME [--role admin] [--file FILE]   make an API key"""
 
-
-_COMMANDS = {
-    "bench": "valora_serve.workloads.bench",
-    "doctor": "valora_serve.check",
+_GONE = {
+    "bench": "use guidellm, or `python -m tests.bench.valora_serve.bench_load` in a checkout",
+    "doctor": "use `valora-serve --check BUNDLE`",
 }
-"""Modules of other commands by name; each has a `main`."""
+"""Commands of earlier releases, and what to use instead."""
 
 WATCH_SECONDS = 0.2  # between two looks at the processes of a tensor-parallel group
 
@@ -322,8 +319,8 @@ def main(
     try:
         if given[:1] == ["key"]:
             return make_key(given[1:])
-        if given and given[0] in _COMMANDS:
-            return int(importlib.import_module(_COMMANDS[given[0]]).main(given[1:]))
+        if given and given[0] in _GONE:
+            raise SettingsError(f"the command {given[0]} is gone: {_GONE[given[0]]}")
         return _check(*read(given)) if "--check" in given else serve(*read(given), on_started)
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,14 +14,14 @@ BUDGETS = {
     "data/valora_data": 9_435,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
-    "valora_serve": 29_754,
+    "valora_serve": 29_374,
     "tests/*/valora_train": 7_420,
     "tests/*/valora_data": 4_034,
     "tests/*/valora_teachers": 1_179,
     "tests/*/valora_kernels": 2_093,
-    "tests/*/valora_serve": 25_952,
-    "tests/unit/bench": 1_442,
-    BENCH: 11_754,
+    "tests/*/valora_serve": 25_887,
+    "tests/unit/bench": 1_508,
+    BENCH: 12_142,
 }
 
 

@@ -462,8 +462,8 @@ def test_bench_replays_a_trace(served, tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(json.dumps(line) for line in lines))
     done = subprocess.run(
-        [sys.executable, "-m", "valora_serve.cli", "bench", "--url", served.url, "--trace", trace,
-         "--json", tmp_path / "out.json", "--slo", "30"],
+        [sys.executable, "-m", "tests.bench.valora_serve.bench_load", "--url", served.url,
+         "--trace", trace, "--json", tmp_path / "out.json", "--slo", "30"],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

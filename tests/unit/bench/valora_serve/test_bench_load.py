@@ -1,13 +1,14 @@
-"""The figures of `valora-serve bench` against NumPy, and what it sends to a server."""
+"""The figures of `bench_load` against NumPy, and what it sends to a server."""
 
 import json
 
 import numpy as np
 import pytest
 
+from tests.bench.valora_serve import bench_load as bench
 from tests.support.http_helpers import serving
 from valora_serve.errors import SettingsError
-from valora_serve.workloads import bench, traces
+from valora_serve.workloads import traces
 
 
 def test_bench_figures_against_numpy():

@@ -1,4 +1,6 @@
-"""``valora-serve bench``: replays a trace against a running server and measures the answers.
+"""Replays a trace against a running server and measures the answers.
+
+`python -m tests.bench.valora_serve.bench_load --trace FILE`; other tools know no adapters.
 
 Requests are sent at the times that the trace says, however slow the answers are (open loop).
 Prompts have the lengths of the trace. Every image is different, so that no cache can answer.
@@ -13,6 +15,7 @@ import io
 import json
 import math
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,6 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from valora_data.errors import ValoraError
 from valora_data.wording import plural
 from valora_serve.errors import SettingsError, StorageError
 from valora_serve.workloads import traces
@@ -289,7 +293,7 @@ def print_figures(figures: dict[str, Any], wall: float, console: Console) -> Non
 
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        "valora-serve bench",
+        "bench_load",
         description="Replay a trace against a running server, and print latencies and throughput.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -330,7 +334,7 @@ def _target(url: str, key: str | None) -> Target:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command ``valora-serve bench``; return 1 if no request was answered."""
+    """Run the command; return 1 if no request was answered."""
     options = _parser().parse_args(list(arguments))
     if not (options.speed > 0 and options.rate > 0):
         raise SettingsError(
@@ -375,3 +379,10 @@ def main(arguments: Sequence[str]) -> int:
                 "that is left; make room or name another file"
             ) from error
     return 0 if figures["answered"] else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValoraError as error:
+        sys.exit(f"error: {error}")

@@ -253,7 +253,7 @@ class DetectionTask(HeadTask):
         accuracy, interval = matches.f1(threshold), matches.f1_interval(threshold)
         return Evaluation(accuracy, interval, predictions, details, threshold, classes)
 
-    def golden(self, prediction: Prediction, threshold: float | None) -> list[dict[str, Any]]:
+    def golden(self, prediction: Prediction, threshold: float | None) -> Any:
         found = tuple(
             Detection(box.label, box.confidence, box.xyxy)
             for box in prediction.answer.boxes

@@ -79,7 +79,9 @@ def load_parent(
     theirs, ours = record["settings"], stage.settings
     lora = asdict(LoraSettings()) | theirs["train"]["lora"]
     same = {name: theirs[name] == ours[name] for name in ("model", "heads")}
-    same["train.lora"] = lora == ours["train"]["lora"]
+    # The strategies `grow` of earlier versions raised ranks.
+    ranks = {one["rank"] for one in result.get("adapters", {}).values()}
+    same["train.lora"] = lora == ours["train"]["lora"] and ranks <= {lora["rank"]}
     if others := [name for name in same if not same[name]]:
         raise SettingsError(
             f"the bundle of fusion.parent was made with other settings of {', '.join(others)}: use "

@@ -111,6 +111,12 @@ def test_what_does_not_fit_is_one_sentence(base, tmp_path):
     train = replace(other.train, lora=replace(other.train.lora, rank=8))
     with pytest.raises(SettingsError, match=r"other settings of train\.lora"):
         shop.fuse(replace(other, train=train))
+    (result,) = (tmp_path / "work").glob("fuse-*/fusion.json")
+    text = result.read_text()
+    result.write_text(text.replace('"rank": 4', '"rank": 6'))  # as `grow` of earlier versions left
+    with pytest.raises(SettingsError, match=r"other settings of train\.lora"):
+        shop.fuse(other)
+    result.write_text(text)
     (tmp_path / "work").rename(tmp_path / "gone")
     with pytest.raises(SettingsError, match=r"is no longer in"):
         shop.fuse(other)

@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.valora_serve.serving import Process
 from tests.fuzz.adapters import alike
 from tests.fuzz.driver import Report, Watch
-from tests.fuzz.media import drawing, saved
-from tests.support.http_helpers import data_url
+from tests.fuzz.media import drawing
+from tests.support.http_helpers import data_url, encoded
 from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import (
     EVERYTHING,
@@ -107,11 +107,11 @@ class Soak:
         for model in (None, *ALWAYS, *SOMETIMES):
             for n in range(6):
                 words = " ".join(draw.choices(("what", "is", "this", "thing"), k=1 + 3 * n))
-                image = saved(drawing(30 + n, 9 + n), "PNG") if n % 3 else None
+                image = encoded(drawing(30 + n, 9 + n), "PNG") if n % 3 else None
                 self.questions.append(Question(model, words, image, (2, 9, 30)[n % 3]))
         for domain in (*DOMAINS, *MORE):
             for n in range(5):
-                image = saved(drawing(20 + n, 31), "PNG")
+                image = encoded(drawing(20 + n, 31), "PNG")
                 self.questions.append(Question(domain, "", image, 1))
 
     # The server

@@ -4,6 +4,7 @@ Everything that crosses a process is pickled, as Ray does it.
 """
 
 import asyncio
+import functools
 import pickle
 from collections import deque
 
@@ -13,6 +14,16 @@ from tests.support.fake_engine import FakeEngine
 from valora_serve.replicas.board import Board
 from valora_serve.replicas.client import ReplicatedEngine
 from valora_serve.replicas.replica import EngineReplica
+
+
+def asynchronous(test):
+    """Runs a test in an event loop, for 30 seconds at most."""
+
+    @functools.wraps(test)
+    def run(*arguments, **options):
+        asyncio.run(asyncio.wait_for(test(*arguments, **options), 30))
+
+    return run
 
 
 def sent(value):

@@ -134,6 +134,17 @@ def adapter(folder, base="tiny", size=8, content=None):
     return folder
 
 
+def bundle(folder, domains=("car",), name="cars", base="tiny"):
+    """The folder of a bundle for the fake engine, whose manifest every reader accepts."""
+    folder.mkdir(parents=True)
+    facts = {"task": "detection", "metric": "f1", "adapter": None, "head": None, "labels": ["x"],
+             "prompt": "p", "status": "met"}  # fmt: skip
+    content = {"schema_version": 2, "name": name, "version": 1, "base": {"id": base, "sha256": "0"},
+               "adapters": {}, "domains": dict.fromkeys(domains, facts), "files": {}}  # fmt: skip
+    (folder / "bundle.json").write_text(json.dumps(content))
+    return folder
+
+
 def data_url(content, kind="image/png"):
     """A data: URL."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"

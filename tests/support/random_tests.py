@@ -2,7 +2,7 @@
 
 By default they are: a test fails for everybody or for nobody. With ``VALORA_EXAMPLES=N`` in the
 environment each test that is marked with `examples` tries N times as many, new ones, drawn from the
-seed that pytest's ``--hypothesis-seed`` gives. `make fuzz ARGS="schedule --cases N"` does that.
+seed that pytest's ``--hypothesis-seed`` gives. A failing one belongs into the test as `@example`.
 """
 
 import os

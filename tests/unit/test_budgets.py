@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 4_034,
     "tests/*/valora_teachers": 1_179,
     "tests/*/valora_kernels": 2_093,
-    "tests/*/valora_serve": 25_887,
+    "tests/*/valora_serve": 25_476,
     "tests/unit/bench": 1_508,
     BENCH: 12_142,
 }

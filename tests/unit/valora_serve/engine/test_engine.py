@@ -1,4 +1,4 @@
-"""Requests that are refused, cancelled or late leave nothing behind."""
+"""Requests that are refused, cancelled or late leave nothing behind; others are all answered."""
 
 import math
 import time
@@ -283,3 +283,50 @@ def test_each_name_of_an_adapter_has_an_account_of_its_own(base, adapters):
     asked = [question("x", name) for name in ("one", "two", None)]
     clients = [engine._preprocessing.sequence(engine.prepare(one)).view.client for one in asked]
     assert clients == ["one", "two", "base"]
+
+
+@pytest.mark.parametrize("policy", others_slow(["cost", "merge_only", "slora"], POLICIES))
+def test_more_adapters_than_fit_and_a_base_request(base, adapters, reference, policy):
+    engine = make_engine(base, adapters, policy=policy, slots=2, max_adapters=2, overlap=True)
+    requests = [question(f"{name}{n}", name) for n in range(2) for name in "abcdef"]
+    requests.insert(5, question("base"))
+    check_answers(run(engine, requests, together=8), reference, *requests)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    "policy", others_slow(["cost", "merge_only"], ["cost", "merge_only", "valora", "slora"])
+)
+def test_one_place_for_adapters(base, adapters, reference, policy):
+    """The merged adapter is pinned, and must still make room for another."""
+    engine = make_engine(base, adapters, policy=policy, slots=1, max_adapters=1)
+    for name in "aba":
+        requests = [question(f"{name}{n}", name, tokens=12) for n in range(4)]
+        check_answers(run(engine, requests), reference, *requests)
+    requests = [question("x", "c"), question("y"), question("z", "d")]
+    check_answers(run(engine, requests), reference, *requests)
+    assert_empty(engine)
+
+
+SALTS = (None, "a", "b")
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_only_requests_of_one_salt_share_prompts_and_images(base, together):
+    """Two requests of each salt with the same image, one after the other or all in one step."""
+    engine = make_engine(base, policy="unmerge_only", block_size=4)
+    asked = [
+        replace(question(f"{salt}{n}"), cache_salt=salt, token_ids=None, images=[noise(20, 20, 1)],
+                messages=ask("Look at this", images=1))
+        for n in range(2) for salt in SALTS
+    ]  # fmt: skip
+    found = {}
+    for requests in [asked] if together else [[one] for one in asked]:
+        add_requests(engine, *requests)
+        finish(engine, found)
+    assert engine.images.encoded == len(SALTS)
+    for name, got in found.items():
+        usage = got.last.usage
+        assert (usage.cached > 0) == (name.endswith("1") and not together), name
+        assert usage.cached in (0, (usage.prompt - 1) // 4 * 4)
+    assert len({tuple(got.tokens) for got in found.values()}) == 1  # a salt changes no answer

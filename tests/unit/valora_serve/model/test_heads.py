@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.serve_helpers import make_box_head, make_label_head
 from valora_data.contract.heads import read_head
@@ -45,37 +44,15 @@ def linear(folder, count, seed, **options):
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
-@pytest.mark.parametrize(
-    ("count", "temperature", "dtype"), [(2, 2.5, torch.float32), (101, None, torch.bfloat16)]
-)
-def test_label_heads_in_closed_form(count, pooling, temperature, dtype, tmp_path):
-    """In float64; states of 16 bits are read in float32."""
-    file = linear(tmp_path, count, 7, pooling=pooling, temperature=temperature)
-    tensors = {key: value.double() for key, value in load_file(file).items()}
-    head, states, mask = read_head(file, WIDTH), hidden(17, 2, dtype), visual(17, 4, 9)
-    assert head.reads_visual == (pooling != "last")
-    task = HeadRequest(head, states, mask, places=torch.tensor([2] * 4 + [9] * 5))
-    (result,) = run_heads([task])
-    states = states.double()
-    if pooling == "last":
-        point = states[-1]
-        (last,) = run_heads([replace(task, hidden=task.hidden[-1:], visual=None, places=None)])
-        assert np.array_equal(last.logits, result.logits)
-    elif pooling == "visual_mean":
-        point = states[4:13].mean(0)
-    elif pooling == "attention":
-        point = (states[mask] @ tensors["query"] / math.sqrt(WIDTH)).softmax(0) @ states[mask]
-    else:
-        cells = torch.zeros(16, WIDTH, dtype=torch.float64)
-        cells[2], cells[9] = states[4:8].mean(0), states[8:13].mean(0)
-        point = cells.flatten()
-    logits = tensors["weight"] @ point + tensors["bias"]
-    assert result.logits.shape == (1, count) and result.logits.dtype == np.float32
-    np.testing.assert_allclose(result.logits[0], logits.numpy(), rtol=1e-5, atol=1e-5)
-    expected = (logits / (temperature or 1.0)).softmax(0).tolist()
-    assert list(result.confidences) == [f"label {n}" for n in range(count)]
-    assert list(result.confidences.values()) == pytest.approx(expected, abs=1e-5)
-    assert result.label == f"label {int(logits.argmax())}"
+def test_states_of_16_bits_are_read_in_float32(pooling, tmp_path):
+    """The formulas are those of `tests/parity`."""
+    head = read_head(linear(tmp_path, 101, 7, pooling=pooling), WIDTH)
+    places = torch.tensor([2] * 4 + [9] * 5)
+    low = HeadRequest(head, hidden(17, 2, torch.bfloat16), visual(17, 4, 9), places=places)
+    for other in (low.hidden.float(), *([low.hidden[-1:]] if pooling == "last" else ())):
+        seen = {} if len(other) > 1 else {"visual": None, "places": None}
+        one, two = run_heads([low, replace(low, hidden=other, **seen)])
+        np.testing.assert_allclose(one.logits, two.logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_task_that_cannot_be_answered_hits_only_itself(tmp_path):

@@ -1,8 +1,6 @@
 """The replicas as one engine."""
 
 import asyncio
-import functools
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,8 @@ import pytest
 import ray
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_replicas import Replica, start
+from tests.support.fake_replicas import Replica, asynchronous, start
+from tests.support.http_helpers import adapter, bundle
 from valora_serve import errors, types
 from valora_serve.replicas import client as module
 from valora_serve.replicas.client import total
@@ -21,38 +20,9 @@ from valora_serve.server.constrain import Grammar, GrammarConstraint
 from valora_serve.types import EngineStats, Finish, Mode, NewContext, Request, SamplingParams
 
 
-def asynchronous(test):
-    """Runs a test in an event loop, for 30 seconds at most."""
-
-    @functools.wraps(test)
-    def run(*arguments, **options):
-        asyncio.run(asyncio.wait_for(test(*arguments, **options), 30))
-
-    return run
-
-
 async def ask(client, **options):
     request = Request(**({"id": "a", "text": "hello"} | options))
     return [output async for output in client.generate(request)]
-
-
-def adapter(folder, base="tiny", weights=b"good"):
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
-    (folder / "adapter_model.safetensors").write_bytes(weights)
-    return folder
-
-
-def bundle(folder, name="more", version=1, domains=("signs",)):
-    """A bundle for the fake engine, whose manifest every reader accepts."""
-    folder.mkdir()
-    facts = {"task": "detection", "metric": "f1", "adapter": None, "head": None, "labels": ["x"],
-             "prompt": "p", "status": "met"}  # fmt: skip
-    manifest = {"schema_version": 2, "name": name, "version": version,
-                "base": {"id": "tiny", "sha256": "0"},
-                "adapters": {}, "domains": dict.fromkeys(domains, facts), "files": {}}  # fmt: skip
-    (folder / "bundle.json").write_text(json.dumps(manifest))
-    return folder
 
 
 def test_clocks_of_other_machines_are_corrected():
@@ -173,9 +143,10 @@ async def test_adapters_and_bundles_are_loaded_everywhere_or_nowhere(tmp_path):
     client, _, _, replicas = await start(FakeEngine(), FakeEngine())
     made = await client.load_adapter("mine", adapter(tmp_path / "mine"))
     assert (made.name, made.kind) == ("mine", "adapter")
-    assert [model.name for model in await client.load_bundle(bundle(tmp_path / "more"))] == [
-        "signs"
-    ]
+    assert [
+        model.name
+        for model in await client.load_bundle(bundle(tmp_path / "more", ("signs",), "more"))
+    ] == ["signs"]
     for replica in replicas:
         assert {"mine", "signs"} <= {model.name for model in replica.engine.models()}
     before = client.models()

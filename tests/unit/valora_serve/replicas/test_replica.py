@@ -1,30 +1,19 @@
-"""One replica over a fake engine: batches of outputs, calls, health."""
+"""One replica over a fake engine: batches of outputs, calls, health; and the board of all."""
 
 import asyncio
-import functools
 from dataclasses import replace
 
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_replicas import Replica
+from tests.support.fake_replicas import Replica, asynchronous
 from valora_serve.errors import StoppedError
-from valora_serve.replicas.board import Board
+from valora_serve.replicas.board import STALE, Board
 from valora_serve.replicas.request_router import RESIDENT
-from valora_serve.replicas.wire import Call, Revision, ServedState
+from valora_serve.replicas.wire import Call, Report, Revision, ServedState
 from valora_serve.types import EngineStats, Finish, Request, SamplingParams
 
 NOW = Revision("f", 1)
-
-
-def asynchronous(test):
-    """Runs a test in an event loop, for 20 seconds at most."""
-
-    @functools.wraps(test)
-    def run(*arguments, **options):
-        asyncio.run(asyncio.wait_for(test(*arguments, **options), 20))
-
-    return run
 
 
 async def ready(engine=None):
@@ -104,3 +93,30 @@ async def test_health_and_what_routers_are_told():
     with pytest.raises(StoppedError, match="has failed"):
         await made.check_health()
     assert "replica r failed" in str(await made.control("nothing"))
+
+
+def report(name, running=0):
+    return Report(name, True, EngineStats(running=running))
+
+
+def test_reports_and_servers_grow_old():
+    now = 100.0
+    board = Board(lambda: now)
+    state = ServedState(Revision("f", 3))
+    assert board.state() is None
+    assert not board.is_used()
+    board.report(report("a", 1))
+    board.report(report("b"))
+    board.report(report("a", 2))
+    assert [(one.replica, one.stats.running) for one in board.pin(state)] == [("a", 2), ("b", 0)]
+    assert board.is_used()
+    assert board.state() == state
+    now += STALE / 2
+    board.report(report("b"))
+    board.leave("nobody")
+    now += STALE / 2 + 0.1
+    assert not board.is_used()
+    assert board.state() == state  # which the next server takes over
+    assert [one.replica for one in board.pin(state)] == ["b"]
+    board.leave("b")
+    assert board.pin(state) == []

@@ -1,38 +1,15 @@
 """The application: its pages, https, and the end of its life."""
 
 import asyncio
-import subprocess
 import threading
 import time
 
-import httpx
-import pytest
 from starlette.concurrency import run_in_threadpool
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import ask, serving
 from valora_serve.server.app import WORKERS, create_app
 from valora_serve.server.settings import ServerSettings
-
-
-def test_https(tmp_path):
-    import ssl
-
-    command = [
-        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
-        "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1", "-subj",
-        "/CN=localhost", "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem",
-    ]  # fmt: skip
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("openssl makes the certificate, and is not installed")
-    files = {"tls_cert": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")}
-    with serving(**files) as server:
-        context = ssl.create_default_context(cafile=tmp_path / "cert.pem")
-        context.check_hostname = False
-        answer = httpx.get(f"https://127.0.0.1:{server.port}/health", verify=context)
-        assert answer.status_code == 200
 
 
 def test_an_engine_that_has_failed_is_said():

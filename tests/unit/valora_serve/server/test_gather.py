@@ -13,25 +13,6 @@ class Held:
     """Something large."""
 
 
-def test_results_are_in_order_and_few_run_at_a_time():
-    running, most = 0, 0
-
-    async def work(number):
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.001 * (7 - number % 8))
-        running -= 1
-        return number * number
-
-    async def ask():
-        return await gathered(*(work(number) for number in range(50)))
-
-    assert asyncio.run(ask()) == [number * number for number in range(50)]
-    assert most == AT_ONCE
-    assert asyncio.run(gathered()) == []
-
-
 @pytest.mark.parametrize("fails", [0, 5, AT_ONCE, 29])
 def test_an_error_ends_the_others_and_leaves_nothing(fails):
     ended, started = [], []

@@ -2,12 +2,14 @@
 
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support.http_helpers import own_logging, serving
@@ -94,6 +96,12 @@ def test_certificates(tmp_path):
         check_certificate(settings(tls_cert=str(tmp_path / cert), tls_key=str(tmp_path / key)))
 
     check("a.pem", "a.key")
+    files = {"tls_cert": str(tmp_path / "a.pem"), "tls_key": str(tmp_path / "a.key")}
+    with serving(**files) as server:
+        context = ssl.create_default_context(cafile=tmp_path / "a.pem")
+        context.check_hostname = False
+        answer = httpx.get(f"https://127.0.0.1:{server.port}/health", verify=context)
+        assert answer.status_code == 200
     for cert, key, said in (
         ("c.pem", "a.key", "No such file"),
         ("a.pem", "c.key", "No such file"),

@@ -97,19 +97,6 @@ def test_a_client_that_goes_away_is_cancelled(stream, n, half):
         assert ask(server).status_code == 200
 
 
-def test_a_client_that_goes_away_while_it_waits_is_cancelled():
-    engine = FakeEngine(slots=1, step=0.02)
-    with serving(engine) as server:
-        first = begin(server, chat(max_tokens=2000, ignore_eos=True))
-        until(lambda: engine.running)
-        second = begin(server, chat(max_tokens=5))
-        until(lambda: engine.waiting)
-        second.close()
-        until(lambda: not engine.waiting and server.inside == 1, 3)
-        first.close()
-        until(lambda: server.inside == 0, 3)
-
-
 def test_a_client_that_takes_nothing_is_cancelled():
     engine = FakeEngine(step=0.0)
     with serving(engine, send_seconds=0.5, answer_tokens=10_000_000) as server:

@@ -242,22 +242,6 @@ def test_an_error_in_mid_stream_is_told_in_the_stream():
 # The prompt of a domain
 
 
-def test_a_heads_prompt_is_the_domains_whatever_is_sent(server, client):
-    said = {"role": "assistant", "content": "None."}
-    for messages, warned in (
-        ([{"role": "user", "content": [PNG]}], False),
-        ([{"role": "user", "content": [PNG, TEXT]}], True),
-        ([{"role": "user", "content": [TALL]}, said, {"role": "user", "content": [PNG]}], True),
-    ):
-        block = ask(client, model="person", messages=messages).valora
-        assert bool(block["warnings"]) == warned
-        assert [image["width"] for image in block["images"]] == [40]
-        asked = server.engine.asked[-1]
-        assert [image.size for image in asked.images] == [(40, 20)]
-        text = {"type": "text", "text": "detect person"}
-        assert asked.messages == [{"role": "user", "content": [text, {"type": "image"}]}]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_image_of_a_box_head_is_a_prompt_of_its_own(server, client, stream):
     before = len(server.engine.asked)
@@ -285,15 +269,6 @@ def test_each_image_of_a_box_head_is_a_prompt_of_its_own(server, client, stream)
     assert set(texts) == {0, 1}
     assert texts[0] == "\n".join(["<ref>person</ref><box>(0,0),(500,500)</box>"] * 2)
     assert used.prompt_tokens == 2 * 69
-
-
-def test_a_domain_that_writes_warns_of_what_was_not_measured(server, client):
-    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": [PNG, TEXT]}]
-    answer = ask(client, model="caption", messages=messages)
-    assert "a system prompt" in answer.valora["warnings"][0]
-    kinds = [part["type"] for part in server.engine.asked[-1].messages[1]["content"]]
-    assert kinds == ["text", "image"]
-    assert ask(client, [PNG], model="caption").valora["warnings"] == []
 
 
 def test_the_other_doors_to_a_domain_warn_too(server, client):

@@ -1,10 +1,14 @@
-"""Health, version and the console."""
+"""Version, console, status, the list of models, and ``/v2``, which is no longer served."""
 
 import sys
+import threading
 from dataclasses import replace
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import serving
+from valora_serve.server.access.keys import new_key
+from valora_serve.server.api import models
+from valora_serve.server.api.models import card
 
 
 def test_version_and_console(tmp_path):
@@ -40,3 +44,52 @@ def test_status_has_every_replica():
             5, None, None,
         )  # fmt: skip
         assert set(east) < set(found)
+
+
+def test_models_list_says_what_is_known(client):
+    listed = {model.id: model for model in client.models.list()}
+    assert next(iter(listed)) == "tiny"
+    person = listed["person"]
+    assert (person.parent, person.root, person.task) == ("adapter-1", "bundles/d", "detection")
+    assert (person.labels, person.accuracy, person.metric) == (["person"], 0.87, "f1@0.5")
+    assert (person.head, person.rank, person.max_model_len) == ("detection", 8, 2048)
+    assert listed["adapter-1"].parent == "tiny"
+    assert client.models.retrieve("scene").labels == ["street", "beach"]
+
+
+def test_the_list_of_models_is_made_off_the_event_loop(monkeypatch):
+    """There may be thousands of adapters."""
+    threads = set()
+
+    def told(*arguments, **more):
+        threads.add(threading.current_thread().name)
+        return card(*arguments, **more)
+
+    monkeypatch.setattr(models, "card", told)
+    with serving() as server:
+        found = server.client.get("/v1/models").json()
+        assert [one["id"] for one in found["data"]] == [one.name for one in server.engine.models()]
+        assert found["object"] == "list"
+        one = server.client.get("/v1/models/tiny").json()
+        assert one == found["data"][0]
+    assert any(name.startswith("work") for name in threads)
+
+
+def test_every_request_below_it_is_told_what_to_use(tmp_path):
+    (tmp_path / "keys").write_text(new_key("app", "user")[1])
+    with serving(keys_file=str(tmp_path / "keys")) as server:
+        for method, path, content in (
+            ("GET", "/v2", b""), ("GET", "/v2/", b""), ("HEAD", "/v2/health/ready", b""),
+            ("GET", "/v2/models/person/versions/1/ready", b""), ("DELETE", "/v2/models/x", b""),
+            ("POST", "/v2/repository/index", b""),
+            ("POST", "/v2/models/person/infer", bytes(2**20)),
+        ):  # fmt: skip
+            headers = {"host": "10.0.0.9", "content-type": "application/octet-stream"}
+            answer = server.client.request(method, path, content=content, headers=headers)
+            assert answer.status_code == 410, (method, path, answer.text)
+            if method != "HEAD":
+                error = answer.json()["error"]
+                assert "/v1/vision/{domain}" in error["message"]
+                assert (error["type"], error["code"]) == ("invalid_request_error", "gone")
+        assert not server.engine.asked
+        assert server.client.get("/v2x").status_code == 404

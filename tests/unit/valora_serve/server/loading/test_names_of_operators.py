@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import json
 
 import pytest
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_replicas import Replica, start
-from tests.support.http_helpers import adapter, serving
+from tests.support.http_helpers import adapter, bundle, serving
 from valora_serve.errors import UnknownModelError
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
@@ -19,21 +18,9 @@ NAMES = ("car", "bus", "cars", "cars/1", "mine", "rules")
 """What the source has: names of a bundle with its domains, of an adapter, and of a context."""
 
 
-def bundle(folder):
-    """A bundle for the fake engine, whose manifest every reader accepts."""
-    folder.mkdir(parents=True)
-    facts = {"task": "detection", "metric": "f1", "adapter": None, "head": None, "labels": ["x"],
-             "prompt": "p", "status": "met"}  # fmt: skip
-    manifest = {"schema_version": 2, "name": "cars", "version": 1, "adapters": {}, "files": {},
-                "base": {"id": "tiny", "sha256": "0"},
-                "domains": {"car": facts, "bus": facts}}  # fmt: skip
-    (folder / "bundle.json").write_text(json.dumps(manifest))
-    return folder
-
-
 @pytest.fixture
 def place(tmp_path):
-    bundle(tmp_path / "adapters" / "b")
+    bundle(tmp_path / "adapters" / "b", ("car", "bus"))
     adapter(tmp_path / "adapters" / "own")
     for name in (*NAMES, "free", "Car", "CARS/9", "Tiny", "Person"):
         adapter(tmp_path / "store" / name)
@@ -115,15 +102,6 @@ def test_what_an_operator_loads_replaces_what_requests_loaded(place, what):
         assert set(asked(server, *names).values()) == {404}
         post(server, path, **body)
         assert set(asked(server, *names).values()) == {200}
-
-
-def test_what_is_loaded_by_hand_is_not_taken_without_being_asked(place):
-    """As for what was loaded at run time before."""
-    with started(place) as server:
-        assert ask(server, "mine") == 200
-        post(server, "load_lora_adapter", 409, lora_name="mine", lora_path="own")
-        post(server, "unload_lora_adapter", lora_name="mine")
-        assert ask(server, "mine") == 200  # a request's, which may come back
 
 
 def test_replicas_let_a_requests_adapter_give_way(place):

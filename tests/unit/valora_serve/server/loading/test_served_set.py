@@ -11,21 +11,14 @@ import pytest
 
 from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import adapter, serving, until
-from valora_serve.errors import AdapterError, SettingsError, StorageError
+from tests.support.http_helpers import adapter, bundle, serving, until
+from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.access.keys import new_key
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
 
 SECRET = "an-admin-key-of-32-characters-ok"
 BUILT_IN = {model.name: model.root for model in FakeEngine().models()}
-
-
-def bundle(folder, domains=("car",), name="cars", base="tiny"):
-    folder.mkdir(parents=True)
-    manifest = {"name": name, "base": base, "domains": list(domains)}
-    (folder / "bundle.json").write_text(json.dumps(manifest))
-    return folder
 
 
 @pytest.fixture
@@ -214,51 +207,6 @@ def test_a_bundle_whose_golden_examples_differ_is_not_served(place, error):
 def test_a_missing_folder_is_said(tmp_path):
     with pytest.raises(SettingsError, match="adapter_folder"):
         ServedSet(FakeEngine(), tmp_path / "none", tmp_path / "s.json")
-
-
-CHANGES = {
-    "load": lambda served: served.load_adapter("new", "good", replace=False),
-    "replace": lambda served: served.load_adapter("mine", "other", replace=True),
-    "unload": lambda served: served.unload_adapter("mine"),
-    "replace bundle": lambda served: served.load_bundle("cars-2"),
-    "replace the command line's": lambda served: served.load_bundle("boats-2"),
-    "unload the command line's": lambda served: served.unload_bundle("boats"),
-}
-ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES)
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_disk_that_fails_at_any_moment(place, change):
-    bundle(place / "adapters" / "cars-2", ("car", "bus"), "cars")
-    bundle(place / "adapters" / "boats-2", ("ship",), "boats")
-    boats = bundle(place / "boats", ("boat",), "boats")
-    failed = []
-    for at in range(9):
-        shutil.rmtree(place / "state", ignore_errors=True)
-        engine = FakeEngine()
-        served = make(place, engine)
-
-        async def prepare(engine=engine, served=served):
-            await engine.load_bundle(boats)
-            await served.load_adapter("mine", "good", replace=False)
-            await served.load_bundle("cars")
-
-        run(prepare())
-        before = roots(engine)
-        error = ERRORS[at % len(ERRORS)]
-        with failing(place / "state", at, OSError(error, os.strerror(error))) as faults:
-            try:
-                run(CHANGES[change](served))
-            except StorageError as told:
-                assert roots(engine) == before
-                for part in (os.strerror(error), "served.json", "so nothing was changed"):
-                    assert part in str(told)
-                failed.append(faults.seen[at])
-            else:
-                assert roots(engine) != before
-        assert after_restart(place, [boats]) == roots(engine)
-    # Every operation up to the renaming fails the change, and none after it.
-    assert failed == ["mkdir", "open", "write", "fsync", "write", "replace"]
 
 
 def test_the_answer_of_a_full_disk_and_of_a_lost_folder(place):

@@ -24,16 +24,7 @@ from valora_serve.server.media.pool import DecodePool, Job
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.settings import ServerSettings
 
-LIMITS = Limits(
-    pixels=10**8,
-    video_pixels=10**8,
-    side=10**5,
-    ratio=50.0,
-    memory=2**29,
-    seconds=20.0,
-    video_seconds=60.0,
-    frames=4,
-)
+LIMITS = Limits(10**8, 10**8, 10**5, 50.0, 2**29, 20.0, 60.0, 4)
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from valora_data.cpu import ahead
 from valora_data.errors import ValoraError
-from valora_data.faults import FaultError
+from valora_data.faults import FaultError, load_image
 from valora_data.schema import Answer, Sample, Task
 from valora_data.sources.formats.files import images_below
-from valora_data.sources.formats.labelled import ahead, load_image
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS, load_teacher
 

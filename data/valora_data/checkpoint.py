@@ -1,7 +1,5 @@
 """Checkpoints of a training: after a kill it continues where it was, to the bit."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import logging

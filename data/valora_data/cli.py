@@ -1,8 +1,7 @@
 """`valora-data check`: counts, labels, faults and copies of a data set before it is used."""
 
-from __future__ import annotations
-
 import argparse
+import math
 import random
 import sys
 from collections import Counter
@@ -12,15 +11,14 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from valora_data.drawing import contact_sheet
 from valora_data.duplicates import Duplicates, Pair
 from valora_data.errors import DataError
-from valora_data.faults import described
+from valora_data.faults import ImageReader, described
 from valora_data.schema import Sample, Split, Task
 from valora_data.sources.base import Source
-from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import FORMATS, detect_kind, open_source
 from valora_data.sources.shelf import is_shelf, read_shelf
 from valora_data.tasks import TaskSpec, task_names
@@ -28,7 +26,6 @@ from valora_data.wording import agreeing, encode_all_output, examples, plural
 
 NAMED = 5  # faults of each kind, and pairs of copies, that the report names
 SHOWN_SAMPLES, SHOWN_LABELS = 18, 20
-BAR_LENGTH = 30  # letters
 
 
 @dataclass(slots=True)
@@ -58,7 +55,7 @@ class SplitFacts:
 def check(source: Source, out: Path, console: Console) -> bool:
     """Read a data set from end to end, show what is in it, and say if nothing must be fixed."""
     spec, duplicates, rng = source.task.spec, Duplicates(), random.Random(0)
-    reader = ImageReader.for_check(source.path or source.name)
+    reader = ImageReader(source.path or source.name, tolerance=math.inf)
     streams = open_source(replace(source, reader=reader))
     whole = Split.TRAIN if len(streams) > 1 else "all"
     splits = {str(split or whole): SplitFacts() for split in streams}
@@ -75,9 +72,7 @@ def check(source: Source, out: Path, console: Console) -> bool:
                     raise
     pairs = sorted(duplicates.pairs(), key=lambda pair: not pair.equal)
     problems += described([fault for fault in reader.found if fault.kind.skips], NAMED)
-    for name, facts in splits.items():
-        problems += _missing_answers(name, facts, spec)
-    problems += [*_copies(pairs, leaks=True), *_strange_labels(splits, spec)]
+    problems += [*_copies(pairs, leaks=True), *_gaps(splits, spec)]
     notes = described([fault for fault in reader.found if not fault.kind.skips], NAMED)
     notes += _copies(pairs, leaks=False)
     _show_counts(source.task, splits, console)
@@ -104,36 +99,30 @@ def _say(console: Console, sign: str, text: str) -> None:
 
 
 def _show_table(
-    console: Console, title: str, columns: Mapping[str, bool], rows: Iterable[Iterable[object]]
+    console: Console, title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]
 ) -> None:
-    table = Table(title=title, title_justify="left")
-    for name, numbers in columns.items():
-        table.add_column(name, overflow="fold", justify="right" if numbers else "left")
+    names = (Column(name, overflow="fold") for name in columns)
+    table = Table(*names, title=title, title_justify="left")
     for row in rows:
         table.add_row(*map(str, row))
     console.print(table)
 
 
 def _show_counts(task: str, splits: Mapping[str, SplitFacts], console: Console) -> None:
-    columns = {"split": False, "samples": True, "images": True, "answered": True}
     rows: list[list[object]] = [
         [split, one.samples, one.images, one.samples - one.unanswered]
         for split, one in splits.items()
     ]
-    _show_table(console, f"task {task}", columns, rows)
+    _show_table(console, f"task {task}", ("split", "samples", "images", "answered"), rows)
     total: Counter[str] = sum((facts.labels for facts in splits.values()), start=Counter())
-    if not total:
-        return
-    most = max(total.values())
     rows = [
-        [label, *(facts.labels[label] for facts in splits.values()),
-         "█" * max(1, round(BAR_LENGTH * count / most))]
-        for label, count in total.most_common(SHOWN_LABELS)
-    ]  # fmt: skip
+        [label, *(facts.labels[label] for facts in splits.values())]
+        for label, _ in total.most_common(SHOWN_LABELS)
+    ]
     if len(total) > SHOWN_LABELS:
         rows.append([f"… {len(total) - SHOWN_LABELS} more"])
-    columns = {"label": False, **dict.fromkeys(splits, True), "": False}
-    _show_table(console, plural(len(total), "label"), columns, rows)
+    if rows:
+        _show_table(console, plural(len(total), "label"), ("label", *splits), rows)
 
 
 def _copies(pairs: Sequence[Pair], *, leaks: bool) -> Iterator[str]:
@@ -151,25 +140,17 @@ def _copies(pairs: Sequence[Pair], *, leaks: bool) -> Iterator[str]:
             yield f"{plural(len(found), what)}, {how} ({examples(found, NAMED)}): {remedy}"
 
 
-def _missing_answers(name: str, facts: SplitFacts, spec: TaskSpec) -> Iterator[str]:
-    if not facts.samples:
-        yield f"split {name} holds no samples: add some"
-    elif name == Split.UNLABELLED:
-        return
-    elif facts.unanswered == facts.samples:
-        yield (
-            f"none of the {plural(facts.samples, 'image')} of split {name} has "
-            f"{'objects' if spec.detects else 'answers'}: check where the labels are, or use "
-            "kind `images` for images without labels"
-        )
-    elif facts.unanswered and not spec.detects:
-        yield (
-            f"{facts.unanswered} of {plural(facts.samples, 'sample')} of split {name} "
-            f"{agreeing(facts.unanswered, 'has|have')} no answer: add it or remove them"
-        )
-
-
-def _strange_labels(splits: Mapping[str, SplitFacts], spec: TaskSpec) -> Iterator[str]:
+def _gaps(splits: Mapping[str, SplitFacts], spec: TaskSpec) -> Iterator[str]:
+    for name, facts in splits.items():
+        missing, what = facts.unanswered, "objects" if spec.detects else "answers"
+        if not facts.samples:
+            yield f"split {name} holds no samples: add some"
+        elif missing == facts.samples and name != Split.UNLABELLED:
+            none = f"none of the {plural(missing, 'image')} of split {name} has {what}: check where"
+            yield f"{none} the labels are, or use kind `images` for images without labels"
+        elif missing and not spec.detects and name != Split.UNLABELLED:
+            some = f"{missing} of {plural(facts.samples, 'sample')} of split {name}"
+            yield f"{some} {agreeing(missing, 'has|have')} no answer: add it or remove them"
     labels = {name: facts.labels for name, facts in splits.items() if facts.labels}
     learnt = labels.get(str(Split.TRAIN), labels.get("all"))
     if not spec.choice or spec.labels != "required" or learnt is None:
@@ -178,10 +159,8 @@ def _strange_labels(splits: Mapping[str, SplitFacts], spec: TaskSpec) -> Iterato
         yield f"there is only one class, {next(iter(learnt))!r}: add another"
     for name, used in labels.items():
         if strange := sorted(set(used) - set(learnt)):
-            yield (
-                f"split {name} has labels that are not in {Split.TRAIN} "
-                f"({', '.join(strange[:5])}): give all splits the same label set"
-            )
+            text = f"split {name} has labels that are not in {Split.TRAIN}"
+            yield f"{text} ({', '.join(strange[:5])}): give all splits the same label set"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,11 +197,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _source(options: argparse.Namespace) -> Source:
-    kind = options.kind or detect_kind(options.path)
+    kind, columns = options.kind or detect_kind(options.path), {}
     for column in options.column:
-        if "=" not in column:
+        name, equals, columns[name] = column.partition("=")
+        if not equals:
             raise DataError(f"--column {column} names no column: write FIELD=NAME")
-    columns = dict(column.split("=", 1) for column in options.column)
     task = Task(options.task) if options.task else FORMATS[kind]().guess_task(options.path)
     labels = tuple(label.strip() for label in options.labels.split(",")) if options.labels else ()
     return Source(
@@ -239,8 +218,7 @@ def _check_shelf(folder: Path, out: Path, console: Console) -> int:
         for name, model in shelf.models.items()
     ]  # fmt: skip
     names = ("domain", "task", "labels", "teacher", "its score", "data")
-    columns = {name: name == "its score" for name in names}
-    _show_table(console, f"{plural(len(rows), 'domain')} in {folder}", columns, rows)
+    _show_table(console, f"{plural(len(rows), 'domain')} in {folder}", names, rows)
     for note in shelf.notes:
         _say(console, "[yellow]![/]", note)
     sound = True

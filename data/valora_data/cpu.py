@@ -1,10 +1,15 @@
-"""What the CPU has instructions for, and how many of its cores this process may use."""
-
-from __future__ import annotations
+"""What the CPU has instructions for, how many cores this process may use, and work on all."""
 
 import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Found = TypeVar("Found")
+AHEAD = 3  # items per core whose work is done before they are needed
 
 CGROUP = Path("/sys/fs/cgroup")  # where a container finds its own limits
 
@@ -28,3 +33,29 @@ def cpu_multiplies_bfloat16() -> bool:
     # Older versions of torch do not tell.
     found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(found.get("amx_bf16") or found.get("avx512_bf16"))
+
+
+def ahead(
+    items: Iterable[T],
+    work: Callable[[T], Found],
+    key: Callable[[T], Any] = id,
+    weight: Callable[[T], int] = lambda _: 1,
+) -> Iterator[tuple[T, Future[Found]]]:
+    """Each item with the result of its work, done ahead on all cores; equal keys share one."""
+    coming, threads, held = iter(items), usable_cores(), 0
+    waiting: deque[tuple[T, Future[Found]]] = deque()
+    last: tuple[Any, Future[Found]] | None = None
+    pool = ThreadPoolExecutor(threads, "decode")
+    try:
+        while True:
+            while held < AHEAD * threads and (item := next(coming, None)) is not None:
+                if last is None or last[0] != key(item):
+                    last = (key(item), pool.submit(work, item))
+                waiting.append((item, last[1]))
+                held += weight(item)
+            if not waiting:
+                return
+            held -= weight(waiting[0][0])
+            yield waiting.popleft()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

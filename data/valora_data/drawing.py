@@ -1,7 +1,5 @@
 """Draws samples for people: images with boxes, captions, sheets of tiles."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import textwrap

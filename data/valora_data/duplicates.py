@@ -1,14 +1,12 @@
 """Finds images that occur again: equal; or resized, recompressed or mirrored."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
-from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from valora_data.contract.contexts import source_hash
 from valora_data.schema import Sample
 
 NEAR_BITS = 16  # largest Hamming distance, of 64 bits, between the hashes of copies
@@ -66,7 +64,7 @@ class Duplicates:
         if other != split:
             self._pairs.append(Pair((other, sample.id), key, equal=True))
         elif sample.images:  # there are none of a document, which its splits share
-            first = self._exact.setdefault(content_hash(sample), key)
+            first = self._exact.setdefault(source_hash("", sample.images), key)
             if first != key:
                 self._pairs.append(Pair(first, key, equal=True))
             elif self._near:
@@ -87,15 +85,6 @@ class Duplicates:
                     found.append(Pair(self._prints[copies[0]][0], key, equal=False))
                     break
         return found
-
-
-def content_hash(sample: Sample) -> str:
-    """SHA-256 of modes, sizes and pixels of a sample's images, whatever file they came from."""
-    digest = sha256()
-    for image in sample.images:
-        digest.update(f"{image.mode} {image.width}x{image.height} ".encode())
-        digest.update(image.tobytes())
-    return digest.hexdigest()
 
 
 def perceptual_hash(image: Image.Image) -> np.uint64 | None:

@@ -1,7 +1,5 @@
 """Content hashes: of files, of which only those that changed are read, of code and of models."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

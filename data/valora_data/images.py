@@ -1,7 +1,5 @@
 """Opens image files of every mode and depth as a viewer shows them, and remembers their bytes."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from io import BytesIO
 from typing import cast
 
 import numpy as np
-from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ExifTags import Base
 
 from valora_data.errors import DataError
@@ -48,8 +46,8 @@ class EncodedFile:
 def decode_image(content: bytes) -> Image.Image:
     """Decode an image file to RGB, turned as EXIF says; `encoded_file` gives the file back.
 
-    Transparency lies on white, 16-bit grey is scaled, CMYK converted by its profile, floats read on
-    0 to 1 or 0 to 255, the first page taken. A `DataError` says why it cannot be shown.
+    Transparency lies on white, 16-bit grey is scaled, floats read on 0 to 1 or 0 to 255, the first
+    page taken. A `DataError` says why it cannot be shown.
     """
     if not content:
         raise DataError("the file is empty")
@@ -91,31 +89,12 @@ def to_rgb(image: Image.Image, file_format: str | None = None) -> Image.Image:
     if image.has_transparency_data:
         shown = (image.convert("LA") if mode == "La" else image).convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown).convert("RGB")
-    if mode == "LAB" or (mode == "CMYK" and image.info.get("icc_profile")):
-        return _managed(image)
     return image if mode == "RGB" else image.convert("RGB")
 
 
 def _from_levels(levels: np.ndarray) -> Image.Image:
     """An image of grey levels of 0 to 255."""
     return Image.fromarray(np.clip(np.rint(levels), 0, 255).astype(np.uint8)).convert("RGB")
-
-
-def _managed(image: Image.Image) -> Image.Image:
-    """CMYK or LAB in the colours of sRGB."""
-    try:
-        if image.mode == "LAB":
-            profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB"))
-        else:
-            profile = ImageCms.getOpenProfile(BytesIO(image.info["icc_profile"]))
-        srgb = ImageCms.createProfile("sRGB")
-        found = ImageCms.profileToProfile(image, profile, srgb, outputMode="RGB")
-    except ImageCms.PyCMSError as error:
-        if image.mode == "LAB":
-            raise DataError(f"its colours cannot be converted ({error})") from error
-        return image.convert("RGB")  # a damaged profile, or one of another colour space
-    assert found is not None, "only in-place conversions return nothing"
-    return found
 
 
 def _reason(error: BaseException, content: bytes) -> str:

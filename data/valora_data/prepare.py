@@ -1,7 +1,5 @@
 """Writes the splits of a domain to disk, sample by sample."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence

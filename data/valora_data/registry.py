@@ -1,7 +1,5 @@
 """Named extensions: the built-in ones, and those that other installed packages bring."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache

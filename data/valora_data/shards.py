@@ -1,14 +1,4 @@
-"""Samples of one domain and split on disk: a Hugging Face data set that any tool can open.
-
-Columns: `id`, `images` (files' own bytes, or PNGs), `prompt`, `label` (class index), `soft` (a
-probability per label), `answers`, `captions`, `count`, `objects` = {`bbox`: COCO's (x, y, width,
-height) in pixels, `category`: class index, `score`: confidence}. Label names are among the
-features; where a domain has none, `label` and `category` are strings. A shard may refer to the
-images of another one beside it (`images_of.json`), whose samples it answers differently; the
-document that all samples ask about is in `document.json`, with `document-0.png`, ….
-"""
-
-from __future__ import annotations
+"""Samples of one domain and split on disk: a Hugging Face data set that any tool can open."""
 
 import json
 import shutil
@@ -22,8 +12,8 @@ from valora_data.images import decode_image, encoded_file
 from valora_data.schema import Answer, Box, Document, Sample, no_image
 from valora_data.wording import plural
 
-IMAGES_OF = "images_of.json"
-DOCUMENT = "document.json"
+IMAGES_OF = "images_of.json"  # names a shard beside this one, whose images it answers differently
+DOCUMENT = "document.json"  # that all samples ask about; its images are `document-0.png`, …
 BUFFERED = 64  # samples that are held in memory while writing
 
 

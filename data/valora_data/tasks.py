@@ -1,7 +1,5 @@
 """Task types: what the data side must know of each, and the registry that adds new ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol
 

@@ -1,7 +1,5 @@
 """Words of messages: those that agree with a number, and the first ones of an error."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -11,15 +11,15 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_515,
-    "data/valora_data": 9_435,
+    "data/valora_data": 8_897,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
-    "valora_serve": 29_374,
-    "tests/*/valora_train": 7_426,
-    "tests/*/valora_data": 4_034,
+    "valora_serve": 29_373,
+    "tests/*/valora_train": 7_410,
+    "tests/*/valora_data": 3_750,
     "tests/*/valora_teachers": 1_179,
     "tests/*/valora_kernels": 2_093,
-    "tests/*/valora_serve": 25_476,
+    "tests/*/valora_serve": 25_463,
     "tests/unit/bench": 1_508,
     BENCH: 12_142,
 }

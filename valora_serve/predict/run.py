@@ -10,10 +10,10 @@ from typing import Any
 
 from PIL.Image import Image
 
+from valora_data.cpu import ahead
 from valora_data.errors import ValoraError
-from valora_data.faults import FaultError
+from valora_data.faults import FaultError, load_image
 from valora_data.sources.formats.files import IMAGES, files_below
-from valora_data.sources.formats.labelled import ahead, load_image
 from valora_data.sources.formats.videos import SUFFIXES, read_frames
 from valora_serve.errors import SettingsError
 from valora_serve.predict.records import Prediction

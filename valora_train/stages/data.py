@@ -8,11 +8,11 @@ from pathlib import Path
 
 from valora_data.contract.files import expanded
 from valora_data.errors import DataError
+from valora_data.faults import ImageReader
 from valora_data.hashing import code_hash, hash_files, hub_commit
 from valora_data.prepare import prepare
 from valora_data.schema import Split
 from valora_data.shards import open_shard
-from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import files_of, open_source
 from valora_train.reporting.progress import Step
 from valora_train.settings import DomainSettings, as_dict

@@ -53,13 +53,17 @@ def base_folder(base: str) -> str:
 
 def base_family(base: str) -> Architecture:
     """Return the family of a base model, of which the configuration alone is read."""
-    from transformers import PretrainedConfig
-
     try:
-        described, _ = PretrainedConfig.get_config_dict(base_folder(base))
+        return _described(base, base_folder(base))[1]
     except (OSError, ValueError) as error:
         raise BundleError(f"cannot load base model {base}: {error}") from error
-    return family_of(str(described.get("model_type")), base)
+
+
+def _described(base: str, source: str) -> tuple[dict[str, Any], Architecture]:
+    from transformers import PretrainedConfig
+
+    described: dict[str, Any] = PretrainedConfig.get_config_dict(source)[0]
+    return described, family_of(str(described.get("model_type")), base)
 
 
 def base_hash(base: str) -> str:
@@ -103,15 +107,12 @@ def load_model(
 
     `read` stands for ``from_pretrained``; `plain` refuses a quantised model; or a `BundleError`.
     """
-    from transformers import PretrainedConfig
-
     import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
 
     source = base_folder(base)
     try:
-        described, _ = PretrainedConfig.get_config_dict(source)
         # Imports the package that registers it, which may bring the transformers model along.
-        family = family_of(str(described.get("model_type")), base)
+        described, family = _described(base, source)
         if plain:
             quantized.check_plain(base, described)
         processor = family.load_processor(source)
@@ -187,17 +188,14 @@ class _ImageProcessor:
 
 
 class PlainText:
-    """Marks the special tokens of a tokenizer in texts of users: ``<image>`` in them is plain text.
-
-    The tokenizer drops the marks when it has found the special tokens of the chat template.
-    `placeholders` are ids of tokens that are special here, `words` texts that need not be tokens.
-    """
+    """Marks the special tokens of a tokenizer in texts of users, where they are plain text."""
 
     def __init__(
         self, tokenizer: Any, placeholders: Sequence[int | None] = (), words: Iterable[str] = ()
     ) -> None:
         from tokenizers import normalizers
 
+        # The tokenizer drops the marks when it has found the special tokens of the chat template.
         self._marked: dict[str, str] = {}
         self._longest = 0
         backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,10 +1,4 @@
-"""Heads that find objects: boxes relative to visual tokens, see docs/reference/bundle.md.
-
-A cell of a rows × columns grid says (ox, oy, ow, oh): its box has the cell's centre plus (ox, oy)
-cells and measures (exp ow, exp oh) cells. Boxes (x0, y0, x1, y1) are shares of the image.
-"""
-
-from __future__ import annotations
+"""Heads that find objects: boxes relative to visual tokens, see docs/reference/bundle.md."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -37,6 +31,8 @@ def cell_centres(grid: tuple[int, int]) -> Tensor:
         return torch.stack([x.flatten(), y.flatten()], dim=-1)
 
 
+# A cell says (ox, oy, ow, oh): its box has the cell's centre plus (ox, oy) cells and measures
+# (exp ow, exp oh) cells. Boxes (x0, y0, x1, y1) are shares of the image.
 def decode(raw: Tensor, grid: tuple[int, int]) -> Tensor:
     """Decode what all cells predict, (..., rows · columns, 4), to float32 boxes in the image."""
     raw = raw.float()

@@ -1,7 +1,5 @@
 """Bundles on disk: what training hands over to serving."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass

@@ -1,8 +1,4 @@
-"""Contexts: documents that were learnt once and are answered about without being read again.
-
-A prompt has a *head*, the system turn with the document, which a memory replaces, and a *tail*,
-the conversation. See docs/reference/bundle.md.
-"""
+"""Contexts: memories of documents, which replace the head of prompts (docs/reference/bundle.md)."""
 
 from __future__ import annotations
 

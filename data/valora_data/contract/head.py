@@ -1,7 +1,5 @@
 """What every kind of vision task head has (VaLoRA §4.2.2)."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

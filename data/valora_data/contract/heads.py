@@ -1,7 +1,5 @@
 """Vision task heads (VaLoRA §4.2.2): the kinds, and the file format of docs/reference/bundle.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Heads that choose one label for a whole prompt (VaLoRA §4.2.2)."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

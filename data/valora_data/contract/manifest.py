@@ -1,7 +1,5 @@
 """What ``bundle.json`` holds, as pydantic checks it; apart, as the engine does without pydantic."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator

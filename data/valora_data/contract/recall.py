@@ -1,7 +1,5 @@
 """How a base model reads a document and answers from what it kept: the reference of `contexts`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

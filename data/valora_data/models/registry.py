@@ -1,7 +1,5 @@
 """Families of base models by ``model_type``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from valora_data.errors import BundleError
@@ -12,18 +10,18 @@ ARCHITECTURES: Registry[type[Architecture]] = Registry(
     "valora.architectures",
     "architecture",
     {
-        "idefics3": "valora_data.models.idefics3:Idefics3",
-        "internvl": "valora_data.models.internvl:InternVL",
+        "idefics3": "valora_data.models.crops:Idefics3",
+        "internvl": "valora_data.models.crops:InternVL",
         "llama": "valora_data.models.text:TextModel",
         "llava": "valora_data.models.llava:Llava",
-        "llava_next": "valora_data.models.llava_next:LlavaNext",
+        "llava_next": "valora_data.models.llava:LlavaNext",
         "mistral": "valora_data.models.text:TextModel",
         "qwen2": "valora_data.models.text:TextModel",
         "qwen2_vl": "valora_data.models.qwen_vl:QwenVL",
         "qwen2_5_vl": "valora_data.models.qwen_vl:QwenVL",
         "qwen3": "valora_data.models.text:TextModel",
         "qwen3_vl": "valora_data.models.qwen_vl:QwenVL",
-        "smolvlm": "valora_data.models.idefics3:Idefics3",
+        "smolvlm": "valora_data.models.crops:Idefics3",
     },
     BundleError,
 )

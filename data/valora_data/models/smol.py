@@ -1,7 +1,5 @@
 """valora-smol: two halves from package indexes, joined once in a cache; projector and LoRA ship."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Language models without a vision side: Llama, Mistral, Qwen2 and Qwen3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

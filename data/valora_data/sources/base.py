@@ -15,7 +15,7 @@ from valora_data.sources.formats.files import files_below, load_json, read_lines
 from valora_data.sources.formats.videos import FRAMES
 
 if TYPE_CHECKING:
-    from valora_data.sources.formats.labelled import ImageReader
+    from valora_data.faults import ImageReader
 
 ARCHIVES = frozenset({".7z", ".gz", ".rar", ".tar", ".tgz", ".xz", ".zip"})
 ANSWERS = frozenset({"objects", "phrase", "label", "video", "count", "answers", "captions"})

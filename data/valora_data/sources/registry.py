@@ -1,7 +1,5 @@
 """Data-set formats by name: opening a source, and recognising the format of a path."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,14 +23,12 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
         "texts": f"{_HERE}.documents:TextsFormat",
         "shards": f"{_HERE}.rows:ShardsFormat",
         "hub": f"{_HERE}.rows:HubFormat",
-        "roboflow": f"{_HERE}.coco:RoboflowFormat",
-        "cvat": f"{_HERE}.annotation_tools:CvatFormat",
-        "kitti": f"{_HERE}.yolo:KittiFormat",
         "voc": f"{_HERE}.annotation_tools:VocFormat",
         "yolo": f"{_HERE}.yolo:YoloFormat",
         "labelstudio": f"{_HERE}.annotation_tools:LabelStudioFormat",
         "llava": f"{_HERE}.conversations:LlavaFormat",
         "coco": f"{_HERE}.coco:CocoFormat",
+        "roboflow": f"{_HERE}.coco:CocoFormat",
         "videofolder": f"{_HERE}.rows:VideoFolderFormat",
         "imagefolder": f"{_HERE}.rows:ImageFolderFormat",
         "images": f"{_HERE}.rows:ImagesFormat",

@@ -1,7 +1,5 @@
 """A shelf of small models, read as domains: the folder that Ultralytics trains into."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import re
@@ -69,12 +67,11 @@ def read_shelf(folder: Path) -> Shelf:
             notes.append(f"run {file.parent} left out: {error}")
     best: dict[tuple[Path, Task], ShelfModel] = {}
     for model in sorted(found, key=lambda model: model.weights.stat().st_mtime):
-        kept = other = best.get((model.data, model.task), model)
-        if other.score is None or model.score is None or other.score <= model.score:
-            kept = model
+        left, kept = best.get((model.data, model.task)), model
+        if left and not (left.score is None or model.score is None or left.score <= model.score):
+            left, kept = model, left
         best[model.data, model.task] = kept
-        if other is not model:
-            left = model if kept is other else other
+        if left is not None:
             notes.append(f"run {left.run} left out: {kept.run} is a better one of the same data")
     if not best:
         reason = "; ".join(notes) or f"no run with {ARGS} and weights/{WEIGHTS[0]} lies in it"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from PIL import Image, ImageEnhance
+from PIL import Image
 
 from tests.support.data_sets import metadata, natural_picture, picture
 from valora_data import shards
@@ -37,24 +37,11 @@ def test_a_sound_set_passes(pets, tmp_path, capsys):
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"train.png", "val.png"}
 
 
-def test_faults_copies_and_labels_that_differ(pets, tmp_path, capsys):
-    for name in "ab":
-        (pets / "train" / "dog" / f"{name}.png").write_bytes(b"broken")
-    natural_picture(1).save(pets / "val" / "dog" / "copy.png")
-    # Smaller, recompressed, a little darker: still the same picture.
-    copy = ImageEnhance.Brightness(natural_picture(2).resize((80, 80))).enhance(0.97)
-    copy.save(pets / "val" / "cat" / "again.jpg", quality=70)
+def test_labels_that_differ(pets, tmp_path, capsys):
     (pets / "val" / "fox").mkdir()
     natural_picture(9).save(pets / "val" / "fox" / "f.png")
     assert check(pets, tmp_path) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    for said in (
-        "2 images cannot be decoded (a.png cannot be decoded", "b.png cannot be decoded",
-        "1 picture is in two splits, equal (the image of", "cat/b.png", "dog/copy.png",
-        "train/dog/c.png in train looks like val/cat/again.jpg in val",
-        "split val has labels that are not in train (fox)",
-    ):  # fmt: skip
-        assert said in out, said
+    assert "split val has labels that are not in train (fox)" in capsys.readouterr().out
     assert check(pets, tmp_path, "--labels", "cat") == 1
     out = capsys.readouterr().out
     assert "not in train" not in out and "there is only one class, 'cat'" in out

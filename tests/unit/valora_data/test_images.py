@@ -9,7 +9,6 @@ import pytest
 import tifffile
 from PIL import Image, ImageCms, ImageOps
 
-from tests.support.icc_profiles import cmyk_profile
 from valora_data.errors import DataError
 from valora_data.images import decode_image, encoded_file
 
@@ -103,7 +102,7 @@ def test_palettes_bits_and_pages():
     assert pixels(content)[0, 0, 0] == 10  # of several pages the first
 
 
-def test_cmyk_without_a_profile_and_lab():
+def test_cmyk_and_lab():
     cmyk = Image.fromarray(COLOURS).convert("CMYK")
     assert np.array_equal(pixels(saved(cmyk, "TIFF")), np.asarray(cmyk.convert("RGB")))
     # A JPEG of print programs is inverted, which its Adobe marker says.
@@ -156,21 +155,3 @@ def test_bombs_and_drawings_are_refused(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", WIDTH * HEIGHT // 3)
     with pytest.raises(DataError, match="decompression bomb"):
         decode_image(saved(PICTURE, "PNG"))
-
-
-@pytest.mark.parametrize(
-    "profile",
-    [
-        b"\1" * 3000, cmyk_profile()[:300], cmyk_profile()[:-700],
-        ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes(),
-        cmyk_profile().replace(b"CMYK", b"GRAY", 1), cmyk_profile().replace(b"mft1", b"mft9"),
-        cmyk_profile().replace(b"acsp", b"pcsa"), cmyk_profile().replace(b"A2B0", b"xxxx"),
-    ],
-)  # fmt: skip
-def test_a_profile_that_cannot_be_used_is_left_out(profile):
-    """Damaged, cut, or of another colour space: the image is read without it."""
-    rng = np.random.default_rng(0)
-    source = Image.fromarray(rng.integers(0, 256, (6, 9, 4), np.uint8), "CMYK")
-    buffer = io.BytesIO()
-    source.save(buffer, "TIFF", icc_profile=profile)
-    assert decode_image(buffer.getvalue()).tobytes() == source.convert("RGB").tobytes()

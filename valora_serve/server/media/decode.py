@@ -194,8 +194,7 @@ def decode_image(file: BinaryIO, limits: Limits) -> Image.Image:
     """Decode an image file that was measured; of an animation, its first frame."""
     with _opened(file, limits) as image:
         ImageOps.exif_transpose(image, in_place=True)
-        # Colours with a profile are converted whole: its table is as large as an image.
-        return to_rgb(image, image.format) if image.mode == "CMYK" else image
+        return image
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """Formats whose readers yield records, and the one validator that finds their faults."""
 
-from __future__ import annotations
-
 import logging
 import math
 from abc import abstractmethod
@@ -13,19 +11,17 @@ from typing import Any
 
 from PIL.Image import Image
 
+from valora_data.cpu import ahead
 from valora_data.errors import DataError
-from valora_data.faults import FaultError, FaultKind
+from valora_data.faults import FaultError, FaultKind, ImageReader, Media, load_image
 from valora_data.images import EncodedFile, encoded_file
 from valora_data.schema import Answer, Box, Sample, Split, no_image
 from valora_data.sources.base import Source, SourceFormat, Splits
 from valora_data.sources.formats.files import Finder, is_file, read_text, readable
-from valora_data.sources.formats.labelled import ImageReader, Media, ahead, load_image
 from valora_data.sources.formats.videos import read_frames
 
 log = logging.getLogger(__name__)
 TOLERANCE = 1.0  # Pixels by which a box may reach over the edge: annotation tools round
-GRIDS = (100, 1000)  # Sides of grids on which tools note boxes, instead of in pixels
-GRID_BOXES = 20  # Fewest boxes by which a grid is recognised
 Edges = tuple[float, float, float, float]  # (x0, y0, x1, y1) in pixels
 Scaled = Callable[[float, float], Edges]  # What gives the edges for an image's width and height
 Shape = tuple[Any, Edges | Scaled]
@@ -34,7 +30,7 @@ Shapes = list[tuple[str, Shape]]  # Objects with their locations, for messages
 Entries = Iterable[tuple[str, Any]]  # Entries of an annotation with their locations, for messages
 
 
-@dataclass(slots=True)
+@dataclass
 class Record:
     """An image, several of one sample, or a video, and what the data set says of it."""
 
@@ -51,23 +47,16 @@ class Record:
     video: bool = False  # whether the media are videos
 
     def __post_init__(self) -> None:
+        self.files = [one for one in self.media if isinstance(one, Path)]
+        self.file_name = readable(self.files[0].name) if self.files else ""
         self.item = self.item or self.file_name
-
-    @property
-    def files(self) -> list[Path]:
-        return [one for one in self.media if isinstance(one, Path)]
-
-    @property
-    def file_name(self) -> str:
-        return next((readable(file.name) for file in self.files), "")
 
     def open(self, frames: int) -> list[Image]:
         """The images, or so many frames of the videos."""
         if not (self.video and self.media):
             return [load_image(one, self.item) for one in self.media] or [no_image()]
-        videos = [one for one in self.media if isinstance(one, Path | bytes)]
         name = self.file_name or self.item
-        return [image for one in videos for image in read_frames(one, frames, name)]
+        return [image for one in self.media for image in read_frames(one, frames, name)]
 
 
 class AnnotatedFormat(SourceFormat):
@@ -125,14 +114,20 @@ class _Validator:
 
     def __init__(self, source: Source, name: str, reading: ImageReader) -> None:
         self._source, self._name, self._reading = source, name, reading
-        self._boxes, self._right, self._bottom, self._side = 0, 0.0, 0.0, math.inf
+        self._furthest: float | None = None  # edge in pixels
 
     def checked(self, records: Iterable[Record]) -> Iterator[tuple[Record, Shapes]]:
         seen: set[Path] = set()
         for record in records:
             item, file = record.item, record.file
             with self._reading.tolerate(item):
-                shapes = self._shapes(record)
+                shapes = Shapes()
+                for where, entry in record.entries or ():
+                    with self._reading.tolerate(item, where, FaultKind.BOX_MALFORMED):
+                        if (shape := record.shape(entry)) is not None:
+                            if shape[0] in (None, ""):
+                                raise KeyError("label")
+                            shapes.append((where, shape))
                 if (key := readable(record.id)) != record.id:
                     text = f"{key} has a name that is no UTF-8; give it another"
                     raise FaultError(FaultKind.IMAGE_UNREADABLE, text)
@@ -147,16 +142,6 @@ class _Validator:
                         text += f" file {readable(file.name)}" if file else ""
                     self._reading.add(kind, item, text)
                 yield record, shapes
-
-    def _shapes(self, record: Record) -> Shapes:
-        shapes = Shapes()
-        for where, entry in record.entries or ():
-            with self._reading.tolerate(record.item, where, FaultKind.BOX_MALFORMED):
-                if (shape := record.shape(entry)) is not None:
-                    if shape[0] in (None, ""):
-                        raise KeyError("label")
-                    shapes.append((where, shape))
-        return shapes
 
     def answer(self, record: Record, shapes: Shapes, image: Image) -> Answer | None:
         """The answer of a record, one of the domain's labels; None if it has none that counts."""
@@ -180,21 +165,14 @@ class _Validator:
         return None if record.prompt and not boxes else Answer(tuple(boxes))
 
     def _on_image(self, edges: Edges | Scaled, image: Image, file: EncodedFile | None) -> Edges:
-        width, height = image.size
-        pixels = not callable(edges)
+        (width, height), pixels = image.size, not callable(edges)
         edges = edges(*(file.size if file else image.size)) if callable(edges) else edges
-        if not (finite := all(map(math.isfinite, edges))):
-            file = None
-        elif pixels:
-            self._boxes += 1
-            self._right, self._bottom = max(self._right, edges[2]), max(self._bottom, edges[3])
-            self._side = min(self._side, width, height)
         x0, y0, x1, y1 = file.shown(edges) if file is not None else edges
         text = f"box ({x0:g}, {y0:g}, {x1:g}, {y1:g})"
-        if not finite or x1 <= x0 or y1 <= y0:
-            inverted = x1 < x0 or y1 < y0
-            kind = FaultKind.BOX_INVERTED if inverted else FaultKind.BOX_EMPTY
-            raise FaultError(kind if finite else FaultKind.BOX_NOT_FINITE, f"{text} has no area")
+        if not all(map(math.isfinite, edges)) or x1 <= x0 or y1 <= y0:
+            raise FaultError(FaultKind.BOX_EMPTY, f"{text} has no area")
+        if pixels:
+            self._furthest = max(self._furthest or 0.0, *edges[2:])
         inside = min(x0, y0) >= -TOLERANCE and x1 <= width + TOLERANCE and y1 <= height + TOLERANCE
         x0, y0, x1, y1 = max(0.0, x0), max(0.0, y0), min(float(width), x1), min(float(height), y1)
         if inside and x1 > x0 and y1 > y0:
@@ -202,15 +180,10 @@ class _Validator:
         raise FaultError(FaultKind.BOX_OUTSIDE, f"{text} lies outside its {width} × {height} image")
 
     def check_unit(self) -> None:
-        """Refuse boxes that are shares of the image, or on a grid, where pixels are meant."""
-        edges = self._right, self._bottom
-        found = "shares of the image, between 0 and 1" if self._boxes and max(edges) <= 1 else ""
-        for grid in GRIDS if self._boxes >= GRID_BOXES else ():
-            if self._side > 1.1 * grid and all(0.98 * grid < edge <= grid for edge in edges):
-                found = f"on a grid of {grid}"
-        if found:
-            text = f"{self._name}: all boxes are {found}, where the format has pixels"
-            raise DataError(f"{text}: export them in pixels of the image")
+        """Refuse boxes that are shares of the image where pixels are meant."""
+        if self._furthest is not None and self._furthest <= 1:
+            text = f"{self._name}: all boxes are shares of the image, between 0 and 1, where the"
+            raise DataError(f"{text} format has pixels: export them in pixels of the image")
 
 
 def _stored(image: Image, record: Record) -> EncodedFile | None:
@@ -250,18 +223,18 @@ def rows_of(file: Path) -> Entries | None:
     return rows() if file.exists() else None
 
 
-def four_numbers(values: Any, what: str = "box") -> Edges:
+def four_numbers(values: Any) -> Edges:
     """Four numbers of an annotation, or a `ValueError`."""
     try:
         a, b, c, d = map(float, values)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} {values!r:.80} is not four numbers") from error
+        raise ValueError(f"box {values!r:.80} is not four numbers") from error
     return a, b, c, d
 
 
 def corners(bbox: Any) -> Edges:
     """Edges from x, y, width and height, as COCO has them, or a `ValueError`."""
-    x, y, width, height = four_numbers(bbox, "bbox")
+    x, y, width, height = four_numbers(bbox)
     return x, y, x + width, y + height
 
 
@@ -271,14 +244,12 @@ def shares(x0: float, y0: float, x1: float, y1: float) -> Scaled:
 
 
 def label_files(
-    images: Iterable[Path], expected: Callable[[Path], Path], reading: ImageReader,
-    below: Path | None = None,
-) -> dict[Path, Path]:  # fmt: skip
-    """Label files where `expected`, or by name `below` a folder; those of no image are noted."""
-    files = {image: expected(image) for image in images}
+    files: dict[Path, Path], reading: ImageReader, below: Path | None = None
+) -> dict[Path, Path]:
+    """The label files of images, where expected or by name `below`; those of no image are noted."""
     taken = {file for file in files.values() if file.exists()}
     lacking = [image for image, file in files.items() if file not in taken]
-    if not lacking and not reading.thorough:
+    if not lacking:
         return files
     suffixes = frozenset(file.suffix for file in files.values())
     folders = sorted({below or file.parent for file in files.values()})
@@ -306,10 +277,3 @@ def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> No
         raise DataError(f"{text}: make the domain's labels and the data set's names match")
     if unused := len(set(names) - set(labels)):
         log.info("%s: %d categories that the domain does not ask for are left out", source, unused)
-
-
-def note_unlisted(finder: Finder, reading: ImageReader) -> None:
-    """Note image files that were not looked for, in a thorough reading."""
-    for path in finder.not_found() if reading.thorough else ():
-        name = readable(path.as_posix())
-        reading.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")

@@ -1,10 +1,4 @@
-"""Conversations about images: the files of LLaVA, which many trainers read.
-
-Entries have `image` or `images` or `video`, and `conversations`: turns of `from` (human, gpt) and
-`value`; or `messages` of `role` (user, assistant) and `content`. `<image>` stands for an image.
-"""
-
-from __future__ import annotations
+"""Conversations about images: the files of LLaVA, or with OpenAI's `messages`."""
 
 import logging
 import re
@@ -13,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from valora_data.errors import DataError
-from valora_data.faults import FaultError, FaultKind
+from valora_data.faults import FaultError, FaultKind, ImageReader
 from valora_data.schema import Answer, Task
 from valora_data.sources.base import ANSWERS, Location, Source
 from valora_data.sources.formats import annotated, files
 from valora_data.sources.formats.annotated import AnnotatedFormat, Record
-from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.formats.rows import read_count
 from valora_data.wording import plural
 
@@ -26,6 +19,7 @@ log = logging.getLogger(__name__)
 
 GRID = 1000
 PLACE = re.compile(r"\s*<(image|video)>\s*")
+# Boxes as Qwen-VL writes them, and in shares of the image.
 ON_GRID = re.compile(r"<box>\s*\((\d+),\s*(\d+)\),\s*\((\d+),\s*(\d+)\)\s*</box>")
 IN_SHARES = re.compile(r"\[\s*" + r",\s*".join([r"(\d*\.?\d+)"] * 4) + r"\s*\]")
 REFERRED = re.compile(r"<ref>(.*?)</ref>")
@@ -35,13 +29,9 @@ ROLES = {"user": "human", "assistant": "gpt"}
 
 
 class LlavaFormat(AnnotatedFormat):
-    """One file of conversations, each question of which is asked about the same images.
-
-    Boxes in `<box>` are on Qwen-VL's grid, those in brackets in shares of the image.
-    """
+    """One file of conversations, each question of which is asked about the same images."""
 
     texts = True
-
     answers = ANSWERS - {"objects"}
     task = Task.VQA
 
@@ -53,10 +43,9 @@ class LlavaFormat(AnnotatedFormat):
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
         entries = files.load_rows(part, "conversations")
         shown = [entry for entry in entries if not isinstance(entry, dict) or _media_of(entry)]
-        some = any(isinstance(entry, dict) for entry in shown)
-        if source.task.spec.answer != "boxes" and not some:
-            shown, some = entries, any(isinstance(entry, dict) for entry in entries)
-        if not some:
+        if source.task.spec.answer != "boxes" and not any(isinstance(one, dict) for one in shown):
+            shown = entries
+        if not any(isinstance(entry, dict) for entry in shown):
             raise DataError(f"{part.name}: no conversation has an image: the data set is empty")
         if len(shown) < len(entries):
             log.info("%s: %d conversations have no image", part.name, len(entries) - len(shown))

@@ -1,7 +1,5 @@
 """Documents as formats: a domain is one, its samples are given questions or of self-study."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,8 +102,7 @@ class AlbumFormat(ContextFormat):
     def open(self, source: Source) -> Splits:
         folder = Path(source.location)
         images = tuple(sample.image for sample in ImagesFormat().read(source, (folder, "")))
-        asked = _questions(folder)
-        if asked:
+        if asked := _questions(folder):
             return _splits_of(Document("", images), asked, source)
         text = f"album {folder} has no {QUESTIONS}, and pictures alone ask nothing"
         raise DataError(f"{text}: add questions with answers")
@@ -198,9 +195,8 @@ class RecordsFormat(ContextFormat):
         document = draw_document(rng, source.entries)
         facts = document.links() if self.linked else document.facts
         if len(facts) < MIN_FACTS:
-            text = f"domain {source.name} has {plural(len(facts), 'fact')} to ask about, too few to"
-            text += " decide and to measure with: raise source.entries, or change source.seed"
-            raise DataError(text)
+            text = f"domain {source.name} has {plural(len(facts), 'fact')} to ask about, too few"
+            raise DataError(f"{text} to measure: raise source.entries, or change source.seed")
         studied = [Asked(one.question(way), (one.value,)) for way in range(3) for one in facts]
         held = [facts[number] for number in rng.permutation(len(facts))]
         asked, half = [Asked(one.question(-1), (one.value,)) for one in held], len(held) // 2
@@ -235,11 +231,9 @@ def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Sp
     parts[Split.TRAIN] = parts[Split.TRAIN] or parts[Split.UNLABELLED]
     if all(parts.values()):
         return _streams(document, parts, source)
-    raise DataError(
-        f"document {source.name} has {plural(len(asked), 'given question')} and "
-        f"{plural(len(study), 'question')} of self-study, too few to learn from and to measure "
-        "with: add questions with answers"
-    )
+    text = f"document {source.name} has {plural(len(asked), 'given question')} and "
+    text += f"{plural(len(study), 'question')} of self-study, too few to learn from"
+    raise DataError(f"{text} and to measure with: add questions with answers")
 
 
 def _streams(document: Document, parts: Mapping[Split, list[Asked]], source: Source) -> Splits:
@@ -293,9 +287,8 @@ def _text_of(file: Path) -> str:
     try:
         pages = [(page.extract_text() or "").strip() for page in PdfReader(file).pages]
     except (PyPdfError, OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"{file.name} cannot be read as a PDF ({error}): export it again, or as text"
-        ) from error
+        text = f"{file.name} cannot be read as a PDF ({error}): export it again, or as text"
+        raise DataError(text) from error
     if text := "\n\n".join(filter(None, pages)):
         return text
     text = f"{file.name} holds no text on {plural(len(pages), 'page')}, as if it were scanned"
@@ -303,8 +296,7 @@ def _text_of(file: Path) -> str:
 
 
 def _sentences(text: str) -> list[str]:
-    parts = map(str.strip, SENTENCE.split(text))
-    return [part for part in parts if len(WORD.findall(part)) >= MIN_WORDS]
+    return [s.strip() for s in SENTENCE.split(text) if len(WORD.findall(s)) >= MIN_WORDS]
 
 
 def continuations(text: str) -> list[Asked]:

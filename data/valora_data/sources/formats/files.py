@@ -1,7 +1,5 @@
 """Files of users' data sets: which are data, which one a name stands for, and JSON in them."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import json
@@ -78,8 +76,7 @@ def images_below(
 ) -> list[Path]:
     """Images in a folder and below it, at least one, in the order of paths."""
     _check_folder(folder)
-    found = files_below(folder, suffixes)
-    if not found:
+    if not (found := files_below(folder, suffixes)):
         raise DataError(f"{folder} holds no {what}: the data set is empty")
     return found
 
@@ -108,12 +105,9 @@ def split_in(words: Iterable[str]) -> Split | None:
 
 def with_rest(splits: Mapping[Split, T], whole: T) -> dict[Split | None, T]:
     """Parts by key of `Splits`; None: the whole, or the training split that others come from."""
-    partial = len(splits) < len(Split)
-    found: dict[Split | None, T] = {
-        (None if partial and split is Split.TRAIN else split): part
-        for split, part in splits.items()
-    }
-    return found or {None: whole}
+    rest = None if len(splits) < len(Split) else Split.TRAIN
+    named = ((rest if split is Split.TRAIN else split, part) for split, part in splits.items())
+    return dict(named) or {None: whole}
 
 
 def spelling(name: str) -> str:
@@ -126,17 +120,13 @@ class Finder:
 
     def __init__(self, folder: Path, suffixes: frozenset[str] = IMAGES) -> None:
         self._folder, self._suffixes = folder, suffixes
-        self._found: set[Path] = set()
 
     def find(self, name: str) -> Path:
         """The file of a path by its longest end that exists, or by its name; else as named."""
         named = self._folder / name
         parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..")]
         ends = (self._folder.joinpath(*parts[start:]) for start in range(len(parts)))
-        found = next(filter(is_file, (named, *ends)), None) or self._by_name(named, parts)
-        with contextlib.suppress(ValueError):  # of a name that no file can have
-            self._found.add(found.resolve())
-        return found
+        return next(filter(is_file, (named, *ends)), None) or self._by_name(named, parts)
 
     def _by_name(self, named: Path, parts: list[str]) -> Path:
         last = parts[-1] if parts else ""
@@ -150,16 +140,12 @@ class Finder:
 
     def of_stem(self, stem: str, near: Path) -> Path | None:
         """The file with this name without suffix; of several the one that lies nearest."""
-        found = self._index.get(spelling(stem), [])
-        around = near.absolute().parent
-        shared = [len(os.path.commonpath([around, path.absolute().parent])) for path in found]
-        best = [path for path, length in zip(found, shared, strict=True) if length == max(shared)]
-        return best[0] if len(best) == 1 else None
-
-    def not_found(self) -> list[Path]:
-        """Files, as paths below the folder, that were not found by any name."""
-        missed = [path for path in self.files if path.resolve() not in self._found]
-        return [path.relative_to(self._folder) for path in missed]
+        best = defaultdict[int, list[Path]](list)
+        for path in self._index.get(spelling(stem), []):
+            shared = os.path.commonpath([near.absolute().parent, path.absolute().parent])
+            best[len(shared)].append(path)
+        nearest = best[max(best, default=0)]
+        return nearest[0] if len(nearest) == 1 else None
 
     @cached_property
     def files(self) -> list[Path]:
@@ -213,10 +199,10 @@ def read_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
     found: list[tuple[int, dict[str, Any] | None]] = []
     # `splitlines` would split at other marks, within texts.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
+        row = None
+        with contextlib.suppress(ValueError, RecursionError):
+            row = _parsed(line)
         if line.strip():
-            row = None
-            with contextlib.suppress(ValueError, RecursionError):
-                row = _parsed(line)
             found.append((number, row if isinstance(row, dict) else None))
     return found
 
@@ -241,7 +227,5 @@ def as_object(row: Any) -> dict[str, Any]:
 
 def whole(value: Any) -> Any:
     """An id as a whole number, if it is one in another form; any other as it is."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
     digits = isinstance(value, str) and re.fullmatch(r"0|[1-9]\d{0,17}", value)
-    return int(value) if digits else value
+    return int(value) if digits or (isinstance(value, float) and value.is_integer()) else value

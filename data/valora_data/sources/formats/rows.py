@@ -1,10 +1,4 @@
-"""Tables of images or videos: folders with `metadata.jsonl`, and data sets on the hub.
-
-Detection reads `objects` with `bbox` (x, y, width, height in pixels) and `category`, the other
-tasks the columns of `NAMES`, the first that exists. `Source.columns` maps a field to another name.
-"""
-
-from __future__ import annotations
+"""Tables of images or videos: folders with `metadata.jsonl`, and data sets on the hub."""
 
 import os
 from collections import Counter
@@ -16,15 +10,15 @@ from PIL import Image
 
 from valora_data.contract.files import expanded
 from valora_data.errors import DataError
-from valora_data.faults import FaultError, FaultKind
+from valora_data.faults import FaultError, FaultKind, ImageReader, Media
 from valora_data.schema import Answer, Split, Task
 from valora_data.shards import is_shard, open_shard
 from valora_data.sources.base import ANSWERS, Location, Source, SourceFormat, Splits
 from valora_data.sources.formats import annotated, files, videos
 from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Shape
-from valora_data.sources.formats.labelled import ImageReader, Media
 from valora_data.wording import first_line
 
+# Columns of each field, the first that exists is read.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "label": ("label", "labels", "class"),
     "objects": ("objects",),
@@ -61,10 +55,7 @@ def task_of_columns(columns: Collection[str], labelled: Task) -> Task:
 
 
 class RowReader:
-    """Reads the rows of one data set, called `name` in messages, for a domain.
-
-    With declared `names` of class indices, rows of other classes than the domain's are left out.
-    """
+    """Reads the rows of one data set; with declared `names`, those of classes asked for."""
 
     def __init__(self, source: Source, name: str, names: Sequence[str] | None = None) -> None:
         self._task, self._labels, self._columns = source.task, source.labels, source.columns
@@ -73,9 +64,8 @@ class RowReader:
 
     def read(self, row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         """Fields of a `Record`, for each of several phrases; none if the class is not asked for."""
-        spec = self._task.spec
-        match spec.answer:
-            case "boxes" if spec.detects:
+        match self._task.spec.answer:
+            case "boxes" if self._task.spec.detects:
                 entries = [(where, entry) for entry in self._objects(row)]
                 return [{"entries": entries, "shape": self._object}]
             case "boxes":
@@ -90,7 +80,8 @@ class RowReader:
                 return [{"answer": Answer(count=read_count(self._get(row, "count")))}]
             case "captions":
                 return [{"answer": Answer(captions=self._texts(row, "captions"))}]
-        question, answers = self._find(row, "question"), self._texts(row, "answers")
+        question = self._get(row, "question", optional=True)
+        answers = self._texts(row, "answers")
         prompt = None if question is None else str(question)
         return [{"answer": Answer(answers=answers), "prompt": prompt}]
 
@@ -98,14 +89,13 @@ class RowReader:
         """A label's name; labels must be all numbers or all names."""
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
         value = files.whole(value) if isinstance(value, float) else value  # as pandas writes them
-        text = ""
+        text, last = "", self._last_label
         if isinstance(value, bool) or not isinstance(value, int | str):
             text = f"label {value!r} is no name and no number"
         elif isinstance(value, int) and self._names and not 0 <= value < len(self._names):
             text = f"class index {value} lies outside the {len(self._names)} declared names"
-        elif self._last_label is not None and type(self._last_label) is not type(value):
-            text = f"label {value!r} and, before, {self._last_label!r}: {self._name} mixes "
-            text += "numbers and names"
+        elif last is not None and type(last) is not type(value):
+            text = f"label {value!r} and, before, {last!r}: {self._name} mixes numbers and names"
         if text:
             raise FaultError(FaultKind.LABEL_MALFORMED, text)
         self._last_label = value
@@ -128,15 +118,11 @@ class RowReader:
             raise annotated.stray_label(label, self._labels)
         return label, annotated.corners(entry[0])
 
-    def _find(self, row: Mapping[str, Any], name: str) -> Any:
-        columns = self._columns
-        return _first(row, (columns[name],) if name in columns else NAMES[name])
-
-    def _get(self, row: Mapping[str, Any], name: str) -> Any:
-        value = self._find(row, name)
-        if value is None:
-            wanted = self._columns.get(name) or " or ".join(NAMES[name])
-            text = f"has no {wanted}, only {', '.join(map(str, row))}"
+    def _get(self, row: Mapping[str, Any], name: str, *, optional: bool = False) -> Any:
+        columns = names_of(name, self._columns)
+        value = _first(row, columns)
+        if value is None and not optional:
+            text = f"has no {' or '.join(columns)}, only {', '.join(map(str, row))}"
             text += " (source.columns names columns of other names)"
             raise FaultError(FaultKind.ROW_INCOMPLETE, text)
         return value
@@ -150,6 +136,11 @@ class RowReader:
         if not any(texts):
             raise FaultError(FaultKind.ROW_INCOMPLETE, f"the {name.removesuffix('s')} is empty")
         return tuple(filter(None, texts))
+
+
+def names_of(name: str, columns: Mapping[str, str]) -> Sequence[str]:
+    """Names that the column of a field may have, with those of `Source.columns`."""
+    return [columns[name]] if name in columns else NAMES[name]
 
 
 def _first(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
@@ -172,9 +163,9 @@ class ImagesFormat(AnnotatedFormat):
 
     def parts(self, source: Source) -> Mapping[Split | None, Part]:
         folder = Path(source.location)
-        folders = files.folder_splits(folder)
-        prefix = "{}/" if len(folders) > 1 else ""
-        parts = {split: (path, prefix.format(path.name)) for split, path in folders.items()}
+        folders = files.folder_splits(folder).items()
+        many = len(folders) > 1
+        parts = {split: (path, f"{path.name}/" if many else "") for split, path in folders}
         return files.with_rest(parts, (folder, ""))
 
     def records(self, source: Source, part: Part, reading: ImageReader) -> Iterator[Record]:
@@ -186,11 +177,7 @@ class ImagesFormat(AnnotatedFormat):
 
 
 class ImageFolderFormat(ImagesFormat):
-    """A folder of images with a folder for each class, or with `metadata.jsonl`.
-
-    That lists the files: one object per line, whose `file_name` is relative to it and whose other
-    columns a `RowReader` reads. Folders at the top that are named like splits hold the splits.
-    """
+    """A folder of images with a folder for each class, or with rows in `metadata.jsonl`."""
 
     answers = ANSWERS - {"video"}
     suffixes = files.IMAGES
@@ -199,42 +186,39 @@ class ImageFolderFormat(ImagesFormat):
         return location.path.is_dir() and bool(location.suffixes & files.IMAGES)
 
     def guess_task(self, path: str) -> Task:
-        tables = sorted(Path(path).glob(f"**/{METADATA}"))
-        rows = files.read_lines(tables[0]) if tables else []
-        columns = next((row for _, row in rows if row), {})
+        tables = sorted(Path(path).glob(f"**/{METADATA}"))[:1]
+        columns = next((row for table in tables for _, row in files.read_lines(table) if row), {})
         return task_of_columns(columns, Task.VIDEO if self.video else Task.CLASSIFICATION)
 
     def records(self, source: Source, part: Part, reading: ImageReader) -> Iterator[Record]:
         """One for each file or row of the metadata; ids of several rows end in ``#number``."""
         listed = (part[0] / METADATA).is_file()
-        yield from (self._listed if listed else self._by_class)(source, part, reading)
+        return (self._listed if listed else self._by_class)(source, part, reading)
 
     def _by_class(self, source: Source, part: Part, reading: ImageReader) -> Iterator[Record]:
-        (folder, prefix), counts = part, source.task.spec.answer == "count"
-        if not counts and source.task.spec.answer != "label":
+        folder, prefix = part
+        if source.task.spec.answer != "label":
             text = f"{folder.name} has no {METADATA}, which task {source.task} needs: write a row"
             raise DataError(f"{text} with file_name and the answer for each file")
         what = "videos" if self.video else "images"
         found = files.images_below(folder, self.suffixes, what)
         class_of = {path: path.relative_to(folder).parts[0] for path in found}
         classes = {label for path, label in class_of.items() if path.parent != folder}
+        if odd := [label for label in classes if files.readable(label) != label]:
+            text = f"class folder {files.readable(odd[0])} of {folder.name} has a name that is no"
+            raise DataError(f"{text} UTF-8: give it another")
         if source.labels and classes:
             annotated.check_labels(folder.name, sorted(classes), source.labels)
             found = [p for p in found if p.parent == folder or class_of[p] in source.labels]
         reading.total += len(found)
-        for path in sorted(folder.iterdir()) if reading.thorough else ():
-            if path.is_dir() and files.is_data(path.name) and path.name not in classes:
-                text = f"folder {path.name} holds no {what}"
-                reading.add(FaultKind.CLASS_UNUSED, path.name, text)
         for path in found:
             label, beside = class_of[path], path.parent == folder
             with reading.tolerate(path.name, "" if beside else f"folder {label}"):
                 if beside and classes:
                     text = f"{folder.name}/{path.name} lies beside the folders of the classes"
                     raise FaultError(FaultKind.IMAGE_UNCLASSED, text)
-                answer = Answer()  # nothing but files: what they show is not known
-                if classes:
-                    answer = Answer(count=read_count(label)) if counts else Answer(label=label)
+                # Nothing but files: what they show is not known.
+                answer = Answer(label=label) if classes else Answer()
                 key = prefix + path.relative_to(folder).as_posix()
                 yield Record((path,), key, answer=answer, video=self.video)
 
@@ -268,7 +252,6 @@ class ImageFolderFormat(ImagesFormat):
                         asked[file] += 1
                         media = (finder.find(file),)
                         yield Record(media, key, item=item, video=self.video, **fields)
-        annotated.note_unlisted(finder, reading)
 
 
 class VideoFolderFormat(ImageFolderFormat):
@@ -311,9 +294,7 @@ class HubFormat(AnnotatedFormat):
             raise DataError(f"{name} has splits {', '.join(splits)}: name one")
         rows: Any = splits[part] if part is not None else next(iter(splits.values()))
         known = _columns(rows)
-        wanted, questions = (
-            [columns[key]] if key in columns else NAMES[key] for key in ("image", "question")
-        )
+        wanted, questions = (names_of(name, columns) for name in ("image", "question"))
         column = next((each for each in wanted if each in known), None)
         alone = source.task.spec.answer == "answers" and any(one in known for one in questions)
         if column is None and not (alone and "image" not in columns):
@@ -390,8 +371,7 @@ def _class_names(
 
 def _media(value: Any) -> tuple[tuple[Media, ...], bool]:
     """The images of a row, at least one, and whether they are videos."""
-    found: list[Media] = []
-    video = False
+    found, video = list[Media](), False
     for media in value if isinstance(value, list) else [value]:
         if isinstance(media, dict):
             path = Path(str(media.get("path") or ""))
@@ -413,11 +393,9 @@ class ShardsFormat(SourceFormat):
         return any(is_shard(location.path / (split or "")) for split in (None, *Split))
 
     def open(self, source: Source) -> Splits:
-        path = source.location
-        folders = {split: Path(path, split or "") for split in (None, *Split)}
-        found = {split: index for split, index in folders.items() if is_shard(index)}
-        if not found:
+        path = Path(source.location)
+        splits = [None] if is_shard(path) else [one for one in Split if is_shard(path / one)]
+        if not splits:
             text = f"{path} holds no shards: name the folder of a `data` stage, or one split"
             raise DataError(text)
-        found = {None: found[None]} if None in found else found
-        return {split: open_shard(folder).__iter__ for split, folder in found.items()}
+        return {split: open_shard(path / (split or "")).__iter__ for split in splits}

@@ -1,9 +1,6 @@
 """Frames of video files, decoded by PyAV (FFmpeg)."""
 
-from __future__ import annotations
-
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -20,8 +17,8 @@ def frame_places(total: int, count: int) -> list[int]:
     return [int((2 * part + 1) * total / (2 * count)) for part in range(count)]
 
 
-def read_frames(video: Path | bytes, count: int = FRAMES, name: str = "") -> list[Image.Image]:
-    """`count` RGB frames of a file or its content (see `frame_places`); or a `FaultError`."""
+def read_frames(video: Any, count: int = FRAMES, name: str = "") -> list[Image.Image]:
+    """`count` RGB frames of a path or of bytes (see `frame_places`); or a `FaultError`."""
     import av
 
     if count < 1:
@@ -41,18 +38,18 @@ def read_frames(video: Path | bytes, count: int = FRAMES, name: str = "") -> lis
     return [frames[index] for index in frame_places(total, count)]
 
 
-def _open(av: Any, video: Path | bytes) -> Any:
+def _open(av: Any, video: Any) -> Any:
     return av.open(BytesIO(video) if isinstance(video, bytes) else str(video))
 
 
-def _packets(av: Any, video: Path | bytes) -> int:
+def _packets(av: Any, video: Any) -> int:
     """Number of frames that the video should have, counted without decoding it."""
     with _open(av, video) as container:
-        streams = container.streams.video
-        return sum(packet.size > 0 for packet in container.demux(streams[0])) if streams else 0
+        streams = container.streams.video[:1]
+        return sum(packet.size > 0 for packet in container.demux(streams)) if streams else 0
 
 
-def _decode(av: Any, video: Path | bytes, indices: list[int]) -> tuple[dict[int, Any], int]:
+def _decode(av: Any, video: Any, indices: list[int]) -> tuple[dict[int, Any], int]:
     frames: dict[int, Any] = {}
     decoded = 0
     with _open(av, video) as container:

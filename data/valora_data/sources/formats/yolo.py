@@ -1,7 +1,5 @@
 """Ultralytics' data sets: a YAML file with the folders of images, a text file for each image."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -12,20 +10,16 @@ import yaml
 
 from valora_data.contract.files import expanded
 from valora_data.errors import DataError
-from valora_data.faults import FaultError, FaultKind
+from valora_data.faults import FaultError, FaultKind, ImageReader
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Location, Source
 from valora_data.sources.formats import annotated, files
 from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Shape, shares
-from valora_data.sources.formats.labelled import ImageReader
 from valora_data.wording import plural
 
 
 class YoloFormat(AnnotatedFormat):
-    """A YAML file with the folders of the splits; `…/images/….jpg` has rows in `…/labels/….txt`.
-
-    No file means no objects. A polygon counts as the box around it; of a pose the box is taken.
-    """
+    """A YAML file with the folders of the splits; `…/images/….jpg` has rows in `…/labels/….txt`."""
 
     answers = frozenset({"objects"})
     task = Task.DETECTION
@@ -62,11 +56,11 @@ class YoloFormat(AnnotatedFormat):
             annotated.check_labels(data.name, data.names.values(), source.labels)
         images = data.images(part)
         reading.total += len({*images})
-        everything = dict.fromkeys(images)  # splits may be lists of one folder
+        everything = [*images]  # splits may be lists of one folder
         for split in data.splits:
             with contextlib.suppress(DataError):
-                everything |= dict.fromkeys(data.images(split))
-        labels = annotated.label_files(everything, _label_file, reading)
+                everything += data.images(split)
+        labels = annotated.label_files({one: _label_file(one) for one in everything}, reading)
         for path in images:
             key, file = path.as_posix().removeprefix(f"{data.root.as_posix()}/"), labels[path]
             yield Record((path,), key, annotated.rows_of(file), data.shape, file=file)
@@ -156,7 +150,7 @@ class YoloSet:
             text = f"{row.strip()!r} is not a row of numbers"
             raise FaultError(FaultKind.ROW_MALFORMED, text) from error
         if index not in self.names:
-            known = ", ".join(map(str, list(self.names)[:10]))
+            known = ", ".join(map(str, [*self.names][:10]))
             raise FaultError(FaultKind.CLASS_UNKNOWN, f"class {index:g} is none of {known}")
         label, count = self.names[int(index)], len(numbers)
         if count in (4, 4 + self._keypoints):
@@ -180,8 +174,8 @@ class YoloSet:
         raise DataError(f"{self.name}: kpt_shape {shape} is not [keypoints, 2 or 3]: correct it")
 
     def _named(self, split: Split) -> list[str]:
-        keys = [key for key, named in files.SPLIT_NAMES.items() if named is split]
-        locations: Any = next((self.content[key] for key in keys if self.content.get(key)), [])
+        keys = (key for key, named in files.SPLIT_NAMES.items() if named is split)
+        locations: Any = next(filter(None, map(self.content.get, keys)), [])
         found = locations if isinstance(locations, list) else [locations]
         return [str(location).replace("\\", "/") for location in found]
 
@@ -198,39 +192,3 @@ def _label_file(image: Path) -> Path:
     """`…/images/a/b.jpg` → `…/labels/a/b.txt`: the last folder of that name counts."""
     before, found, after = f"/{image}".rpartition("/images/")
     return Path(f"{before}/labels/{after}"[1:] if found else image).with_suffix(".txt")
-
-
-class KittiFormat(AnnotatedFormat):
-    """`image_2/` and `label_2/`, or `training/` with both: type, …, edges in pixels, … in a row."""
-
-    answers = frozenset({"objects"})
-    task = Task.DETECTION
-
-    def recognises(self, location: Location) -> bool:
-        return (_root(location.path) / "label_2").is_dir()
-
-    def parts(self, source: Source) -> Mapping[Split | None, Path]:
-        return {None: Path(source.images or _root(Path(source.location)) / "image_2")}
-
-    def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
-        images, folder = files.images_below(part), _root(Path(source.location)) / "label_2"
-        reading.total += len(images)
-        labels = annotated.label_files(
-            images, lambda image: folder / f"{image.stem}.txt", reading, folder
-        )
-        for image, file in labels.items():
-            yield Record((image,), image.name, annotated.rows_of(file), _kitti_shape, file=file)
-
-
-def _root(folder: Path) -> Path:
-    return folder / "training" if (folder / "training" / "label_2").is_dir() else folder
-
-
-def _kitti_shape(row: str) -> annotated.Shape | None:
-    cells = row.split()
-    if not cells or cells[0] == "DontCare":
-        return None
-    if len(cells) not in (15, 16):
-        text = f"expected a type and 14 numbers, got {len(cells)} cells"
-        raise FaultError(FaultKind.ROW_MALFORMED, text)
-    return cells[0], annotated.four_numbers(cells[4:8])

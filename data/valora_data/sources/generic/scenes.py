@@ -1,7 +1,5 @@
 """Named things in colours and patterns, as sprites of drawn scenes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from hashlib import sha256

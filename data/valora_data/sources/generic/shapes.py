@@ -1,8 +1,6 @@
 # ruff: noqa: E501  the table of outlines reads better in long lines
 """Outlines of generic things: polygons and strokes in [-1, 1] × [-1, 1], y down."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

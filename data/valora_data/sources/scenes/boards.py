@@ -1,10 +1,8 @@
 """Boards that the scenes of every task but detection are put on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from PIL import Image
@@ -77,7 +75,7 @@ class Board:
     boxes: list[Edges] = field(default_factory=list)
 
     @classmethod
-    def photograph(cls, rng: Rng, split: Split, without: str = "") -> Board:
+    def photograph(cls, rng: Rng, split: Split, without: str = "") -> Self:
         """A board with a crop that only this split shows, of a photograph of no file `without`."""
         suitable = [n for n, file in enumerate(PHOTOGRAPHS) if not without or without not in file]
         return cls(photograph_crop(rng, split, SIZE, chosen(rng, suitable)).astype(np.float32))
@@ -123,7 +121,7 @@ class Board:
                 under = under + rim[..., None] * ((20.0 if ink.mean() > 115 else 235.0) - under)
         self.pixels[view] = under + cover * (colour - under)
 
-    def with_middle(self, layer: Floats, x: float, y: float) -> Board:
+    def with_middle(self, layer: Floats, x: float, y: float) -> "Board":
         """A copy of the board with the middle of a layer at (x, y) in pixels."""
         board = Board(self.pixels.copy())
         board.paste(layer, round(x - layer.shape[1] / 2), round(y - layer.shape[0] / 2))

@@ -1,7 +1,5 @@
 """The built-in domains; a sample is a function of (seed, domain, split, index) alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """VaLoRA's Figure 10: six detection domains, one class each, look-alikes in between."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO

@@ -1,7 +1,5 @@
 """A pen that draws shapes in unit coordinates, posed and anti-aliased, and its sheets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from functools import cache
@@ -40,12 +38,9 @@ GLYPHS = {
 
 
 class Pen:
-    """Draws on a sheet of `width` × `height` pixels that unit coordinates span.
+    """Draws on a sheet of `width` × `height` pixels that unit coordinates x, y, x, y, … span."""
 
-    Coordinates are x, y, x, y, …, at most `margin` outside the unit square; widths are pixels.
-    """
-
-    behind: Pen | None = None  # The pen of what the thing is mounted on
+    behind: "Pen | None" = None  # The pen of what the thing is mounted on
 
     def __init__(
         self, width: float, height: float, *, turn: float = 0.0, slant: float = 0.0,
@@ -78,7 +73,7 @@ class Pen:
         self._image = Image.new("RGBX", self._size, (0, 0, 0, 0))
         self._draw = ImageDraw.Draw(self._image)
 
-    def backing(self) -> Pen:
+    def backing(self) -> "Pen":
         """A pen of the same stance for what the thing is mounted on."""
         self.behind = copy(self)
         self.behind._start()

@@ -1,7 +1,5 @@
 """Painters of the classes and near-misses; the order of random numbers is part of the data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import cos, pi, sin
 from typing import Literal

@@ -1,7 +1,5 @@
 """Real images inside the scikit-image and scikit-learn wheels, without what domains look for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec

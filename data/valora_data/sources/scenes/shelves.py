@@ -1,7 +1,5 @@
 """Built-in domains of every task but detection."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import cos, pi, sin
@@ -11,43 +9,32 @@ import numpy as np
 from valora_data.schema import Answer, Box, Split, Task
 from valora_data.sources.generic.scenes import COLORS, SIZE, Floats, Rng, color_of, plural
 from valora_data.sources.generic.shapes import SHAPES
+from valora_data.sources.scenes import objects
 from valora_data.sources.scenes.boards import Board, Drawn, Thing, fitted, resized, scene
 from valora_data.sources.scenes.drawing import Edges, Pen, chosen, pick, scaled
-from valora_data.sources.scenes.objects import (
-    PAINTS,
-    PLANTS,
-    SIGNS,
-    TARGETS,
-    VEHICLES,
-    WHITE,
-    bicycle,
-    person,
-    traffic_sign,
-    vehicle,
-)  # fmt: skip
 from valora_data.wording import joined
 
-VEHICLE_LABELS = (*VEHICLES, "bicycle")
+VEHICLE_LABELS = (*objects.VEHICLES, "bicycle")
 
 
 @scene(Task.CLASSIFICATION, "which vehicle is this?", VEHICLE_LABELS)
 def _vehicle_type(rng: Rng, split: Split) -> Drawn:
     label = chosen(rng, VEHICLE_LABELS)
-    pen = {**VEHICLES, "bicycle": bicycle}[label](rng)
-    return _shown(rng, split, pen, label, other=chosen(rng, list(PLANTS)))
+    pen = {**objects.VEHICLES, "bicycle": objects.bicycle}[label](rng)
+    return _shown(rng, split, pen, label, other=chosen(rng, list(objects.PLANTS)))
 
 
-@scene(Task.CLASSIFICATION, "which plant is this?", PLANTS)
+@scene(Task.CLASSIFICATION, "which plant is this?", objects.PLANTS)
 def _plant_type(rng: Rng, split: Split) -> Drawn:
-    label = chosen(rng, list(PLANTS))
-    return _shown(rng, split, PLANTS[label](rng), label)
+    label = chosen(rng, list(objects.PLANTS))
+    return _shown(rng, split, objects.PLANTS[label](rng), label)
 
 
-@scene(Task.CLASSIFICATION, "which sign is this?", SIGNS)
+@scene(Task.CLASSIFICATION, "which sign is this?", objects.SIGNS)
 def _sign_type(rng: Rng, split: Split) -> Drawn:
-    kind = int(rng.integers(len(SIGNS)))
-    pen = traffic_sign(rng, kind, rng.uniform(30, 60))
-    return _shown(rng, split, pen, SIGNS[kind], other=chosen(rng, list(PLANTS)))
+    kind = int(rng.integers(len(objects.SIGNS)))
+    pen = objects.traffic_sign(rng, kind, rng.uniform(30, 60))
+    return _shown(rng, split, pen, objects.SIGNS[kind], other=chosen(rng, list(objects.PLANTS)))
 
 
 def _shown(rng: Rng, split: Split, pen: Pen, label: str, other: str | None = None) -> Drawn:
@@ -55,13 +42,14 @@ def _shown(rng: Rng, split: Split, pen: Pen, label: str, other: str | None = Non
     board = Board.photograph(rng, split, "grass")
     board.add(rng, fitted(rng, pen.layer(), (44.0, 80.0)))
     if other is not None and rng.random() < 0.4:
-        board.add(rng, resized(PLANTS[other](rng).layer(), 0.7))
+        board.add(rng, resized(objects.PLANTS[other](rng).layer(), 0.7))
     return Drawn((board.image(rng),), Answer(label=label))
 
 
 MAX_COUNT = 5
 COUNTS = tuple(str(count) for count in range(MAX_COUNT + 1))
-POTTED = ("conifer", "palm", "cactus", "grass")  # keep their form when small
+# What keeps its form when it is small.
+POTTED = [objects.PLANTS[name] for name in ("conifer", "palm", "cactus", "grass")]
 METALS = ((214, 172, 60), (190, 192, 196), (184, 110, 62))
 
 
@@ -87,9 +75,9 @@ def _count(painter: Callable[[Rng], Floats], without: str, rng: Rng, split: Spli
 
 
 for _name, _what, _painter, _without in (
-    ("people", "people", lambda rng: fitted(rng, person(rng).layer()), ""),
-    ("vehicle", "vehicles", lambda rng: fitted(rng, vehicle(rng).layer()), ""),
-    ("plant", "plants", lambda rng: fitted(rng, PLANTS[chosen(rng, POTTED)](rng).layer()), "grass"),
+    ("people", "people", lambda rng: fitted(rng, objects.person(rng).layer()), ""),
+    ("vehicle", "vehicles", lambda rng: fitted(rng, objects.vehicle(rng).layer()), ""),
+    ("plant", "plants", lambda rng: fitted(rng, chosen(rng, POTTED)(rng).layer()), "grass"),
     ("coin", "coins", _coin, "coins"),
 ):
     _register = scene(Task.COUNTING, f"how many {_what}?", COUNTS, f"{_name}_count")
@@ -117,7 +105,7 @@ def _clip(rng: Rng, boards: Sequence[Board], label: str) -> Drawn:
 def _vehicle_motion(rng: Rng, split: Split) -> Drawn:
     label = chosen(rng, DRIVES)
     board = Board.photograph(rng, split)
-    layer = VEHICLES[chosen(rng, list(VEHICLES))](rng).layer()
+    layer = objects.VEHICLES[chosen(rng, list(objects.VEHICLES))](rng).layer()
     y, reach = rng.uniform(30, 66), rng.uniform(14, 24)
     x = rng.uniform(34, 62)
     sizes, xs = np.full(FRAMES, rng.uniform(0.7, 1.0)), np.full(FRAMES, x)
@@ -134,7 +122,7 @@ def _vehicle_motion(rng: Rng, split: Split) -> Drawn:
 def _ball_path(rng: Rng, split: Split) -> Drawn:
     label = chosen(rng, BALL_PATHS)
     board = Board.photograph(rng, split)
-    size, paint = rng.uniform(16, 26), pick(rng, PAINTS)
+    size, paint = rng.uniform(16, 26), pick(rng, objects.PAINTS)
     way = 1 if rng.random() < 0.5 else -1
     x, y = rng.uniform(36, 60), rng.uniform(36, 60)
     hook = rng.uniform(4, 10)
@@ -142,7 +130,7 @@ def _ball_path(rng: Rng, split: Split) -> Drawn:
     for index, time in enumerate(TIMES):
         ball = Pen(size, size, turn=50.0 * index)
         ball.oval(paint, 0.5, 0.5, 0.5, 0.5)
-        ball.box(WHITE, 0.06, 0.4, 0.94, 0.6)
+        ball.box(objects.WHITE, 0.06, 0.4, 0.94, 0.6)
         px, py = x, y
         if label == "roll":
             px = 48 + way * 64 * (time - 0.5)
@@ -214,10 +202,10 @@ def _asked(board: Board, rng: Rng, question: str, answer: str, options: Sequence
 
 @scene(Task.VQA, "{}")
 def _vehicle_color(rng: Rng, split: Split) -> Drawn:
-    kind, color = chosen(rng, list(VEHICLES)), chosen(rng, CLEAR_COLORS)
+    kind, color = chosen(rng, list(objects.VEHICLES)), chosen(rng, CLEAR_COLORS)
     red, green, blue = (int(level) for level in color_of(color, rng) * 255)
     board = Board.photograph(rng, split)
-    board.add(rng, VEHICLES[kind](rng, (red, green, blue)).layer())
+    board.add(rng, objects.VEHICLES[kind](rng, (red, green, blue)).layer())
     board.put(rng, chosen(rng, TABLE_SHAPES), chosen(rng, CLEAR_COLORS), length=(14, 20))
     return _asked(board, rng, f"what color is the {kind}?", color, CLEAR_COLORS)
 
@@ -227,7 +215,9 @@ def _street_presence(rng: Rng, split: Split) -> Drawn:
     board = Board.photograph(rng, split, "grass")
     kinds = [str(kind) for kind in rng.permutation(list(STREET))]
     tried = kinds[: int(rng.integers(1, 3))]
-    shown = [kind for kind in tried if board.add(rng, TARGETS[kind](rng).layer()) is not None]
+    shown = [
+        kind for kind in tried if board.add(rng, objects.TARGETS[kind](rng).layer()) is not None
+    ]
     there = bool(shown) and rng.random() < 0.5
     asked = chosen(rng, shown if there else [kind for kind in kinds if kind not in shown])
     question = f"is there {_article(STREET[asked])}?"

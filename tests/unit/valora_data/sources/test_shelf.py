@@ -7,26 +7,21 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from tests.support.data_sets import natural_picture
+from tests.support.detection_sets import write_yolo
 from valora_data.errors import DataError
-from valora_data.schema import Task
+from valora_data.schema import Answer, Box, Sample, Task
 from valora_data.sources.shelf import is_shelf, read_shelf
 from valora_train.cli import config_folder
 from valora_train.settings import from_config
 
 
-def data_set(folder, *names, file="data.yaml", splits=("train", "val", "test"), count=2):
-    number = len(folder.name)
-    for split in splits:
-        for place in range(count):
-            image = folder / "images" / split / f"{place}.png"
-            image.parent.mkdir(parents=True, exist_ok=True)
-            number += 1
-            natural_picture(number).save(image)
-            label = folder / "labels" / split / f"{place}.txt"
-            label.parent.mkdir(parents=True, exist_ok=True)
-            label.write_text("0 0.5 0.5 0.25 0.5\n")
-    content = {split: f"images/{split}" for split in splits} | {"names": dict(enumerate(names))}
-    (folder / file).write_text(yaml.safe_dump(content))
+def data_set(folder, *names, file="data.yaml", splits=("train", "val", "test")):
+    answer, first = Answer((Box(36, 24, 60, 72, names[0]),)), len(folder.name)
+    some = {split: [] for split in splits}
+    for number in range(2 * len(splits)):
+        one = Sample("x", natural_picture(first + number), answer)
+        some[splits[number // 2]].append(one)
+    write_yolo(some, names, folder).rename(folder / file)
     return folder / file
 
 

@@ -12,11 +12,10 @@ from PIL import Image
 
 from tests.support.data_sets import natural_picture, write_json
 from valora_data.errors import DataError
-from valora_data.faults import FaultKind
+from valora_data.faults import FaultKind, ImageReader
 from valora_data.prepare import prepare
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Source
-from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import detect_kind, files_of, open_source
 
 NAMES = ("red", "blue")
@@ -228,14 +227,6 @@ def in_shares(file):
     return write_json(file.parent / "instances.json", coco(file.parent, unit=1 / SIDE))
 
 
-def on_a_grid(file):
-    content = coco(file.parent, unit=100 / SIDE)
-    for number in range(16):
-        natural_picture(number).resize((140, 120)).save(file.parent / f"{number}.png")
-    content["annotations"][0]["bbox"] = [90, 90, 10, 10]
-    return write_json(file.parent / "instances.json", content)
-
-
 def empty(split, file):
     for label in (file.parent / "labels" / split).iterdir():
         label.write_text("")
@@ -245,7 +236,6 @@ REFUSED = {
     "none of the 4 val samples has an object": partial(empty, "val"),
     "write them in quotes": lambda file: edit(file, names=[False, True]),
     "all boxes are shares of the image": in_shares,
-    "all boxes are on a grid of 100": on_a_grid,
 }
 
 
@@ -282,9 +272,13 @@ def test_names_that_are_no_utf8_are_faults(tmp_path):
     folder = os.fsencode(image.with_name("caf")) + b"\xe9"
     os.mkdir(folder)  # noqa: PTH102
     os.rename(image, folder + b"/1.png")  # noqa: PTH104
-    reader = ImageReader.for_check("set")
+    reader = ImageReader("set", tolerance=9)
     source = Source("yolo", Task.DETECTION, NAMES, path=str(file), reader=reader)
     assert len(list(open_source(source)[None]())) == 11
     (fault,) = [one for one in reader.found if one.kind is FaultKind.IMAGE_UNREADABLE]
     assert "a name that is no UTF-8" in fault.text
     fault.text.encode()
+    for labels in ((), ("val",)):  # also where its class is not asked for
+        other = Source("imagefolder", Task.CLASSIFICATION, labels, path=str(image.parent))
+        with pytest.raises(DataError, match=r"class folder caf\S* of train has a name that is no"):
+            list(open_source(other)[None]())

@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.data_sets import write_json
 from tests.support.detection_sets import (
     BOXES,
     SIZES,
     picture_of,
-    write_cvat,
     write_labelstudio,
     write_pictures,
     write_roboflow,
     write_voc,
 )
 from valora_data.errors import DataError
+from valora_data.faults import ImageReader
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Source
-from valora_data.sources.formats.labelled import ImageReader
 from valora_data.sources.registry import FORMATS, detect_kind, files_of, open_source
 
 EXPORTS = {
-    "roboflow": write_roboflow, "voc": write_voc, "cvat": write_cvat,
+    "roboflow": write_roboflow, "voc": write_voc,
     "labelstudio": write_labelstudio,
 }  # fmt: skip
 SPLITS = {"a": None, "c": None, "b": Split.VAL, "d": Split.TEST}
@@ -50,7 +50,7 @@ def _name(sample):
 @pytest.mark.parametrize("kind", list(EXPORTS))
 def test_boxes_and_splits(kind, tmp_path):
     path = EXPORTS[kind](tmp_path / "set")
-    assert detect_kind(path) == kind
+    assert detect_kind(path) == {"roboflow": "coco"}.get(kind, kind)
     assert FORMATS[kind]().guess_task(str(path)) is Task.DETECTION
     found = read(source_of(kind, path))
     assert set(found) == set(SIZES)
@@ -61,34 +61,6 @@ def test_boxes_and_splits(kind, tmp_path):
     assert len({sample.id for _, sample in found.values()}) == 4
     only = read(source_of(kind, path, labels=("dog",)))
     assert {box.label for _, sample in only.values() for box in sample.answer.boxes} == {"dog"}
-
-
-def test_cvat_shapes(tmp_path):
-    write_pictures(tmp_path / "images", "c")
-    shapes = """
-      <polygon label="cat" points="10.0,20.0;30.5,8.0;25.0,40.0"/>
-      <mask label="cat" rle="0" left="4" top="6" width="10" height="20"/>
-      <box label="cat" xtl="20" ytl="20" xbr="40" ybr="30" rotation="90"/>
-      <ellipse label="cat" cx="30" cy="20" rx="10" ry="5"/>"""
-    image = f'<image id="0" name="c.jpg" width="64" height="64">{shapes}</image>'
-    file = tmp_path / "annotations.xml"
-    file.write_text(f"<annotations>{image}</annotations>")
-    reader = ImageReader.for_check("set")
-    ((_, sample),) = read(source_of("cvat", tmp_path, reader=reader)).values()
-    (fault,) = (one for one in reader.found if one.kind.skips)
-    assert fault.text == "c.jpg, shape 4: ellipses are not read, draw a box"
-    assert [box.xyxy for box in sample.answer.boxes] == [
-        (10, 8, 30.5, 40), (4, 6, 14, 26),
-        pytest.approx((25, 15, 35, 35)),
-    ]  # fmt: skip
-    for text, message in (
-        ('<annotations><track id="0"/></annotations>', "tracks of a video: export the task"),
-        ("<annotation/>", "is no export of CVAT"),
-        ("<annotations/>", "lists no images"),
-    ):
-        file.write_text(text)
-        with pytest.raises(DataError, match=message):
-            read(source_of("cvat", tmp_path))
 
 
 def studio(folder, *results, place="/data/upload/1/c.jpg", **more):
@@ -107,22 +79,18 @@ def test_shapes_of_label_studio(tmp_path):
          "value": {"points": [[0, 0], [50, 12.5], [25, 75]], "polygonlabels": ["cat"]}},
     ]  # fmt: skip
     path = studio(tmp_path, *results, place="/data/local-files/?d=images%2Fc.jpg")
-    ((_, sample),) = read(source_of("labelstudio", path)).values()
-    edges = [pytest.approx(edges, abs=1e-6) for edges in ((24, 16, 32, 32), (0, 0, 32, 48))]
-    assert [box.xyxy for box in sample.answer.boxes] == edges
+    reader = ImageReader("set", tolerance=9)
+    ((_, sample),) = read(source_of("labelstudio", path, reader=reader)).values()
+    assert [box.xyxy for box in sample.answer.boxes] == [pytest.approx((0, 0, 32, 48), abs=1e-6)]
+    assert [fault.text for fault in reader.found] == [
+        "export.json, task 1, result 1: the image or the box is turned, draw it upright"
+    ]
 
 
-def test_choices_of_label_studio(tmp_path):
-    choice = {"type": "choices", "value": {"choices": ["cat"]}}
-    path = studio(tmp_path, choice, place="s3://bucket/x/c.jpg")
-    assert FORMATS["labelstudio"]().guess_task(str(path)) is Task.CLASSIFICATION
-    ((_, sample),) = read(source_of("labelstudio", path, Task.CLASSIFICATION)).values()
-    assert sample.answer.label == "cat"
-    with pytest.raises(DataError, match="expected one choice, got"):
-        read(source_of("labelstudio", studio(tmp_path, choice, choice), Task.CLASSIFICATION))
-    path.write_text(json.dumps([{"image": "c.jpg", "id": 1, "annotation_id": 1}]))
+def test_another_export_of_label_studio(tmp_path):
+    path = write_json(tmp_path / "export.json", [{"image": "c.jpg", "id": 1, "annotation_id": 1}])
     with pytest.raises(DataError, match="is an export as JSON-MIN: export it as JSON"):
-        FORMATS[detect_kind(path)]().guess_task(str(path))
+        read(source_of(detect_kind(path), path))
 
 
 @pytest.mark.parametrize("kind", list(EXPORTS))

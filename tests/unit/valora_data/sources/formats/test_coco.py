@@ -6,10 +6,8 @@ import pytest
 from PIL import Image
 from pycocotools.coco import COCO
 
-from tests.support.data_sets import picture, write_json
 from tests.support.detection_sets import read_split
 from valora_data.errors import DataError
-from valora_data.schema import Task
 
 # Sparse ids in no order, a category that nobody asks for, a crowd, images of two shapes.
 CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 3, "name": "dog"}, {"id": 17, "name": "cow"}]
@@ -91,24 +89,3 @@ def test_what_is_refused(folder, message):
     change = FAULTS[message]
     with pytest.raises(DataError, match=message):
         read(folder, CONTENT | change if isinstance(change, dict) else change)
-
-
-def test_captions_agree_with_pycocotools(tmp_path):
-    for index in range(3):
-        picture(tmp_path / f"{index}.png", index)
-    images = [{"id": 40 + i, "file_name": f"{i}.png"} for i in range(3)]
-    texts = [(40, "a cat"), (42, "a dog "), (40, "one cat")]
-    annotations = [{"id": i, "image_id": image, "caption": text}
-                   for i, (image, text) in enumerate(texts)]  # fmt: skip
-    file = write_json(tmp_path / "captions.json", {"images": images, "annotations": annotations})
-    samples = list(read_split("coco", file, task=Task.CAPTION))
-    theirs = COCO(str(file))
-    expected = {
-        str(image): tuple(a["caption"].strip() for a in theirs.imgToAnns[image])
-        for image in theirs.getImgIds()
-        if theirs.imgToAnns[image]
-    }
-    assert {s.id: s.answer.captions for s in samples} == expected
-    write_json(file, {"images": images, "annotations": []})
-    with pytest.raises(DataError, match="no image has a caption"):
-        list(read_split("coco", file, task=Task.CAPTION))

@@ -125,7 +125,6 @@ def test_folders_that_are_of_no_use(tmp_path, pets):
     for path, message, arguments, more in (
         (pets, "has no category 'fox', only cat, dog, eel", (Task.CLASSIFICATION, ["fox"]), {}),
         (pets, r"has no metadata\.jsonl, which task vqa needs", (Task.VQA,), {}),
-        (pets, "folder cat: count 'cat' is no whole number", (Task.COUNTING,), {}),
         (pets, "pets holds no videos: the data set is empty", (Task.VIDEO,), {"frames": 4}),
         (tmp_path / "clips", r"1 of 1 .*video 00\.avi cannot be", (Task.VIDEO,), {"frames": 2}),
     ):

@@ -16,7 +16,6 @@ from PIL import Image
 from tests.fuzz.media import images, inflating, png, scans, videos, with_chunk
 from tests.support.http_helpers import data_url, encoded, picture
 from tests.support.http_helpers import read_media as read
-from tests.support.icc_profiles import cmyk_profile
 from tests.support.videos import video_file
 from valora_data.images import decode_image as trained_on
 from valora_serve.errors import ImageError
@@ -62,18 +61,6 @@ def test_pixels_of_an_image_that_is_sent_in_strips(mode, orientation):
     found = read(data_url(content))
     assert found.size == expected.size
     assert found.tobytes() == expected.tobytes()
-
-
-def test_colours_of_a_cmyk_profile():
-    noise = np.random.default_rng(0).integers(0, 256, (30, 40, 4), np.uint8)
-    source = Image.fromarray(noise, "CMYK")
-    exif = source.getexif()
-    exif[0x0112] = 8
-    content = encoded(source, "JPEG", exif=exif, icc_profile=cmyk_profile())
-    found = read(data_url(content))
-    assert found.tobytes() == trained_on(content).tobytes()
-    plain = encoded(source, "JPEG", exif=exif)
-    assert found.tobytes() != read(data_url(plain)).tobytes()
 
 
 @pytest.mark.parametrize(

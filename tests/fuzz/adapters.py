@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.fuzz import media
 from tests.fuzz.driver import together
 from tests.support.engine_reference import make_engine
 from tests.support.helpers import save_random_llava
@@ -139,21 +140,14 @@ def tensors(file, rng):
 
 
 def flipped(file, rng):
-    """Bytes changed, cut off or added."""
-    content = bytearray(file.read_bytes())
-    kind = rng.choice(["flip", "flip", "cut", "add", "length"])
-    if kind == "flip":
-        for _ in range(rng.choice([1, 3, 50])):
-            near = min(len(content), 400) if rng.random() < 0.5 else len(content)
-            content[rng.randrange(near)] = rng.randrange(256)
-    elif kind == "cut":
-        content = content[: rng.randrange(len(content))]
-    elif kind == "add":
-        content += rng.randbytes(rng.choice([1, 1000]))
-    else:
-        content[:8] = rng.choice([0, 1, 2**31, 2**63, len(content)]).to_bytes(8, "little")
-    file.write_bytes(content)
-    return kind
+    """Bytes changed, cut off or repeated, or another length of the header."""
+    content, lengths = file.read_bytes(), [0, 1, 2**31, 2**63]
+    change = rng.choice([media.flipped, media.flipped, media.truncated, media.repeated, None])
+    changed = (
+        change(rng, content) if change else rng.choice(lengths).to_bytes(8, "little") + content[8:]
+    )
+    file.write_bytes(changed)
+    return change.__name__ if change else "length"
 
 
 def text(file, rng):

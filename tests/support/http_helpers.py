@@ -178,6 +178,15 @@ def ask(server, key=None, **more):
     return server.client.post(CHAT, json=chat(**more), headers=headers)
 
 
+def refused(answer, status, *words):
+    """Check that an answer is an error that says these words in one sentence; gives its code."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["message"] and "\n" not in error["message"]
+    assert all(word in error["message"] for word in words), error["message"]
+    return error["code"]
+
+
 def talk(server, data, close=False):
     """Send bytes over a connection of their own; what comes back, up to the end of its head."""
     with socket.create_connection(("127.0.0.1", server.port)) as sock:

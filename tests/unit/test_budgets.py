@@ -18,8 +18,8 @@ BUDGETS = {
     "tests/*/valora_train": 7_410,
     "tests/*/valora_data": 3_750,
     "tests/*/valora_teachers": 1_179,
-    "tests/*/valora_kernels": 2_093,
-    "tests/*/valora_serve": 25_463,
+    "tests/*/valora_kernels": 2_086,
+    "tests/*/valora_serve": 24_878,
     "tests/unit/bench": 1_508,
     BENCH: 12_142,
 }

@@ -25,14 +25,7 @@ from valora_kernels.gpus import H200
 from valora_kernels.launching import LAUNCHES
 from valora_kernels.lookup import LookupMode, TilingTable
 from valora_kernels.reference import atmm_reference
-from valora_kernels.search import (
-    ADAPTERS,
-    FEWER,
-    ROWS,
-    Search,
-    cases_of,
-    first_cases,
-)
+from valora_kernels.search import ADAPTERS, FEWER, ROWS, Search, cases_of, first_cases
 from valora_kernels.tiling import Case, ProjectionGroup, Shape, Tiling
 
 NOTHING = TilingTable(H200, [])

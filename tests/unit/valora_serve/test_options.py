@@ -1,11 +1,12 @@
 """Settings from file, environment and command line."""
 
 import dataclasses
+import os
+import re
 
 import pytest
 import yaml
 
-from tests.support.http_helpers import own_logging
 from valora_serve import cli, options
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
@@ -16,13 +17,9 @@ BOTH = (ServerSettings, EngineSettings)
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch):
-    import os
-
     for name in list(os.environ):
         if name.startswith("VALORA_"):
             monkeypatch.delenv(name)
-    with own_logging():
-        yield
 
 
 @pytest.mark.parametrize("cls", BOTH)
@@ -123,6 +120,16 @@ def test_unknown_variables_are_refused(monkeypatch, name, near):
         ("{allow_runtime_loading: true, adapter_folder: .}", "API key"), ("rate: -1", "rate"),
         ("media_hosts: 5", "media_hosts"), ("deadline: .nan", "deadline"),
         ("deadlines: [a]", "name=value"),
+        *((f"root_path: {path}", rf"root_path.*{re.escape(path)}.*: (write|name)")
+          for path in ("valora", "/valora/", "/a?b")),
+        *((f"trusted_proxies: ['{one}']", rf"trusted_proxies.*{re.escape(one)}.*: (write|name)")
+          for one in ("*", "localhost", "10.0.0.1/8")),
+        ("dtype: banana", "dtype: expected one of auto"),
+        ("pages: 0", "pages: expected at least 2"),
+        ("context_length: -1", "context_length: expected at least 1"),
+        ("host_bytes: -1", "host_bytes: expected at least 0"),
+        ("max_rank: 100000", "max_rank: expected at most 1024"),
+        ("{share_by: key, policy: algorithm1}", "algorithm1 keeps no shares"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(tmp_path, content, said):
@@ -133,7 +140,6 @@ def test_what_is_wrong_is_one_sentence(tmp_path, content, said):
     assert "\n" not in str(caught.value)
 
 
-@own_logging()
 def test_a_missing_file_and_wrong_arguments(tmp_path, capsys):
     assert cli.main(["--config", str(tmp_path / "none.yaml")]) == 1
     assert "error: configuration file" in capsys.readouterr().err

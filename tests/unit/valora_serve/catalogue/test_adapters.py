@@ -10,23 +10,17 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
-from transformers import (
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from tests.support.cases import others_slow
 from tests.support.serve_helpers import (
     EVERYTHING,
     LANGUAGE,
-    PROJECTOR,
     VISION,
     load_base,
     make_adapter,
     targets_of,
 )
-from valora_data.models.base import ModelPart
 from valora_serve.catalogue import patterns
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, read_adapter
 from valora_serve.catalogue.effect import check_effect
@@ -113,21 +107,6 @@ def test_deltas_are_peft_s(case, random_llava, targets, tmp_path):
     check(adapter, deltas_of_peft(str(random_llava), tmp_path))
     assert adapter.rank == max(pair.a.shape[0] for pair in adapter.modules.values())
     assert list(adapter.modules) == [path for path in targets.linears if path in adapter.modules]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "parts"),
-    [
-        (LANGUAGE, {ModelPart.LANGUAGE}),
-        (VISION, {ModelPart.VISION}),
-        (f"{PROJECTOR}|{LANGUAGE}", {ModelPart.PROJECTOR, ModelPart.LANGUAGE}),
-    ],
-)
-def test_parts_that_it_changes(wanted, parts, random_llava, targets, tmp_path):
-    make_adapter(tmp_path, str(random_llava), seed=1, targets=wanted)
-    adapter = read_adapter(tmp_path, targets)
-    assert adapter.parts == parts
-    assert bool(adapter.vision_content) == (parts != {ModelPart.LANGUAGE})
 
 
 def rewrite(folder, rename=lambda name: name, change=lambda name, tensor: tensor):
@@ -256,7 +235,7 @@ HUNG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("option", "value"), others_slow(HUNG[::4], HUNG))
+@pytest.mark.parametrize(("option", "value"), others_slow(HUNG[4::5], HUNG))
 def test_patterns_that_would_hang_a_process(option, value, targets, folder, monkeypatch):
     monkeypatch.setattr(patterns, "SECONDS", 1)
     if option == "layers_pattern":

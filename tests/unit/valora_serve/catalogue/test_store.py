@@ -272,14 +272,13 @@ def entry(value, *way):
         (manifest_with(lambda m: m.pop("domains")), "manifest is damaged.*domains"),
         (entry(["head"], "domains", "scene"), "manifest is damaged"),
         (entry(0, "domains", "caption", "max_tokens"), r"max_tokens: .* got 0"),
-        (wide_head, "expected shape"),
-        (sick_adapter, "NaN or Inf"),
+        (wide_head, "expected shape"), (sick_adapter, "NaN or Inf"),
         (lambda folder: (folder / MANIFEST).write_text("{}"), "schema version"),
         (lambda folder: (folder / MANIFEST).write_text("[1]"), "manifest is damaged"),
         (lambda folder: (folder / MANIFEST).write_text("{"), "no readable"),
         (lambda folder: (folder / MANIFEST).write_text('{"schema_version": 1}'), "files: F"),
     ],
-)
+)  # fmt: skip
 def test_damaged_bundles_change_nothing(damage, message, store, bundle, copied):
     store.commit(store.stage_bundle(bundle))
     before = store.models()

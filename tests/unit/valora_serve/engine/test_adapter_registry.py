@@ -1,5 +1,7 @@
-"""Adapters and bundles that are refused, replaced, read again, or have several names."""
+"""Adapters that are refused, replaced or read again; merges that are refused or fail."""
 
+import hashlib
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +19,11 @@ from tests.support.engine_reference import (
     question,
     run,
 )
+from tests.support.serve_helpers import LANGUAGE, make_adapter
 from valora_kernels.merge import MergeableWeights
-from valora_serve.errors import AdapterError, RequestError
+from valora_serve.errors import AdapterError, QuarantinedError, RequestError
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
-from valora_serve.types import Finish
+from valora_serve.types import Finish, Mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -139,3 +142,155 @@ def test_no_memory_for_the_copy_that_merging_needs(base, adapters, reference, mo
     asked = [question(f"a {n}", "a", tokens=4) for n in range(2)]
     check_answers(run(engine, asked), reference, *asked)
     assert engine.stats().merged_adapter == "a"
+
+
+def digest(engine):
+    """Hash of the base weights that the model reads."""
+    found = hashlib.sha256()
+    for group in engine.lmm.linears.groups.values():
+        for weight in group.weights:
+            found.update(weight.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def enlarged(folder, base, factor, **options):
+    """An adapter whose B is larger than usual."""
+    make_adapter(folder, base, seed=99, rank=4, alpha=8, strength=0.3, **options)
+    file = folder / "adapter_model.safetensors"
+    tensors = {
+        name: tensor * (factor if "lora_B" in name else 1.0)
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    """Lets files in whatever their values are, to see what stands behind that check."""
+    monkeypatch.setattr("valora_serve.catalogue.adapters.MAX_CHANGE", math.inf)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Lets every adapter in, to see what stands behind the check at load."""
+    monkeypatch.setattr("valora_serve.engine.adapter_registry.check_effect", lambda *_: None)
+
+
+@pytest.fixture
+def infinite(base, tmp_path):
+    """An adapter that passes as finite in fp32, and whose B·A does not."""
+    folder = enlarged(tmp_path / "infinite", base, 1e30, targets=LANGUAGE)
+    file = folder / "adapter_model.safetensors"
+    save_file({name: tensor * 1e7 for name, tensor in load_file(file).items()}, file)
+    return folder
+
+
+def key_of(engine, name):
+    return engine.registry.key(engine.store.adapters()[name])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("before", [None, "a"])
+def test_an_infinite_merge_is_taken_back(base, adapters, infinite, before):
+    engine = make_engine(base, {"a": adapters["a"], "bad": infinite}, policy="valora")
+    pristine = digest(engine)
+    for name in ("a", "bad"):
+        assert engine.adapters.load(key_of(engine, name))
+    if before is not None:
+        assert engine.merge_state.switch(Mode.MERGED, key_of(engine, before))
+        assert digest(engine) != pristine
+    assert not engine.merge_state.switch(Mode.MIXTURE, key_of(engine, "bad"))
+    assert digest(engine) == pristine
+    assert (engine.merge_state.adapter, engine.merge_state.mode) == (None, Mode.UNMERGED)
+    assert list(engine.stats().quarantined) == ["bad"]
+    assert_empty(engine)
+    # Never tried again, until it is loaded again.
+    switches = engine.merge_state.switches
+    assert not engine.merge_state.switch(Mode.MIXTURE, key_of(engine, "bad"))
+    assert engine.merge_state.switches == switches
+    assert engine.merge_state.switch(Mode.MIXTURE, key_of(engine, "a"))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_loading_again_lifts_the_quarantine(base, adapters, reference, infinite):
+    engine = make_engine(base, {"x": infinite}, policy="merge_only")
+    found = run(engine, [question("one", "x")])
+    error = found["one"].error
+    assert isinstance(error, QuarantinedError)
+    assert (error.status, error.code) == (422, "adapter_quarantined")
+    with pytest.raises(QuarantinedError, match=r"x is quarantined.*loading.*again lifts"):
+        engine.add(engine.prepare(question("later", "x")))
+    # The same content is found out again, other content is served.
+    engine.load(infinite, "x")
+    assert engine.stats().quarantined == {}
+    assert isinstance(run(engine, [question("two", "x")])["two"].error, QuarantinedError)
+    engine.load(adapters["a"], "x")
+    assert engine.stats().quarantined == {}
+    assert (engine.adapters.unmergeable, engine.adapters.proven) == ({}, set())
+    asked = question("three", "x")
+    found = run(engine, [asked])
+    assert found["three"].tokens == reference(question("three", "a")).tokens
+    engine.load(infinite, "bad")
+    run(engine, [question("four", "bad")])
+    assert set(engine.stats().quarantined) == {"bad"}
+    engine.registry.unregister("adapter", "bad")
+    assert engine.stats().quarantined == {}
+    assert engine.adapters.unmergeable == {}
+
+
+def test_a_merge_that_fails_is_taken_back(base, adapters, reference, monkeypatch):
+    engine = make_engine(base, {"a": adapters["a"], "b": adapters["b"]}, policy="merge_only")
+    pristine = digest(engine)
+    merge = MergeableWeights.merge
+    slots = []
+
+    def fails_for_the_first(self, slot, *rest):
+        slots.append(slot)
+        merge(self, slot, *rest)
+        if slot == slots[0]:
+            raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(MergeableWeights, "merge", fails_for_the_first)
+    asked = [question("one", "a"), question("two", "b"), question("three")]
+    check_answers(run(engine, asked), reference, *asked)
+    assert slots.count(slots[0]) == 1
+    assert len(set(slots)) == 2
+    (reason,) = engine.adapters.unmergeable.values()
+    assert "no memory" in reason
+    assert engine.stats().quarantined == {}  # it is served unmerged
+    engine.merge_state.switch(Mode.UNMERGED, None)
+    assert digest(engine) == pristine
+    assert_empty(engine)
+
+
+def test_a_merged_adapter_is_barred_when_the_base_model_breaks_beside_it(
+    base, adapters, reference, monkeypatch
+):
+    """What no bound foresaw: the first answer is an error, and everything after it is right."""
+    engine = make_engine(base, {"a": adapters["a"]}, policy="valora", block_size=4)
+    key = key_of(engine, "a")
+    assert engine.adapters.load(key)
+    assert engine.merge_state.switch(Mode.MIXTURE, key)
+    asked = question("base")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.policy, "decide", _mixture(engine, key))
+        for weights in engine.lmm.linears.merged:
+            weights.live.fill_(torch.inf)
+        found = run(engine, [asked])
+    error = found["base"].error
+    assert getattr(error, "code", "") == "non_finite_output"
+    assert getattr(error, "status", 0) == 500
+    assert list(engine.adapters.unmergeable) == [key]
+    # Neither the weights nor the prefix cache hold any of it.
+    again = [question("base"), question("a", "a")]
+    check_answers(run(engine, again), reference, *again)
+    assert engine.stats().merged_adapter is None
+    assert_empty(engine)
+
+
+def _mixture(engine, key):
+    from dataclasses import replace
+
+    decide = engine.policy.decide
+    return lambda view: replace(decide(view), mode=Mode.MIXTURE, merged=key)

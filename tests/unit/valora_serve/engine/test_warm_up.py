@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engine_reference import (
-    add_requests,
-    finish,
-    make_engine,
-    question,
-    run,
-    serve,
-)
+from tests.support.engine_reference import add_requests, finish, make_engine, question, run, serve
 from valora_kernels import lookup
 from valora_kernels.gpus import H200, gpu_of
 from valora_kernels.lookup import TilingTable, table_of
@@ -32,14 +25,7 @@ from valora_serve.engine.tuning import Tuning, read_table
 from valora_serve.engine.warm_up import PATIENCE, PAUSE, WarmUp
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.model.graphs import GraphRecorder
-from valora_serve.model.preparation import (
-    DECODE,
-    KERNELS,
-    MIXTURE,
-    PROMPT,
-    VISION,
-    Preparation,
-)
+from valora_serve.model.preparation import DECODE, KERNELS, MIXTURE, PROMPT, VISION, Preparation
 from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.types import Mode
 

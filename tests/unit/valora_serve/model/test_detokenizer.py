@@ -93,7 +93,7 @@ PIECES = [[0], [1], *([n] for n in range(259, 259 + len(WORDS)))]
         max_size=20,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_pieces_add_up_with_bytes_among_words(parts):
     """Bytes that are no characters are left out: such a tokenizer then takes back what it said."""
     tokenizer = TOKENIZERS["metaspace"]

@@ -12,9 +12,7 @@ from valora_serve.workloads import traces
 from valora_serve.workloads.cli import main
 from valora_serve.workloads.simulator import simulate
 
-NEWEST_FIRST = '''
-"""Serves the newest request first, in unmerged mode."""
-
+NEWEST_FIRST = """
 from valora_serve.orchestrator.base import BasePolicy
 from valora_serve.orchestrator.batching import BatchPlan
 from valora_serve.types import Mode
@@ -28,7 +26,7 @@ class NewestFirst(BasePolicy):
 
 
 extension = NewestFirst
-'''
+"""
 
 
 def test_unknown_policy_lists_the_known():

@@ -66,14 +66,12 @@ ANSWER = '{"file": "a\u2028", "domain": "person", "answer": {"detections": []}}'
 @pytest.mark.parametrize(
     ("lines", "domain", "said"),
     [
-        (None, PERSON, "cannot read"),
-        ([ANSWER, "{"], PERSON, "line 2 of .* is no prediction"),
+        (None, PERSON, "cannot read"), ([ANSWER, "{"], PERSON, "line 2 of .* is no prediction"),
         ([ANSWER.replace("[]", '[{"box": [1]}]')], PERSON, "line 1 of .* is no prediction"),
         ([ANSWER.replace("person", "car")], PERSON, "has no answers of person"),
-        ([ANSWER], CAPTION, "answers in words"),
-        ([ANSWER], PERSON, None),
+        ([ANSWER], CAPTION, "answers in words"), ([ANSWER], PERSON, None),
     ],
-)
+)  # fmt: skip
 def test_a_file_of_answers(tmp_path, lines, domain, said):
     file = tmp_path / "small.jsonl"
     if lines is not None:

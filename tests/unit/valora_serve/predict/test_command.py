@@ -1,6 +1,7 @@
 """`valora predict` over the fake engine: what is kept, what is asked again, what is refused."""
 
 import asyncio
+import contextlib
 import json
 import os
 from dataclasses import replace
@@ -41,6 +42,7 @@ class Engines(list):
 def engines(monkeypatch, tmp_path):
     found = Engines()
     monkeypatch.setattr("valora_serve.engine.start.start_engine", found.start)
+    monkeypatch.setattr(command, "short_pauses", contextlib.nullcontext)  # a collection takes 1 s
     bundle = tmp_path / "bundle"
     bundle.mkdir()
     content = {
@@ -138,12 +140,11 @@ def test_beside_a_small_model(engines, tmp_path, capsys):
     ("more", "said"),
     [
         (["--format", "xml"], "unknown format 'xml'"),
-        (["--min-score", "3"], "name one from 0 to 1"),
-        (["--at-once", "0"], "name at least 1"),
+        (["--min-score", "3"], "name one from 0 to 1"), (["--at-once", "0"], "name at least 1"),
         (["--domain", "cow"], "there is no domain 'cow': choose from person, car"),
         (["--beside", "best.pt"], "--beside compares one domain: name it with --domain"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_sentences(engines, tmp_path, capsys, more, said):
     assert predict(tmp_path, *more) == 1
     assert said in capsys.readouterr().err

@@ -1,12 +1,14 @@
-"""Ray clusters: joining them, what they have room for, why replicas do not start."""
+"""Settings of replicas; Ray clusters: joining them, their room, why replicas do not start."""
 
 import contextlib
 import socket
+import sys
 
 import pytest
 import ray
 from ray._private.utils import check_version_info
 
+from valora_serve import cli
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
 from valora_serve.replicas import cluster
@@ -25,11 +27,10 @@ def machines(monkeypatch, *resources):
         (2, [{"CPU": 8.0, "GPU": 2.0}], {"num_gpus": 1, "num_cpus": 1.0}),
         (8, [{"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 4.0}], {"num_gpus": 1, "num_cpus": 1.0}),
         (4, [{"CPU": 2.0, "GPU": 4.0}], {"num_gpus": 1, "num_cpus": 0.5}),
-        (2, [{"CPU": 8.0}], {"num_cpus": 4.0}),
-        (3, [{"CPU": 8.0}], {"num_cpus": 2.0}),
+        (2, [{"CPU": 8.0}], {"num_cpus": 4.0}), (3, [{"CPU": 8.0}], {"num_cpus": 2.0}),
         (3, [{"CPU": 2.0}], {"num_cpus": 0.66}),
     ],
-)
+)  # fmt: skip
 def test_what_a_replica_gets(count, found, reserved, monkeypatch):
     machines(monkeypatch, *found)
     assert cluster.resources(ReplicaSettings(replicas=count), EngineSettings()) == reserved
@@ -118,3 +119,56 @@ valora_serve.errors.AdapterError: bundle b on node-2 is not the one that the ser
     other = "x\nRuntimeError: Traceback\n  File y\nOSError: no file z\n"
     assert "(OSError: no file z)" in cluster._why(other)
     assert "(it hangs)" in cluster._why("it hangs")
+
+
+def test_options_are_read():
+    assert cli.read(["x"])[3] == ReplicaSettings()
+    found = cli.read([
+        "x", "--replicas", "3", "--max-replicas", "5", "--router", "least",
+        "--router-settings", "choices=3", "--ray-address", "head:6379",
+    ])[3]  # fmt: skip
+    assert (found.replicas, found.max_replicas, found.router) == (3, 5, "least")
+    assert found.router_settings.choices == 3
+    assert found.ray_address == "head:6379"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas", "0"], "name at least 1"),
+        (["--replicas", "two"], "replicas cannot be 'two'"),
+        (["--max-replicas", "2"], "name the fewest replicas"),
+        (["--replicas", "3", "--max-replicas", "2"], "less than 3 replicas"),
+        (["--replicas", "1", "--router", "nearest"], "choose one of affinity, least, random"),
+        *((["--replicas", "1", "--router-settings", wrong], f"of the router is {said}")
+          for wrong, said in (("bound=1", "1: choose a number above 1"), ("slack=-1", "-1: choose"),
+                              ("excess=0", "0: choose"), ("choices=0", "0: choose"))),
+        (["--replicas", "1", "--target-requests", "nan"], "more than 0"),
+        (["--replicas", "1", "--application", "a/b"], "letters, digits"),
+        (["--replica", "2"], None),
+    ],
+)  # fmt: skip
+def test_bad_values_are_one_sentence(options, message, capsys):
+    if message is None:  # argparse knows no such option
+        with pytest.raises(SystemExit):
+            cli.read(["x", *options])
+        return
+    assert cli.main(["x", *options]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert message in said
+
+
+def test_without_ray_replicas_say_which_extra(tmp_path, monkeypatch, capsys):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "bundle.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("valora_serve.replicas.")]:
+        if not name.endswith(".settings"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    assert cli.main([str(tmp_path / "b"), "--replicas", "2", "--port", "0"]) == 1
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1] == "error: ray is missing: pip install 'valora[scale]'"
+    assert "Traceback" not in said

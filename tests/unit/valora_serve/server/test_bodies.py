@@ -6,7 +6,7 @@ import time
 import pytest
 from pydantic import TypeAdapter
 
-from tests.support.http_helpers import CHAT, serving
+from tests.support.http_helpers import CHAT
 from valora_serve.errors import RequestError
 from valora_serve.server.api.schema import (
     ChatRequest,
@@ -53,12 +53,6 @@ def test_a_hostile_body_costs_little(name):
         bodies._parsed(body, adapter)
     assert time.thread_time() - began < 1.0  # 0.2 s; 5 s to name 1.5 million keys
     assert len(str(refused.value)) < 600
-
-
-@pytest.fixture(scope="module")
-def plain():
-    with serving() as server:
-        yield server
 
 
 @pytest.mark.parametrize(

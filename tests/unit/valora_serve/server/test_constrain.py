@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import threading
-from functools import cache
 
 import httpx
 import jsonschema_rs
@@ -16,7 +15,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from tests.support.cases import others_slow
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import CHAT, ask, chat, serving, until
+from tests.support.http_helpers import CHAT, ask, chat, refused, serving, until
 from tests.support.json_schemas import random_answer, random_schema
 from valora_data.contract.base_model import base_folder
 from valora_serve.errors import OverloadedError, RequestError
@@ -29,14 +28,9 @@ from valora_serve.server.constrain import (
 )
 
 
-@cache
-def tokenizer():
-    return AutoTokenizer.from_pretrained(base_folder("tiny"))
-
-
 @pytest.fixture(scope="module")
-def grammars():
-    made = Grammars(FakeEngine(tokenizer=tokenizer()))
+def grammars(tokenizer):
+    made = Grammars(FakeEngine(tokenizer=tokenizer))
     yield made
     made.close()
 
@@ -127,12 +121,13 @@ def test_a_mask_only_takes_away(grammars):
      {"exclusiveMinimum": 0, "exclusiveMaximum": 1e-300, "type": "number"},
      {"type": "object", "required": ["a"], "additionalProperties": False},
      {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "array", "minItems": -1},
-     {"enum": [[[[float("inf")]]]]}, {"type": "string", "minLength": 3, "pattern": "^.?$"}],
+     {"enum": [[[[float("inf")]]]]}, {"type": "string", "minLength": 3, "pattern": "^.?$"},
+     json.loads('{"items":' * 110 + "{}" + "}" * 110)],
 )  # fmt: skip
 def test_schemas_that_cannot_be(grammars, schema):
-    with pytest.raises(RequestError, match="schema") as refused:
+    with pytest.raises(RequestError, match="schema") as error:
         made(grammars, schema)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
 
 
 def texts(count, name):
@@ -143,11 +138,11 @@ def texts(count, name):
 
 
 @pytest.mark.parametrize(("way", "count"), [("mask", 1), ("advance", 2), ("check", 1)])
-def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypatch):
+def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypatch, tokenizer):
     def fail(*_):
         raise RequestError("The JSON schema is too complex")
 
-    engine = FakeEngine(tokenizer=tokenizer())
+    engine = FakeEngine(tokenizer=tokenizer)
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     before = getattr(GrammarConstraint, way)
@@ -161,9 +156,7 @@ def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypat
 
     monkeypatch.setattr(GrammarConstraint, way, failing)
     with serving(engine) as server:
-        answer = ask(server, response_format=form, n=count, max_tokens=50)
-        assert answer.status_code == 400, answer.text
-        assert "too complex" in answer.json()["error"]["message"]
+        refused(ask(server, response_format=form, n=count, max_tokens=50), 400, "too complex")
         calls.clear()
         answer = ask(server, response_format=form, n=count, max_tokens=50, stream=True)
         assert "too complex" in answer.text
@@ -187,24 +180,9 @@ def test_a_token_that_is_not_allowed_is_an_error(grammars):
         constraint.mask(np.ones(len(grammars._engine.tokenizer), dtype=bool))
 
 
-def test_a_huge_schema_is_400():
-    deep = {"type": "object"}
-    for _ in range(110):
-        deep = {"type": "array", "items": deep}
-    many = {"enum": ["x" * 100] * 5000}
-    engine = FakeEngine(tokenizer=tokenizer())
-    with serving(engine) as server:
-        for schema, said in ((deep, "100 levels"), (many, "characters, more than")):
-            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-            answer = ask(server, response_format=form)
-            assert answer.status_code == 400
-            assert said in answer.json()["error"]["message"]
-    assert not engine.asked
-
-
-def test_the_tokenizer_is_read_before_the_first_request(monkeypatch):
+def test_the_tokenizer_is_read_before_the_first_request(monkeypatch, tokenizer):
     """Reading a large vocabulary holds up the event loop for seconds."""
-    engine = FakeEngine(tokenizer=tokenizer())
+    engine = FakeEngine(tokenizer=tokenizer)
     with serving(engine) as server:
         monkeypatch.setattr(Grammars, "read", None)
         answer = ask(server, response_format={"type": "json_object"}, max_tokens=3)
@@ -232,9 +210,7 @@ def test_tokens_that_are_added_may_be_text_unless_they_are_special(special):
 def test_a_tokenizer_that_takes_no_schema_is_told(tokenizer):
     with serving(FakeEngine(tokenizer=tokenizer)) as server:
         assert ask(server).status_code == 200
-        answer = ask(server, response_format={"type": "json_object"})
-        assert answer.status_code == 400
-        assert "tokenizer" in answer.json()["error"]["message"]
+        refused(ask(server, response_format={"type": "json_object"}), 400, "tokenizer")
 
 
 def chain(count, item):
@@ -259,7 +235,7 @@ ENDLESS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("schema", others_slow([*ENDLESS[:5], *ENDLESS[7:]], ENDLESS))
+@pytest.mark.parametrize("schema", others_slow([ENDLESS[0], *ENDLESS[2:4], *ENDLESS[7:]], ENDLESS))
 def test_schemas_that_would_take_for_ever_or_end_the_process_are_refused(grammars, schema):
     with pytest.raises(RequestError, match="schema"):
         made(grammars, schema)
@@ -300,9 +276,9 @@ def test_clients_take_turns_and_who_leaves_is_not_compiled_for(grammars, waiting
         waiting.begun.clear()
         many = [asyncio.create_task(asked(grammars, f"a{n}", "a")) for n in range(MOST_OF_ONE)]
         await asyncio.sleep(0)
-        with pytest.raises(OverloadedError) as refused:
+        with pytest.raises(OverloadedError) as error:
             await asked(grammars, "one too many", "a")
-        assert refused.value.retry_after >= 1
+        assert error.value.retry_after >= 1
         await asked(grammars, "cached", "a")
         same = [asyncio.create_task(asked(grammars, "b", "b")) for _ in range(3)]
         await asyncio.sleep(0)
@@ -354,7 +330,9 @@ def test_answers_that_fill_a_lexer_do_not_end_their_schema_for_all(grammars):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
-def test_the_deadline_counts_while_a_schema_waits_and_while_it_is_compiled(waiting, path):
+def test_the_deadline_counts_while_a_schema_waits_and_while_it_is_compiled(
+    waiting, path, tokenizer
+):
     def body(title):
         form = {"type": "json_schema", "schema": {"title": title}, "name": "x"}
         if path == "/v1/responses":
@@ -362,22 +340,20 @@ def test_the_deadline_counts_while_a_schema_waits_and_while_it_is_compiled(waiti
         form = {"type": "json_schema", "json_schema": {"schema": {"title": title}}}
         return {"prompt": "x", "response_format": form, "valora": {"deadline": 0.2}}
 
-    engine = FakeEngine(tokenizer=tokenizer())
+    engine = FakeEngine(tokenizer=tokenizer)
     with serving(engine) as server:
         for title in ("is compiled", "waits"):
-            answer = server.client.post(path, json=body(title))
-            assert answer.status_code == 504
-            assert "schema" in answer.json()["error"]["message"]
+            refused(server.client.post(path, json=body(title)), 504, "schema")
         waiting.go.set()
         assert waiting.begun == ["is compiled"]
     assert not engine.asked
 
 
-def test_a_cached_schema_is_answered_while_clients_that_left_and_others_wait(waiting):
+def test_a_cached_schema_is_answered_while_clients_that_left_and_others_wait(waiting, tokenizer):
     def form(title):
         return {"type": "json_schema", "json_schema": {"schema": {"title": title}}}
 
-    engine = FakeEngine(tokenizer=tokenizer())
+    engine = FakeEngine(tokenizer=tokenizer)
     with serving(engine) as server:
         jobs = server.app.state.context.grammars._jobs
         waiting.go.set()

@@ -1,5 +1,6 @@
 """Copies of a request's body: each is freed as soon as the next one exists."""
 
+import asyncio
 import base64
 import contextlib
 import gc
@@ -9,6 +10,7 @@ import threading
 import time
 import tracemalloc
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from tests.fuzz.media import scans
 from tests.support.cases import others_slow
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import CHAT, chat, data_url, encoded, serving, until
+from valora_serve.server.gather import AT_ONCE, gathered
 
 LONG = {"max_tokens": 100_000, "ignore_eos": True}
 NOISE = encoded(
@@ -110,3 +113,37 @@ def test_what_fails_leaves_nothing_to_the_garbage_collector():
                 gc.set_debug(0)
                 gc.garbage.clear()
                 gc.enable()
+
+
+class Held:
+    """Something large."""
+
+
+@pytest.mark.parametrize("fails", [0, 5, AT_ONCE, 29])
+def test_an_error_ends_the_others_and_leaves_nothing(fails):
+    ended, started = [], []
+    held = []
+
+    async def work(number):
+        large = Held()
+        held.append(weakref.ref(large))
+        started.append(number)
+        try:
+            await asyncio.sleep(0 if number <= fails else 60)
+            if number == fails:
+                raise ValueError(f"number {number}")
+        finally:
+            ended.append(number)
+
+    async def ask():
+        with pytest.raises(ValueError, match=f"number {fails}"):
+            await gathered(*(work(number) for number in range(30)))
+        assert sorted(ended) == sorted(started)
+        assert len(asyncio.all_tasks()) == 1
+
+    gc.disable()
+    try:
+        asyncio.run(ask())
+        assert [one() for one in held] == [None] * len(held)  # without the garbage collector
+    finally:
+        gc.enable()

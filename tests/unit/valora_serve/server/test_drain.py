@@ -6,9 +6,6 @@ import socket
 import threading
 import time
 
-import httpx
-import pytest
-
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import CHAT, ask, begin, chat, encoded, picture, serving, until
 
@@ -25,25 +22,6 @@ def rest(sock):
 
 def events(found):
     return [line[6:] for line in found.decode().splitlines() if line.startswith("data: ")]
-
-
-def test_running_requests_finish_and_new_connections_are_refused():
-    engine = FakeEngine(last=(all_asked := threading.Event()))
-    with serving(engine, drain_seconds=20) as server:
-        body = chat(max_tokens=15, ignore_eos=True)
-        with begin(server, body) as whole, begin(server, body | {"stream": True}) as stream:
-            until(lambda: len(engine.running) == 2)
-            server.server.should_exit = True
-            until(lambda: not server.server.servers[0].is_serving())
-            with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{server.url}/health", trust_env=False)
-            all_asked.set()
-            answer = rest(whole)
-            assert b" 200 " in answer.split(b"\r\n")[0]
-            assert b'"completion_tokens":15' in answer
-            assert events(rest(stream))[-1] == "[DONE]"
-        server.stop()
-    assert engine.closed
 
 
 def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_event():

@@ -1,6 +1,5 @@
 """Addresses and certificates are checked before a model is loaded."""
 
-import re
 import socket
 import ssl
 import subprocess
@@ -12,8 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.http_helpers import own_logging, serving
-from valora_serve import cli
+from tests.support.http_helpers import serving
 from valora_serve.errors import SettingsError
 from valora_serve.server.listen import bind, check_certificate
 from valora_serve.server.settings import ServerSettings
@@ -113,24 +111,16 @@ def test_certificates(tmp_path):
             check(cert, key)
 
 
-@own_logging()
-def test_the_command_says_so_before_it_loads_anything(monkeypatch, capsys, tmp_path):
-    async def never(*_):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("valora_serve.engine.start.start_engine", never)
+def test_the_command_says_so_before_it_loads_anything(monkeypatch, early_error, tmp_path):
     monkeypatch.chdir(tmp_path)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert cli.main(["--port", str(port)]) == 1
-        assert (
-            f"error: host 127.0.0.1, port {port}: Address already in use" in capsys.readouterr().err
-        )
-    missing = ["--tls-cert", "no.pem", "--tls-key", "no.key"]
-    assert cli.main(missing) == 1
-    assert "error: tls_cert no.pem and tls_key no.key are no certificate" in capsys.readouterr().err
+        said = early_error("--port", str(port))
+        assert f"error: host 127.0.0.1, port {port}: Address already in use" in said
+    said = early_error("--tls-cert", "no.pem", "--tls-key", "no.key")
+    assert "error: tls_cert no.pem and tls_key no.key are no certificate" in said
 
 
 @pytest.fixture
@@ -160,13 +150,10 @@ def test_a_unix_socket_is_served_taken_over_and_removed(short):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("file", "Address already in use"),
-        ("", "Address already in use"),
-        ("no/s", "No such file"),
-        ("x" * 150, "too long"),
-        ("x" * 300, "too long"),
+        ("file", "Address already in use"), ("", "Address already in use"),
+        ("no/s", "No such file"), ("x" * 150, "too long"), ("x" * 300, "too long"),
     ],
-)
+)  # fmt: skip
 def test_unix_sockets_that_cannot_be(short, name, said):
     (short / "file").write_text("kept")
     with pytest.raises(
@@ -174,19 +161,3 @@ def test_unix_sockets_that_cannot_be(short, name, said):
     ):
         bind(settings(unix_socket=str(short / name)))
     assert (short / "file").read_text() == "kept"
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("root_path", "valora"),
-        ("root_path", "/valora/"),
-        ("root_path", "/a?b"),
-        ("trusted_proxies", "*"),
-        ("trusted_proxies", "localhost"),
-        ("trusted_proxies", "10.0.0.1/8"),
-    ],
-)
-def test_settings_of_a_proxy_that_cannot_be(option, value):
-    with pytest.raises(SettingsError, match=rf"{option}.*{re.escape(value)}.*: (write|name)"):
-        cli.read([f"--{option.replace('_', '-')}", value])

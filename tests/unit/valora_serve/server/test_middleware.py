@@ -1,12 +1,15 @@
 """Limits on size and time, odd requests, clients that go away, and errors."""
 
+import asyncio
 import json
 import re
 import select
 import socket
+import threading
+import time
 
 import pytest
-from transformers import AutoTokenizer
+from starlette.concurrency import run_in_threadpool
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import (
@@ -17,19 +20,14 @@ from tests.support.http_helpers import (
     data_url,
     encoded,
     picture,
+    refused,
     serving,
     talk,
     until,
 )
-from valora_data.contract.base_model import base_folder
 from valora_serve.errors import OverloadedError
-
-
-@pytest.fixture(scope="module")
-def plain():
-    """A server with the default settings, which no request changes."""
-    with serving() as server:
-        yield server
+from valora_serve.server.app import WORKERS, create_app
+from valora_serve.server.settings import ServerSettings
 
 
 def test_a_large_body_is_refused_with_and_without_a_length():
@@ -60,8 +58,7 @@ def test_json_has_a_limit_of_its_own_and_forms_do_not():
         path = "/v1/vision/person"
         assert server.client.post(path, files={"image": picture_file}).status_code == 200
         answer = server.client.post(path, json={"images": [data_url(picture_file)]})
-        assert answer.status_code == 413
-        assert "as a form" in answer.json()["error"]["message"]
+        refused(answer, 413, "as a form")
     with serving(max_body_bytes=1000) as server:  # the lower one of the two counts
         answer = server.client.post(CHAT, json=chat("x" * 1000))
         assert answer.json()["error"]["message"].endswith("1000 bytes: send less at once")
@@ -156,8 +153,8 @@ def test_content_types_of_a_json_route(plain, headers, status, said):
         assert answer.json()["error"]["code"] == "unsupported_media_type"
 
 
-def test_messages_name_files_without_their_folders_and_quote_requests_as_they_are():
-    engine = FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny")))
+def test_messages_name_files_without_their_folders_and_quote_requests_as_they_are(tokenizer):
+    engine = FakeEngine(tokenizer=tokenizer)
     with serving(engine) as server:
         engine.refuse = OverloadedError("adapter /srv/secret/place/a.bin: see /v1/models and /docs")
         said = ask(server).json()["error"]["message"]
@@ -205,3 +202,33 @@ def test_a_proxy_may_show_the_server_below_a_path_and_take_it_off_or_not():
         assert client.get("/openapi.json").json()["servers"] == [{"url": "/valora"}]
         for path in ("/valora2/v1/models", "/valora/valora/v1/models"):
             assert client.get(path).status_code == 404
+
+
+def test_an_engine_that_has_failed_is_said():
+    engine = FakeEngine()
+    with serving(engine) as server:
+        engine.healthy = False
+        assert server.client.get("/health").status_code == 503
+        assert server.client.get("/ready").json() == {"status": "failed"}
+        assert ask(server).status_code == 503
+
+
+def test_other_threads_are_few():
+    def work():
+        with lock:
+            seen.add(threading.current_thread().name)
+        time.sleep(0.02)
+
+    async def several():
+        await asyncio.gather(*(asyncio.to_thread(work) for _ in range(30)))
+        await asyncio.gather(*(run_in_threadpool(work) for _ in range(30)))
+
+    lock, seen = threading.Lock(), set()
+    app = create_app(FakeEngine(), ServerSettings())
+
+    async def live():
+        async with app.router.lifespan_context(app):
+            await several()
+
+    asyncio.run(live())
+    assert 2 <= len(seen) <= 2 * WORKERS

@@ -8,24 +8,7 @@ import time
 
 import pytest
 
-from tests.support.http_helpers import ask, chat, serving, talk, until
-
-
-@pytest.fixture(scope="module")
-def plain():
-    with serving() as server:
-        yield server
-
-
-def test_many_connections_at_once(plain):
-    held = [socket.create_connection(("127.0.0.1", plain.port)) for _ in range(300)]
-    assert ask(plain).status_code == 200
-    for sock in held:
-        sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-    for sock in held:
-        sock.settimeout(10)
-        assert b" 200 " in sock.recv(4096)
-        sock.close()
+from tests.support.http_helpers import chat, serving, talk, until
 
 
 def test_connections_are_bounded():

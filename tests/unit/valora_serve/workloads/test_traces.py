@@ -80,13 +80,11 @@ def test_video_sends_a_clip_and_a_frame_a_second_per_stream():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: traces.poisson(0, 10),
-        lambda: traces.poisson(5, 10, skew=1.5),
-        lambda: traces.poisson(5, 10, adapters=1, skew=0.5),
-        lambda: traces.slora(5, 10, alpha=0),
+        lambda: traces.poisson(0, 10), lambda: traces.poisson(5, 10, skew=1.5),
+        lambda: traces.poisson(5, 10, adapters=1, skew=0.5), lambda: traces.slora(5, 10, alpha=0),
         lambda: traces.video(0, 10),
     ],
-)
+)  # fmt: skip
 def test_senseless_workloads_are_refused(make):
     with pytest.raises(TraceError):
         make()
@@ -115,14 +113,13 @@ GOOD = {"arrival": 1.0, "adapter": "a", "prompt": 5, "output": 2}
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "not JSON"),
-        (json.dumps({"arrival": 1.0, "prompt": 3}), "output is missing"),
+        ("{", "not JSON"), (json.dumps({"arrival": 1.0, "prompt": 3}), "output is missing"),
         (json.dumps({**GOOD, "arrival": -1}), "time -1 is negative"),
         (json.dumps({**GOOD, "prompt": 0}), "prompt must be a whole number from 1, got 0"),
         (json.dumps({**GOOD, "rank": 8}), "a has rank 8, but rank 64 in a line above"),
         (json.dumps({**GOOD, "colour": 1}), "unknown colour; known are adapter, arrival"),
     ],
-)
+)  # fmt: skip
 def test_damaged_lines_are_named(tmp_path, line, says):
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(GOOD) + "\n\n" + line + "\n")

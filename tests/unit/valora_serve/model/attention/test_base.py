@@ -47,19 +47,6 @@ def test_writes_exactly_the_rows_of_the_step(backend):
     assert bool(case.cache.layers[1][0].isnan().any())  # the other layer's was left alone
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_shared_prefix_is_read_by_both(backend):
-    alone = Case([(8, 1), (8, 5)], block_size=4, seed=1)
-    for layer in range(2):
-        for part, held in zip((alone.key, alone.value), alone.cache.layers[layer], strict=True):
-            part[layer][1][:8] = part[layer][0][:8]
-            for block in range(2):
-                held[alone.tables[1][block]] = torch.nan
-    alone.tables[1][:2] = alone.tables[0][:2]
-    found = alone.run(backend, 0, 0.5)
-    torch.testing.assert_close(found, alone.expected(0, 0.5), rtol=1e-5, atol=1e-5)
-
-
 @given(
     shares=st.lists(
         st.tuples(st.integers(0, 20), st.integers(1, 6) | st.just(1)), min_size=1, max_size=6

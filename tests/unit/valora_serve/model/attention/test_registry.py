@@ -14,9 +14,7 @@ from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.attention.torch_backend import TorchBackend
 from valora_serve.types import Request, SamplingParams
 
-OUTSIDE = '''
-"""An attention backend of another author: dense attention, one sequence at a time."""
-
+OUTSIDE = """
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from valora_serve.model.attention.base import AttentionBackend
@@ -46,7 +44,7 @@ class LoopPlan:
 
 
 extension = LoopBackend
-'''
+"""
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.attention_cases import Case
+from tests.support.cases import others_slow
 from tests.support.engine_reference import make_engine, run
 from tests.support.lora_cases import DEVICE
 from valora_serve.model.attention.triton_backend import Tiling, TritonBackend
@@ -30,15 +31,12 @@ def check(found, case, layer=0, scale=0.3):
 @pytest.mark.parametrize(
     ("shares", "width", "heads", "block_size", "dtype"),
     [
-        (DECODES, 64, (2, 2), 16, torch.float16),
-        (MIXED, 96, (4, 2), 8, torch.float32),
-        (DECODES, 128, (7, 1), 32, torch.float16),
-        (MIXED, 64, (7, 1), 32, torch.float16),
-        (DECODES, 80, (6, 2), 5, torch.float32),
-        (MIXED, 24, (20, 1), 1, torch.float32),
+        (DECODES, 64, (2, 2), 16, torch.float16), (MIXED, 96, (4, 2), 8, torch.float32),
+        (DECODES, 128, (7, 1), 32, torch.float16), (MIXED, 64, (7, 1), 32, torch.float16),
+        (DECODES, 80, (6, 2), 5, torch.float32), (MIXED, 24, (20, 1), 1, torch.float32),
         (DECODES, 256, (2, 1), 16, torch.float32),
     ],
-)
+)  # fmt: skip
 def test_against_the_formula(shares, width, heads, block_size, dtype):
     case = Case(
         shares, heads=heads, block_size=block_size, width=width, dtype=dtype, seed=width, spare=2
@@ -46,7 +44,7 @@ def test_against_the_formula(shares, width, heads, block_size, dtype):
     check(case.run("triton", 1, 0.3), case, layer=1)
 
 
-@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize("splits", others_slow([8], [2, 8]))
 def test_sequences_are_split(splits, monkeypatch):
     """Shorter ones than splits, and those that end at the border of one, too."""
     monkeypatch.setattr(Tiling, "splits", lambda _, sequences: splits)
@@ -90,7 +88,7 @@ def test_mixed_steps_in_fixed_buffers():
 
 
 def test_an_engine_answers_alike(random_llava):
-    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
     asked = [Request(str(n), text="Where is it? " * n, sampling=sampling) for n in (1, 2, 3)]
     answers = []
     for options in ({"attention": "torch"}, {"attention": "triton", "prompt_graphs": True}):

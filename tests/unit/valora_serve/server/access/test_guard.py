@@ -3,13 +3,7 @@
 import httpx
 import pytest
 
-from tests.support.http_helpers import (
-    CHAT,
-    ask,
-    chat,
-    serving,
-    talk,
-)
+from tests.support.http_helpers import CHAT, ask, chat, serving, talk
 from valora_serve.server.access import keys
 from valora_serve.server.access.keys import hashed, new_key, read_keys
 from valora_serve.server.settings import ServerSettings
@@ -70,13 +64,12 @@ def test_each_key_has_its_rate(keys_file):
 @pytest.mark.parametrize(
     ("trusted", "forwarded", "counted"),
     [
-        ([], ["203.0.113.9"], "127.0.0.1"),
-        (["192.0.2.1"], ["203.0.113.9"], "127.0.0.1"),
+        ([], ["203.0.113.9"], "127.0.0.1"), (["192.0.2.1"], ["203.0.113.9"], "127.0.0.1"),
         (["127.0.0.1"], ["198.51.100.7, 203.0.113.9"], "203.0.113.9"),
         (["127.0.0.1"], ["198.51.100.7", "203.0.113.9"], "203.0.113.9"),
         (["127.0.0.0/8", "10.0.0.0/8"], ["198.51.100.7, 203.0.113.9:80, 10.1.2.3"], "203.0.113.9"),
     ],
-)
+)  # fmt: skip
 def test_the_address_that_counts_is_the_last_one_that_is_no_trusted_proxy(
     monkeypatch, trusted, forwarded, counted
 ):

@@ -45,21 +45,16 @@ def test_hosts_of_a_server_for_others():
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({}, None),
-        ({"origin": "http://localhost:8000"}, None),
+        ({}, None), ({"origin": "http://localhost:8000"}, None),
         ({"origin": "http://localhost:8000", "sec_fetch_site": "same-origin"}, None),
-        ({"origin": "https://evil.example"}, 403),
-        ({"origin": "null"}, 403),
-        ({"origin": "http://localhost:3000"}, 403),
-        ({"origin": "http://localhost"}, 403),
+        ({"origin": "https://evil.example"}, 403), ({"origin": "null"}, 403),
+        ({"origin": "http://localhost:3000"}, 403), ({"origin": "http://localhost"}, 403),
         ({"origin": "file://localhost:8000"}, 403),
-        ({"origin": "http://localhost:8000.evil.example"}, 403),
-        ({"origin": "http://[evil"}, 403),
-        ({"sec_fetch_site": "cross-site"}, 403),
-        ({"sec_fetch_site": "same-site"}, 403),
+        ({"origin": "http://localhost:8000.evil.example"}, 403), ({"origin": "http://[evil"}, 403),
+        ({"sec_fetch_site": "cross-site"}, 403), ({"sec_fetch_site": "same-site"}, 403),
         ({"sec_fetch_site": "none"}, None),
     ],
-)
+)  # fmt: skip
 def test_origins(headers, status):
     sites = Sites("127.0.0.1", (), ())
     assert refused(sites, "localhost:8000", **headers) == status

@@ -4,18 +4,8 @@ import json
 import math
 
 import pytest
-from transformers import AutoTokenizer
 
-from valora_data.contract.base_model import base_folder
-
-
-def test_completions(client):
-    answer = client.completions.create(model="tiny", prompt="once", max_tokens=2, logprobs=1)
-    assert answer.choices[0].text == "a red"
-    logprobs = answer.choices[0].logprobs
-    assert logprobs.tokens == ["a", " red"]
-    assert logprobs.text_offset == [0, 1]
-    assert logprobs.top_logprobs[0] == {"a": pytest.approx(math.log(0.5))}
+from tests.support.http_helpers import refused
 
 
 def test_completions_of_several_prompts_and_tokens(server, client):
@@ -56,11 +46,6 @@ def test_wrong_completions_are_400(server, body):
     assert answer.status_code == 400, answer.text
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(base_folder("tiny"))
-
-
 def complete(server, **body):
     answer = server.client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -81,21 +66,6 @@ def streamed(server, **body):
                 for key, values in (choice["logprobs"] or {}).items():
                     into["logprobs"].setdefault(key, []).extend(values)
     return found
-
-
-def test_echo_puts_the_prompt_first(server, tokenizer):
-    choices = complete(server, prompt=["once ", "twice "], max_tokens=2, echo=True, n=2)["choices"]
-    assert [choice["text"] for choice in choices] == [
-        "once a red", "once a red", "twice a red", "twice a red"
-    ]  # fmt: skip
-    assert choices[0]["logprobs"] is None
-    ids = tokenizer("a green key")["input_ids"]
-    assert (
-        complete(server, prompt=ids, max_tokens=1, echo=True)["choices"][0]["text"]
-        == tokenizer.decode(ids) + "a"
-    )
-    both = streamed(server, prompt=["once ", "twice "], max_tokens=2, echo=True)
-    assert {key: one["text"] for key, one in both.items()} == {0: "once a red", 1: "twice a red"}
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -177,9 +147,8 @@ def test_penalties_and_bias_reach_the_engine(server):
 )  # fmt: skip
 def test_wrong_penalties_and_biases_are_400_and_named(server, name, values):
     for value in values:
-        answer = server.client.post("/v1/completions", json={"prompt": "a", name: value})
-        assert answer.status_code == 400, answer.text
-        assert name in answer.json()["error"]["message"]
+        body = {"prompt": "a", name: value}
+        refused(server.client.post("/v1/completions", json=body), 400, name)
 
 
 TEXTS = ["naïve 😀 中文", "plain text", " leading", "<s>typed", "e\u0301 mixed 👩\u200d🚀 end"]

@@ -49,16 +49,6 @@ def test_examples_of_served_domains_are_listed_with_their_images(server):
     assert str(server.folder) not in json.dumps(found)
 
 
-def test_examples_have_the_answers_of_teachers_where_the_bundle_does(server):
-    boxes, none, label = (e["teacher"] for e in server.client.get("/v1/examples").json()["data"])
-    assert boxes["detections"] == [
-        {"label": "person", "box": [1.0, 2.5, 30.0, 18.0], "confidence": 0.75}
-    ]
-    assert boxes["label"] is None
-    assert none is None
-    assert (label["detections"], label["label"], label["confidence"]) == (None, "beach", 0.625)
-
-
 @pytest.mark.parametrize("path", ["person/1/0", "person/0/1", "person/9/0", "cow/0/0"])
 def test_nothing_else_is_sent(server, path):
     answer = server.client.get(f"/v1/examples/{path}")

@@ -37,13 +37,11 @@ def test_the_engine_gets_the_weights(server, path, model):
         ([{"name": NAME, "weight": 4.01}], 400, "weight"),
         ([{"name": NAME, "weight": -5}], 400, "weight"),
         ([{"name": NAME, "weight": "NaN"}], 400, "weight"),
-        ([{"name": NAME, "weight": None}], 400, "weight"),
-        ([{"weight": 1}], 400, "name"),
-        ([{"name": NAME}] * 3, 400, "adapters"),
-        ([{"name": NAME, "strength": 1}], 400, "strength"),
+        ([{"name": NAME, "weight": None}], 400, "weight"), ([{"weight": 1}], 400, "name"),
+        ([{"name": NAME}] * 3, 400, "adapters"), ([{"name": NAME, "strength": 1}], 400, "strength"),
         ({NAME: 1}, 400, "adapters"),
     ],
-)
+)  # fmt: skip
 def test_wrong_weights_are_refused(server, adapters, status, said):
     path = "/v1/completions"
     answer = server.client.post(path, json=BODIES[path] | {"valora": {"adapters": adapters}})

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.support.http_helpers import own_logging
-from valora_serve import cli
 from valora_serve.errors import SettingsError
 from valora_serve.server.loading.state_file import own_state, read_state
 
@@ -77,12 +75,7 @@ def test_a_file_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monkeypat
         pass
 
 
-@own_logging()
-def test_the_command_says_so_before_it_loads_a_model(tmp_path, monkeypatch, capsys):
-    async def never(*_):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("valora_serve.engine.start.start_engine", never)
+def test_the_command_says_so_before_it_loads_a_model(tmp_path, early_error):
     (tmp_path / "store").mkdir()
     state = tmp_path / "served.json"
     given = [
@@ -90,13 +83,11 @@ def test_the_command_says_so_before_it_loads_a_model(tmp_path, monkeypatch, caps
         str(tmp_path / "store"), "--state-file", str(state),
     ]  # fmt: skip
     with own_state(state):
-        assert cli.main(given) == 1
-        error = capsys.readouterr().err
+        error = early_error(*given)
         assert error.startswith(f"error: state file {state} is in use by another server")
         assert error.count("\n") == 1
     state.write_text('{"version": 1, "ada')
-    assert cli.main(given) == 1
-    assert f"error: state file {state} is damaged" in capsys.readouterr().err
+    assert f"error: state file {state} is damaged" in early_error(*given)
 
 
 @pytest.mark.parametrize(

@@ -121,36 +121,25 @@ class Site(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.seen.append((self.path, dict(self.headers)))
-        port = self.server.server_port
-        content = encoded(picture())
+        to = {"/loop": f"http://localhost:{self.server.server_port}/loop", "/nowhere": None}
         if self.path.startswith("/to/"):
+            to[self.path] = base64.urlsafe_b64decode(self.path[4:]).decode("latin-1")
+        if self.path in to:
             self.send_response(302)
             self.send_header("X-Other", "ä")  # in Latin-1, as is what follows
-            self.send_header("Location", base64.urlsafe_b64decode(self.path[4:]).decode("latin-1"))
+            if to[self.path] is not None:
+                self.send_header("Location", to[self.path])
             self.end_headers()
-        elif self.path == "/loop":
-            self.send_response(302)
-            self.send_header("Location", f"http://localhost:{port}/loop")
-            self.end_headers()
-        elif self.path == "/nowhere":
-            self.send_response(302)
-            self.end_headers()
-        elif "a.png" in self.path:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(content)
-        elif self.path == "/endless":
-            self.send_response(200)
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                while True:
-                    self.wfile.write(b"x" * 65536)
+            return
+        self.send_response(404 if self.path == "/missing" else 200)
+        self.end_headers()
+        if "a.png" in self.path:
+            self.wfile.write(encoded(picture()))
         elif self.path == "/slow":
-            self.send_response(200)
-            self.end_headers()
             self.server.wait.wait(5)
-        else:
-            self.send_error(404)
+        with contextlib.suppress(OSError):
+            while self.path == "/endless":
+                self.wfile.write(b"x" * 65536)
 
     def log_message(self, *_):
         pass
@@ -175,12 +164,6 @@ def redirect(site, to):
 OPEN = {"media_hosts": ("localhost",), "media_private": True}
 
 
-def test_allowed_hosts_are_fetched_from(site):
-    assert read(f"{site}/a.png", **OPEN).size == (40, 20)
-    assert read(redirect(site, f"{site}/a.png"), **OPEN).size == (40, 20)
-    assert read(redirect(site, "/a.png"), **OPEN).size == (40, 20)
-
-
 @pytest.mark.parametrize(
     ("url", "asked"),
     [
@@ -200,11 +183,12 @@ def test_what_a_url_asks_for(site, url, asked):
     ("to", "asked"),
     [
         ("/ä a.png", "/%C3%A4%20a.png"), (b"/\xe4a.png", "/%E4a.png"), ("../a.png", "/a.png"),
-        ("http:///a.png", "/a.png"),
+        ("http:///a.png", "/a.png"), ("/a.png", "/a.png"), ("{}/a.png", "/a.png"),
     ],
 )  # fmt: skip
 def test_where_redirects_lead(site, to, asked):
     Site.seen.clear()
+    to = to if isinstance(to, bytes) else to.format(site)
     assert read(redirect(site, to), **OPEN).size == (40, 20)
     assert Site.seen[1][0] == asked
 
@@ -283,20 +267,14 @@ def test_one_private_address_among_public_ones_is_enough_to_refuse(monkeypatch):
     [
         ("http://127.0.0.1:1/a.png", "may not fetch"),
         ("http://169.254.169.254/latest/meta-data", "may not fetch"),
-        ("http://evil.example/a.png", "may not fetch"),
-        ("file:///etc/passwd", "http"),
-        ("gopher://localhost/", "http"),
-        ("http://user:secret@localhost/", "user"),
-        ("//evil.example/", "may not fetch"),
-        ("http://ä.example/", "may not fetch"),
-        (b"http://\xff\xfe.example/", "may not fetch"),
-        ("data:image/png;base64,AAAA", "http"),
-        ("/" + "a" * 70_000, "too long"),
-        ("http://localhost:99999/a.png", "port"),
-        ("http://localhost:-1/a.png", "port"),
-        ("http://[bad", "may not fetch"),
+        ("http://evil.example/a.png", "may not fetch"), ("file:///etc/passwd", "http"),
+        ("gopher://localhost/", "http"), ("http://user:secret@localhost/", "user"),
+        ("//evil.example/", "may not fetch"), ("http://ä.example/", "may not fetch"),
+        (b"http://\xff\xfe.example/", "may not fetch"), ("data:image/png;base64,AAAA", "http"),
+        ("/" + "a" * 70_000, "too long"), ("http://localhost:99999/a.png", "port"),
+        ("http://localhost:-1/a.png", "port"), ("http://[bad", "may not fetch"),
     ],
-)
+)  # fmt: skip
 def test_redirects_are_checked_like_the_first_address(site, to, said):
     with pytest.raises(ImageError, match=said):
         read(redirect(site, to), **OPEN)

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import adapter, own_logging, serving, until
+from tests.support.http_helpers import adapter, refused, serving, until
 from valora_data.contract.files import UnreadableError
-from valora_serve import cli
 from valora_serve.errors import SettingsError
 from valora_serve.server.resolving import registry
 from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS, Found, Resolver
@@ -41,14 +40,6 @@ def settings(place, **more):
 def ask(server, name, **more):
     body = {"model": name, "prompt": "x", "max_tokens": 1, **more}
     return server.client.post("/v1/completions", json=body)
-
-
-def refused(answer, status, *words):
-    assert answer.status_code == status, answer.text
-    message = answer.json()["error"]["message"]
-    assert all(word in message for word in words), message
-    assert "\n" not in message
-    return answer.json()["error"]["code"]
 
 
 def cards(server):
@@ -450,34 +441,20 @@ def test_a_loaded_adapter_whose_files_are_lost_is_fetched_again(place, monkeypat
         ({"adapter_sources": ("~no-such-user/adapters",)}, "is no folder"),
         ({"adapter_sources": ("",)}, "has an empty entry"),
         ({"adapter_sources": ("hf://acme/cars",)}, "hf://acme/cars names more than an owner"),
+        ({"adapter_allow": ()}, "go together"),
+        ({"adapter_bytes": 10, "adapter_cache_bytes": 5}, "must fit into the cache"),
     ],
 )
 def test_sources_that_cannot_be_used(place, wrong, words):
-    with pytest.raises(SettingsError, match=words):
+    with pytest.raises((SettingsError, ValueError), match=words):
         OnRequest.of(None, None, ServerSettings(**settings(place, **wrong)))
 
 
-def test_settings_that_contradict_each_other():
-    with pytest.raises(ValueError, match="go together"):
-        ServerSettings(adapter_sources=("hf://acme",))
-    with pytest.raises(ValueError, match="must fit into the cache"):
-        ServerSettings(adapter_bytes=10, adapter_cache_bytes=5)
-
-
-@own_logging()
-def test_the_command_looks_at_the_cache_before_it_loads_a_model(place, monkeypatch, capsys):
-    async def never(*_):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("valora_serve.engine.start.start_engine", never)
-    (place / "cache").touch()
+def test_the_cache_is_looked_at_before_a_model_is_loaded_and_is_one_server_s(place, early_error):
+    (place / "file").touch()
     given = ["--port", "0", "--adapter-sources", str(place / "store"), "--adapter-allow", "*"]
-    assert cli.main([*given, "--adapter-cache", str(place / "cache")]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: adapter_cache {place / 'cache'} cannot be used (File exists)")
-
-
-def test_two_servers_do_not_share_a_cache(place):
+    error = early_error(*given, "--adapter-cache", str(place / "file"))
+    assert error.startswith(f"error: adapter_cache {place / 'file'} cannot be used (File exists)")
     chosen = ServerSettings(**settings(place))
     first = OnRequest.of(None, None, chosen)
     with pytest.raises(SettingsError, match="in use by another server"):

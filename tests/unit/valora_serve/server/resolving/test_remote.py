@@ -13,13 +13,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.support.http_helpers import adapter, serving
-from tests.unit.valora_serve.server.resolving.test_on_request import (
-    ask,
-    cards,
-    refused,
-    settings,
-)
+from tests.support.http_helpers import adapter, refused, serving
+from tests.unit.valora_serve.server.resolving.test_on_request import ask, cards, settings
 from valora_serve.errors import SettingsError
 from valora_serve.server.resolving.base import CONFIG, WEIGHTS
 from valora_serve.server.resolving.remote import FsspecResolver

@@ -1,19 +1,16 @@
 """Logs: request ids, one line for each event, no secrets."""
 
-import contextlib
 import json
 import logging
 
-from tests.support.http_helpers import chat, own_logging, serving
+from tests.support.http_helpers import chat, serving
 from valora_serve.server.telemetry import logs
 
 
 def test_json_logs_have_the_requests_id_and_no_content(capsys):
     key = "a-secret-key-that-is-long"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(own_logging())
-        logs.set_up("info", "json")
-        server = stack.enter_context(serving(api_key=key, log_format="json"))
+    logs.set_up("info", "json")
+    with serving(api_key=key, log_format="json") as server:
         answer = server.client.post(
             "/v1/chat/completions", json=chat("a private question"),
             headers={"authorization": "Bearer a-secret-key-that-is-long", "x-request-id": "abc-1"},

@@ -39,21 +39,17 @@ def test_a_folder_and_what_is_wrong(tmp_path, monkeypatch, capsys):
     assert label.main([*asked, "--names", "auto=car"]) == 0
     assert "left out: broken.png cannot be decoded" in capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
-    assert [(row["file"], row["width"]) for row in rows] == [
-        ("0.png", 40),
-        ("1.png", 41),
-        ("2.png", 42),
-    ]
-    assert rows[0]["answer"] == {
-        "detections": [{"label": "car", "confidence": 0.75, "box": [0, 0, 5, 4]}]
-    }
+    sizes = {row["file"]: row["width"] for row in rows}
+    assert sizes == {"0.png": 40, "1.png": 41, "2.png": 42}
+    found = {"label": "car", "confidence": 0.75, "box": [0, 0, 5, 4]}
+    assert rows[0]["answer"] == {"detections": [found]}
     same = [Prediction(**row) for row in rows]
     assert compare(same, {row["file"]: found_in(row["answer"]) for row in rows}).agreement == 1
-    assert label.main(asked) == 1
-    assert "best.pt has no class 'car', only auto" in capsys.readouterr().err
-    assert label.main([*asked[:1], "empty", *asked[2:], "--names", "auto=car"]) == 1
-    assert "folder empty does not exist" in capsys.readouterr().err
-    assert label.main([*asked, "--names", "auto"]) == 1
-    assert "--names auto maps nothing: write CLASS=LABEL" in capsys.readouterr().err
-    assert label.main([*asked, "--names", "auto=car", "--out", "none/x.jsonl"]) == 1
-    assert "none/x.jsonl cannot be written (No such file" in capsys.readouterr().err
+    for given, said in (
+        (asked, "best.pt has no class 'car', only auto"),
+        (["best.pt", "empty", *asked[2:], "--names", "auto=car"], "folder empty does not exist"),
+        ([*asked, "--names", "auto"], "--names auto maps nothing: write CLASS=LABEL"),
+        ([*asked, "--names", "auto=car", "--out", "none/x"], "none/x cannot be written (No such"),
+    ):
+        assert label.main(given) == 1
+        assert said in capsys.readouterr().err

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from tests.support import tiny_sweep
 from tests.support.stores import new_store
-from tests.support.tiny_sweep import CONFIG
 from tests.unit.valora_train.test_cli import write_coco
 from valora_train import cli
 from valora_train.reporting.sweep import figures_of, sweep_table
 from valora_train.stage import write_json
+from valora_train.sweeps import SWEEP
 
 ROOT = Path(__file__).parents[3]
 RAY = ["hydra/launcher=ray", "hydra.launcher.num_gpus=0"]
@@ -25,17 +26,29 @@ LAUNCHERS = {
 }
 
 
-def sweep(folder, *arguments, **environment):
-    conf = folder / "settings"
-    conf.mkdir(exist_ok=True)
-    (conf / "config.yaml").write_text(CONFIG)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.tiny_sweep", str(conf), "-m", *arguments],
-        cwd=folder, check=False, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-             **environment},
-    )  # fmt: skip
-    return done.returncode, done.stderr.strip().splitlines()
+@pytest.fixture
+def sweep(tmp_path, monkeypatch, capfd):
+    """Runs a sweep that fails, `here` or in another process; gives its lines on stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+    for name in (SWEEP, "HYDRA_FULL_ERROR"):  # which it sets
+        monkeypatch.setenv(name, "")
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "settings" / "config.yaml").write_text(tiny_sweep.CONFIG)
+
+    def run(*arguments, here=False):
+        given = [f"{tmp_path}/settings", "-m", *arguments]
+        if here:
+            monkeypatch.setattr(sys, "argv", ["tiny_sweep", *given[1:]])
+            with pytest.raises(SystemExit) as ended:
+                tiny_sweep.main(given[0])
+            return [*capfd.readouterr().err.splitlines(), ended.value.code]
+        command = [sys.executable, "-m", "tests.support.tiny_sweep", *given]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1
+        return done.stderr.strip().splitlines()
+
+    return run
 
 
 def written(folder):
@@ -45,10 +58,10 @@ def written(folder):
 @pytest.mark.parametrize(
     "launcher", ["basic", *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS)]
 )
-def test_the_others_end_when_a_job_fails(launcher, tmp_path):
-    given = ["name=a,b,c", "+do={b:refuse,c:write_late}"]
-    status, said = sweep(tmp_path, *LAUNCHERS.get(launcher, []), *given, CUDA_VISIBLE_DEVICES="3")
-    assert status == 1
+def test_the_others_end_when_a_job_fails(launcher, sweep, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    given = [*LAUNCHERS.get(launcher, []), "name=a,b,c", "+do={b:refuse,c:write_late}"]
+    said = sweep(*given, here=launcher == "basic")
     assert "b is refused: choose another" in said[-1]
     assert not any("Traceback" in line for line in said)
     found = written(tmp_path)
@@ -59,14 +72,11 @@ def test_the_others_end_when_a_job_fails(launcher, tmp_path):
         assert {one["gpus"] for one in found.values()} == {"3"}
 
 
-SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("submitit", "ray")]
-
-
-@pytest.mark.parametrize("launcher", ["joblib", *SLOWER])
-def test_a_job_that_is_killed(launcher, tmp_path):
-    status, found = sweep(tmp_path, *LAUNCHERS[launcher], "name=a,b", "+do={a:die,b:write_late}")
-    assert status == 1
-    assert found[-1].startswith("error: ") and "run the same command again" in found[-1]
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_job_that_is_killed(launcher, sweep, tmp_path):
+    said = sweep(*LAUNCHERS[launcher], "name=a,b", "+do={a:die,b:write_late}")
+    assert said[-1].startswith("error: ") and "run the same command again" in said[-1]
     assert set(written(tmp_path)) == (set() if launcher == "joblib" else {"b"})
 
 
@@ -79,19 +89,16 @@ def test_a_job_that_is_killed(launcher, tmp_path):
          "no machine of the Ray cluster has 1 CPU, 2 camera for a job: correct"),
     ],
 )  # fmt: skip
-def test_launchers_that_cannot_start(given, sentence, tmp_path):
-    status, said = sweep(tmp_path, *given, "name=a,b")
-    assert status == 1 and said[-1].startswith("error: ") and sentence in said[-1]
+def test_launchers_that_cannot_start(given, sentence, sweep, tmp_path):
+    said = sweep(*given, "name=a,b")
+    assert said[-1].startswith("error: ") and sentence in said[-1]
     assert not any("Traceback" in line for line in said)
     assert not written(tmp_path)
 
 
-def test_a_missing_library_is_named(tmp_path):
-    # A package of that name that cannot be imported comes first.
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "__init__.py").write_text("raise ImportError('hidden')")
-    status, said = sweep(tmp_path, "hydra/launcher=ray", "name=a,b")
-    assert status == 1
+def test_a_missing_library_is_named(sweep, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    said = sweep("hydra/launcher=ray", "name=a,b", here=True)
     assert said[-1] == "error: hydra/launcher=ray needs Ray: pip install 'valora[cluster]'"
 
 
@@ -103,11 +110,10 @@ def test_figures_are_of_validation_and_the_table_shows_what_differs(tmp_path):
     result = {"domains": domains, "packing": {"adapter-1": ["a", "b"]}, "attempts": [1, 2, 3],
               "seconds": [60.0, 30.0], "mlflow_run_id": "r"}  # fmt: skip
     write_json(tmp_path / "fusion.json", result)
-    found = figures_of(tmp_path)
-    assert found["worst_margin"] == pytest.approx(-0.2)
-    assert found["accuracy"] == pytest.approx(0.7)
-    assert (found["adapters"], found["attempts"], found["met"]) == (1, 3, 1)
-    assert (found["minutes"], found["run"]) == (1.5, "r")
+    assert figures_of(tmp_path) == {
+        "worst_margin": pytest.approx(-0.2), "accuracy": pytest.approx(0.7), "adapters": 1,
+        "attempts": 3, "met": 1, "minutes": 1.5, "run": "r",
+    }  # fmt: skip
     jobs = {
         "10": {"overrides": {"task": "own", "lr": "2"}, "figures": {"adapters": 2, "run": "x"}},
         "9": {"overrides": {"task": "own", "lr": "1"}, "figures": {"adapters": 3, "run": "y"}},

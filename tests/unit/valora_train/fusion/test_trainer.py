@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.support.colour_trainer import COLOURS, make, same, train
+from tests.support import colour_trainer
+from tests.support.colour_trainer import COLOURS, same, train
 from tests.support.helpers import coloured_squares
 from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Domain, Split, Task
@@ -22,6 +24,8 @@ from valora_train.settings import (
     TrainSettings,
 )
 from valora_train.tasks.registry import make_task
+
+make = partial(colour_trainer.make, count=8)
 
 
 @pytest.mark.parametrize(("rehearse", "vision"), [(False, False), (True, True)])

@@ -12,7 +12,6 @@ from tests.support.training_lmm import (
     PROMPTS,
     disturb,
     load,
-    questions,
     reference,
     visual,
     whole,
@@ -55,35 +54,6 @@ def test_without_adapter_it_is_the_base_again(random_llava, images):
     assert torch.equal(visual(lmm, PROMPTS, images), before)
 
 
-def watched(layers):
-    """The dtypes that layers give, as they give them."""
-    found = []
-    for layer in layers:
-        layer.register_forward_hook(lambda *call: found.append(call[2].dtype))
-    return found
-
-
-def test_adapters_on_a_16_bit_base_compute_in_its_precision(family, checkpoint):
-    found = {}
-    for dtype in ("float32", "bfloat16"):
-        lmm = Lmm(ModelSettings(id=str(checkpoint), dtype=dtype), LoraSettings(rank=4))
-        lmm.adapters.add("one", seed=2)
-        disturb(lmm, "one")
-        layers = [m for n, m in lmm.model.named_modules() if n.endswith("lora_A.one")]
-        inside = watched(layers)
-        read = lmm.states(lmm.encode(questions(family))).head_inputs()
-        read.last.float().square().sum().backward()
-        weights = lmm.adapters.parameters("one")
-        assert {p.dtype for p in weights.values()} == {torch.float32}
-        assert set(inside) == {getattr(torch, dtype)}
-        found[dtype] = read.last.detach().float(), {k: p.grad for k, p in weights.items()}
-    (exact, exact_grads), (half, half_grads) = found["float32"], found["bfloat16"]
-    assert (half - exact).norm() < 0.05 * exact.norm()
-    together = [torch.cat([g.flatten() for g in grads.values()])
-                for grads in (exact_grads, half_grads)]  # fmt: skip
-    assert torch.nn.functional.cosine_similarity(*together, dim=0) > 0.98
-
-
 def test_vision_and_projector_are_found_in_every_family(family, checkpoint):
     lmm = load(checkpoint, vision_tower=True, projector=True)
     if family in TEXT_CHECKPOINTS:
@@ -92,16 +62,12 @@ def test_vision_and_projector_are_found_in_every_family(family, checkpoint):
         return
     lmm.adapters.add("one", seed=1)
     names = set(lmm.adapters.parameters("one"))
-    parts = {
-        "idefics3": ("text_model", "vision_model", "connector"),
-        "smolvlm": ("text_model", "vision_model", "connector"),
-        **dict.fromkeys(
-            ("internvl", "llava", "llava_next"),
-            ("language_model", "vision_tower", "multi_modal_projector"),
-        ),
-    }
-    for part in parts.get(family, ("language_model", "visual.blocks", "merger")):
-        assert any(part in name for name in names), part
+    parts = ("language_model", "visual.blocks", "merger")
+    if family in ("idefics3", "smolvlm"):
+        parts = ("text_model", "vision_model", "connector")
+    elif family in ("internvl", "llava", "llava_next"):
+        parts = ("language_model", "vision_tower", "multi_modal_projector")
+    assert all(any(part in name for name in names) for part in parts)
 
 
 def two_passes(folder, adapter, example, answer):

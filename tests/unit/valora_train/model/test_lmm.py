@@ -84,20 +84,6 @@ def test_only_the_answer_is_learnt(family, lmm, theirs):
     assert float(loss) == pytest.approx(expected, rel=1e-4)
 
 
-def test_checkpointed_gradients_are_the_same(family, checkpoint):
-    found = []
-    for checkpointing in (False, True):
-        settings = ModelSettings(id=str(checkpoint), gradient_checkpointing=checkpointing)
-        lmm = Lmm(settings, LoraSettings(rank=4))
-        lmm.adapters.add("one", seed=2)
-        disturb(lmm, "one")
-        lmm.states(lmm.encode(questions(family))).head_inputs().last.sum().backward()
-        found.append({key: p.grad for key, p in lmm.adapters.parameters("one").items()})
-    for key, grad in found[0].items():
-        torch.testing.assert_close(found[1][key], grad, atol=1e-4, rtol=1e-3)
-        assert grad.abs().max() > 0
-
-
 class Watch(TorchFunctionMode):
     """Notes the types that linear layers and attention compute in."""
 
@@ -114,33 +100,54 @@ class Watch(TorchFunctionMode):
         return found
 
 
-def test_training_may_multiply_in_bfloat16(family, checkpoint):
-    checkpointing = family in ("llava", "qwen2_5_vl")
-    found, vision = {}, family not in TEXT_CHECKPOINTS
-    for precision in ("float32", "bfloat16"):
-        settings = ModelSettings(
-            id=str(checkpoint), precision=precision, gradient_checkpointing=checkpointing
+def computed(family, checkpoint, **settings):
+    """Types, gradients of an adapter that is not zero, and states as measured and as trained on."""
+    vision = family not in TEXT_CHECKPOINTS
+    lora = LoraSettings(rank=4, vision_tower=vision, projector=vision)
+    lmm = Lmm(ModelSettings(id=str(checkpoint), **settings), lora)
+    lmm.adapters.add("one", seed=2)
+    disturb(lmm, "one")
+    batch = lmm.encode(questions(family))
+    with Watch() as watch:
+        lmm.states(batch).head_inputs().last.float().square().sum().backward()
+    weights = lmm.adapters.parameters("one").items()
+    grads = {name: weight.grad for name, weight in weights if weight.grad is not None}
+    assert all(grad.any() for name, grad in grads.items() if "language" in name)
+    with torch.no_grad():
+        read, trained = (
+            lmm.states(batch, training=training).head_inputs().last.float()
+            for training in (False, True)
         )
-        lmm = Lmm(settings, LoraSettings(rank=4, vision_tower=vision, projector=vision))
-        lmm.adapters.add("one", seed=2)
-        disturb(lmm, "one")
-        batch = lmm.encode(questions(family))
-        with Watch() as watch:
-            lmm.states(batch).head_inputs().last.square().sum().backward()
-        assert getattr(torch, precision) in watch.linear
-        if not checkpointing:
-            assert watch.linear == {getattr(torch, precision)}
-            assert watch.attention == {torch.float32}
-        weights = lmm.adapters.parameters("one").values()
-        grads = torch.cat([p.grad.flatten() for p in weights if p.grad is not None])
-        with torch.no_grad():  # accuracy is measured in float32
-            read = lmm.states(batch).head_inputs().last
-            trained = lmm.states(batch, training=True).head_inputs().last
-        found[precision] = grads, read, trained
-    (exact, states, _), (low, again, trained) = found["float32"], found["bfloat16"]
-    assert torch.equal(again, states)
-    assert 0 < (trained - states).norm() < 0.05 * states.norm()
-    assert torch.nn.functional.cosine_similarity(low, exact, dim=0) > 0.98
+    return watch, grads, read, trained
+
+
+@pytest.fixture(scope="module")
+def exact(family, checkpoint):
+    return computed(family, checkpoint)
+
+
+@pytest.mark.parametrize("changed", ["gradient_checkpointing", "precision", "dtype"])
+def test_gradients_are_those_of_float32(family, checkpoint, exact, changed):
+    """Recomputed, with products in bfloat16, or on a base model of that type."""
+    checkpointing = changed[0] == "g" or (changed[0] == "p" and family in ("llava", "qwen2_5_vl"))
+    more = {} if changed[0] == "g" else {changed: "bfloat16"}
+    watch, grads, read, trained = computed(
+        family, checkpoint, gradient_checkpointing=checkpointing, **more
+    )
+    assert (exact[0].linear, exact[0].attention) == ({torch.float32}, {torch.float32})
+    if not more:
+        torch.testing.assert_close(grads, exact[1], atol=1e-4, rtol=1e-3)
+        return
+    if not checkpointing:
+        assert watch.linear == {torch.bfloat16}
+        assert watch.attention == {torch.float32 if changed == "precision" else torch.bfloat16}
+    assert {grad.dtype for grad in grads.values()} == {torch.float32}
+    if changed == "precision":  # accuracy is measured in float32
+        assert torch.equal(read, exact[2])
+    assert 0 < (trained - exact[2]).norm() < 0.05 * exact[2].norm()
+    assert grads.keys() == exact[1].keys()
+    flat = [torch.cat([g.flatten() for g in found.values()]) for found in (grads, exact[1])]
+    assert functional.cosine_similarity(*flat, dim=0) > 0.98
 
 
 @pytest.mark.parametrize(

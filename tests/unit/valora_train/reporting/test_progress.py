@@ -31,7 +31,7 @@ def train(messages, name):
 
 def test_steps_and_lines_of_other_processes_are_shown():
     shown = Recorded()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # others would import for seconds
     with relay(shown) as messages:
         jobs = [context.Process(target=train, args=(messages, name)) for name in ("a", "b")]
         for job in jobs:

@@ -1,10 +1,11 @@
 """MLflow's store: what is logged into which run, how runs end, what errors say."""
 
 import json
+import shutil
 import signal
 import sqlite3
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,39 +64,26 @@ def test_runs_of_killed_stages_are_ended_whatever_stage_they_are_of(paths, tmp_p
     assert status(foreign) == "RUNNING"
 
 
-@pytest.fixture
-def interrupted(monkeypatch, request):
-    """Raises signals before calls of a method."""
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_in_a_transaction_is_heard_after_it(paths, monkeypatch, request, signals):
     # A shell starts what runs in its background with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    heard, commit = [], Session.commit
 
-    @contextmanager
-    def patched(owner, name, signals, heard):
-        real = getattr(owner, name)
+    def interrupted(session):
+        for _ in range(signals):
+            signal.raise_signal(signal.SIGINT)
+        heard.append("later")
+        return commit(session)
 
-        def called(*arguments, **options):
-            for _ in range(signals):
-                signal.raise_signal(signal.SIGINT)
-            heard.append("later")
-            return real(*arguments, **options)
-
-        with monkeypatch.context() as context:
-            context.setattr(owner, name, called)
-            yield
-
-    return patched
-
-
-@pytest.mark.parametrize("signals", [1, 2])
-def test_a_signal_in_a_transaction_is_heard_after_it(paths, interrupted, signals):
-    heard = []
     with (
         pytest.raises(KeyboardInterrupt),
         teacher_run(paths, "cat", "a", {}),
-        interrupted(Session, "commit", signals, heard),
+        monkeypatch.context() as patch,
         tracking.storing(),
     ):
+        patch.setattr(Session, "commit", interrupted)
         mlflow.set_tag("a", "b")
     assert heard == (["later"] if signals == 1 else [])  # the second one is not held back
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -127,9 +115,8 @@ def test_classes_are_metrics_a_table_and_a_picture(paths):
     with open_run("b", {}) as many_run:
         tracking.log_classes("birds", choice_report(many, many, many).as_json())
     few, many = mlflow.get_run(few_run).data, mlflow.get_run(many_run).data
-    assert few.metrics["recall/cells/white blood cell"] == 0.5
-    assert few.metrics["precision/cells/n_a_"] == 0.5
-    assert few.metrics["f1/cells/ünder"] == 1.0
+    figures = {"recall/cells/white blood cell": 0.5, "precision/cells/n_a_": 0.5}
+    assert few.metrics.items() >= (figures | {"f1/cells/ünder": 1.0}).items()
     assert not [key for key in few.metrics if key.startswith("ap/")]
     client = MlflowClient()
     table = json.loads(Path(client.download_artifacts(few_run, "classes/cells.json")).read_text())
@@ -143,24 +130,19 @@ def test_classes_are_metrics_a_table_and_a_picture(paths):
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [("garbage", "it is damaged: move it away"), ("newer", "another version of MLflow"),
-     ("database is locked", "stop the other program that uses it"),
-     ("database or disk is full", "free some space")],
+    [("newer", "another version of MLflow"), ("database or disk is full", "free some space"),
+     ("database is locked", "stop the other program that uses it")],
 )  # fmt: skip
 def test_a_store_that_cannot_be_used_is_one_sentence(paths, tmp_path, damage, message, monkeypatch):
-    file = tmp_path / f"{damage}.db"
-    if damage == "garbage":
-        file.write_bytes(b"SQLite format 3\0" + b"x" * 4096)
-    else:
-        file.write_bytes((tmp_path / "mlflow.db").read_bytes())
+    def fail(*_, **__):
+        raise MlflowException(f"(sqlite3.OperationalError) {damage}")
+
+    file = shutil.copy(tmp_path / "mlflow.db", tmp_path / f"{damage}.db")
     if damage == "newer":
         with sqlite3.connect(file) as database:
             database.execute("UPDATE alembic_version SET version_num = 'fffffffffff1'")
 
-    def fail(*_, **__):
-        raise MlflowException(f"(sqlite3.OperationalError) {damage}")
-
-    if damage.startswith("database"):
+    else:
         monkeypatch.setattr(MlflowClient, "search_model_versions", fail)
         monkeypatch.setattr(mlflow, "set_experiment", fail)
     bad = PathSettings(work=paths.work, tracking=f"sqlite:///{file}")
@@ -240,12 +222,10 @@ def test_a_teacher_has_a_run_that_an_interrupted_training_continues(paths, monke
 
     monkeypatch.setattr(MlflowClient, "set_terminated", fail)
     for error, message in ((ValueError("too few samples"), "too few"), (None, "store is gone")):
-        with (
-            pytest.raises((ValueError, TrackingError), match=message),
-            teacher_run(paths, "person", "k3", {}),
-        ):
-            if error:
-                raise error
+        with pytest.raises((ValueError, TrackingError), match=message):  # noqa: SIM117
+            with teacher_run(paths, "person", "k3", {}):
+                if error:
+                    raise error
 
 
 def test_a_server_that_is_lost_is_not_waited_for_again(paths, monkeypatch):

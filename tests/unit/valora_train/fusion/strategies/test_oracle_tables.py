@@ -1,7 +1,5 @@
 """Strategies played on tables of what every group reaches, beside the fewest adapters."""
 
-import random
-
 import pytest
 
 from tests.bench.valora_train.bench_oracle import asked_of
@@ -45,20 +43,11 @@ def test_affinity_finds_the_optimum_where_first_fit_does_not(seed, strength):
     assert sum(attempts) < 16 * len(asked) and max(attempts) <= 4 * 6 + 6
 
 
-@pytest.mark.parametrize("seed", [0, 7])
-def test_strategies_end_where_domains_are_out_of_reach(seed):
-    table, draw = interference_table(SIX, seed), random.Random(seed)
-    for _ in range(15):
-        asked = {n: Requirement(table.alone(0, n).val - draw.uniform(0, 0.03), 0.02) for n in SIX}
-        for name in ("joint", "affinity"):
-            assert replay(make_strategy(name), table, asked, 0).unreachable
-
-
-def test_conflicts_of_ten_domains():
-    ten = [f"d{n}" for n in range(10)]
-    asked = [dict.fromkeys(ten, Requirement(0.8))]
+def test_conflicts_of_eight_domains():
+    eight = [f"d{n}" for n in range(8)]
+    asked = [dict.fromkeys(eight, Requirement(0.8))]
     for seed in range(2):
-        table = conflict_table(ten, seed, 0.35)
+        table = conflict_table(eight, seed, 0.35)
         affinity, first_fit = compared(table, asked, "affinity", "first_fit")
         assert affinity[1] <= min(first_fit[1], 1)
 

@@ -98,7 +98,8 @@ test-fast: $(READY) ## Run all tests but the slow ones and those that need a GPU
 	@$(BIN)/python -m pytest -m 'not slow and not gpu' -p no:schemathesis -p no:hydra_pytest \
 		--ignore tests/e2e --ignore tests/gpu -n auto --maxprocesses 8 --dist loadfile --durations 10 $(ARGS)
 test-slow: $(READY) ## Run the slow end-to-end tests
-	@$(BIN)/python -m pytest -m 'slow and not alone' -n auto --maxprocesses 8 --dist loadfile --durations 20 $(ARGS) || test $$? = $(NONE)
+	@$(BIN)/python -m pytest -m 'slow and not alone' -n auto --maxprocesses 8 --dist loadfile \
+		--no-loadscope-reorder --durations 20 $(ARGS) || test $$? = $(NONE)
 	@$(BIN)/python -m pytest -m 'slow and alone' -n 1 --durations 5 $(ARGS) || test $$? = $(NONE)
 test-gpu: $(READY) ## Run the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

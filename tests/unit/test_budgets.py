@@ -15,11 +15,11 @@ BUDGETS = {
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
     "valora_serve": 29_373,
-    "tests/*/valora_train": 7_262,
+    "tests/*/valora_train": 7_245,
     "tests/*/valora_data": 3_750,
     "tests/*/valora_teachers": 1_179,
     "tests/*/valora_kernels": 2_086,
-    "tests/*/valora_serve": 24_878,
+    "tests/*/valora_serve": 24_816,
     "tests/unit/bench": 1_508,
     BENCH: 12_142,
 }

@@ -68,7 +68,7 @@ def test_every_operation(name, mode, server):
         pytest.skip("takes nothing that could be wrong")
 
     @hypothesis.settings(
-        max_examples=60,
+        max_examples=20,
         deadline=None,
         derandomize=True,
         database=None,

@@ -212,68 +212,6 @@ def test_metrics_after_requests(served, client, picture):
     assert 'valora_e2e_request_latency_seconds_count{model_name="scene"}' in text
 
 
-# What the tutorial says
-
-
-@pytest.fixture(scope="module")
-def tutorial_server(tmp_path_factory):
-    place = tmp_path_factory.mktemp("tutorial")
-    names = ("license_plate", "traffic_sign", "vehicle", "vegetation", "bicycle", "person")
-    domains = {
-        name: DomainSpec("adapter-1", labels=[name], prompt=f"detect {name}") for name in names
-    }
-    folder = bundle_with_golden(
-        place / "bundles" / "detection", name="detection", domains=domains,
-        adapters={"adapter-1": {"rank": 8, "alpha": 16}},
-    )  # fmt: skip
-    process = Process("bundles/detection", cwd=place).ready()
-    for name in names:
-        shutil.copy(folder / "golden" / f"{name}-0.png", folder / "golden" / f"{name}-1.png")
-    yield place, process
-    process.end()
-
-
-def serve_section():
-    return (ROOT / "docs" / "tutorials" / "serve.md").read_text()
-
-
-def test_the_tutorials_curl_examples(tutorial_server):
-    place, process = tutorial_server
-    blocks = re.findall(r"```bash\n(.*?)```", serve_section(), re.DOTALL)
-    commands = [
-        c for block in blocks for c in re.split(r"\n(?=curl)", block) if c.startswith("curl")
-    ]
-    assert len(commands) >= 5
-    for command in commands:
-        ours = command.replace("localhost:8000", f"127.0.0.1:{process.port}")
-        done = subprocess.run(
-            ["bash", "-euc", ours],
-            cwd=place,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        answers = [done.stdout]
-        if "data: " in done.stdout:
-            assert done.stdout.rstrip().endswith("data: [DONE]")
-            answers = [line[6:] for line in done.stdout.splitlines() if line.startswith("data: {")]
-        for answer in answers:
-            assert "error" not in json.loads(answer), answer
-
-
-def test_the_tutorials_python_example(tutorial_server):
-    place, process = tutorial_server
-    (code,) = re.findall(r"```python\n(.*?)```", serve_section(), re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace("localhost:8000", f"127.0.0.1:{process.port}")],
-        cwd=place, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "'label': 'person'" in done.stdout
-
-
 # Starting, stopping, loading
 
 

@@ -18,6 +18,7 @@ from mlflow import MlflowClient
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
+from tests.support.forked import Forked, finish, gate_here
 from tests.support.stores import new_store
 from tests.unit.valora_train.test_cli import write_coco
 from valora_data.contract.bundle import read_bundle
@@ -49,16 +50,7 @@ def overrides(folder, base):
 
 def valora_train(cwd, arguments, **options):
     new_store(cwd)
-    return subprocess.Popen(
-        [sys.executable, "-m", "valora_train.cli", *arguments],
-        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options,
-    )  # fmt: skip
-
-
-def finish(process):
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, said
-    return said
+    return Forked("valora_train.cli", arguments, cwd, **options)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +62,7 @@ def data(tmp_path_factory, random_llava):
 def done(tmp_path_factory, data):
     """A finished run: its folder and what the terminal showed."""
     cwd = tmp_path_factory.mktemp("run")
+    valora_train(cwd, ["--version"]).wait()  # what takes seconds is imported
     start = time.monotonic()
     said = finish(valora_train(cwd, data))
     (cwd / "took").write_text(str(time.monotonic() - start))
@@ -189,10 +182,7 @@ def test_a_second_run_does_nothing_and_says_so(done, data):
 
 def test_the_gate_notices(done, tmp_path, random_llava):
     def gate(bundle, *more):
-        return subprocess.run(
-            [sys.executable, "-m", "valora_train.stages.gate", str(bundle), *more],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        return gate_here([sys.executable, "-m", "valora_train.stages.gate", str(bundle), *more])
 
     good = done[0] / "bundles" / "own"
     said = gate(good)
@@ -228,7 +218,7 @@ def test_a_fusion_whose_run_was_lost_is_exported_with_a_new_one(done, data, tmp_
     shutil.copytree(done[0], cwd)
     (cwd / "mlflow.db").unlink()
     shutil.rmtree(cwd / "bundles")
-    finish(valora_train(cwd, data))
+    finish(valora_train(cwd, data, gate=True))
     _, (parent,), _ = runs(cwd)
     assert parent.info.status == "FINISHED"
     bundle = read_bundle(cwd / "bundles" / "own")

@@ -2,13 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 from mlflow import MlflowClient
 
-from tests.e2e.valora_train.test_factory import finish, overrides, valora_train
+from tests.e2e.valora_train.test_factory import overrides, valora_train
+from tests.support.forked import finish
 from tests.support.stores import new_store
 from tests.unit.valora_teachers.test_registry import EXAMPLE
 from valora_data.contract.bundle import read_bundle
@@ -71,11 +70,9 @@ def test_small_models_labels_and_fusions_elsewhere(
 def test_a_job_that_cannot_is_one_sentence(random_llava, tmp_path):
     (tmp_path / "data").mkdir()
     data = overrides(tmp_path / "data", random_llava)
-    process = subprocess.run(
-        [sys.executable, "-m", "valora_train.cli", *PARALLEL, *data, "command=teach",
-         "task.only=[apple],[pear]"],
-        check=False, cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    given = [*PARALLEL, *data, "command=teach", "task.only=[apple],[pear]"]
+    process = valora_train(tmp_path, given)
+    said = process.communicate(timeout=300)[0]
     assert process.returncode != 0
-    assert "unknown domain 'pear'" in process.stderr
-    assert "Traceback" not in process.stderr
+    assert "unknown domain 'pear'" in said
+    assert "Traceback" not in said

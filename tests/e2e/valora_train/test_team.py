@@ -3,7 +3,8 @@
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.valora_train.test_factory import finish, fusion, overrides, valora_train
+from tests.e2e.valora_train.test_factory import fusion, overrides, valora_train
+from tests.support.forked import finish
 from tests.support.helpers import save_random_llava
 from tests.support.stores import new_store
 from tests.support.team_learning import assert_two_learn_what_one_does, learn, processes

@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -12,6 +10,7 @@ import yaml
 
 from tests.support.configs import configured
 from tests.support.data_sets import metadata, natural_picture, write_json, write_video
+from tests.support.forked import Forked, finish
 from tests.support.stores import new_store
 from valora_data import shards
 from valora_data.contract.bundle import read_bundle
@@ -255,12 +254,8 @@ def test_domains_of_every_task_go_into_one_bundle(tmp_path, random_llava):
         *(f"domains.{name}.required=0.01" for name in names),
     ]  # fmt: skip
     new_store(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "valora_train.cli", *arguments, *quick],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    said = finish(Forked("valora_train.cli", [*arguments, *quick], tmp_path))
     domains = read_bundle(tmp_path / "bundles" / "mixed").domains
     assert set(domains) == set(names)
     assert {facts["task"] for facts in domains.values()} == {*Task.all()} - {Task.CONTEXT}
-    assert "/#/experiments/" in done.stdout
+    assert "/#/experiments/" in said

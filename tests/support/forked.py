@@ -1,0 +1,91 @@
+"""``python -m MODULE`` in processes forked from one that has imported what takes seconds.
+
+Where whole processes matter (signals, exit status, what is said), and their start does not.
+"""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from multiprocessing.process import current_process
+from pathlib import Path
+from types import SimpleNamespace
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([
+    "mlflow.store.tracking.sqlalchemy_store", "torchmetrics.functional.classification",
+    "transformers.models.auto.modeling_auto", "transformers.models.llava.modeling_llava",
+    "valora_serve.server.app", "valora_serve.server.loading.startup",
+    "valora_teachers.small_network", "valora_train.pipeline", "valora_train.tasks.registry",
+])  # fmt: skip
+
+
+def gate_here(command, **_):
+    """What `subprocess.run` gives of the export gate, which checks in this process."""
+    from valora_train.stages import gate
+
+    assert command[:3] == [sys.executable, "-m", gate.__name__]
+    said, failed = StringIO(), StringIO()
+    with redirect_stdout(said), redirect_stderr(failed):
+        status = gate.main(command[3:])
+    return subprocess.CompletedProcess(command, status, said.getvalue(), failed.getvalue())
+
+
+def _run(module, arguments, cwd, log, environment, gate):
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.argv[1:] = arguments
+    current_process()._config["daemon"] = False  # may have processes of its own
+    if not gate:
+        from valora_train.stages import export
+
+        export.subprocess = SimpleNamespace(run=gate_here)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class Forked:
+    """Much like a `subprocess.Popen` whose output goes into a file.
+
+    Args:
+        gate: Whether the export gate is a process as it is for users, which takes it 10 seconds.
+    """
+
+    def __init__(self, module, arguments, cwd, log=None, env=os.environ, gate=False):
+        self.log = Path(log or Path(cwd) / "said.txt")
+        given = (module, [*map(str, arguments)], str(cwd), str(self.log), dict(env), gate)
+        self._process = FORKS.Process(target=_run, args=given, daemon=True)
+        self._process.start()
+        self.pid, self.kill = self._process.pid, self._process.kill
+
+    def poll(self):
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.log, timeout)
+        return self.poll()
+
+    def communicate(self, timeout=None):
+        self.wait(timeout)
+        return self.log.read_text(), None
+
+    def send_signal(self, how):
+        os.kill(self.pid, how)
+
+
+def finish(process):
+    """What a process says, which must end well."""
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    return said

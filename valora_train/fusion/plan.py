@@ -40,7 +40,7 @@ class FusionPlan:
     An attempt is
 
     - **committed** if every domain that the adapter held keeps what it must, and at least one new
-      domain does; new domains that do not are left out and wait;
+      domain does; new domains that do not are rolled back and wait;
     - **rolled back** if a held domain would lose too much, or no new one keeps its target;
     - **unreachable** if a domain misses its target even alone in a new adapter. It is flagged and
       keeps that adapter, or takes none if it reaches as much without LoRA. In that adapter or in
@@ -235,7 +235,7 @@ class FusionPlan:
         )
         if verdict is Verdict.COMMITTED:
             fitting = joined([name for name in attempt.new if name in kept])
-            return f"{misses}: left out, {fitting} → {adapter}"
+            return f"{misses}: rolled back, {fitting} → {adapter}"
         if verdict is Verdict.ROLLED_BACK:
             return f"{misses}: {new} not in {adapter}"
         if kept:

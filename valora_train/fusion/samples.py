@@ -58,7 +58,7 @@ class DomainData:
             [task.training_example(sample) for sample in samples], task.whole_prompt
         )
         if augment is not None and augment.views and shown:
-            augmenter = Augmenter(augment, task.geometric, seed)
+            augmenter = Augmenter(augment, task.geometric, seed, lmm.device.type)
             views = _views_that_fit(augment, pseudo_labelled, self.inputs, task.domain.name)
             for view in range(views):
                 originals = mirrored if mirrored and view % 2 else pseudo_labelled

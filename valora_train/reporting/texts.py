@@ -59,9 +59,9 @@ def attempt_page(record: AttemptRecord) -> str:
 
 
 def verdict_of(record: AttemptRecord) -> str:
-    """The verdict, and which new domains were left out."""
+    """The verdict, and which new domains were rolled back."""
     lost = [name for name in record["new"] if _left_out(record) and name not in record["kept"]]
-    return f"{record['verdict']}, {joined(lost)} left out" if lost else str(record["verdict"])
+    return f"{record['verdict']}, {joined(lost)} rolled back" if lost else str(record["verdict"])
 
 
 def _left_out(record: AttemptRecord) -> bool:

@@ -77,7 +77,7 @@ class Trace:
         if inside:
             facts |= {"steps": steps, "peak_memory_gb": peak_memory()}
         if not committed or decision.left_out:  # first, as pages cut off the ends of names
-            what = f"{', '.join(decision.left_out)} left out" if committed else decision.verdict
+            what = f"{', '.join(decision.left_out)} rolled back" if committed else decision.verdict
             span = span._replace(name=f"{what}: {span.name}")
         added = self.add(span, None, facts, "" if committed else decision.reason)
         for one in inside:

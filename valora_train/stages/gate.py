@@ -100,9 +100,9 @@ def check_golden(model: BundleModel, bundle: Bundle) -> int:
         named = str(example.get("image", example.get("prompt", "")))
         sample = Sample(named, first, Answer(), example.get("prompt"), tuple(rest))
         domain = example["domain"]
-        threshold = bundle.domains[domain].get("threshold")
+        threshold, dtype = bundle.domains[domain].get("threshold"), bundle.manifest["base"]["dtype"]
         found = model.tasks[domain].golden(model.answer(domain, [sample])[0], threshold)
-        if not model.tasks[domain].matches(found, example["expected"], threshold):
+        if not model.tasks[domain].matches(found, example["expected"], threshold, dtype):
             raise ValoraError(
                 f"golden example {named} of {domain} came out differently: expected "
                 f"{example['expected']}, got {found}; export the bundle again"

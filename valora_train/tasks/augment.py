@@ -25,13 +25,19 @@ BLUR_KERNEL = 7  # pixels
 class Augmenter:
     """Makes views of samples; places change only in `DomainTask.geometric` tasks, hues never."""
 
-    def __init__(self, settings: AugmentSettings, geometric: bool, seed: int) -> None:
+    def __init__(
+        self, settings: AugmentSettings, geometric: bool, seed: int, device: str = "cpu"
+    ) -> None:
         self._settings, self._geometric, self._seed = settings, geometric, seed
+        # Where the images are meanwhile; torch's noise and JPEG differ by device, or need the CPU.
+        self._device = "cpu" if settings.noise or settings.jpeg else device
 
     def __call__(self, sample: Sample, view: int) -> Sample:
         """An augmented view of a sample, by its number; the images keep their sizes."""
         width, height = sample.image.size
-        images = [functional.to_image(image.convert("RGB")) for image in sample.images]
+        images = [
+            functional.to_image(image.convert("RGB")).to(self._device) for image in sample.images
+        ]
         boxes = None
         if self._geometric and sample.answer.boxes:
             edges = torch.tensor([box.xyxy for box in sample.answer.boxes], dtype=torch.float64)

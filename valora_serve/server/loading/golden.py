@@ -68,6 +68,7 @@ class Example:
 
     domain: str
     threshold: float
+    dtype: str  # that the base model computed in
     files: tuple[Path, ...]
     video: bool
     question: str | None
@@ -81,7 +82,8 @@ def read_examples(folder: Path) -> list[Example]:
     if not os.path.lexists(folder / GOLDEN):
         return []
     stored = read_json(folder / GOLDEN)
-    domains = read_json(folder / MANIFEST)["domains"]
+    manifest = read_json(folder / MANIFEST)
+    domains = manifest["domains"]
     if not isinstance(stored, list) or len(stored) > MOST_EXAMPLES:
         raise ValueError(f"expected a list of at most {MOST_EXAMPLES} examples")
     examples = []
@@ -105,6 +107,7 @@ def read_examples(folder: Path) -> list[Example]:
             Example(
                 domain=entry["domain"],
                 threshold=float(domains[entry["domain"]].get("threshold") or 0.0),
+                dtype=manifest["base"]["dtype"],
                 files=tuple(folder / name for name in names),
                 video=entry.get("media") == "video",
                 question=question,
@@ -162,7 +165,9 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: Examp
     expected = example.expected
     found = {"text": text.strip()} if head is None else head.golden()
     same = (
-        text_matches(text, expected) if head is None else head.matches(found, expected, threshold)
+        text_matches(text, expected)
+        if head is None
+        else head.matches(found, expected, threshold, example.dtype)
     )
     if not same:
         raise AdapterError(

@@ -101,6 +101,12 @@ def test_golden_boxes(found, expected, same):
     assert BoxesResult.matches(found.golden(), expected.golden(), 0.5) is same
 
 
+def test_golden_answers_of_16_bits_may_differ_by_more():
+    for shift, sure, same in ((1.4, 0.9, True), (0.0, 0.88, True), (1.6, 0.9, False)):
+        found, expected = boxes(sure, shift=shift).golden(), boxes(0.9).golden()
+        assert BoxesResult.matches(found, expected, 0.5, "bfloat16") is same
+
+
 def test_golden_labels_and_texts():
     found = {"label": "yes", "confidence": 0.8}
     for expected, same in (

@@ -98,7 +98,7 @@ def test_verdicts(script, verdict, kept, packing, waiting):
 def test_reasons_say_what_was_missed_and_by_how_much():
     plan = plan_of(Proposal(("a", "b", "c")), Proposal(("b",), ONE))
     assert plan.tell({"a": 0.9, "b": 0.79, "c": 0.82}).reason == (
-        "b 0.790 < 0.820 (required 0.800 + margin 0.020), 0.030 below: left out, a and c → "
+        "b 0.790 < 0.820 (required 0.800 + margin 0.020), 0.030 below: rolled back, a and c → "
         "adapter-1"
     )
     assert plan.tell({"a": 0.9, "b": 0.83, "c": 0.84}).reason == (

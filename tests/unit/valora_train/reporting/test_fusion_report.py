@@ -202,7 +202,7 @@ def test_the_trace_has_a_span_for_every_stage_and_attempt(report):
         ("" if one.verdict == "committed" else f"{one.verdict}: ") + one.attempt.name
         for one in DECISIONS
     ]
-    attempts[2] = f"vehicle left out: {attempts[2]}"
+    attempts[2] = f"vehicle rolled back: {attempts[2]}"
     assert names == ["teach person", attempts[0], "without LoRA: person", *attempts[1:]]
     for decision, name in zip(DECISIONS, attempts, strict=True):
         (span,) = (one for one in trace.data.spans if one.name == name)

@@ -113,8 +113,8 @@ def test_the_first_lines_say_all_that_was_decided():
         ["**Committed**: tried person in adapter-1, a new adapter of its own.",
          "Every domain keeps what it must; closest is person, which rose from 0.500 without LoRA "
          "to 0.950, 0.030 above its target of 0.920 (required 0.900 + margin 0.020)."],
-        ["**Committed, vehicle left out**: tried bicycle and vehicle together in adapter-2, a new "
-         "adapter.",
+        ["**Committed, vehicle rolled back**: tried bicycle and vehicle together in adapter-2, a "
+         "new adapter.",
          "vehicle rose from 0.300 without LoRA to 0.600, 0.120 below its target of 0.720 (required "
          "0.700 + margin 0.020).",
          "bicycle moved on to adapter-1 with attempt 07; vehicle went to adapter-1 with attempt "

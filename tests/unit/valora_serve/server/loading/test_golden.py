@@ -17,7 +17,9 @@ def golden_bundle(folder, expected, domain="person", threshold=0.5):
     Image.new("RGB", (40, 20)).save(folder / "golden" / "a.png")
     examples = [{"domain": domain, "image": "golden/a.png", "expected": expected}]
     (folder / GOLDEN).write_text(json.dumps(examples))
-    (folder / "bundle.json").write_text(json.dumps({"domains": {domain: {"threshold": threshold}}}))
+    (folder / "bundle.json").write_text(
+        json.dumps({"base": {"dtype": "float32"}, "domains": {domain: {"threshold": threshold}}})
+    )
     return folder
 
 

@@ -10,8 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +82,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read(
-    arguments: Sequence[str],
+    arguments: Sequence[str], file: Mapping[str, Any] | None = None
 ) -> tuple[list[str], ServerSettings, EngineSettings, ReplicaSettings]:
-    """Bundles and settings from command line, environment and file, or a SettingsError."""
+    """Bundles and settings from command line, environment and file (its content), if valid."""
     from valora_serve import options
 
     classes = (ServerSettings, EngineSettings, ReplicaSettings)
-    own, (server, engine, replicas) = options.load(parser(), arguments, classes, lists=["bundles"])
+    own, made = options.load(parser(), arguments, classes, ["bundles"], file or {})
+    server, engine, replicas = made
     return own["bundles"], server, engine, replicas
 
 
@@ -136,7 +136,7 @@ def _check(
     from valora_serve.server.loading import startup
 
     folders = startup.find_bundles(bundles, Path(settings.state_file).parent / "downloads")
-    return check(_follow_bundles(engine, folders), folders, settings.max_connections)
+    return check(startup.follow_bundles(engine, folders), folders, settings.max_connections)
 
 
 def _tell_of_shares(shares: Iterable[str], what: str, known: Iterable[str]) -> None:
@@ -145,15 +145,6 @@ def _tell_of_shares(shares: Iterable[str], what: str, known: Iterable[str]) -> N
 
     for name in sorted({*shares} - {*known}):
         logs.LOG.warning("shares: there is no %s %s, so its share goes to nobody", what, name)
-
-
-def _follow_bundles(settings: EngineSettings, folders: Sequence[Path]) -> EngineSettings:
-    """Settings with what the first bundle says of its base model."""
-    from valora_serve.server.loading import startup
-
-    base, quantize = startup.find_base(folders, settings.base), settings.quantize
-    quantize = startup.find_rounding(folders) if quantize == "auto" else quantize
-    return replace(settings, base=base, quantize=quantize)
 
 
 async def make_app(
@@ -201,7 +192,7 @@ async def _serve(
 
     shared_pool().start()  # ready by the time that the model is loaded
     folders = startup.find_bundles(bundles, Path(settings.state_file).parent / "downloads")
-    engine_settings = _follow_bundles(engine_settings, folders)
+    engine_settings = startup.follow_bundles(engine_settings, folders)
     engine: AsyncEngine | ReplicatedEngine
     own: AsyncEngine | None = None
     if replica_settings.replicas is None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 from valora_data.errors import ValoraError
 
 
 class ServeError(ValoraError):
-    """Base class of all errors when serving.
+    """Base class of all errors when serving: a sentence that names what is wrong and the remedy."""
 
-    The message is one sentence that names the thing that is wrong and the remedy.
+    status = 500  # of the HTTP response
+    code = "internal_error"  # for programs, as in OpenAI's error format
 
-    Attributes:
-        status: HTTP status code of the response.
-        code: Name of the error for programs, in the ``code`` field of OpenAI's error format.
-    """
-
-    status = 500
-    code = "internal_error"
+    def __init_subclass__(cls, status: int | None = None, code: str | None = None) -> None:
+        cls.status, cls.code = status or cls.status, code or cls.code
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Python's own way calls the class with `args`, which lack what a subclass keeps for itself.
@@ -34,11 +31,8 @@ def _restored(
     return error
 
 
-class RequestError(ServeError):
+class RequestError(ServeError, status=400, code="invalid_request"):
     """The request itself is wrong."""
-
-    status = 400
-    code = "invalid_request"
 
 
 class FieldError(RequestError):
@@ -49,16 +43,12 @@ class FieldError(RequestError):
         self.param = param
 
 
-class ImageError(RequestError):
+class ImageError(RequestError, code="invalid_image"):
     """An image or a video cannot be decoded, or is too large."""
 
-    code = "invalid_image"
 
-
-class TooLongError(RequestError):
+class TooLongError(RequestError, code="context_length_exceeded"):
     """Prompt and answer exceed the context length, or the memory even without other requests."""
-
-    code = "context_length_exceeded"
 
     @classmethod
     def told(cls, context_length: int, said: str) -> TooLongError:
@@ -67,18 +57,12 @@ class TooLongError(RequestError):
         return cls(words)
 
 
-class UnknownModelError(ServeError):
+class UnknownModelError(ServeError, status=404, code="model_not_found"):
     """No domain, adapter or bundle has this name, nor the base model."""
 
-    status = 404
-    code = "model_not_found"
 
-
-class AdapterError(ServeError):
+class AdapterError(ServeError, status=400, code="invalid_adapter"):
     """An adapter or bundle cannot be loaded: damaged, unsupported, or for another base model."""
-
-    status = 400
-    code = "invalid_adapter"
 
 
 def pickle_error(adapter: object, file: str) -> AdapterError:
@@ -98,21 +82,15 @@ class MissingAdapterError(AdapterError):
         self.adapter = adapter
 
 
-class QuarantinedError(ServeError):
+class QuarantinedError(ServeError, status=422, code="adapter_quarantined"):
     """The adapter was found to damage what it is merged into; only loading it again lifts that.
 
     The status is 422, as clients of OpenAI's API repeat requests that ended with 409 or 5xx.
     """
 
-    status = 422
-    code = "adapter_quarantined"
 
-
-class NonFiniteError(ServeError):
+class NonFiniteError(ServeError, status=422, code="non_finite_output"):
     """The model computed NaN or infinity for this request, by its adapter or by the base model."""
-
-    status = 422
-    code = "non_finite_output"
 
     def __init__(self, message: str, *, blame_adapter: bool = True) -> None:
         super().__init__(message)
@@ -120,63 +98,51 @@ class NonFiniteError(ServeError):
             self.status = 500
 
 
-class BusyError(ServeError):
+class BusyError(ServeError, status=409, code="in_use"):
     """Something cannot be unloaded or replaced, as it is in use."""
 
-    status = 409
-    code = "in_use"
 
-
-class StorageError(ServeError):
+class StorageError(ServeError, status=507, code="storage_failed"):
     """A change cannot be recorded, e.g. because the disk is full; nothing has changed."""
 
-    status = 507
-    code = "storage_failed"
+
+def disk_remedy(error: OSError) -> str:
+    """Return what to do about a file that cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space on that disk"
+    denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return "let the server write there" if denied else "check that disk"
 
 
-class OverloadedError(ServeError):
+class OverloadedError(ServeError, status=429, code="overloaded"):
     """The queue is full, or the request would miss its deadline."""
-
-    status = 429
-    code = "overloaded"
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
-class DeadlineError(ServeError):
+class DeadlineError(ServeError, status=504, code="deadline_exceeded"):
     """The request's deadline passed before it was answered."""
 
-    status = 504
-    code = "deadline_exceeded"
 
-
-class CancelledRequestError(ServeError):
+class CancelledRequestError(ServeError, status=499, code="cancelled"):
     """The client cancelled the request or closed the connection."""
 
-    status = 499
-    code = "cancelled"
 
-
-class StoppedError(ServeError):
+class StoppedError(ServeError, status=503, code="unavailable"):
     """The engine is shutting down or has failed."""
 
-    status = 503
-    code = "unavailable"
 
-
-class SourceError(StoppedError):
+class SourceError(StoppedError, code="adapter_source_unavailable"):
     """A place that adapters are fetched from cannot be reached, or changed meanwhile."""
 
-    code = "adapter_source_unavailable"
     retry_after = 5.0
 
 
-class DrainingError(StoppedError):
+class DrainingError(StoppedError, code="draining"):
     """The server has received a signal to stop and takes no new requests."""
 
-    code = "draining"
     retry_after = 1.0
 
 
@@ -184,49 +150,29 @@ class SettingsError(ServeError):
     """A setting has an unknown name or an invalid value."""
 
 
-class UnauthorizedError(ServeError):
+class UnauthorizedError(ServeError, status=401, code="invalid_api_key"):
     """The request has no API key, or an unknown one."""
 
-    status = 401
-    code = "invalid_api_key"
 
-
-class ForbiddenError(ServeError):
+class ForbiddenError(ServeError, status=403, code="forbidden"):
     """The API key does not permit the call, or the server was started without this feature."""
 
-    status = 403
-    code = "forbidden"
 
-
-class GoneError(ServeError):
+class GoneError(ServeError, status=410, code="gone"):
     """The path was served by earlier releases."""
 
-    status = 410
-    code = "gone"
 
-
-class SlowClientError(ServeError):
+class SlowClientError(ServeError, status=408, code="request_timeout"):
     """The client took too long to send its request."""
 
-    status = 408
-    code = "request_timeout"
 
-
-class TooLargeError(ServeError):
+class TooLargeError(ServeError, status=413, code="request_too_large"):
     """The request's body is larger than the limit."""
 
-    status = 413
-    code = "request_too_large"
 
-
-class ContentTypeError(ServeError):
+class ContentTypeError(ServeError, status=415, code="unsupported_media_type"):
     """The endpoint does not read the content type of the request's body."""
 
-    status = 415
-    code = "unsupported_media_type"
 
-
-class RateLimitError(OverloadedError):
+class RateLimitError(OverloadedError, code="rate_limit_exceeded"):
     """The API key has exceeded its rate limit."""
-
-    code = "rate_limit_exceeded"

@@ -13,7 +13,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -84,15 +84,14 @@ def load(
     arguments: Sequence[str],
     classes: Sequence[type],
     lists: Iterable[str] = (),
+    content: Mapping[str, Any] = {},  # of a file that has been read already
 ) -> tuple[dict[str, Any], list[Any]]:
     """Read settings; the command line takes precedence over the environment, that over the file.
 
     The parser has an option ``--config`` for a YAML or TOML file, and gets one for every field of
     the settings dataclasses `classes`, no two of which share a name. `lists` are arguments of the
-    parser that the environment and the file may set as well.
-
-    Returns:
-        Values of the parser's own arguments, and one object of each of the classes.
+    parser that the environment and the file may set as well. Returns values of the parser's own
+    arguments, and one object of each of the classes.
     """
     model = _model(classes, lists)
     groups: dict[str, Any] = {}
@@ -111,7 +110,11 @@ def load(
     source: Any = CliSettingsSource(model, root_parser=parser, add_argument_method=add_option)
     named = vars(parser.parse_args(list(arguments)))
     own = {name: named.pop(name) for name in list(named) if name not in groups}
-    content = _read(model, own["config"]) if own.get("config") else {}
+    file = own.get("config") or "the configuration"
+    content = _read(model, file) if own.get("config") else content
+    content = {str(name).replace("-", "_"): value for name, value in content.items()}
+    for name in content:
+        _check(name, model.model_fields, f"{file} sets {name}, which is not known")
     for name in os.environ:  # pydantic-settings ignores variables that it does not know
         if name.startswith(ENVIRONMENT):
             key = name.removeprefix(ENVIRONMENT).lower()
@@ -192,20 +195,16 @@ def _parsed(name: str, annotation: Any, value: Any) -> Any:
 
 
 def _read(model: type[_OptionSettings], file: str) -> dict[str, Any]:
-    """Content of a YAML or TOML file; its names may have hyphens."""
+    """Content of a YAML or TOML file."""
     source = TomlConfigSettingsSource if file.endswith(".toml") else YamlConfigSettingsSource
     try:
         with Path(file).open("rb"):  # pydantic-settings ignores a missing file
-            content = source(model, file)()
+            return source(model, file)()
     except TypeError as error:
         raise SettingsError(f"configuration file {file} holds no names and values") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise SettingsError(f"configuration file {file} cannot be read ({reason})") from error
-    found = {str(name).replace("-", "_"): value for name, value in content.items()}
-    for name in found:
-        _check(name, model.model_fields, f"{file} sets {name}, which is not known")
-    return found
 
 
 def _check(name: str, known: Iterable[str], problem: str) -> None:

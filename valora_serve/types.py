@@ -67,46 +67,27 @@ GREEDY_BELOW: Final = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when generation stops.
+    """How tokens are chosen and when generation stops."""
 
-    Attributes:
-        max_tokens: Most tokens to generate; None for as many as the context length allows.
-        min_tokens: Fewest tokens to generate before a stop token or a stop text counts.
-        temperature: Divisor of the logits; greedy decoding below `GREEDY_BELOW`.
-        top_k: Sample from the k most likely tokens; 0 for all.
-        top_p: Sample from the fewest most likely tokens whose probabilities add up to this.
-        min_p: Sample from tokens at least this likely, relative to the most likely token.
-        seed: Seed of this request's random numbers, whatever else is in the batch; None for a
-            random one.
-        stop: Texts that end the answer; they are not part of it.
-        logprobs: Number of most likely tokens whose log probabilities are returned, beside that of
-            the chosen token; None for no log probabilities.
-        prompt_logprobs: The same for each token of the prompt, which is then computed as a whole,
-            without the prefix cache.
-        ignore_eos: Whether stop tokens are ignored and generation goes on to `max_tokens`.
-        frequency_penalty: Subtracted from a token's logit for each time that it was generated.
-        presence_penalty: Subtracted from a token's logit if it was generated at all.
-        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens of
-            the prompt and the answer; 1 for none.
-        logit_bias: (token id, value) pairs; the values are added to the logits, after penalties.
-    """
-
-    max_tokens: int | None = 256
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    max_tokens: int | None = 256  # None for as many as the context length allows
+    min_tokens: int = 0  # before a stop token or a stop text counts
+    temperature: float = 0.0  # divisor of the logits; greedy decoding below `GREEDY_BELOW`
+    top_k: int = 0  # sample from the k most likely tokens; 0 for all
+    top_p: float = 1.0  # sample from the fewest most likely tokens of this probability together
+    min_p: float = 0.0  # sample from tokens at least this likely, relative to the most likely one
+    seed: int | None = None  # of this request's random numbers, whatever else is in the batch
+    stop: tuple[str, ...] = ()  # texts that end the answer; they are not part of it
+    # Most likely tokens whose log probabilities are returned, beside that of the chosen one.
     logprobs: int | None = None
+    # The same for each token of the prompt, which is then computed without the prefix cache.
     prompt_logprobs: int | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # whether generation goes on to `max_tokens` after stop tokens
     constraint: Constraint | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0  # subtracted from a logit for each time it was generated
+    presence_penalty: float = 0.0  # subtracted from a logit if it was generated at all
+    # Divisor of positive logits, factor of negative ones, of tokens of prompt and answer.
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value), added after the penalties
 
     @property
     def greedy(self) -> bool:
@@ -134,50 +115,44 @@ class Request:
 
     Exactly one of `messages`, `text` and `token_ids` is given. A request for a domain with images
     only may give none of them; it gets the domain's prompt.
-
-    Attributes:
-        id: Id of the request, unique among unfinished requests.
-        model: Name of a domain, of an adapter or of the base model; the base model if None.
-        adapters: Names of up to `MOST_MIXED` adapters that apply instead, with the factors of what
-            they add. `model` then names the base model, or the first of them.
-        messages: Chat turns for transformers' chat templates: dicts of ``role`` and ``content``,
-            which is a string or a list of parts of type ``text``, ``image`` and ``video``. Image
-            and video parts stand for `images` and `videos`, in this order.
-        text: Prompt without a chat template, including placeholders of the images.
-        token_ids: Token ids of a prompt without images.
-        images: RGB images.
-        videos: Videos, each a sequence of RGB frames.
-        head: Whether the domain's head answers, if it has one; otherwise text is generated.
-        embed: Whether the answer is an embedding instead: a `HeadResult` of kind ``embedding``
-            whose `logits` are [1, width], the last hidden state of the prompt's last token.
-        keep_kv: Whether an embedding's prompt returns its keys and values, see `Output.kv`.
-        min_score: Least confidence of a box head's boxes; the domain's threshold if None.
-        deadline: Seconds from arrival within which the request must be answered; None for no limit.
-        client: Who asks, e.g. the name of an API key, for shares by key; None if that is not known.
-        cache_salt: Requests share cached prompts and images only where this is the same.
-        stream: Whether outputs are passed on to the client as they come. Otherwise all of them come
-            at the end, and another replica may begin the answer again.
-        also: Requests of other domains about the same images, answered together with this one.
     """
 
-    id: str
-    model: str | None = None
+    id: str  # unique among unfinished requests
+    model: str | None = None  # name of a domain, of an adapter or of the base model (None)
+    # Up to `MOST_MIXED` adapters that apply instead, with the factors of what they add. `model`
+    # then names the base model, or the first of them.
     adapters: tuple[tuple[str, float], ...] = ()
+    # Turns for transformers' chat templates: dicts of ``role`` and ``content``, a string or a list
+    # of parts of type ``text``, ``image`` and ``video``, which stand for `images` and `videos`.
     messages: Sequence[dict[str, Any]] | None = None
-    text: str | None = None
-    token_ids: Sequence[int] | None = None
-    images: Sequence[Image] = ()
-    videos: Sequence[Sequence[Image]] = ()
-    head: bool = True
+    text: str | None = None  # without a chat template, including placeholders of the images
+    token_ids: Sequence[int] | None = None  # of a prompt without images
+    images: Sequence[Image] = ()  # in RGB
+    videos: Sequence[Sequence[Image]] = ()  # frames in RGB
+    head: bool = True  # whether the domain's head answers, if it has one; otherwise text
+    # Whether the answer is a `HeadResult` of kind ``embedding`` instead: its `logits` [1, width]
+    # are the last hidden state of the prompt's last token.
     embed: bool = False
-    keep_kv: bool = False
-    min_score: float | None = None
+    keep_kv: bool = False  # whether an embedding's prompt returns `Output.kv`
+    min_score: float | None = None  # least confidence of boxes; None for the domain's threshold
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    deadline: float | None = None
-    client: str | None = None
-    cache_salt: str | None = None
+    deadline: float | None = None  # seconds from arrival within which it must be answered
+    client: str | None = None  # who asks, e.g. the name of an API key, for shares by key
+    cache_salt: str | None = None  # requests of the same one share cached prompts and images
+    # Whether outputs are passed on to the client as they come. Otherwise all of them come at the
+    # end, and another replica may begin the answer again.
     stream: bool = True
-    also: tuple[Request, ...] = ()
+    also: tuple[Request, ...] = ()  # of other domains about the same images, answered together
+
+    @classmethod
+    def about(
+        cls, images: Sequence[Image], text: str | None, *, video: bool, **fields: Any
+    ) -> Request:
+        """Make a request about images or a video's frames; None asks with the domain's prompt."""
+        shown = [{"type": "video"}] if video else [{"type": "image"}] * len(images)
+        turn = {"role": "user", "content": [{"type": "text", "text": text}, *shown]}
+        media: dict[str, Any] = {"videos": [images]} if video else {"images": images}
+        return cls(messages=None if text is None else [turn], **media, **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,32 +220,22 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A part of a request's answer; the last part has `finish`, `usage`, `times` and any `head`.
-
-    Attributes:
-        text: New text since the output before.
-        token_ids: New token ids.
-        logprobs: Log probabilities of the new tokens, if the request wants them.
-        prompt: Log probabilities of the prompt, if the request wants them; in the first output
-            with a token.
-        kv: Keys and values of the prompt, if the request keeps them: a tensor [2, layers, kv_heads,
-            tokens, head_dim] on the device; in the last output.
-        error: What went wrong, if `finish` is ``error`` or ``cancelled``.
-        mode: Inference mode of the request's last step.
-    """
+    """A part of a request's answer; the last part has `finish`, `usage`, `times` and any `head`."""
 
     id: str
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt: PromptLogprobs | None = None
+    text: str = ""  # new since the output before
+    token_ids: tuple[int, ...] = ()  # new
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the new tokens, if the request wants them
+    prompt: PromptLogprobs | None = None  # if the request wants them; with the first token
     finish: Finish | None = None
     head: HeadResult | None = None
+    # Keys and values of the prompt, if the request keeps them: a tensor [2, layers, kv_heads,
+    # tokens, head_dim] on the device; in the last output.
     kv: Any = None
-    error: ServeError | None = None
+    error: ServeError | None = None  # if `finish` is ``error`` or ``cancelled``
     usage: Usage | None = None
     times: Times | None = None
-    mode: Mode | None = None
+    mode: Mode | None = None  # of the request's last step
 
 
 def failure(request: Request, error: ServeError, arrival: float) -> Output:
@@ -286,127 +251,82 @@ def failure(request: Request, error: ServeError, arrival: float) -> Output:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Something that a request can name: the base model, an adapter or a domain.
-
-    Attributes:
-        kind: ``base``, ``adapter`` or ``domain``.
-        root: Folder or hub name that it was loaded from.
-        parent: Name of the base model of an adapter, or of the adapter of a domain; of a domain
-            without an adapter, that of the base model.
-        adapter: Name of the adapter that is applied, None for the base model as it is.
-        head: Kind of the domain's head, None if it generates text.
-        labels: Labels of the domain, in the order of its head's outputs.
-        metric: Metric of the domain, e.g. ``f1@0.5``.
-        accuracy: Accuracy of the domain on the test split, as measured for its bundle.
-        required: Accuracy that the domain required.
-        teacher: Accuracy of its teacher on the same samples.
-        prompt: Prompt of the domain; ``{}`` in it stands for the request's own words.
-        prompted: Whether requests to the domain have words of their own, such as a question.
-        media: ``images``, ``video`` or ``text`` alone, what the domain was measured with, as
-            `images` (a prompt's images or frames) and `max_tokens`; None if not known or varying.
-        bundle: Name and version of the bundle, e.g. ``detection@1``.
-        rank: Largest rank of the adapter, None without one.
-        decode_only: Whether the adapter is applied only to the last token of a prompt and those
-            after it, so that prompts use the base model's keys and values.
-        form: Form of the memory of a context (``prefix``, ``memory_tokens``, ``adapter``), None for
-            what is none; it has `memory_tokens` and `memory_bytes`, for `source_tokens`.
-        encodes: Tokens of the memories that an encoder makes of documents; None for what is none.
-        loaded_at: Unix time at which it was loaded.
-    """
+    """Something that a request can name: the base model, an adapter or a domain."""
 
     name: str
-    kind: str
-    root: str
-    parent: str | None = None
-    adapter: str | None = None
-    head: str | None = None
+    kind: str  # ``base``, ``adapter`` or ``domain``
+    root: str  # folder or hub name that it was loaded from
+    parent: str | None = None  # name of an adapter's base model, or of a domain's adapter if any
+    adapter: str | None = None  # that is applied, None for the base model as it is
+    head: str | None = None  # kind of the domain's head, None if it generates text
     boxes: bool = False
     task: str | None = None
-    labels: tuple[str, ...] = ()
-    metric: str | None = None
-    accuracy: float | None = None
-    required: float | None = None
-    teacher: float | None = None
-    prompt: str | None = None
-    prompted: bool = False
+    labels: tuple[str, ...] = ()  # of the domain, in the order of its head's outputs
+    metric: str | None = None  # of the domain, e.g. ``f1@0.5``
+    accuracy: float | None = None  # of the domain on the test split, as measured for its bundle
+    required: float | None = None  # accuracy that the domain required
+    teacher: float | None = None  # accuracy of its teacher on the same samples
+    prompt: str | None = None  # of the domain; ``{}`` in it stands for the request's own words
+    prompted: bool = False  # whether requests have words of their own, such as a question
+    # What the domain was measured with: ``images``, ``video`` or ``text`` alone, a prompt's images
+    # or frames, and the length of answers; None if not known or varying.
     media: str | None = None
     images: int | None = None
     max_tokens: int | None = None
-    bundle: str | None = None
-    rank: int | None = None
+    bundle: str | None = None  # with its version, e.g. ``detection@1``
+    rank: int | None = None  # largest of the adapter
+    # Whether the adapter is applied only to the last token of a prompt and those after it, so that
+    # prompts use the base model's keys and values.
     decode_only: bool = False
-    form: str | None = None
+    form: str | None = None  # of a context's memory: ``prefix``, ``memory_tokens``, ``adapter``
     memory_tokens: int | None = None
     memory_bytes: int | None = None
-    source_tokens: int | None = None
-    encodes: int | None = None
-    loaded_at: float = 0.0
+    source_tokens: int | None = None  # of its document
+    encodes: int | None = None  # tokens of the memories that an encoder makes of documents
+    loaded_at: float = 0.0  # Unix time
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """State of the engine and counters since its start, for metrics and the console.
+    """State of the engine and counters since its start, for metrics and the console."""
 
-    Attributes:
-        running: Requests that hold memory.
-        mode: Inference mode of the last step.
-        merged_adapter: Name of the adapter merged into the base weights, None if they are pristine.
-        switches: How often the base weights were changed.
-        steps: Steps that computed something.
-        pages_free: Free pages, those of the prefix cache included.
-        contexts_resident: Number of contexts whose prefix is on the device.
-        adapters_known: Number of adapters, wherever they are.
-        on_device: Names that requests can use for the adapters on the device, those of domains
-            included.
-        on_disk: The same for adapters that are in their files only; all others are in host memory.
-        prefix_hits: Prompt tokens found in the prefix cache, of `prefix_queries`.
-        image_hits: Images found in the image cache, of `image_queries`.
-        finished: Requests that ended, by the value of `Finish`.
-        shared_passes: Requests whose head read the hidden states of another request's pass.
-        non_finite: Requests that failed because the model computed NaN or infinity for them.
-        unmergeable: Names of the adapters that are never merged into the base weights.
-        quarantined: Names of the adapters that requests cannot use any more, each with the reason.
-        start_seconds: Seconds that each phase of the start took, by its name; what is prepared
-            between requests is added.
-        prepared: Graphs and kernels that are prepared, of `preparations`.
-        tilings_measured: Shapes whose kernel tilings are measured, of `tilings_wanted`, on a GPU
-            for which none are shipped.
-    """
-
-    running: int = 0
+    running: int = 0  # requests that hold memory
     waiting: int = 0
-    mode: Mode = Mode.UNMERGED
-    merged_adapter: str | None = None
-    switches: int = 0
-    steps: int = 0
+    mode: Mode = Mode.UNMERGED  # of the last step
+    merged_adapter: str | None = None  # None if the base weights are pristine
+    switches: int = 0  # how often the base weights were changed
+    steps: int = 0  # that computed something
     pages_total: int = 0
-    pages_free: int = 0
+    pages_free: int = 0  # those of the prefix cache included
     pages_kv: int = 0
     pages_adapters: int = 0
     pages_contexts: int = 0
-    contexts_resident: int = 0
+    contexts_resident: int = 0  # whose prefix is on the device
     contexts_known: int = 0
     context_loads: int = 0
     adapters_resident: tuple[str, ...] = ()
-    adapters_known: int = 0
-    on_device: tuple[str, ...] = ()
-    on_disk: tuple[str, ...] = ()
-    prefix_hits: int = 0
+    adapters_known: int = 0  # wherever they are
+    on_device: tuple[str, ...] = ()  # names for the adapters on the device, of domains included
+    on_disk: tuple[str, ...] = ()  # names for those in files only; others are in host memory
+    prefix_hits: int = 0  # prompt tokens found in the prefix cache
     prefix_queries: int = 0
-    image_hits: int = 0
+    image_hits: int = 0  # images found in the image cache
     image_queries: int = 0
     preemptions: int = 0
     adapter_loads: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)  # requests, by the value of `Finish`
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    shared_passes: int = 0
-    non_finite: int = 0
-    unmergeable: tuple[str, ...] = ()
+    shared_passes: int = 0  # requests whose head read the hidden states of another one's pass
+    non_finite: int = 0  # requests that failed as the model computed NaN or infinity
+    unmergeable: tuple[str, ...] = ()  # adapters that are never merged into the base weights
+    # Adapters that requests cannot use any more, each with the reason.
     quarantined: dict[str, str] = field(default_factory=dict)
+    # Of each phase of the start; what is prepared between requests is added.
     start_seconds: dict[str, float] = field(default_factory=dict)
-    prepared: int = 0
+    prepared: int = 0  # graphs and kernels
     preparations: int = 0
+    # Shapes whose kernel tilings are measured, on a GPU for which none are shipped.
     tilings_measured: int = 0
     tilings_wanted: int = 0
 
@@ -442,9 +362,6 @@ class EngineClient(Protocol):
         its end cancels what has not ended.
         """
 
-    async def cancel(self, request_id: str) -> bool:
-        """Cancel a request; return False if there is no unfinished request of this id."""
-
     def models(self) -> list[ServedModel]:
         """Return what requests can name: the base model, then adapters, then domains."""
 
@@ -462,14 +379,11 @@ class EngineClient(Protocol):
         With `decode_only`, it is applied only to the last token of a prompt and those after.
         """
 
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter that belongs to no bundle."""
-
     async def load_bundle(self, folder: Path) -> list[ServedModel]:
         """Verify and load a bundle with its adapters and domains."""
 
-    async def unload_bundle(self, name: str) -> None:
-        """Unload a bundle with its domains and adapters."""
+    async def unload(self, kind: str, name: str) -> None:
+        """Unload an ``adapter`` or ``context`` of no bundle, or a ``bundle`` with all of its."""
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
         """Compress a document into a new folder, and serve it; a context of this name is replaced.
@@ -480,9 +394,6 @@ class EngineClient(Protocol):
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
         """Serve a context that `make_context` has made before."""
-
-    async def unload_context(self, name: str) -> None:
-        """Unload a context that was made at run time."""
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text."""

@@ -18,8 +18,9 @@ from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.schema import Task
 from valora_data.sources.scenes.builtin import builtin_domain
 from valora_serve.engine.async_engine import AsyncEngine
+from valora_serve.engine.settings import EngineSettings
 from valora_serve.server.loading.golden import replay
-from valora_serve.server.loading.startup import find_rounding
+from valora_serve.server.loading.startup import follow_bundles
 from valora_train.cli import run
 from valora_train.errors import SettingsError
 from valora_train.reporting.progress import Display
@@ -121,7 +122,7 @@ def make(base, folder, names, **options):
 
 def replayed(base, bundle):
     async def ask():
-        rounding = find_rounding([bundle])
+        rounding = follow_bundles(EngineSettings(), [bundle]).quantize
         engine = AsyncEngine(make_engine(str(base), fresh=rounding != "none", quantize=rounding))
         try:
             await engine.load_bundle(bundle)

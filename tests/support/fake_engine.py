@@ -267,9 +267,6 @@ class FakeEngine:
         label = max(confidences, key=confidences.get)
         return LabelResult(kind=model.head, label=label, confidences=confidences)
 
-    async def cancel(self, request_id):
-        return self.running.pop(request_id, None) is not None
-
     def models(self):
         return list(self._served.values())
 
@@ -342,18 +339,18 @@ class FakeEngine:
         self._served[name] = made
         return made
 
-    async def unload_context(self, name):
-        if name not in self._served or self._served[name].form is None:
-            raise errors.UnknownModelError(f"no context is named {name}: known are none")
-        if self._served[name].bundle:
-            raise errors.BusyError(f"context {name} belongs to bundle {self._served[name].bundle}")
-        del self._served[name]
-
-    async def unload_adapter(self, name):
-        if name not in self._served or self._served[name].kind != "adapter":
-            raise errors.UnknownModelError(f"There is no adapter {name}")
-        if self._served[name].bundle:
-            raise errors.BusyError(f"Adapter {name} is used by a bundle's domains")
+    async def unload(self, kind, name):
+        if kind == "bundle":
+            kept = {
+                k: m for k, m in self._served.items() if not f"{m.bundle}".startswith(f"{name}@")
+            }
+            self._served = kept
+            return
+        found = self._served.get(name)
+        if found is None or (found.form is None if kind == "context" else found.kind != "adapter"):
+            raise errors.UnknownModelError(f"no {kind} is named {name}: known are none")
+        if found.bundle:
+            raise errors.BusyError(f"{kind} {name} belongs to bundle {found.bundle}")
         del self._served[name]
 
     async def load_bundle(self, folder):
@@ -370,11 +367,6 @@ class FakeEngine:
             raise errors.AdapterError(f"{taken} are names that something else has")
         self._served = kept | {model.name: model for model in made}
         return made
-
-    async def unload_bundle(self, name):
-        for model in list(self._served.values()):
-            if model.bundle and model.bundle.startswith(f"{name}@"):
-                del self._served[model.name]
 
     def count_tokens(self, text):
         return len(text.split())

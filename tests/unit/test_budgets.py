@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 8_906,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
-    "valora_serve": 29_378,
+    "valora_serve": 28_911,
     "tests/*/valora_train": 7_245,
     "tests/*/valora_data": 3_756,
     "tests/*/valora_teachers": 1_179,

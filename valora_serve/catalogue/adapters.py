@@ -64,7 +64,10 @@ KEEPS_BASE = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 """Initialisations that do not change the base weights, unlike PiSSA and others."""
 
 MERGE = "merge it into a copy of the base model with PEFT's merge_and_unload and serve that"
-CONVERT = "convert it into a LoRA adapter with PEFT's save_as_lora"
+CONVERT = (
+    "convert it with PEFT's save_as_lora or merge it with merge_and_unload, where PEFT can, or "
+    "train a LoRA adapter instead"
+)
 
 REMEDIES = {
     "alora_invocation_tokens": "train it again without aLoRA, which cannot be merged",
@@ -73,18 +76,6 @@ REMEDIES = {
     "use_qalora": "train it again without QA-LoRA",
 }
 """What to do about options that cannot be served; the others can be merged."""
-
-CONVERTIBLE = {
-    "ADALORA", "FOURIERFT", "LOHA", "LOKR", "MISS", "OFT", "PSOFT", "RANDLORA", "TINYLORA",
-    "UNILORA", "VBLORA", "VERA",
-}  # fmt: skip
-"""Types of adapters that PEFT converts into LoRA adapters."""
-
-PROMPTS = {
-    "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING",
-    "PROMPT_TUNING", "XLORA",
-}  # fmt: skip
-"""Types of adapters that can be neither merged nor converted."""
 
 ACTIVE_IF_EMPTY = {"arrow_config", "kasa_config", "use_bdlora"}
 """Options that an empty object switches on, unlike other empty values."""
@@ -242,10 +233,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         ) from error
     kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
     if not isinstance(config, dict) or kind != "LORA":
-        remedy = "name a folder that PEFT saved"
-        if isinstance(config, dict) and isinstance(kind, str):
-            remedy = CONVERT if kind in CONVERTIBLE else MERGE
-            remedy = "train a LoRA adapter instead" if kind in PROMPTS else remedy
+        named = isinstance(config, dict) and isinstance(kind, str)
+        remedy = CONVERT if named else "name a folder that PEFT saved"
         kind = shown(kind).strip("'")
         raise AdapterError(f"adapter {folder} is of type {kind}: only LORA can be served; {remedy}")
     for option, value in config.items():

@@ -78,25 +78,17 @@ class Store:
 
     The adapters of a bundle are named ``bundle/adapter``. Domains have names of their own, which no
     two bundles may share.
-
-    Args:
-        base: Id of the base model: its name on the hub, or its folder, whose name is one, too.
-        targets: Linears of the base model that can be adapted.
-        width: Size of its hidden states.
-        device: Device for heads.
-        quantize: How the base model's weights were rounded; None if they were not.
-        config: transformers' configuration of its language model; None if it reads no contexts.
     """
 
     def __init__(
         self,
-        base: str,
+        base: str,  # name on the hub, or folder, whose name is one, too
         targets: ModelTargets,
         *,
-        width: int,
-        device: torch.device | str = "cpu",
-        quantize: str | None = None,
-        config: Any = None,
+        width: int,  # of its hidden states
+        device: torch.device | str = "cpu",  # for heads
+        quantize: str | None = None,  # how its weights were rounded
+        config: Any = None,  # of its language model; None if it reads no contexts
     ) -> None:
         self.base = base
         self.base_name = Path(base).name if Path(base).is_absolute() else base

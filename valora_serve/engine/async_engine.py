@@ -342,11 +342,8 @@ class AsyncEngine:
         names = await self._await(lambda: self._engine.registry.register(*found))
         return [model for model in self.models() if model.name in names]
 
-    async def unload_adapter(self, name: str) -> None:
-        await self._await(partial(self._engine.registry.unregister, "adapter", name))
-
-    async def unload_bundle(self, name: str) -> None:
-        await self._await(partial(self._engine.registry.unregister, "bundle", name))
+    async def unload(self, kind: str, name: str) -> None:
+        await self._await(partial(self._engine.registry.unregister, kind, name))
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
         await self.compress(wanted, folder)
@@ -370,9 +367,6 @@ class AsyncEngine:
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
         return (await self._register(partial(self._engine.registry.read_context, name, folder)))[0]
-
-    async def unload_context(self, name: str) -> None:
-        await self._await(partial(self._engine.registry.unregister, "context", name))
 
     # ------------------------------------------------------------------ facts
 

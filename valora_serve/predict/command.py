@@ -111,12 +111,11 @@ async def _run(options: argparse.Namespace) -> int:
     settings = EngineSettings(
         base=base,
         device=options.device,
-        quantize=startup.find_rounding(folders),
         profile=False,  # a measurement would take longer than most folders
         policy="slora",  # first come, first served: nobody waits for a single answer
     )
     with console.status("Loading the model …"):
-        engine = await start_engine(settings)
+        engine = await start_engine(startup.follow_bundles(settings, folders))
     try:
         models = await _load(engine, folders, golden=not options.no_golden)
         asked = _chosen(models, options, console)

@@ -151,19 +151,14 @@ def make_request(
     name: str, model: ServedModel, content: Sequence[Image], question: Question
 ) -> Request:
     """Return a request with a file's image or frames, and the given words where some are needed."""
-    video = model.media == "video"
-    messages = None
-    if needs_words(model):
-        text = (model.prompt or "{}").replace("{}", question.prompt or "")
-        shown = {"type": "video"} if video else {"type": "image"}
-        messages = [{"role": "user", "content": [{"type": "text", "text": text}, shown]}]
+    words = (model.prompt or "{}").replace("{}", question.prompt or "")
     tokens = question.max_tokens or model.max_tokens
-    return Request(
+    return Request.about(
+        content,
+        words if needs_words(model) else None,
+        video=model.media == "video",
         id=name,
         model=model.name,
-        messages=messages,
-        images=() if video else content,
-        videos=[content] if video else (),
         min_score=question.min_score,
         sampling=SamplingParams() if tokens is None else SamplingParams(max_tokens=tokens),
     )

@@ -6,13 +6,10 @@ the replicas, behind the proxies of Ray Serve, which Kubernetes' operator KubeRa
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from ray import serve
 
 from valora_serve.cli import make_app, read
@@ -67,13 +64,10 @@ def build(options: Mapping[str, Any]) -> Any:
             "api_key in a configuration file of Ray Serve can be read by everyone who sees the "
             "cluster: use keys_file"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "options.yaml"
-        file.write_text(yaml.safe_dump({"replicas": 1} | dict(options)), encoding="utf-8")
-        bundles, server, engine, settings = read(["--config", str(file)])
+    bundles, server, engine, settings = read([], {"replicas": 1} | dict(options))
     if engine.quantize == "auto":
         found = startup.find_bundles(bundles, Path(server.state_file).parent / "downloads")
-        engine = replace(engine, quantize=startup.find_rounding(found))
+        engine = startup.follow_bundles(engine, found)
     reserved = cluster.resources(settings, engine)
     replicas = cluster.replicas(settings, engine, server, reserved)
     front = serve.deployment(

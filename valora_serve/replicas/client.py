@@ -184,11 +184,6 @@ class ReplicatedEngine:
             if left:
                 response.cancel()
 
-    async def cancel(self, request_id: str) -> bool:
-        if request_id not in self._running:
-            return False
-        return any(value is True for value in await self._everywhere("cancel", request_id))
-
     def models(self) -> list[ServedModel]:
         return list(self._models)
 
@@ -203,8 +198,8 @@ class ReplicatedEngine:
         self, name: str, folder: Path, *, decode_only: bool = False
     ) -> ServedModel:
         found = await asyncio.to_thread(find_part, folder.absolute(), "adapter")
-        await self._serve("adapter", name, dataclasses.replace(found, decode_only=decode_only))
-        return next(model for model in self._models if model.name == name)
+        part = dataclasses.replace(found, decode_only=decode_only)
+        return (await self._serve("adapter", name, part))[0]
 
     async def load_bundle(self, folder: Path) -> list[ServedModel]:
         try:
@@ -213,14 +208,11 @@ class ReplicatedEngine:
             raise AdapterError(str(error)) from error
         name = str(manifest["name"])
         part = await asyncio.to_thread(find_part, folder.absolute(), "bundle")
-        await self._serve("bundle", name, part)
-        label = f"{name}@{manifest['version']}"
-        return [model for model in self._models if model.bundle == label]
+        return await self._serve("bundle", name, part, f"{name}@{manifest['version']}")
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
         part = await asyncio.to_thread(find_part, folder.absolute(), "context")
-        await self._serve("context", name, part)
-        return next(model for model in self._models if model.name == name)
+        return (await self._serve("context", name, part))[0]
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
         sent = self._control.remote("compress", wanted, folder.absolute(), self._state.revision)
@@ -231,22 +223,15 @@ class ReplicatedEngine:
             raise StoppedError(
                 f"context {wanted.name}: the replica that read the document has gone: ask again"
             ) from error
-        await self._serve("context", wanted.name, _value(part))
-        return next(model for model in self._models if model.name == wanted.name)
+        return (await self._serve("context", wanted.name, _value(part)))[0]
 
-    async def unload_adapter(self, name: str) -> None:
-        await self._unload("adapter", name)
-
-    async def unload_bundle(self, name: str) -> None:
-        await self._unload("bundle", name)
-
-    async def unload_context(self, name: str) -> None:
-        await self._unload("context", name)
-
-    async def _serve(self, kind: str, name: str, part: Part) -> None:
+    async def _serve(
+        self, kind: str, name: str, part: Part, label: str | None = None
+    ) -> list[ServedModel]:
         await self._change(lambda: {**self._state.parts, (kind, name): part})
+        return [one for one in self._models if (label or name) in (one.name, one.bundle)]
 
-    async def _unload(self, kind: str, name: str) -> None:
+    async def unload(self, kind: str, name: str) -> None:
         def without() -> Parts:
             parts, short, models = dict(self._state.parts), name, self._models
             if kind == "bundle" and name in {model.bundle for model in models}:
@@ -350,26 +335,21 @@ def total(states: list[EngineStats]) -> EngineStats:
         return EngineStats()
     busiest = max(states, key=lambda stats: stats.running)
     made: dict[str, Any] = {}
-    for item in dataclasses.fields(EngineStats):
-        values = [getattr(stats, item.name) for stats in states]
-        if item.name == "on_disk":  # everywhere
-            made[item.name] = tuple(sorted(set.intersection(*map(set, values))))
-        elif isinstance(values[0], tuple):
-            made[item.name] = tuple(sorted({name for names in values for name in names}))
-        elif item.name == "finished":
-            reasons = {reason for counts in values for reason in counts}
-            made[item.name] = {r: sum(counts.get(r, 0) for counts in values) for r in reasons}
-        elif item.name == "start_seconds":
-            phases = {phase for seconds in values for phase in seconds}
-            made[item.name] = {p: max(seconds.get(p, 0.0) for seconds in values) for p in phases}
+    for name in (item.name for item in dataclasses.fields(EngineStats)):
+        values: list[Any] = [getattr(stats, name) for stats in states]
+        if isinstance(values[0], tuple):
+            names: Any = set.intersection if name == "on_disk" else set.union  # everywhere
+            made[name] = tuple(sorted(names(*map(set, values))))
         elif isinstance(values[0], dict):
-            made[item.name] = {name: text for texts in values for name, text in texts.items()}
-        elif item.name in ("adapters_known", "contexts_known"):
-            made[item.name] = max(values)  # all replicas know the same ones
-        elif type(values[0]) is int:
-            made[item.name] = sum(values)
+            merges: dict[str, Any] = {"finished": sum, "start_seconds": max}
+            merge = merges.get(name, lambda found: found[-1])
+            keys = {key for value in values for key in value}
+            made[name] = {k: merge([one[k] for one in values if k in one]) for k in keys}
+        elif type(values[0]) is int:  # all replicas know the same adapters and contexts
+            fold: Any = max if name in ("adapters_known", "contexts_known") else sum
+            made[name] = fold(values)
         else:
-            made[item.name] = getattr(busiest, item.name)
+            made[name] = getattr(busiest, name)
     return EngineStats(**made)
 
 

@@ -128,21 +128,12 @@ def _check_address(address: str) -> None:
 
 
 def _not_joined(where: str, error: Exception) -> str:
-    versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", str(error))
-    if len(versions) == 2:
-        (ray_there, python_there), (ray_here, python_here) = versions
-        return (
-            f"the Ray cluster {where} has Ray {ray_there} with Python {python_there}, and this "
-            f"server Ray {ray_here} with Python {python_here}: install the same versions on all "
-            "machines"
-        )
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = lines[0].rstrip(".:") if lines else type(error).__name__
+    reason = " ".join(str(error).split()).rstrip(".:")[:300] or type(error).__name__
     if where == "on this machine":
-        return f"Ray cannot be started {where} ({reason[:300]}): see /tmp/ray/session_latest/logs"
+        return f"Ray cannot be started {where} ({reason}): see /tmp/ray/session_latest/logs"
     return (
-        f"the Ray cluster {where} cannot be joined ({reason[:300]}): run valora-serve on a machine "
-        "of the cluster, with its token if it asks for one"
+        f"the Ray cluster {where} cannot be joined ({reason}): run valora-serve on a machine of "
+        "the cluster, with its versions of Ray and Python, and its token if it asks for one"
     )
 
 

@@ -159,9 +159,6 @@ class EngineReplica:
         self._pauses.close()  # again, with what was loaded since
         self._pauses.enter_context(short_pauses())
 
-    async def _on_cancel(self, request_id: str) -> bool:
-        return await self._engine.cancel(request_id)
-
     async def _on_facts(self) -> tuple[str, int, Any]:
         return self._engine.base, self._engine.context_length, self._engine.tokenizer
 
@@ -201,12 +198,12 @@ class EngineReplica:
         served = {} if self._state is None else dict(self._state.parts)
         revision = state.revision if self._state is None else self._state.revision
         # Contexts name the adapters that answer: they go before them, and come after them.
-        kinds, unload = list(FILES), self._engine
+        kinds = list(FILES)
         gone = [key for key in served if key not in state.parts]
         try:
             for kind, name in sorted(gone, key=lambda key: -kinds.index(key[0])):
                 if self._missing.pop(name, None) is None:
-                    await getattr(unload, f"unload_{kind}")(name)
+                    await self._engine.unload(kind, name)
                 del served[kind, name]
             for key in sorted(state.parts, key=lambda key: kinds.index(key[0])):
                 part = state.parts[key]

@@ -14,42 +14,28 @@ from valora_serve.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What a router sees of a replica.
+    """What a router sees of a replica."""
 
-    Attributes:
-        id: The replica's name, the same in every process that routes.
-        load: Requests that are sent to it and not answered yet.
-        resident: Adapters on its device.
-        recent: Adapters of the last requests that were sent to it (`RecentAdapters`).
-    """
-
-    id: str
-    load: float
-    resident: Collection[str] = frozenset()
-    recent: Collection[str] = frozenset()
+    id: str  # the same in every process that routes
+    load: float  # requests that are sent to it and not answered yet
+    resident: Collection[str] = frozenset()  # adapters on its device
+    recent: Collection[str] = frozenset()  # adapters of the last requests, see `RecentAdapters`
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Settings of all routers; a SettingsError says that one is out of range.
+    """Settings of all routers; a SettingsError says that one is out of range."""
 
-    Attributes:
-        bound: `affinity` sends no request to a replica whose load is at least this many times the
-            mean load of all replicas, counting the request, or `excess` above that mean.
-        excess: See `bound`. Where very many requests wait, a share of the mean is more than an
-            adapter is worth.
-        slack: Load below which `affinity` never turns away from a replica, so that few requests at
-            a time are not spread for nothing.
-        choices: Replicas of which the one with the least load is taken: `least` draws them for each
-            request, `affinity` has them for each adapter.
-        seed: Seed of random choices.
-    """
-
+    # `affinity` sends no request to a replica whose load is at least `bound` times the mean load of
+    # all replicas, counting the request, or `excess` above it, as where very many requests wait, a
+    # share of the mean is more than an adapter is worth.
     bound: float = 1.25
     excess: float = 16.0
-    slack: float = 8.0
+    slack: float = 8.0  # load below which `affinity` spreads nothing
+    # Replicas of which the one with the least load is taken: `least` draws them for each request,
+    # `affinity` has them for each adapter.
     choices: int = 2
-    seed: int = 0
+    seed: int = 0  # of random choices
 
     def __post_init__(self) -> None:
         for wrong, what, value, range_ in (

@@ -66,19 +66,10 @@ def create_app(
     served: ServedSet | None = None,
     tracer: Tracer | None = None,
     *,
-    share_by: str = "none",
+    share_by: str = "none",  # by what the engine keeps the shares: ``key`` or ``adapter``
     shares: Mapping[str, float] | None = None,
 ) -> FastAPI:
-    """Make the ASGI application.
-
-    Args:
-        engine: Running engine; it is closed at shutdown.
-        settings: Settings of the server.
-        served: Loads and unloads at run time; made from the settings if None.
-        tracer: Makes OpenTelemetry spans; made from the settings if None.
-        share_by: By what the engine keeps shares: ``key``, ``adapter`` or ``none``.
-        shares: The shares.
-    """
+    """Make the ASGI application, which closes the engine at shutdown."""
     tracer = tracer or Tracer.to(settings.otlp_endpoint)
     admission = Admission(
         settings.max_waiting,
@@ -200,12 +191,7 @@ class SmallReads(H11Protocol):
 
 
 def make_server(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
-    """Make a uvicorn server for the application; it serves sockets made by `listen.bind`.
-
-    Args:
-        app: Application made by `create_app`.
-        settings: Settings that the application was made with.
-    """
+    """Make a uvicorn server for an application; it serves sockets made by `listen.bind`."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = settings.max_connections + 256
     if most == resource.RLIM_INFINITY or most >= files:

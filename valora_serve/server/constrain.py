@@ -41,21 +41,13 @@ JSON_ONLY = "start: json"
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer follows, as plain data: a JSON schema, or rules that JSON is a part of.
+    """What an answer follows, as plain data: a JSON schema, or rules that JSON is a part of."""
 
-    Attributes:
-        schemas: JSON schemas by the names of their rules; names are lower-case letters and
-            underscores, and each schema refers to parts of itself only.
-        rules: Rules in llguidance's form of Lark, which begin at `start` and may name those of the
-            schemas.
-        strict: Names of the schemas whose objects take no further keys, as `prepare` describes.
-        begins: Beginnings of answers, from which the grammar is tried.
-    """
-
+    # By the names of their rules, in lower-case letters; each refers to parts of itself only.
     schemas: Mapping[str, Mapping[str, Any] | bool]
-    rules: str = JSON_ONLY
-    strict: tuple[str, ...] = ()
-    begins: tuple[str, ...] = ("",)
+    rules: str = JSON_ONLY  # in llguidance's form of Lark, from `start`; may name the schemas
+    strict: tuple[str, ...] = ()  # schemas whose objects take no further keys, as in `prepare`
+    begins: tuple[str, ...] = ("",)  # beginnings of answers, from which the grammar is tried
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | bool, *, strict: bool = False) -> Grammar:

@@ -243,18 +243,18 @@ def serve(given: argparse.Namespace) -> dict[str, Any]:
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.errors import AdapterError
     from valora_serve.server.loading.golden import replay
-    from valora_serve.server.loading.startup import find_rounding
+    from valora_serve.server.loading.startup import follow_bundles
 
     bundle = given.folder / "bundles" / "large"
     began = time.monotonic()
     settings = EngineSettings(
         base=str(given.base), device="cpu" if given.tiny else "cuda",
-        dtype="float32" if given.tiny else "bfloat16", quantize=find_rounding([bundle]),
+        dtype="float32" if given.tiny else "bfloat16",
         pages=2048, compile=False, graphs=False, profile=False,
     )  # fmt: skip
 
     async def ask() -> int | str:
-        engine = AsyncEngine(Engine(settings))
+        engine = AsyncEngine(Engine(follow_bundles(settings, [bundle])))
         try:
             await engine.load_bundle(bundle)
             return await replay(engine, bundle)

@@ -27,26 +27,17 @@ class Access(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is checked before a request's body is read.
-
-    Attributes:
-        access: Callers that may send requests.
-        max_body_bytes: Largest request body in bytes; None for the server's general limit.
-        disabled: Reason why every request is refused; None if the route is enabled.
-        refusal: Error of these refusals.
-        content_types: Content types of bodies that the route reads, by default JSON if it declares
-            a body, and any if not. Others get status 415.
-        any_host: Whether the route answers under any host name, as probes of a cluster ask.
-        tells_all: Whether the route tells of all models. Once keys are limited to some models, it
-            asks for a key without limits. Other routes tell of those that the key may see.
-    """
+    """What is checked before a request's body is read."""
 
     access: Access = Access.KEYED
-    max_body_bytes: int | None = None
-    disabled: str | None = None
-    refusal: type[ServeError] = ForbiddenError
+    max_body_bytes: int | None = None  # None for the server's general limit
+    disabled: str | None = None  # why every request is refused
+    refusal: type[ServeError] = ForbiddenError  # of these requests
+    # Of bodies that the route reads, by default JSON if it declares a body; others get a 415.
     content_types: tuple[str, ...] = ()
-    any_host: bool = False
+    any_host: bool = False  # whether it answers under any host name, as probes of a cluster ask
+    # Whether the route tells of all models, also those that a limited key may not see: once there
+    # are such keys, it asks for one without limits.
     tells_all: bool = False
 
 

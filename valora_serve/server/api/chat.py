@@ -42,11 +42,10 @@ from valora_serve.server.api.schema import (
     VisionAnswer,
 )
 from valora_serve.server.api.tools import AnswerReader, Tools, tools_of
-from valora_serve.server.api.vision import looked, of_bundle, reader_of
+from valora_serve.server.api.vision import looked, of_bundle
 from valora_serve.server.context import ServerContext
-from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
-from valora_serve.types import Output
+from valora_serve.types import Output, TokenLogprobs
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -63,9 +62,7 @@ def router(context: ServerContext) -> APIRouter:
         if body.model and not context.service.serves(body.model) and of_bundle(context, body.model):
             return await _bundle_answer(context, request, body)
         chat = await begin(context, request, body)
-        if body.stream:
-            return common.EventStream(chat.events())
-        return common.answer(await until_disconnect(request.receive, chat.json()))
+        return await common.respond(request, chat, stream=body.stream)
 
     return routes
 
@@ -97,9 +94,7 @@ async def _bundle_answer(context: ServerContext, http: Request, body: ChatReques
         prompt="\n".join(part.text for part in parts if isinstance(part, TextPart)) or None,
         max_tokens=body.max_completion_tokens or body.max_tokens, cache_salt=body.cache_salt,
     )  # fmt: skip
-    pixels = http.state.stack.enter_context(context.media.pixels())
-    read = reader_of(fields, context, pixels)
-    found = await looked(context, http, fields, read, since, own_prompts=True)
+    found = await looked(context, http, fields, since, own_prompts=True)
     used = [one.usage for one in found.values() if isinstance(one, VisionAnswer)]
     said = {name: one.model_dump(mode="json", exclude_none=True) for name, one in found.items()}
     answer = AnswerMessage(content=json.dumps(said, ensure_ascii=False))
@@ -201,15 +196,12 @@ class Chat:
     async def json(self) -> bytes:
         """Wait for the whole answer, as JSON."""
         texts: dict[int, str] = defaultdict(str)
-        logprobs: dict[int, list[str]] = defaultdict(list)
+        logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
         lasts: dict[int, Output] = {}
         async with contextlib.aclosing(self._outputs(stream=False)) as outputs:
             async for number, output in outputs:
                 texts[number] += self._text(output)
-                if output.logprobs:
-                    logprobs[number].append(
-                        common.items_json(common.chat_logprobs(output.logprobs))
-                    )
+                logprobs[number] += output.logprobs
                 if output.finish is not None:
                     lasts[number] = output
         order, choices = sorted(lasts), []
@@ -224,16 +216,16 @@ class Chat:
             choices=choices,
             usage=common.usage(lasts[n] for n in order),
             valora=common.valora_block(self.arrival.model, lasts[0], self.sizes, self.warnings),
-        ).model_dump_json()
-        if not self.body.logprobs:
-            return body.encode()
+        ).model_dump()
 
         def made() -> bytes:
-            found = (",".join(logprobs[n]) for n in order)
-            contents = [f'"logprobs":{{"content":[{one}],"refusal":null}}' for one in found]
-            return common.filled(body, '"logprobs":null', contents).encode()
+            for n, choice in zip(order, body["choices"], strict=True):
+                if self.body.logprobs:
+                    content = common.chat_logprobs(logprobs[n])
+                    choice["logprobs"] = {"content": content, "refusal": None}
+            return common.to_json(body)
 
-        return await asyncio.to_thread(made)
+        return await asyncio.to_thread(made) if self.body.logprobs else made()
 
     async def events(self, *, stream: bool = True) -> AsyncGenerator[dict[str, Any], None]:
         """The answer as chunks of OpenAI's API."""

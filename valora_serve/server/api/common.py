@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
+import pydantic_core
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -22,9 +23,7 @@ from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry import logs
 from valora_serve.types import Finish, Logprob, Output, ServedModel, TokenLogprobs, Usage
 
-AT_ONCE = 200  # items that become JSON while nothing else runs
 LEAST_LOGPROB = -9999.0  # as in OpenAI's responses
-_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _TEXTS = {
     400: "The request is invalid",
     401: "The API key is missing or unknown",
@@ -67,6 +66,13 @@ def answer(body: BaseModel | bytes) -> Response:
     """JSON response of a model, or of JSON."""
     content = body if isinstance(body, bytes) else body.model_dump_json()
     return Response(content, media_type="application/json")
+
+
+async def respond(http: Request, made: Any, *, stream: bool | None) -> Response:
+    """An answer as events, or as JSON once it is complete, while its client stays."""
+    if stream:
+        return EventStream(made.events())
+    return answer(await until_disconnect(http.receive, made.json()))
 
 
 def finish_reason(last: Output, *, call: bool = False) -> str:
@@ -149,30 +155,9 @@ def chat_logprobs(items: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
     return [one(item.chosen) | {"top_logprobs": list(map(one, item.top))} for item in items]
 
 
-def items_json(items: list[Any]) -> str:
-    """Items as JSON, separated by commas: what may be put into a list of an answer."""
-    pieces = (items[at : at + AT_ONCE] for at in range(0, len(items), AT_ONCE))
-    return ",".join(_JSON.encode(piece)[1:-1] for piece in pieces)
-
-
-def filled(body: str, place: str, contents: Sequence[str]) -> str:
-    """JSON of an answer whose large parts are JSON already, as writing all is not interrupted."""
-    # The places come first of all: JSON escapes quotes in texts, so that none holds `place`.
-    first, *texts = body.split(place, len(contents))
-    parts = (part for pair in zip(contents, texts, strict=True) for part in pair)
-    return "".join((first, *parts))
-
-
-class EventJson(NamedTuple):
-    """An event as JSON, and its type if it has one."""
-
-    text: str
-    type: str | None
-
-
-def event_json(event: dict[str, Any]) -> EventJson:
-    """An event as JSON."""
-    return EventJson(_JSON.encode(event), event.get("type"))
+def to_json(body: dict[str, Any]) -> bytes:
+    """An answer or event as JSON in ASCII, as clients split streams at Unicode's line ends, too."""
+    return pydantic_core.to_json(body, ensure_ascii=True)
 
 
 class EventStream(Response):
@@ -183,7 +168,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any] | EventJson, None]) -> None:
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -223,8 +208,7 @@ async def _end(send: Send, error: ServeError | None) -> None:
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
-def _body(event: dict[str, Any] | EventJson) -> dict[str, Any]:
-    line, kind = event if isinstance(event, EventJson) else event_json(event)
-    name = "" if kind is None else f"event: {kind}\n"
-    body = f"{name}data: {line}\n\n".encode()
+def _body(event: dict[str, Any]) -> dict[str, Any]:
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    body = name.encode() + b"data: " + to_json(event) + b"\n\n"
     return {"type": "http.response.body", "body": body, "more_body": True}

@@ -35,12 +35,11 @@ from valora_serve.server.api.schema import (
     ValoraAnswer,
 )
 from valora_serve.server.context import ServerContext
-from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.tokens import text_and_bytes
 from valora_serve.types import Output, PromptLogprobs
 
-_PLACE = '"logprobs":null'  # of an answer without them
+AT_ONCE = 200  # tokens of a prompt that are read while nothing else runs
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -58,9 +57,7 @@ def router(context: ServerContext) -> APIRouter:
     @allow(Access.KEYED, max_body_bytes=most_bytes)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         completion = await _begin(context, request, body)
-        if body.stream:
-            return common.EventStream(completion.events())
-        return common.answer(await until_disconnect(request.receive, completion.json()))
+        return await common.respond(request, completion, stream=body.stream)
 
     return routes
 
@@ -136,16 +133,14 @@ class _Completion:
             ],
             usage=self._used([lasts[n] for n in order]),
             valora=self._block(lasts[0]),
-        ).model_dump_json()
+        ).model_dump()
         if self.body.logprobs is None:
-            return body.encode()
+            return common.to_json(body)
+        for n, choice in zip(order, body["choices"], strict=True):
+            choice["logprobs"] = whole[n].logprobs
+        return await asyncio.to_thread(common.to_json, body)
 
-        def made() -> bytes:
-            return common.filled(body, _PLACE, [whole[n].logprobs_json() for n in order]).encode()
-
-        return await asyncio.to_thread(made)
-
-    async def events(self) -> AsyncGenerator[dict[str, Any] | common.EventJson, None]:
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer as chunks of OpenAI's API."""
         lasts: dict[int, Output] = {}
         base = {"id": self.id, "object": "text_completion", "created": self.created,
@@ -154,19 +149,15 @@ class _Completion:
             async for number, part, output in parts:
                 if output.finish is None and not part.text and not part.logprobs["tokens"]:
                     continue
+                logprobs = None if self.body.logprobs is None else part.logprobs
                 choice = {"index": number, "text": part.text, "finish_reason": None,
-                          "logprobs": None}  # fmt: skip
+                          "logprobs": logprobs}  # fmt: skip
                 event = base | {"choices": [choice]}
                 if output.finish is not None:
                     lasts[number] = output
                     choice["finish_reason"] = self._finish_reason(output)
                     event["valora"] = self._block(output).model_dump(exclude_none=True)
-                if self.body.logprobs is None:
-                    yield event
-                elif len(part.logprobs["tokens"]) > common.AT_ONCE:
-                    yield await asyncio.to_thread(_filled, event, part)
-                else:
-                    yield _filled(event, part)
+                yield event
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             used = self._used([lasts[number] for number in sorted(lasts)])
             yield base | {"choices": [], "usage": used.model_dump()}
@@ -210,12 +201,6 @@ class _Completion:
         return used.model_copy(update={"completion_tokens": 0, "total_tokens": used.prompt_tokens})
 
 
-def _filled(event: dict[str, Any], part: _Part) -> common.EventJson:
-    """An event with log probabilities."""
-    made = common.event_json(event)
-    return made._replace(text=common.filled(made.text, _PLACE, [part.logprobs_json()]))
-
-
 class _Part:
     """A part of an answer: its text, and log probabilities in this endpoint's format."""
 
@@ -225,11 +210,6 @@ class _Part:
         self.logprobs: dict[str, list[Any]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip
-
-    def logprobs_json(self) -> str:
-        """The log probabilities as JSON, with their name in an answer."""
-        fields = (f'"{name}":[{common.items_json(items)}]' for name, items in self.logprobs.items())
-        return f'"logprobs":{{{",".join(fields)}}}'
 
     def append(self, part: _Part) -> None:
         """Add the next part."""
@@ -249,8 +229,8 @@ class _Part:
         """Add the tokens of a prompt; nothing precedes the first one, whose entries are None."""
         ids = np.unique(np.concatenate([prompt.ids, prompt.top_ids.ravel()])).tolist()
         texts: dict[int, tuple[str, bytes | None]] = {}
-        for start in range(0, len(ids), common.AT_ONCE):
-            some = ids[start : start + common.AT_ONCE]
+        for start in range(0, len(ids), AT_ONCE):
+            some = ids[start : start + AT_ONCE]
             texts |= {token: text_and_bytes(tokenizer, token) for token in some}
             await asyncio.sleep(0)
         told, others, values = (
@@ -259,7 +239,7 @@ class _Part:
         )
         decoder, at = getincrementaldecoder("utf-8")("replace"), 0
         for number, token in enumerate(prompt.ids.tolist()):
-            if number % common.AT_ONCE == 0:
+            if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
             text, raw = texts[token]
             if number:

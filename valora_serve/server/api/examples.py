@@ -14,20 +14,9 @@ from starlette.responses import Response
 from valora_data.contract.files import UnreadableError, read_bytes
 from valora_serve.errors import UnknownModelError
 from valora_serve.server.api.common import error_answers
-from valora_serve.server.api.schema import DetectionAnswer, ResponseBody
+from valora_serve.server.api.schema import ResponseBody
 from valora_serve.server.context import ServerContext
-from valora_serve.server.loading.golden import IMAGE_BYTES, Example, read_examples
-
-
-class TeacherAnswer(ResponseBody):
-    """What the small model that taught a domain answers for an example."""
-
-    detections: list[DetectionAnswer] | None = Field(
-        default=None, description="its boxes from its own threshold on"
-    )
-    label: str | None = None
-    confidence: float | None = None
-    text: str | None = None
+from valora_serve.server.loading.golden import IMAGE_BYTES, Example, TeacherAnswer, read_examples
 
 
 class ExampleCard(ResponseBody):
@@ -116,8 +105,8 @@ def _card(name: str, number: int, example: Example) -> ExampleCard:
     return ExampleCard(
         domain=name,
         number=number,
-        video=example.video,
+        video=example.media == "video",
         question=example.question,
         images=[f"v1/examples/{name}/{number}/{place}" for place in range(len(example.files))],
-        teacher=None if example.teacher is None else TeacherAnswer(**example.teacher),
+        teacher=example.teacher,
     )

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, create_model
 from starlette.responses import Response
 
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.common import answer, error_answers
-from valora_serve.server.api.schema import Body, Done, ResponseBody
+from valora_serve.server.api.schema import Body, Done, ResponseBody, fields_of
 from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part, without_folder
 from valora_serve.server.telemetry.adapter_states import adapter_states
@@ -56,40 +56,29 @@ class UnloadBundleRequest(Body):
     bundle_name: str = Field(min_length=1, max_length=256)
 
 
-class ModelCard(ResponseBody):
+_Served: Any = create_model(
+    "_Served",
+    __base__=ResponseBody,
+    **fields_of(
+        ServedModel, "name", "prompted", "images", "max_tokens", "memory_bytes", "loaded_at"
+    ),
+)
+
+
+class ModelCard(_Served):  # type: ignore[misc]
     """A model that requests can name: the base model, an adapter or a domain."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "valora"
-    root: str
-    parent: str | None = None
     kind: Literal["base", "adapter", "domain"]
-    adapter: str | None = None
-    task: str | None = None
-    head: str | None = None
-    boxes: bool = False
-    labels: tuple[str, ...] = ()
-    metric: str | None = None
-    accuracy: float | None = None
-    required: float | None = None
-    teacher: float | None = None
-    prompt: str | None = None
-    media: str | None = None
-    bundle: str | None = None
-    rank: int | None = None
-    decode_only: bool = False
     state: Literal["disk", "host", "device"] | None = Field(
         default=None, description="where an adapter is; those on disk are read when they are named"
     )
     resolver: str | None = Field(
         default=None, description="kind of the source that a request loaded the adapter from"
     )
-    form: str | None = None
-    memory_tokens: int | None = None
-    source_tokens: int | None = None
-    encodes: int | None = None
     quarantined: str | None = None
     max_model_len: int
 

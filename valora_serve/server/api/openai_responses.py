@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,7 +15,6 @@ from valora_serve.server.api import common, schema
 from valora_serve.server.api.chat import Chat, begin
 from valora_serve.server.api.tools import refuse
 from valora_serve.server.context import ServerContext
-from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry.logs import new_id
 
 LOGPROBS = "message.output_text.logprobs"
@@ -38,10 +37,7 @@ def router(context: ServerContext) -> APIRouter:
     )
     async def responses(request: Request, body: schema.ResponsesRequest) -> Response:
         chat = await begin(context, request, _as_chat(body))
-        made = _Responses(chat, body)
-        if body.stream:
-            return common.EventStream(made.events())
-        return common.answer(await until_disconnect(request.receive, made.json()))
+        return await common.respond(request, _Responses(chat, body), stream=body.stream)
 
     return routes
 
@@ -121,10 +117,9 @@ class _Responses:
         async with contextlib.aclosing(self.events(stream=False)) as events:
             async for event in events:
                 last = event
-        # The last event holds the response, after its own type and number.
-        return last.text[last.text.index('"response":{') + len('"response":') : -1].encode()
+        return common.to_json(last["response"])
 
-    async def events(self, *, stream: bool = True) -> AsyncGenerator[common.EventJson, None]:
+    async def events(self, *, stream: bool = True) -> AsyncGenerator[dict[str, Any], None]:
         """The answer as events of OpenAI's API."""
         output, finish = _Output(), "stop"
         usage = block = None
@@ -146,7 +141,7 @@ class _Responses:
         for event in output.ended("incomplete" if finish == "length" else "completed"):
             yield event
         answered = self._response(finish, output.items, usage, block)
-        yield output.full(answered["status"], response=answered)
+        yield output.event(answered["status"], response=answered)
 
     def _response(
         self,
@@ -203,22 +198,15 @@ class _Output:
         self.items: list[dict[str, Any]] = []
         self._pieces: list[str] = []  # text or arguments of the last item
         self._number = 0
-        self._logprobs: list[str] = []  # of the text, as JSON
+        self._logprobs: list[Any] = []  # of the text
         self._unsent: list[Any] = []  # those of tokens that are no text yet
 
-    def event(self, kind: str, **fields: Any) -> common.EventJson:
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """The next event."""
         self._number += 1
-        return common.event_json(
-            {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
-        )
+        return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
 
-    def full(self, kind: str, **fields: Any) -> common.EventJson:
-        """The next event, which holds the whole text, with its log probabilities."""
-        made = self.event(kind, **fields)
-        return made._replace(text=_filled(made.text, self._logprobs))
-
-    def push(self, choice: dict[str, Any]) -> Iterator[common.EventJson]:
+    def push(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Events of the next part of an answer, a choice of a chunk of the chat endpoint."""
         delta = choice["delta"]
         self._unsent += (choice.get("logprobs") or {}).get("content") or []
@@ -234,7 +222,7 @@ class _Output:
             else:
                 yield self._more(call["function"]["arguments"])
 
-    def begun(self, item: dict[str, Any]) -> Iterator[common.EventJson]:
+    def begun(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Events that begin an item."""
         self.items.append(item)
         self._pieces.clear()
@@ -244,7 +232,7 @@ class _Output:
         if text:
             yield self.event("content_part.added", **self._place(), part=_part(""))
 
-    def ended(self, status: str) -> Iterator[common.EventJson]:
+    def ended(self, status: str) -> Iterator[dict[str, Any]]:
         """Events that end the last item, if there is one."""
         if not self.items:
             return
@@ -259,18 +247,18 @@ class _Output:
             return
         if self._unsent:
             yield self._more("")
-        item["content"] = [_part(text)]
-        yield self.full("output_text.done", **place, text=text, logprobs=[])
-        yield self.full("content_part.done", **place, part=_part(text))
-        yield self.full("output_item.done", **done)
+        part = _part(text) | {"logprobs": self._logprobs}
+        item["content"] = [part]
+        yield self.event("output_text.done", **place, text=text, logprobs=self._logprobs)
+        yield self.event("content_part.done", **place, part=part)
+        yield self.event("output_item.done", **done)
 
-    def _more(self, delta: str) -> common.EventJson:
+    def _more(self, delta: str) -> dict[str, Any]:
         self._pieces.append(delta)
         new, self._unsent = self._unsent, []
         if "arguments" in self.items[-1]:
             return self.event("function_call_arguments.delta", **self._place(), delta=delta)
-        if new:
-            self._logprobs.append(common.items_json(new))
+        self._logprobs += new
         return self.event("output_text.delta", **self._place(), delta=delta, logprobs=new)
 
     def _place(self) -> dict[str, Any]:
@@ -291,12 +279,6 @@ def _call(identity: str, name: str, arguments: str) -> dict[str, Any]:
         "id": f"fc_{new_id()}", "type": "function_call", "status": "completed",
         "call_id": identity, "name": name, "arguments": arguments,
     }  # fmt: skip
-
-
-def _filled(body: str, logprobs: Sequence[str]) -> str:
-    """JSON of an answer or event with the log probabilities of its text, if it has one."""
-    found = [f'"logprobs":[{",".join(logprobs)}]'] if logprobs else []
-    return common.filled(body, '"logprobs":[]', found)
 
 
 def _part(text: str) -> dict[str, Any]:

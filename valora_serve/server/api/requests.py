@@ -40,7 +40,7 @@ from valora_serve.types import Output, Request, SamplingParams, ServedModel
 
 T = TypeVar("T")
 MOST_STOPS, MOST_STOP_CHARS = 16, 1000
-MOST_LOGPROBS = 500_000  # of an answer: some 35 MB of JSON
+MOST_LOGPROBS = 200_000  # of an answer: 14 MB, which become JSON while nothing else runs
 _ROLES = {"developer": "system", "tool": "user", "function": "user"}
 """Roles of OpenAI's API by the ones that chat templates know."""
 
@@ -224,8 +224,7 @@ async def read_messages(
 ) -> tuple[list[dict[str, Any]] | None, list[Image], list[list[Image]]]:
     """Read the messages of a chat request, whose system prompt then ends with the text `told`.
 
-    Returns:
-        Turns for a chat template, None if they hold no text; the images; the videos.
+    Returns turns for a chat template, None if they hold no text; the images; the videos.
     """
     reading = _Reading(context, pixels)
     try:

@@ -7,7 +7,8 @@ which frameworks keep adding their own (`cache_control`, `detail`, `reasoning_co
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -94,6 +95,16 @@ class ResponseBody(BaseModel):
     """Body of a response, or a part of one."""
 
     model_config = ConfigDict(frozen=True)
+
+
+def fields_of(kind: type, *without: str) -> dict[str, Any]:
+    """Fields for `create_model` that are those of a dataclass."""
+    hints = get_type_hints(kind)
+    return {
+        item.name: (hints[item.name], ... if item.default is MISSING else item.default)
+        for item in fields(kind)
+        if item.name not in without
+    }
 
 
 _FIELDS: dict[str, Any] = {

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import math
 import time
-from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Path, Request
 from pydantic import TypeAdapter, ValidationError
@@ -34,6 +33,7 @@ from valora_serve.server.api.schema import (
 )
 from valora_serve.server.errors import error_body, invalid
 from valora_serve.server.gather import gathered, until_disconnect
+from valora_serve.server.media.urls import MediaUrl
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.types import SamplingParams
 
@@ -43,16 +43,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from valora_serve.server.context import ServerContext
-    from valora_serve.server.media.reader import Pixels
     from valora_serve.server.service import Ticket
     from valora_serve.server.settings import ServerSettings
     from valora_serve.types import Output, ServedModel
 
     Media = tuple[list[Image], list[Image] | None]
     """Decoded images, and the decoded frames of the video or None."""
-    Unread = tuple[Any, Callable[[], Coroutine[Any, Any, Media]]]
-    """Fields of a request, and a function that reads its images or its video."""
 
+K = TypeVar("K", bound=VisionRequest)
 _FORM = "multipart/form-data"
 _FILES = ("image", "images", "video", "frames")
 _adapter = cache(TypeAdapter)
@@ -90,8 +88,8 @@ def router(context: ServerContext) -> APIRouter:
         request: Request, domain: Annotated[str, Path(description="name of a domain")]
     ) -> Response:
         since, model = time.monotonic(), _domain(context, domain)
-        fields, read = await _unread(request, context, VisionRequest)
-        answers, _ = await _asked(context, request, fields, read, {domain: [model]}, {}, since)
+        fields = await _fields(request, context, VisionRequest)
+        answers, _ = await _asked(context, request, fields, {domain: [model]}, {}, since)
         return answer(answers[model.name])
 
     @routes.post(
@@ -103,8 +101,8 @@ def router(context: ServerContext) -> APIRouter:
     @allow(Access.KEYED, content_types=(JSON, _FORM))
     async def look(request: Request) -> Response:
         since = time.monotonic()
-        fields, read = await _unread(request, context, LookRequest)
-        found = await looked(context, request, fields, read, since)
+        fields = await _fields(request, context, LookRequest)
+        found = await looked(context, request, fields, since)
         seconds, created = time.monotonic() - since, int(time.time())
         identity = f"vision-{new_id()}"
         return answer(LookAnswer(id=identity, created=created, domains=found, seconds=seconds))
@@ -116,7 +114,6 @@ async def looked(
     context: ServerContext,
     http: Request,
     fields: LookRequest,
-    read: Callable[[], Coroutine[Any, Any, Media]],
     since: float,
     *,
     own_prompts: bool = False,
@@ -131,7 +128,7 @@ async def looked(
         except ServeError as error:
             errors[name] = error
     answers, errors = await _asked(
-        context, http, fields, read, models, errors, since, own_prompts=own_prompts
+        context, http, fields, models, errors, since, own_prompts=own_prompts
     )
     found: dict[str, VisionAnswer | ErrorAnswer] = {**answers}
     for name, one in answers.items():
@@ -147,7 +144,6 @@ async def _asked(
     context: ServerContext,
     http: Request,
     fields: VisionRequest,
-    read: Callable[[], Coroutine[Any, Any, Media]],
     models: dict[str, list[ServedModel]],
     errors: dict[str, ServeError],
     since: float,
@@ -155,6 +151,7 @@ async def _asked(
     own_prompts: bool = False,
 ) -> tuple[dict[str, VisionAnswer], dict[str, ServeError]]:
     """Ask the engine about each image once, for all domains: answers, and errors, by domain."""
+    reading = _media(context, http, fields)
     arrivals: dict[str, Arrival] = {}
     for model in (model for several in models.values() for model in several):
         arrivals[model.name] = arrival = Arrival(context, http, fields.deadline)
@@ -168,7 +165,7 @@ async def _asked(
         arrivals.values(),
         key=lambda one: service.deadline(one.model.name, fields.deadline) or math.inf,
     )
-    images, video = await latest.within(read())
+    images, video = await latest.within(reading())
     shown = images if video is None else video[:1]
     asked: dict[str, tuple[Ticket, list[types.Request], list[str]]] = {}
     with contextlib.ExitStack() as stack:
@@ -229,55 +226,52 @@ def _domain(context: ServerContext, name: str) -> ServedModel:
     return domains[name]
 
 
-async def _unread(request: Request, context: ServerContext, kind: type[VisionRequest]) -> Unread:
-    """Fields of a request, and a function that reads its images or its video."""
-    pixels = request.state.stack.enter_context(context.media.pixels())
+async def _fields(request: Request, context: ServerContext, kind: type[K]) -> K:
+    """Fields of a request, with files in place of URLs if it is a form."""
     is_json = request.headers.get("content-type", "").lower().startswith(JSON)
     body = await request.body()
     del request._body  # each copy is freed when the next one exists
-    from_body = _from_json(body, context, pixels, kind) if is_json else _from_form(
-        body, request.headers["content-type"], context, pixels, kind
-    )  # fmt: skip
+    parsing: Coroutine[Any, Any, K] = (
+        context.bodies.parsed(body, _adapter(kind))
+        if is_json
+        else _from_form(body, request.headers["content-type"], context, kind)
+    )
     del body
-    return await from_body
+    return await parsing
 
 
-async def _from_json(
-    body: bytes, context: ServerContext, pixels: Pixels, kind: type[VisionRequest]
-) -> Unread:
-    parsing = context.bodies.parsed(body, _adapter(kind))
-    del body
-    fields = await parsing
-    return fields, reader_of(fields, context, pixels)
-
-
-def reader_of(
-    fields: VisionRequest, context: ServerContext, pixels: Pixels
+def _media(
+    context: ServerContext, http: Request, fields: VisionRequest
 ) -> Callable[[], Coroutine[Any, Any, Media]]:
-    """A function that reads the images, or the video, of which a request has URLs."""
-    media = context.media
-    _check(fields, len(fields.images), fields.video is not None, len(fields.frames), context)
+    """Refuse a request that has not images, a video or frames; return what reads them."""
+    check_text(len(fields.prompt or ""), context)
+    most, most_frames = context.settings.max_images, context.settings.max_video_frames
+    images, frames, video = fields.images, fields.frames, fields.video
+    if bool(images) + (video is not None) + bool(frames) != 1:
+        raise RequestError("Send images, or one video, or a video's frames: one of these")
+    for count, what, limit in ((len(images), "image", most), (len(frames), "frame", most_frames)):
+        if count > limit:
+            has = "The request has" if what == "image" else "The video has"
+            raise RequestError(f"{has} {plural(count, what)}, more than {limit}: send fewer")
+    media, pixels = context.media, http.state.stack.enter_context(context.media.pixels())
 
     async def read() -> Media:
-        images = await gathered(*(media.image(url, pixels) for url in fields.images))
-        if fields.video is not None:
-            return images, await media.video(fields.video, pixels)
-        return images, await media.frames(fields.frames, pixels) if fields.frames else None
+        found = await gathered(*(media.image(url, pixels) for url in images))
+        if video is not None:
+            return found, await media.video(video, pixels)
+        return found, await media.frames(frames, pixels) if frames else None
 
     return read
 
 
-async def _from_form(
-    body: bytes, header: str, context: ServerContext, pixels: Pixels, kind: type[VisionRequest]
-) -> Unread:
+async def _from_form(body: bytes, header: str, context: ServerContext, kind: type[K]) -> K:
     parsing = asyncio.to_thread(_form_items, body, header, context.settings)
     del body
     known = sorted(kind.model_fields.keys() - {*_FILES})
-    files: dict[str, list[bytes]] = {name: [] for name in _FILES}
+    files: dict[str, list[MediaUrl]] = {name: [] for name in _FILES}
     values: dict[str, Any] = {}
-    items = await parsing
-    for name, item in items:
-        if isinstance(item, bytes) and name in files:
+    for name, item in await parsing:
+        if isinstance(item, MediaUrl) and name in files:
             files[name].append(item)
         elif isinstance(item, str) and name in known and name not in values:
             values[name] = item
@@ -286,36 +280,21 @@ async def _from_form(
                 f"The form has an unknown or repeated field {name[:50]!a}: the "
                 f"files are {', '.join(_FILES)}, the rest {', '.join(known)}"
             )
-    del items
-    images = files.pop("image") + files.pop("images")
-    videos, frames = files.pop("video"), files.pop("frames")
+    if len(files["video"]) > 1:
+        raise RequestError("The form has several videos: send them one by one")
     if values.get("domains", "*") != "*":
         values["domains"] = [name.strip() for name in values["domains"].split(",")]
+    given = {"images": files["image"] + files["images"], "frames": files["frames"]}
     try:
-        fields = kind.model_validate(values)
+        return kind.model_validate({**values, **given, "video": next(iter(files["video"]), None)})
     except ValidationError as error:
         raise invalid(error.errors(include_input=False), values, "The form") from None
-    if len(videos) > 1:
-        raise RequestError("The form has several videos: send them one by one")
-    _check(fields, len(images), bool(videos), len(frames), context)
-
-    def decoded(contents: list[bytes]) -> list[Coroutine[Any, Any, Image]]:
-        contents.reverse()  # each file is given away: it is freed once its decoder has it
-        return [context.media.decode_image(contents.pop(), pixels) for _ in range(len(contents))]
-
-    async def read() -> Media:
-        found = await gathered(*decoded(images))
-        if videos:
-            return found, await context.media.decode_video(videos.pop(), pixels)
-        return found, await gathered(*decoded(frames)) if frames else None
-
-    return fields, read
 
 
 def _form_items(
     body: bytes, content_type: str, settings: ServerSettings
-) -> list[tuple[str, str | bytes]]:
-    """Names and contents of a form's fields (text) and files (bytes)."""
+) -> list[tuple[str, str | MediaUrl]]:
+    """Names and contents of a form's fields and files."""
     most, fields = settings.max_images + settings.max_video_frames + 1, 8
     boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
     if not boundary:
@@ -327,7 +306,7 @@ def _form_items(
         for start in range(0, len(body), _PIECE):
             yield body[start : start + _PIECE]
 
-    async def parse() -> list[tuple[str, str | bytes]]:
+    async def parse() -> list[tuple[str, str | MediaUrl]]:
         parser = MultiPartParser(
             Headers({"content-type": content_type}), pieces(), max_files=most, max_fields=fields,
             max_part_size=4 * settings.max_prompt_chars,
@@ -336,7 +315,7 @@ def _form_items(
         form = await parser.parse()
         try:
             return [
-                (name, await item.read() if isinstance(item, UploadFile) else item)
+                (name, MediaUrl(await item.read()) if isinstance(item, UploadFile) else item)
                 for name, item in form.multi_items()
             ]
         finally:
@@ -347,24 +326,6 @@ def _form_items(
     except (MultiPartException, ValueError) as error:
         said = getattr(error, "message", None) or "its parts or their headers are malformed"
         raise RequestError(f"The form cannot be read ({said}): let your client make it") from error
-
-
-def _check(
-    fields: VisionRequest, images: int, video: bool, frames: int, context: ServerContext
-) -> None:
-    """Refuse a request whose prompt is too long, or that has not images, a video or frames."""
-    check_text(len(fields.prompt or ""), context)
-    most, most_frames = context.settings.max_images, context.settings.max_video_frames
-    if (images > 0) + video + (frames > 0) != 1:
-        raise RequestError("Send images, or one video, or a video's frames: one of these")
-    if images > most:
-        raise RequestError(
-            f"The request has {plural(images, 'image')}, more than {most}: send fewer"
-        )
-    if frames > most_frames:
-        raise RequestError(
-            f"The video has {plural(frames, 'frame')}, more than {most_frames}: send fewer"
-        )
 
 
 def _requests(
@@ -382,28 +343,23 @@ def _requests(
     question, warnings = question_of(model, prompt, head=head)
     frames = [] if video is None else [len(video)]
     warnings += check_measured_media(model, 1 - len(frames), frames, head=head)
-    messages = None
-    if prompt is not None:
-        kind = "image" if video is None else "video"
-        content = [{"type": "text", "text": question}, {"type": kind}]
-        messages = [{"role": "user", "content": content}]
-    common = types.Request(
-        f"vision-{new_id()}",
-        model=model.name,
-        messages=messages,
-        min_score=fields.min_score,
-        sampling=SamplingParams(
+    common: dict[str, Any] = {
+        "model": model.name,
+        "min_score": fields.min_score,
+        "sampling": SamplingParams(
             max_tokens=fields.max_tokens or answer_tokens(model, arrival.context),
             temperature=settings.temperature,
         ),
-        deadline=arrival.time_left(),
-        cache_salt=fields.cache_salt,
-    )
-    if video is not None:
-        return [replace(common, videos=[video])], warnings
+        "deadline": arrival.time_left(),
+        "cache_salt": fields.cache_salt,
+    }
+    identity, words = f"vision-{new_id()}", None if prompt is None else question
+    parts = [[image] for image in images] if video is None else [video]
     return [
-        replace(common, id=f"{common.id}-{number}", images=[image])
-        for number, image in enumerate(images)
+        types.Request.about(
+            part, words, video=video is not None, id=f"{identity}-{number}", **common
+        )
+        for number, part in enumerate(parts)
     ], warnings
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from PIL import Image
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    TypeAdapter,
+    model_validator,
+)
 
 from valora_data.contract.bundle import GOLDEN, MANIFEST
 from valora_data.contract.files import UnreadableError, read_bytes, read_json, shown
@@ -37,8 +43,6 @@ LIMITS = Limits(
     frames=1,
 )
 """Limits of a golden image."""
-MOST_BOXES = 1000
-"""Most boxes of a teacher on a golden image."""
 MOST_PIXELS = 160_000_000
 """Most pixels of the images of one golden example."""
 
@@ -62,96 +66,99 @@ async def replay(engine: EngineClient, folder: Path) -> int:
     return len(examples)
 
 
-@dataclass(frozen=True)
-class Example:
-    """A golden example, as docs/reference/bundle.md describes it."""
+class TeacherBox(BaseModel):
+    """A detected box (x0, y0, x1, y1), in pixels of the image."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    label: str
+    confidence: FiniteFloat
+    box: list[FiniteFloat] = Field(min_length=4, max_length=4)
+
+
+class TeacherAnswer(BaseModel):
+    """What the small model that taught a domain answers for an example."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    detections: list[TeacherBox] | None = Field(
+        default=None, max_length=1000, description="its boxes from its own threshold on"
+    )
+    label: str | None = None
+    confidence: FiniteFloat | None = None
+    text: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, found: Any) -> Any:
+        """Name the boxes, which bundles hold as a list."""
+        if isinstance(found, dict) and not found.keys() & {"detections", "label", "text"}:
+            raise ValueError("it holds neither boxes nor a label nor a text")
+        return {"detections": found} if isinstance(found, list) else found
+
+
+class Example(BaseModel):
+    """A golden example, as docs/reference/bundle.md describes it; `files` are its images."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
 
     domain: str
-    threshold: float
-    dtype: str  # that the base model computed in
-    files: tuple[Path, ...]
-    video: bool
-    question: str | None
-    max_tokens: int | None
+    image: str | None = None
+    rest: list[str] | None = Field(default=None, max_length=MOST_IMAGES - 1)
+    media: str | None = None
+    question: str | None = Field(default=None, max_length=PROMPT_LENGTH)
+    max_tokens: int | None = Field(default=None, ge=1)
     expected: Any
-    teacher: dict[str, Any] | None = None
+    teacher: TeacherAnswer | None = None
+    threshold: float = 0.0
+    dtype: str = "float32"  # that the base model computed in
+    files: tuple[Path, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked(cls, entry: Any) -> Any:
+        """Take the prompt of earlier bundles' questions about contexts and texts, without image."""
+        if isinstance(entry, dict) and "image" not in entry:
+            entry = {"question": entry.get("prompt")} | entry
+            if not entry["question"]:
+                raise ValueError("expected an image or a prompt")
+        return entry
 
 
 def read_examples(folder: Path) -> list[Example]:
     """Read the golden examples of a bundle; none if it has no file of them."""
     if not os.path.lexists(folder / GOLDEN):
         return []
-    stored = read_json(folder / GOLDEN)
+    found = _LISTED.validate_python(read_json(folder / GOLDEN))
     manifest = read_json(folder / MANIFEST)
-    domains = manifest["domains"]
-    if not isinstance(stored, list) or len(stored) > MOST_EXAMPLES:
-        raise ValueError(f"expected a list of at most {MOST_EXAMPLES} examples")
+    domains, base = manifest["domains"], manifest.get("base") or {}
     examples = []
-    for entry in stored:
-        # Questions about contexts and texts have no image; those of earlier bundles are prompts.
-        asked = "question" if "image" in entry or "question" in entry else "prompt"
-        names = [entry["image"], *(entry.get("rest") or ())] if "image" in entry else []
-        question, tokens = entry.get(asked), entry.get("max_tokens")
-        if not names and not question:
-            raise ValueError("expected an image or a prompt")
-        if len(names) > MOST_IMAGES or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"expected at most {MOST_IMAGES} names of images")
-        if not isinstance(question, str | None) or len(question or "") > PROMPT_LENGTH:
-            raise ValueError(f"expected a question of at most {PROMPT_LENGTH} characters")
-        if tokens is not None and (type(tokens) is not int or tokens < 1):
-            raise ValueError("expected max_tokens of at least 1")
+    for one in found:
+        names = [] if one.image is None else [one.image, *(one.rest or ())]
         for name in names:
             if not (folder / name).resolve().is_relative_to(folder.resolve()):
                 raise ValueError("an image lies outside of the bundle")
-        examples.append(
-            Example(
-                domain=entry["domain"],
-                threshold=float(domains[entry["domain"]].get("threshold") or 0.0),
-                dtype=manifest["base"]["dtype"],
-                files=tuple(folder / name for name in names),
-                video=entry.get("media") == "video",
-                question=question,
-                max_tokens=tokens,
-                expected=entry["expected"],
-                teacher=_teacher(entry.get("teacher")),
-            )
-        )
+        examples.append(one.model_copy(update={
+            "threshold": float(domains[one.domain].get("threshold") or 0.0),
+            "dtype": base.get("dtype", "float32"),
+            "files": tuple(folder / name for name in names),
+        }))  # fmt: skip
     return examples
 
 
-def _teacher(found: Any) -> dict[str, Any] | None:
-    """Check a teacher's answer, which is sent to clients as it is."""
-    if found is None:
-        return None
-    if isinstance(found, list) and len(found) <= MOST_BOXES:
-        return {"detections": [_box(entry) for entry in found]}
-    if isinstance(found, dict):
-        texts = {name: found[name] for name in ("label", "text") if name in found}
-        if texts and all(isinstance(text, str) for text in texts.values()):
-            sure = found.get("confidence")
-            return texts if sure is None else texts | {"confidence": _number(sure)}
-    raise ValueError(f"expected a teacher's answer, got {shown(found)}")
-
-
-def _box(entry: dict[str, Any]) -> dict[str, Any]:
-    label, box = entry["label"], entry["box"]
-    if not isinstance(label, str) or not isinstance(box, list) or len(box) != 4:
-        raise ValueError(f"expected a teacher's box, got {shown(entry)}")
-    sure = _number(entry["confidence"])
-    return {"label": label, "confidence": sure, "box": [_number(value) for value in box]}
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"expected a number, got {shown(value)}")
-    return float(value)
+_LISTED = TypeAdapter(Annotated[list[Example], Field(max_length=MOST_EXAMPLES)])
 
 
 async def _check(engine: EngineClient, folder: Path, number: int, example: Example) -> None:
     domain, threshold = example.domain, example.threshold
     named = example.files[0].name if example.files else shown(example.question)
     pictures = await _pictures(example)
-    request = _request(f"golden-{folder.name}-{number}", example, pictures)
+    tokens, least = example.max_tokens, max(0.0, threshold - CONFIDENCE_TOLERANCE)
+    request = Request.about(
+        pictures, example.question, id=f"golden-{folder.name}-{number}", model=domain,
+        video=example.media == "video", min_score=least,
+        sampling=SamplingParams() if tokens is None else SamplingParams(max_tokens=tokens),
+    )  # fmt: skip
     head: HeadResult | None = None
     text = ""
     async for output in engine.generate(request):
@@ -193,24 +200,3 @@ async def _pictures(example: Example) -> list[Image.Image]:
         job = Job("image", content, LIMITS, take)
         found += await shared_pool().decode(job, wait=LIMITS.seconds)
     return found
-
-
-def _request(name: str, example: Example, pictures: list[Image.Image]) -> Request:
-    """The request of an example: its images or frames, and its own question if it has one."""
-    messages = None
-    if example.question is not None:
-        shown_as = [{"type": "video"}] if example.video else [{"type": "image"}] * len(pictures)
-        content = [{"type": "text", "text": example.question}, *shown_as]
-        messages = [{"role": "user", "content": content}]
-    sampling = SamplingParams()
-    if example.max_tokens is not None:
-        sampling = replace(sampling, max_tokens=example.max_tokens)
-    return Request(
-        id=name,
-        model=example.domain,
-        messages=messages,
-        images=() if example.video else pictures,
-        videos=[pictures] if example.video else (),
-        min_score=max(0.0, example.threshold - CONFIDENCE_TOLERANCE),
-        sampling=sampling,
-    )

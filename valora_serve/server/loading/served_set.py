@@ -8,7 +8,6 @@ Whatever can fail for lack of space thus fails before anything has changed.
 from __future__ import annotations
 
 import asyncio
-import errno
 import secrets
 import shutil
 from functools import partial
@@ -26,6 +25,7 @@ from valora_serve.errors import (
     SourceError,
     StorageError,
     UnknownModelError,
+    disk_remedy,
     pickle_error,
 )
 from valora_serve.server.loading.state_file import SavedState, StateFile, read_state
@@ -116,7 +116,7 @@ class ServedSet:
     async def _give_way(self, names: Collection[str]) -> None:
         """Unload adapters that requests have loaded under names which an operator wants."""
         for name in [one for one in self._found if _is_among(one, names)]:
-            await self._engine.unload_adapter(name)
+            await self._engine.unload("adapter", name)
             self._found.discard(name)
             logs.LOG.warning("unloaded %s: an operator loads something else of this name", name)
 
@@ -184,27 +184,24 @@ class ServedSet:
                 return made
 
             async def undo() -> None:
-                await (self._load_again if before else self._unload)("adapter", name)
+                await (self._load_again if before else self._engine.unload)("adapter", name)
 
             made = await self._changed(f"adapter {name}", new, load, undo)
             await self._serve_waiting()
             return made
-
-    async def _unload(self, kind: str, name: str) -> None:
-        await getattr(self._engine, f"unload_{kind}")(name)
 
     async def _unrecord(self, kind: str, name: str) -> str | None:
         """Unload an adapter or a context; its folder if it was recorded."""
         served, new = self._served(name), self._state.copied()
         folder = new.of(kind).pop(name, None)
         if folder is None or (served is not None and served.bundle):
-            await self._unload(kind, name)  # says what is wrong with the name
+            await self._engine.unload(kind, name)  # says what is wrong with the name
             self._found.discard(name)
             return None
         new.decode_only = [one for one in new.decode_only if one != name or kind != "adapter"]
 
         await self._gone(
-            f"{kind} {name}", new, partial(self._unload, kind, name) if served else None,
+            f"{kind} {name}", new, partial(self._engine.unload, kind, name) if served else None,
             partial(self._load_again, kind, name),
         )  # fmt: skip
         return folder
@@ -251,7 +248,7 @@ class ServedSet:
         async with self._lock:
             if not self.has(name, folder) or not may():
                 return False
-            await self._engine.unload_adapter(name)
+            await self._engine.unload("adapter", name)
             self._found.discard(name)
             return True
 
@@ -282,7 +279,7 @@ class ServedSet:
                     raise self._unrecorded(f"context {name}", error) from error
 
             async def undo() -> None:
-                await (self._load_again if served else self._unload)("context", name)
+                await (self._load_again if served else self._engine.unload)("context", name)
 
             before = self._state.contexts.get(name)
             try:
@@ -337,7 +334,7 @@ class ServedSet:
             new = self._state.copied()
             if new.bundles.pop(short, None) is None and short not in new.unloaded:
                 new.unloaded.append(short)
-            unload = None if lost else partial(self._unload, "bundle", short)
+            unload = None if lost else partial(self._engine.unload, "bundle", short)
             undo = partial(self._load_before, short, self._served_bundles())
             await self._gone(f"bundle {short}", new, unload, undo)
 
@@ -387,14 +384,9 @@ class ServedSet:
         self, what: str, error: OSError, but: str = "nothing was changed"
     ) -> StorageError:
         """The error of a change that cannot be recorded."""
-        remedy = "check that disk"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "free space on that disk"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            remedy = "let the server write there"
         return StorageError(
             f"{what} could not be recorded in {self._file.path} ({error.strerror or error}), so "
-            f"{but}: {remedy}, and try again"
+            f"{but}: {disk_remedy(error)}, and try again"
         )
 
     async def _load_bundle(self, folder: Path, before: dict[str, Path]) -> list[ServedModel]:
@@ -417,7 +409,7 @@ class ServedSet:
 
     async def _take_back(self, name: str, before: Mapping[str, Path]) -> None:
         """Unload a bundle, and load the version that it has replaced."""
-        await self._engine.unload_bundle(name)
+        await self._engine.unload("bundle", name)
         await self._load_before(name, before)
 
     async def _load_before(self, name: str, before: Mapping[str, Path]) -> None:

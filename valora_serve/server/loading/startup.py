@@ -7,10 +7,11 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -60,23 +61,19 @@ def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
     return found
 
 
-def find_rounding(folders: Sequence[Path]) -> str:
-    """Return how the base model's weights must be rounded for the first bundle."""
+def follow_bundles(settings: Any, folders: Sequence[Path]) -> Any:
+    """The engine's settings with what the first bundle says of its base model, if that is ours."""
+    stated: Mapping[str, Any] = {}
     for folder in folders:
-        try:
-            return str(read_manifest(folder)["base"].get("quantize") or "none")
-        except BundleError:
-            continue
-    return "none"
-
-
-def find_base(folders: Sequence[Path], base: str) -> str:
-    """Return the base model to serve: that of the first bundle, where both have names of ours."""
-    for folder in folders if base in SHIPPED else ():
         with suppress(BundleError):
-            wanted = str(read_manifest(folder)["base"]["id"])
-            return wanted if wanted in (*SHIPPED, SMOL) else base
-    return base
+            stated = read_manifest(folder)["base"]
+            break
+    base, quantize, wanted = settings.base, settings.quantize, stated.get("id")
+    if base in SHIPPED and wanted in (*SHIPPED, SMOL):
+        base = str(wanted)
+    if quantize == "auto":
+        quantize = str(stated.get("quantize") or "none")
+    return replace(settings, base=base, quantize=quantize)
 
 
 def _download(uri: str, downloads: Path) -> Path:

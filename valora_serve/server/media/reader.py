@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from PIL import Image
 
@@ -101,9 +102,9 @@ class MediaReader:
 
         An `ImageError` says why not, an `OverloadedError` that other images fill the memory.
         """
-        fetching = self._fetcher.content(taken(url), self._settings.max_image_bytes, "image")
-        del url  # may hold the file in base64
-        [image] = await self._decode("image", await fetching, pixels)
+        decoding = self._decode("image", taken(url), pixels)
+        del url  # may hold the file
+        [image] = await decoding
         return image
 
     async def video(self, url: MediaUrl | str, pixels: Pixels) -> list[Image.Image]:
@@ -111,9 +112,9 @@ class MediaReader:
 
         ``data:video/jpeg;base64,`` has the frames as JPEG files in base64, separated by commas.
         """
-        text = taken(url).strip()
+        text = taken(url)
         del url
-        if text[: len(_FRAMES)].lower() == _FRAMES:
+        if isinstance(text, str) and (text := text.strip())[: len(_FRAMES)].lower() == _FRAMES:
             self._check_frames(text.count(","))
             frames = [
                 MediaUrl(f"data:image/jpeg;base64,{found[1]}")
@@ -121,27 +122,14 @@ class MediaReader:
             ]
             del text
             return await self.frames(frames, pixels)
-        fetching = self._fetcher.content(text, self._settings.max_video_bytes, "video")
+        decoding = self._decode("video", text, pixels)
         del text
-        return await self._decode("video", await fetching, pixels)
+        return await decoding
 
     async def frames(self, urls: Sequence[MediaUrl | str], pixels: Pixels) -> list[Image.Image]:
         """Fetch and decode the frames of a video that are sent as images."""
         self._check_frames(len(urls))
         return await gathered(*(self.image(url, pixels) for url in urls))
-
-    async def decode_image(self, content: bytes, pixels: Pixels) -> Image.Image:
-        """Decode an image file, as `image` does."""
-        decoding = self._decode("image", content, pixels)
-        del content
-        [image] = await decoding
-        return image
-
-    async def decode_video(self, content: bytes, pixels: Pixels) -> list[Image.Image]:
-        """Decode evenly spaced frames of a video file, as `video` does."""
-        decoding = self._decode("video", content, pixels)
-        del content
-        return await decoding
 
     def _check_frames(self, count: int) -> None:
         most = self._settings.max_video_frames
@@ -155,12 +143,15 @@ class MediaReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.close()
 
-    async def _decode(
-        self, what: str, content: bytes | bytearray, pixels: Pixels
-    ) -> list[Image.Image]:
+    async def _decode(self, what: str, source: Any, pixels: Pixels) -> list[Image.Image]:
+        """Decode a file, or that of a URL."""
         image = what == "image"
         most = self._settings.max_image_bytes if image else self._settings.max_video_bytes
-        if len(content) > most:
+        if isinstance(source, str):
+            fetching = self._fetcher.content(source, most, what)
+            del source  # may hold the file in base64
+            source = await fetching
+        if len(source) > most:
             raise too_large(what, most)
 
         def take(count: int) -> None:
@@ -173,8 +164,8 @@ class MediaReader:
                 )
             pixels.take(count)
 
-        job = Job(what, content, self._limits, take)
-        del content  # the job drops it as soon as its decoder has it
+        job = Job(what, source, self._limits, take)
+        del source  # the job drops it as soon as its decoder has it
         try:
             return await self._pool.decode(job, self._settings.media_seconds)
         finally:

@@ -10,7 +10,7 @@ from pydantic_core import CoreSchema, core_schema
 
 
 class MediaUrl:
-    """URL of an image or video in a request.
+    """URL of an image or video in a request, or the file itself, of a form.
 
     A data: URL is a copy of the file in base64. The request that holds it lives until its answer
     is sent, so that the text is handed over to the one who decodes it and freed then.
@@ -18,15 +18,15 @@ class MediaUrl:
 
     __slots__ = ("_length", "_text")
 
-    def __init__(self, text: str) -> None:
-        self._text: str | None = text
+    def __init__(self, text: str | bytes) -> None:
+        self._text: str | bytes | None = text
         self._length = len(text)
 
     def __len__(self) -> int:
-        """Length of the URL in characters, also after it was taken."""
+        """Length of the URL or file, also after it was taken."""
         return self._length
 
-    def take(self) -> str:
+    def take(self) -> str | bytes:
         """Return the URL, which this object no longer holds then; it can be taken once."""
         text, self._text = self._text, None
         assert text is not None, "the URL has been taken already"
@@ -42,6 +42,6 @@ class MediaUrl:
         return core_schema.no_info_wrap_validator_function(made, handler(str))
 
 
-def taken(url: MediaUrl | str) -> str:
-    """Return the text of a URL; a `MediaUrl` no longer holds it then."""
+def taken(url: MediaUrl | str) -> str | bytes:
+    """Return the text of a URL, or a file; a `MediaUrl` no longer holds it then."""
     return url.take() if isinstance(url, MediaUrl) else url

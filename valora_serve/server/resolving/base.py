@@ -34,26 +34,16 @@ CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An adapter at its source.
+    """An adapter at its source."""
 
-    Attributes:
-        version: Changes whenever its files do, e.g. a commit, or a hash of their ETags.
-        sizes: Bytes of each of `FETCHED` that is there; None where the source does not say.
-    """
-
-    version: str
-    sizes: Mapping[str, int | None]
+    version: str  # changes whenever its files do, e.g. a commit, or a hash of their ETags
+    sizes: Mapping[str, int | None]  # bytes of each of `FETCHED` that is there, if known
 
 
 def leads_inside(folder: Path, target: Path, root: Path) -> bool:
-    """Return whether a file of an adapter may be read; all paths are without links.
-
-    Args:
-        folder: The adapter's folder, below `root`.
-        target: Where the file is.
-        root: Folder that adapters may lie in. Files of a Hugging Face cache are links from
-            ``models--…/snapshots/<revision>/`` to ``models--…/blobs/``, which belong to it, too.
-    """
+    """Return whether the file `target` of an adapter's folder may be read; paths have no links."""
+    # Files of a Hugging Face cache are links from ``models--…/snapshots/<revision>/`` to
+    # ``models--…/blobs/``, which belong to it, too.
     blobs = (
         one.parent / "blobs" for one in (folder, *folder.parents)
         if one.name == "snapshots" and one.parent.name.startswith("models--")
@@ -78,19 +68,9 @@ class Resolver(ABC):
 
     They may raise `PermissionError` if the place denies access, any other `OSError` if it cannot
     be reached, and a `ServeError` that says what else is wrong.
-
-    Args:
-        scheme: Scheme of the place; ``file`` for a folder.
-        place: The place, as `--adapter-sources` names it, without ``scheme://``.
-
-    Attributes:
-        scheme: Scheme of the place, which names it in metrics and messages.
-        place: The place without its scheme.
-        remedy: What whoever asks for an adapter that it does not have may do, after "no source has
-            it".
     """
 
-    remedy = "put it there"
+    remedy = "put it there"  # what whoever asks for an adapter that it does not have may do
 
     def __init__(self, scheme: str, place: str) -> None:
         self.scheme, self.place = scheme, place
@@ -104,9 +84,7 @@ class Resolver(ABC):
     def find(self, name: str) -> Found | None:
         """Look an adapter up without reading it; None if the place has none of this name.
 
-        Args:
-            name: Letters, digits, ``.``, ``_`` and ``-``, in parts separated by single slashes;
-                no part begins with a dot.
+        Names have letters, digits, ``.``, ``_``, ``-`` and slashes; no part begins with a dot.
         """
 
     def _found(self, name: str, look: Look) -> Found | None:

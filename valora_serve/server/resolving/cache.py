@@ -9,7 +9,6 @@ one server at a time.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -31,6 +30,7 @@ from valora_serve.errors import (
     SettingsError,
     SourceError,
     StorageError,
+    disk_remedy,
 )
 from valora_serve.server.resolving.base import FETCHED, FILES, WEIGHTS, Found, Resolver, Stream
 from valora_serve.server.telemetry import logs
@@ -237,12 +237,9 @@ class AdapterCache:
         try:
             yield
         except OSError as error:
-            remedy = "let the server write there"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                remedy = "free space on that disk"
             raise StorageError(
                 f"Adapter {name} cannot be written to the adapter cache ({error.strerror}), so "
-                f"nothing was changed: {remedy}, and try again"
+                f"nothing was changed: {disk_remedy(error)}, and try again"
             ) from error
 
     def _reserve(self, room: int, name: str) -> None:

@@ -69,7 +69,7 @@ def test_a_prefix_of_all_tokens_answers_as_the_document_in_the_prompt(base, tmp_
         for request in (Request("a", "doc", messages=question, sampling=SAMPLING),
                         Request("b", None, messages=whole, sampling=SAMPLING)):  # fmt: skip
             found.append([i for one in await answer(client, request) for i in one.token_ids])
-        await client.unload_context("doc")
+        await client.unload("context", "doc")
         return found
 
     made, short, long = with_engine(engine, use)
@@ -167,7 +167,7 @@ def test_refusals(base, bundle, tmp_path, wanted, kind, message):
         with pytest.raises(kind, match=message):
             await client.make_context(wanted, tmp_path / "a")
         with pytest.raises(BusyError, match="belongs to bundle documents"):
-            await client.unload_context("learnt")
+            await client.unload("context", "learnt")
 
     with_engine(engine, use)
     assert not (tmp_path / "a").exists()

@@ -83,7 +83,7 @@ def test_errors_come_as_outputs(base, adapters):
         both = await asyncio.gather(*(outputs_of(engine, question("same")) for _ in range(2)))
         assert sorted(str(one.finish) for one in both) == ["error", "length"]
         with pytest.raises(UnknownModelError):
-            await engine.unload_adapter("nobody")
+            await engine.unload("adapter", "nobody")
         with pytest.raises(AdapterError):
             await engine.load_adapter("x", Path("/nowhere"))
         assert_empty(inner)

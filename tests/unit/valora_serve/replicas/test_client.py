@@ -160,15 +160,13 @@ async def test_adapters_and_bundles_are_loaded_everywhere_or_nowhere(tmp_path):
     for replica in replicas:
         assert "third" not in {model.name for model in replica.engine.models()}
     del replicas[1].engine.load_adapter
-    for name, error in (
-        ("nobody", errors.UnknownModelError), ("adapter-1", errors.BusyError),
-    ):  # fmt: skip
+    for name, error in (("nobody", errors.UnknownModelError), ("adapter-1", errors.BusyError)):
         with pytest.raises(error):
-            await client.unload_adapter(name)
+            await client.unload("adapter", name)
     with pytest.raises(errors.UnknownModelError):
-        await client.unload_bundle("more@2")
-    await client.unload_adapter("mine")
-    await client.unload_bundle("more")
+        await client.unload("bundle", "more@2")
+    await client.unload("adapter", "mine")
+    await client.unload("bundle", "more")
     for replica in replicas:
         assert not {"mine", "signs"} & {model.name for model in replica.engine.models()}
     assert not {"mine", "signs"} & {model.name for model in client.models()}
@@ -198,7 +196,7 @@ async def test_a_context_is_made_by_one_replica_and_served_by_all(tmp_path):
         str(tmp_path / "new-2")
     }
     await client.load_context("old", folder)
-    await client.unload_context("new")
+    await client.unload("context", "new")
     for engine in engines:
         assert {m.name for m in engine.models() if m.form} == {"old"}
     of_bundle = replace(client._models[0], name="c", form="prefix", bundle="b@1")
@@ -208,7 +206,7 @@ async def test_a_context_is_made_by_one_replica_and_served_by_all(tmp_path):
         ("c", errors.BusyError, "context c belongs to bundle b@1"),
     ):
         with pytest.raises(error, match=words):
-            await client.unload_context(name)
+            await client.unload("context", name)
 
 
 @asynchronous

@@ -24,8 +24,6 @@ def golden_bundle(folder, expected, domain="person", threshold=0.5):
 
 
 BOX = {"label": "person", "confidence": 0.9, "box": [0.0, 0.0, 20.0, 10.0]}
-
-
 SECOND = {"label": "person", "confidence": 0.4, "box": [10.0, 5.0, 40.0, 20.0]}
 
 

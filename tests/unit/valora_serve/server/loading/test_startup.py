@@ -2,6 +2,7 @@
 
 import pytest
 
+from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
 from valora_serve.server.loading import startup
 
@@ -53,4 +54,5 @@ def test_the_shipped_base_model_of_the_first_bundle_is_served(
 ):
     manifest = {"base": {"id": bundle}}
     monkeypatch.setattr(startup, "read_manifest", lambda _: manifest)
-    assert startup.find_base([tmp_path] if bundle else [], asked) == served
+    made = startup.follow_bundles(EngineSettings(base=asked), [tmp_path] if bundle else [])
+    assert (made.base, made.quantize) == (served, "none")

@@ -22,6 +22,7 @@ from valora_serve.server.media import decode
 from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.pool import DecodePool, Job
 from valora_serve.server.media.reader import MediaReader
+from valora_serve.server.media.urls import MediaUrl
 from valora_serve.server.settings import ServerSettings
 
 LIMITS = Limits(10**8, 10**8, 10**5, 50.0, 2**29, 20.0, 60.0, 4)
@@ -233,7 +234,7 @@ def test_time_of_a_requests_images_is_limited_together(slow):
         with reader.pixels() as pixels:
             for _ in range(4):
                 try:
-                    await reader.decode_image(slow, pixels)
+                    await reader.image(MediaUrl(slow), pixels)
                 except ImageError as error:
                     errors.append(str(error))
         await reader.close()

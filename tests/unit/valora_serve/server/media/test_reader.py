@@ -12,6 +12,7 @@ from tests.support.http_helpers import begin, chat, data_url, encoded, picture, 
 from tests.support.http_helpers import read_media as read
 from valora_serve.errors import ImageError, OverloadedError
 from valora_serve.server.media.reader import MediaReader
+from valora_serve.server.media.urls import MediaUrl
 from valora_serve.server.settings import ServerSettings
 
 
@@ -25,16 +26,16 @@ def test_pixels_of_a_request_and_of_all_are_bounded():
         assert len(content) < 5000
         with reader.pixels() as first:
             for _ in range(3):
-                await reader.decode_image(content, first)
+                await reader.image(MediaUrl(content), first)
             with pytest.raises(ImageError, match="together"):
-                await reader.decode_image(content, first)
+                await reader.image(MediaUrl(content), first)
             with reader.pixels() as second:
-                await reader.decode_image(content, second)
+                await reader.image(MediaUrl(content), second)
                 with pytest.raises(OverloadedError, match="other requests"):
-                    await reader.decode_image(content, second)
+                    await reader.image(MediaUrl(content), second)
         with reader.pixels() as third:
             for _ in range(3):
-                await reader.decode_image(content, third)
+                await reader.image(MediaUrl(content), third)
         with pytest.raises(ImageError, match="over"):
             third.take(1)  # a thread that comes too late takes nothing
         assert reader._held == 0

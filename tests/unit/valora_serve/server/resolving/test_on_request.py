@@ -354,8 +354,8 @@ def test_a_request_for_what_is_being_unloaded_loads_it_again(place):
     began, goes_on = threading.Event(), threading.Event()
 
     class Slow(FakeEngine):
-        async def unload_adapter(self, name):
-            await super().unload_adapter(name)
+        async def unload(self, kind, name):
+            await super().unload(kind, name)
             began.set()
             while not goes_on.is_set():
                 await asyncio.sleep(0.01)

@@ -56,7 +56,7 @@ class Status(EngineStatus):  # type: ignore[misc]
     base: str
     memory_bytes: int
     uptime_seconds: float
-    replicas: dict[str, EngineStatus] | None = Field(  # type: ignore[valid-type]
+    replicas: dict[str, EngineStatus] | None = Field(
         default=None,
         description="every replica by its name, whose sum the others are; null if there is one "
         "engine, in the server's process",

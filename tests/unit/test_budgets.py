@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 3_756,
     "tests/*/valora_teachers": 1_179,
     "tests/*/valora_kernels": 2_086,
-    "tests/*/valora_serve": 24_818,
+    "tests/*/valora_serve": 24_783,
     "tests/unit/bench": 1_508,
     BENCH: 12_142,
 }

@@ -102,7 +102,7 @@ def test_a_shrink_that_leaves_the_range_of_fp16():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_mixture_is_harmless_within_the_limits(dtype, seed):
     """x·(W + ΔW) − x·ΔW, computed as the engine does, against x·W."""
     draw = torch.Generator().manual_seed(100 + seed)

@@ -25,8 +25,6 @@ from valora_serve.errors import AdapterError, QuarantinedError, RequestError
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.types import Finish, Mode
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def _rewrite(folder, change):
     file = folder / "adapter_model.safetensors"

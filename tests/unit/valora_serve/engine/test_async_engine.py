@@ -19,8 +19,6 @@ from valora_serve.errors import (
 )
 from valora_serve.types import Finish, Request
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 async def outputs_of(engine, request):
     found = {}

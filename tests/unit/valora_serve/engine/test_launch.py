@@ -17,8 +17,6 @@ from tests.support.engine_reference import (
 from valora_serve.errors import RequestError
 from valora_serve.types import Finish, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Broken:
     """A constraint that fails at token number `place`, in one of four ways."""

@@ -35,7 +35,7 @@ REST = [Preparation(DECODE, 2, 0), Preparation(PROMPT, 128, 0), Preparation(KERN
 
 
 @pytest.fixture(autouse=True)
-def apart(one_thread, monkeypatch):
+def apart(monkeypatch):
     """No other test sees these tables; plain torch has fixed buffers for decode steps, too."""
     monkeypatch.setattr(lookup, "_tables", {})
     monkeypatch.setattr("valora_kernels.tune.MOST_SETS", 2)

@@ -118,14 +118,8 @@ def test_characters_are_never_given_in_parts(name, text):
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-def _bytes(tokenizer, text):
-    if tokenizer is TOKENIZERS["metaspace"]:
-        return [3 + byte for byte in text.encode()]
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
 def _tokens(text):
-    return _bytes(TOKENIZERS["bytes"], text)
+    return list(TOKENIZERS["bytes"](text, add_special_tokens=False)["input_ids"])
 
 
 def test_a_stop_text_is_never_given_out_in_parts():

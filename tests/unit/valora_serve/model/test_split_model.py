@@ -15,7 +15,7 @@ from valora_serve.parallel.partition import partition
 FAMILIES = CHECKPOINTS | TEXT_CHECKPOINTS
 
 
-FEW = ("llava", "qwen2_5_vl", "qwen2")
+FEW = ("qwen2_5_vl", "qwen2")
 
 
 @pytest.fixture(scope="module", params=others_slow(FEW, FAMILIES))

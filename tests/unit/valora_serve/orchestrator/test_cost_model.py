@@ -67,18 +67,12 @@ def points(model, rng, n=150):
         lora = bool(rng.integers(0, 2))
         terms = int(rng.integers(1, decode + prefill + 1)) if lora else 0
         ranks = 32 * int(rng.integers(1, 16)) if lora else 0
+        mode = Mode.MIXTURE if rng.integers(0, 2) else Mode.UNMERGED
+        images = int(rng.integers(0, 5)) if prefill else 0
+        kv_tokens, pairs = decode * int(rng.integers(1, 900)), prefill * int(rng.integers(1, 900))
+        work = terms * int(rng.choice([8, 64])) if lora else 0
         shapes.append(
-            StepShape(
-                Mode.MIXTURE if rng.integers(0, 2) else Mode.UNMERGED,
-                decode=decode,
-                prefill=prefill,
-                images=int(rng.integers(0, 5)) if prefill else 0,
-                kv_tokens=decode * int(rng.integers(1, 900)),
-                pairs=prefill * int(rng.integers(1, 900)),
-                terms=terms,
-                work=terms * int(rng.choice([8, 64])) if lora else 0,
-                ranks=ranks,
-            )
+            StepShape(mode, decode, prefill, images, kv_tokens, pairs, terms, work, ranks)
         )
     return [(s, model.step(s)) for s in shapes]
 

@@ -41,17 +41,12 @@ def workload(rows, adapters=("a", "b")):
     """Rows of (arrival, adapter or None, prompt, output)."""
     table = np.array([[r[0], r[2], r[3]] for r in rows], dtype=float)
     numbers = [adapters.index(r[1]) if r[1] else traces.BASE for r in rows]
-    n = len(rows)
+    arrival, prompt, output = table.T
     return Workload(
-        tuple(adapters),
-        (64,) * len(adapters),
-        table[:, 0],
-        np.array(numbers, dtype=np.int32),
-        table[:, 1].astype(np.int32),
-        table[:, 2].astype(np.int32),
-        np.zeros(n, dtype=np.int32),
-        np.full(n, math.nan),
-    )
+        tuple(adapters), (64,) * len(adapters), arrival, np.array(numbers, np.int32),
+        prompt.astype(np.int32), output.astype(np.int32), np.zeros(len(rows), np.int32),
+        np.full(len(rows), math.nan),
+    )  # fmt: skip
 
 
 def run(name, work, cost=PLAIN, settings=None, trace=None, **knobs):
@@ -134,7 +129,7 @@ def test_results_do_not_depend_on_the_order_of_sets():
 
 
 def test_early_abort_keeps_attainment_up():
-    work = traces.poisson(90, 20, seed=1)
+    work = traces.poisson(90, 10, seed=1)
     settings = SimSettings(max_requests=64, slo=2.0)
     plain = run("slora", work, H200_7B, settings)
     abort = run("slora", work, H200_7B, settings, early_abort=True, slo=2.0)

@@ -9,10 +9,7 @@ from tests.support.attention_cases import Case
 from tests.support.cases import others_slow
 from tests.support.lora_cases import DEVICE
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 
 BACKENDS = (
     "torch",

@@ -12,8 +12,6 @@ from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.errors import SettingsError, StoppedError
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LONG = 300.0
 """More seconds than any of these tests should take."""
 

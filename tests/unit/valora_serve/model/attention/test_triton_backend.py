@@ -11,7 +11,6 @@ from valora_serve.model.attention.triton_backend import Tiling, TritonBackend
 from valora_serve.types import Request, SamplingParams
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu runs it on a GPU"),
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
 ]
@@ -28,15 +27,17 @@ def check(found, case, layer=0, scale=0.3):
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
 
 
+FORMS = [
+    (DECODES, 64, (2, 2), 16, torch.float16), (MIXED, 96, (4, 2), 8, torch.float32),
+    (DECODES, 128, (7, 1), 32, torch.float16), (MIXED, 64, (7, 1), 32, torch.float16),
+    (DECODES, 80, (6, 2), 5, torch.float32), (MIXED, 24, (20, 1), 1, torch.float32),
+    (DECODES, 256, (2, 1), 16, torch.float32),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("shares", "width", "heads", "block_size", "dtype"),
-    [
-        (DECODES, 64, (2, 2), 16, torch.float16), (MIXED, 96, (4, 2), 8, torch.float32),
-        (DECODES, 128, (7, 1), 32, torch.float16), (MIXED, 64, (7, 1), 32, torch.float16),
-        (DECODES, 80, (6, 2), 5, torch.float32), (MIXED, 24, (20, 1), 1, torch.float32),
-        (DECODES, 256, (2, 1), 16, torch.float32),
-    ],
-)  # fmt: skip
+    ("shares", "width", "heads", "block_size", "dtype"), others_slow(FORMS[1:6:2], FORMS)
+)
 def test_against_the_formula(shares, width, heads, block_size, dtype):
     case = Case(
         shares, heads=heads, block_size=block_size, width=width, dtype=dtype, seed=width, spare=2

@@ -131,7 +131,8 @@ def address(url):
 
 def together(work):
     """Run functions at the same time in threads of lower priority; returns what they return."""
-    behind = lambda: os.setpriority(os.PRIO_PROCESS, 0, NICE)  # noqa: E731 - of this thread
+    own = os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICE  # the server has that of this process
+    behind = lambda: os.setpriority(os.PRIO_PROCESS, 0, own)  # noqa: E731 - of this thread
     with ThreadPoolExecutor(len(work), initializer=behind) as pool:
         return [future.result() for future in [pool.submit(one) for one in work]]
 

@@ -41,13 +41,17 @@ CHECKS = [
 
 
 def hostile(rng):
-    """Bodies that cost a careless server much: path, headers and content by name."""
+    """Bodies that cost a careless server much, by name: path, headers, content or what makes it."""
     many = rng.randrange(200_000, 2_000_000)
-    keys = b"{" + b",".join(b'"k%d":1' % n for n in range(many)) + b"}"
-    image = base64.b64encode(rng.randbytes(15_000_000))
     user = [{"role": "user", "content": "a"}]
     path = rng.choice(PATHS)
     part = b'--b\r\ncontent-disposition: form-data; name="image"; filename="x"\r\n\r\nx\r\n'
+
+    def keys(form, count):
+        return b"{" + b",".join(form % n for n in range(count)) + b"}"
+
+    def coded(size):
+        return base64.b64encode(rng.randbytes(size))
 
     def turn(content):
         return b'{"messages":[{"role":"user","content":' + content + b'}],"max_tokens":1}'
@@ -56,8 +60,8 @@ def hostile(rng):
         return turn(b'[{"type":"image_url","image_url":{"url":"' + url + b'"}}]')
 
     bodies = {
-        "unknown keys": (path, keys),
-        "long keys": (path, b"{" + b",".join(b'"%09000d":1' % n for n in range(5000)) + b"}"),
+        "unknown keys": (path, lambda: keys(b'"k%d":1', many)),
+        "long keys": (path, lambda: keys(b'"%09000d":1', 5000)),
         "nested lists": (path, b"[" * many),
         "nested objects": (path, b'{"a":' * many),
         "tokens": (COMPLETIONS, b'{"prompt":[' + b"1," * many + b"1]}"),
@@ -70,7 +74,8 @@ def hostile(rng):
         "one character": (CHAT, turn(b'"' + b"a" * 399_000 + b'"')),
         "marks": (COMPLETIONS, json.dumps({"prompt": "a\u0301" * 199_000}).encode()),
         "messages": (CHAT, b'{"messages":[' + b'{"role":"user","content":"a"},' * 9_000 + b"1]}"),
-        "unknown keys within": (CHAT, turn(b'[{"type":"text",' + keys[1:40_000] + b'":1}]')),
+        "unknown keys within": (CHAT, turn(
+            b'[{"type":"text",' + keys(b'"k%d":1', 4200)[1:40_000] + b'":1}]')),
         "a large schema": (CHAT, json.dumps({"messages": user, "response_format": {
             "type": "json_schema",
             "json_schema": {"schema": {"enum": [f"v{n}" for n in range(19_000)]}}}}).encode()),
@@ -88,13 +93,14 @@ def hostile(rng):
             "input": "a", "max_output_tokens": 400, "top_logprobs": 20,
             "include": ["message.output_text.logprobs"]}).encode()),
         "embeddings": (EMBEDDINGS, json.dumps({"input": ["a b c"] * 300}).encode()),
-        "a large image": (CHAT, picture(b"data:image/png;base64," + image)),
-        "a large video": (CHAT, turn(
+        "a large image": (CHAT, lambda: picture(
+            b"data:image/png;base64," + coded(15_000_000))),
+        "a large video": (CHAT, lambda: turn(
             b'[{"type":"video_url","video_url":{"url":"data:video/mp4;base64,'
-            + base64.b64encode(rng.randbytes(24_000_000)) + b'"}}]')),
+            + coded(24_000_000) + b'"}}]')),
         "many frames": (CHAT, turn(
             b'[{"type":"frames","frames":["data:image/jpeg;base64,'
-            + b'","data:image/jpeg;base64,'.join([image[:100_000]] * 64) + b'"]}]')),
+            + b'","data:image/jpeg;base64,'.join([coded(75_000)] * 64) + b'"]}]')),
         "a long url": (CHAT, picture(b"http://" + b"a/" * many)),
         "a surrogate": (CHAT, turn(rb'"\ud800"')),
         "bytes": (path, rng.randbytes(many)),
@@ -103,10 +109,10 @@ def hostile(rng):
     forms = {
         "parts of a form": part * 20_000 + b"--b--",
         "boundaries": part[:-3] + b"\r\n--bx" * many,
-        "a large video as a form": part.replace(b'"image"', b'"video"')[:-3]
-        + rng.randbytes(60_000_000)
-        + b"\r\n--b--",
-        "a large file": part[:-3] + rng.randbytes(15_000_000) + b"\r\n--b--",
+        "a large video as a form": lambda: (
+            part.replace(b'"image"', b'"video"')[:-3] + rng.randbytes(60_000_000) + b"\r\n--b--"
+        ),
+        "a large file": lambda: part[:-3] + rng.randbytes(15_000_000) + b"\r\n--b--",
         "headers of a part": b"--b\r\n" + b"a: b\r\n" * many,
         "a part without end": part[:-3] + b"\r\n" * many,
     }
@@ -244,14 +250,20 @@ def running(folder):
     schema = schema_cases(url)
 
     def make(rng, number):
-        works = {name: partial(post, url, *body) for name, body in hostile(rng).items()}
-        works |= {name: partial(talk, url, data) for name, data in raw(rng).items()}
+        bodies, data = hostile(rng), raw(rng)
+        works = [*bodies, *data]
         names = [*works, "a mixture", *schema]
         name = names[number % len(names)]
         if name in schema:
             return [name], "made from the schema", partial(schema[name], rng.randrange(2**31))
-        chosen = rng.choices(list(works), k=AT_ONCE) if name == "a mixture" else [name] * AT_ONCE
-        return [name], ", ".join(set(chosen)), lambda: together([works[one] for one in chosen])
+        chosen = rng.choices(works, k=AT_ONCE) if name == "a mixture" else [name] * AT_ONCE
+        sends = {one: partial(talk, url, data[one]) for one in chosen if one in data}
+        for one in dict.fromkeys(chosen):
+            if one in bodies:
+                path, headers, content = bodies[one]
+                content = content() if callable(content) else content
+                sends[one] = partial(post, url, path, headers, content)
+        return [name], ", ".join(sends), lambda: together([sends[one] for one in chosen])
 
     try:
         yield url, process.process.pid, make

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -172,16 +173,11 @@ def far_device():
 
 def main():
     """Run `valora-train` with the arguments of the command line."""
-    from valora_data.errors import ValoraError
+    from tests.support.forked import gate_here
     from valora_train import cli
-    from valora_train.stages import export, gate
+    from valora_train.stages import export
 
-    def run_gate(command, **_):
-        if gate.main(command[command.index("valora_train.stages.gate") + 1 :]):
-            raise ValoraError("the gate rejected the bundle")
-        return type("Done", (), {"returncode": 0})
-
-    export.subprocess = type("Here", (), {"run": staticmethod(run_gate)})
+    export.subprocess = SimpleNamespace(run=gate_here)
     sys.argv[0] = "valora-train"
     with far_device():
         cli.main()

@@ -3,12 +3,14 @@
 Where whole processes matter (signals, exit status, what is said), and their start does not.
 """
 
+import atexit
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+import threading
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from multiprocessing.process import current_process
 from pathlib import Path
@@ -44,11 +46,17 @@ def _run(module, arguments, cwd, log, environment, gate):
     sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.argv[1:] = arguments
     current_process()._config["daemon"] = False  # may have processes of its own
+    if "OMP_NUM_THREADS" in environment:  # which torch read where it was imported
+        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if not gate:
         from valora_train.stages import export
 
         export.subprocess = SimpleNamespace(run=gate_here)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:  # as an interpreter ends; a process of multiprocessing leaves the second out
+        threading._shutdown()
+        atexit._run_exitfuncs()
 
 
 class Forked:
@@ -81,7 +89,8 @@ class Forked:
         return self.log.read_text(), None
 
     def send_signal(self, how):
-        os.kill(self.pid, how)
+        with suppress(ProcessLookupError):  # as Popen: it may just have ended
+            os.kill(self.pid, how)
 
 
 def finish(process):

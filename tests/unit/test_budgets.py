@@ -15,13 +15,13 @@ BUDGETS = {
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
     "valora_serve": 28_911,
-    "tests/*/valora_train": 7_245,
+    "tests/*/valora_train": 7_241,
     "tests/*/valora_data": 3_756,
     "tests/*/valora_teachers": 1_179,
     "tests/*/valora_kernels": 2_086,
-    "tests/*/valora_serve": 24_783,
+    "tests/*/valora_serve": 24_779,
     "tests/unit/bench": 1_508,
-    BENCH: 12_142,
+    BENCH: 12_149,
 }
 
 

@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +35,12 @@ from valora_serve.server.settings import ServerSettings
 from valora_serve.types import Request, SamplingParams
 
 TURNS = 400
+
+
+def whole(module, arguments, cwd, log, env):
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    with log.open("w") as file:
+        return subprocess.Popen(command, cwd=cwd, env=env, stdout=file, stderr=subprocess.STDOUT)
 
 
 def http(path, body, kind="application/json"):
@@ -153,7 +160,7 @@ def main():
         folder = make_bundle(Path(place) / "sample", "tiny")
         asyncio.run(overhead(folder))
         began = time.perf_counter()
-        process = Process(folder, "--log-level", "warning", cwd=place).ready()
+        process = Process(folder, "--log-level", "warning", cwd=place, start=whole).ready()
         try:
             ready = process.said(r"ready after (\S+) s")[1]
             print(

@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.support.forked import Forked
 from tests.support.serve_helpers import make_bundle
 from valora_data.contract.base_model import base_folder
 from valora_data.contract.boxes import read_detections
@@ -105,9 +104,10 @@ class Process:
     Args:
         arguments: Arguments of the command.
         cwd: Working directory.
+        start: Starts it; benches measure a whole process, and not a forked one.
     """
 
-    def __init__(self, *arguments, cwd):
+    def __init__(self, *arguments, cwd, start=Forked):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(cwd) / f"log-{self.port}.txt"
@@ -116,11 +116,7 @@ class Process:
             "VALORA_PORT": str(self.port), "VALORA_COST_FOLDER": str(Path(cwd) / "costs"),
             "VALORA_PROFILE": "false",
         }  # fmt: skip
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "valora_serve.cli", *map(str, arguments)],
-                cwd=cwd, env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+        self.process = start("valora_serve.cli", arguments, cwd, self.log, os.environ | settings)
 
     def ready(self, seconds=120):
         """Wait until it answers; gives itself."""

@@ -1,12 +1,14 @@
 """The factory on another device than the CPU: nothing stays behind there."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from torch.utils import backend_registration
+
+from tests.support.forked import Forked, finish
+from tests.support.stores import new_store
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,14 +38,8 @@ def train(tmp_path):
     """Runs the command on the device `far`, in the same empty folder; gives its output."""
 
     def run(*arguments):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.support.far_device", *arguments],
-            cwd=tmp_path, capture_output=True, text=True, check=False,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "YOLO_OFFLINE": "1",
-                              "MLFLOW_DISABLE_TELEMETRY": "true"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
+        new_store(tmp_path)
+        return finish(Forked("tests.support.far_device", arguments, tmp_path))
 
     return run
 

@@ -7,13 +7,13 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from contextlib import closing, contextmanager
 
 import psutil
 import pytest
 
+from tests.support.forked import Forked
 from tests.support.stores import new_store
 from valora_data.contract.bundle import read_bundle
 
@@ -23,17 +23,16 @@ LABELS = "domains.sign_type.teacher=labels"
 COUNTS = "{train:64,unlabelled:32,val:50,test:16}"
 
 
-def start(cwd, base, *more):
-    command = [
-        sys.executable, "-m", "valora_train.cli", f"model.id={base}", "task=classification",
+def start(cwd, base, *more, gate=False):
+    arguments = [
+        f"model.id={base}", "task=classification",
         "task.only=[sign_type]", f"domains.sign_type.source.counts={COUNTS}",
         "domains.sign_type.required=0.01", "fusion.of_dedicated=null", "fusion.head_only=false",
         "fusion.margin=0",
         "train.steps=4", "train.probe_steps=4", "train.lora.rank=4", "train.threads=1", *more,
     ]  # fmt: skip
-    return subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    # Only one run reaches the gate in a process of its own: it is interrupted there.
+    return Forked("valora_train.cli", arguments, cwd, cwd.parent / "said.txt", gate=gate)
 
 
 def said(process):
@@ -160,7 +159,7 @@ def test_a_full_disk_in_every_stage_and_sigterm_in_the_gate(tmp_path, random_lla
             assert status == 0, (arguments, text)
             assert set(runs(disk).values()) <= {"FINISHED"}
 
-        process = start(disk, random_llava, *small, *arguments)
+        process = start(disk, random_llava, *small, *arguments, gate=True)
         checked = psutil.Process(process.pid)
         wait_for(process, lambda: any("gate" in str(said_to(c)) for c in checked.children()))
         ended_by_sigterm(process)

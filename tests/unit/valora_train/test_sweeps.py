@@ -141,11 +141,12 @@ def test_no_password_is_left_on_the_disk(tmp_path, monkeypatch, store):
 
 
 @pytest.mark.slow
-def test_jobs_lie_below_a_parent_with_a_table(tmp_path, monkeypatch):
+def test_jobs_lie_below_a_parent_with_a_table(tmp_path, monkeypatch, random_llava):
     monkeypatch.chdir(tmp_path)
     given = write_coco(tmp_path / "cats", count=60)
     more = ["command=fuse", "domains.cat.teacher=labels", "train.steps=2", "train.probe_steps=2",
             "fusion.unreachable=keep", "fusion.head_only=false", "train.threads=1",
+            f"model.id={random_llava}", "train=default",
             f"paths.tracking={new_store(tmp_path)}"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["valora-train", "-m", *given, *more, "train.seed=3,5"])
     cli.main()

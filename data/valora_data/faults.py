@@ -94,12 +94,6 @@ class ImageReader:
     found: dict[Fault, None] = field(default_factory=dict)  # in order
     faulty: set[str] = field(default_factory=set)  # skipped at least in part
 
-    def open(self, path: Path) -> Image.Image | None:
-        """The RGB image as a viewer shows it, or None if it cannot be decoded."""
-        with self.tolerate(readable(path.name)):
-            return load_image(path)
-        return None  # type: ignore[unreachable]  # the fault was collected
-
     @contextmanager
     def tolerate(
         self, item: str, where: str = "", kind: FaultKind = FaultKind.ROW_MALFORMED

@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import pytest
 import tifffile
-from PIL import Image, ImageCms, ImageOps
+from PIL import Image, ImageOps
 
 from valora_data.errors import DataError
 from valora_data.images import decode_image, encoded_file
@@ -100,21 +100,6 @@ def test_palettes_bits_and_pages():
     frames = [Image.new("RGB", (8, 8), (level, 0, 0)) for level in (10, 200)]
     content = saved(frames[0], "TIFF", save_all=True, append_images=frames[1:])
     assert pixels(content)[0, 0, 0] == 10  # of several pages the first
-
-
-def test_cmyk_and_lab():
-    cmyk = Image.fromarray(COLOURS).convert("CMYK")
-    assert np.array_equal(pixels(saved(cmyk, "TIFF")), np.asarray(cmyk.convert("RGB")))
-    # A JPEG of print programs is inverted, which its Adobe marker says.
-    smooth = Image.fromarray(grey(RAMP * 255).astype(np.uint8)).convert("CMYK")
-    jpeg = saved(smooth, "JPEG", quality=100)
-    assert np.abs(pixels(jpeg) - np.asarray(smooth.convert("RGB")).astype(int)).max() <= 6
-    lab = ImageCms.createProfile("LAB")
-    srgb = ImageCms.createProfile("sRGB")
-    flat = Image.new("RGB", (8, 8), (180, 90, 40))
-    image = ImageCms.profileToProfile(flat, srgb, lab, outputMode="LAB")
-    assert image is not None
-    assert np.abs(pixels(saved(image, "TIFF")) - np.asarray(flat).astype(int)).max() <= 3
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -42,13 +42,6 @@ def test_a_set_in_one_piece(tmp_path):
     assert all(s.answer.label == LABELS[int(s.id[1:]) % 2] for s in truth)
 
 
-def test_images_that_nobody_labelled(tmp_path):
-    splits = {split: partial(stream, 100 * i, 5) for i, split in enumerate(Split)}
-    splits[Split.UNLABELLED] = partial(stream, 900, 7, labelled=False)
-    assert prepare(splits, LABELS, {}, tmp_path)[Split.UNLABELLED] == 7
-    assert not (tmp_path / TRUTH).exists()
-
-
 LEAKING = {split: partial(stream, 0, 5) for split in Split}
 NO_TEST = {split: partial(stream, 10 * i, 5) for i, split in enumerate(Split)}
 del NO_TEST[Split.TEST]

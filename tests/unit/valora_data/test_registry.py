@@ -1,37 +1,24 @@
 """Extensions by name: built-in ones, another package's, and names that nobody has."""
 
+import math
+
 import pytest
 
-from valora_data.errors import DataError, UnknownNameError
+from valora_data.errors import DataError
 from valora_data.registry import Registry
 
 
-def registry(**names):
-    return Registry("valora.tests", "thing", names or {"one": "math:pi", "two": "math:tau"})
-
-
-def test_builtin_extensions_are_imported_when_looked_up():
-    things = Registry("valora.tests", "thing", {"here": "math:pi", "broken": "no_such_module:x"})
-    assert things["here"] == pytest.approx(3.14159, abs=1e-5)
-    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        things["broken"]
-
-
-def test_a_builtin_name_cannot_be_taken_over(installed):
+def test_names(installed):
     installed("valora.tests", "one", "extension = 'mine'")
-    assert registry()["one"] == pytest.approx(3.14159, abs=1e-5)
-
-
-def test_an_unknown_name_lists_what_there_is(installed):
     installed("valora.tests", "three", "extension = 3")
-    with pytest.raises(
-        UnknownNameError, match="unknown thing 'four': choose one of one, three, two"
-    ):
-        registry()["four"]
-
-
-def test_a_broken_extension_is_named(installed):
     installed("valora.tests", "bad", "raise RuntimeError('out of order')")
-    things = Registry("valora.tests", "thing", {}, error=DataError)
-    with pytest.raises(DataError, match=r"thing 'bad' .* cannot be imported: out of order"):
-        things["bad"]
+    things = Registry("valora.tests", "thing", {"one": "math:pi", "two": "no_module:x"}, DataError)
+    assert things["one"] == math.pi  # a built-in name cannot be taken over
+    assert things["three"] == 3
+    for name, error, said in (
+        ("two", ModuleNotFoundError, "no_module"),
+        ("four", DataError, "unknown thing 'four': choose one of bad, one, three, two"),
+        ("bad", DataError, r"thing 'bad' .* cannot be imported: out of order"),
+    ):
+        with pytest.raises(error, match=said):
+            things[name]

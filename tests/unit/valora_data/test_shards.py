@@ -109,9 +109,7 @@ def domain(task, *labels, required=0.5, name="d"):
     return Domain(name, task, labels, "what is this?", required)
 
 
-def test_domains_of_every_task():
-    kinds = [Task.VQA, Task.CLASSIFICATION, Task.VIDEO, Task.COUNTING]
-    assert [domain(task, "0", "1").metric for task in kinds] == ["vqa", "top1", "top1", "exact"]
+def test_questions_of_a_domain():
     assert domain(Task.CAPTION, required=6.0).metric == "cider"
     own, none = (Sample("a", picture(0), Answer(), prompt) for prompt in ("who?", None))
     assert domain(Task.VQA).question(own) == "who?"

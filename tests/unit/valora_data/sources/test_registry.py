@@ -81,36 +81,24 @@ def test_what_does_not_fit():
 
 CSV = """
 import csv
-from functools import partial
 
-from valora_data.schema import Answer, Sample, Task
-from valora_data.sources.base import SourceFormat
-from valora_data.faults import ImageReader
+from valora_data.schema import Answer, Task
+from valora_data.sources.formats.annotated import AnnotatedFormat, Record
 
 
-class CsvFormat(SourceFormat):
-    def supports(self, task):
-        return task.spec.answer == "label"
+class CsvFormat(AnnotatedFormat):
+    answers, task = {"label"}, Task.CLASSIFICATION
 
     def recognises(self, location):
         return location.path.suffix == ".csv"
 
-    def guess_task(self, path):
-        return Task.CLASSIFICATION
-
-    def open(self, source):
-        return {None: partial(self.read, source)}
-
-    def read(self, source):
-        with open(source.location, newline="") as file:
+    def records(self, source, part, reading):
+        with open(part, newline="") as file:
             rows = list(csv.DictReader(file))
-        reader = source.reader or ImageReader(source.location)
-        reader.total += len(rows)
+        reading.total += len(rows)
         for row in rows:
-            image = reader.open(source.image_folder / row["file"])
-            if image is not None:
-                yield Sample(row["file"], image, Answer(label=row["label"]))
-        reader.finish()
+            image = source.image_folder / row["file"]
+            yield Record((image,), row["file"], answer=Answer(label=row["label"]))
 
 
 extension = CsvFormat

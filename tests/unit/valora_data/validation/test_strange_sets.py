@@ -105,6 +105,23 @@ def as_format(file, suffix, form):
         path.unlink()
 
 
+def polygons(file):
+    for label in (file.parent / "labels").rglob("*.txt"):
+        rows = [list(map(float, line.split())) for line in label.read_text().splitlines()]
+        corners = [
+            f"{index:g} {x - w / 2} {y} {x} {y - h / 2} {x + w / 2} {y} {x} {y + h / 2}\n"
+            for index, x, y, w, h in rows
+        ]
+        label.write_text("".join(corners))
+
+
+def listed(file):
+    names = sorted(path.name for path in (file.parent / "images" / "train").iterdir())
+    lines = [f"{'./' * (number % 2)}images/train/{name}\n" for number, name in enumerate(names)]
+    (file.parent / "some.txt").write_text("".join(lines) + "\n")
+    edit(file, train="some.txt", names=dict(enumerate(NAMES)))
+
+
 def auxiliary(file):
     for name in (".ipynb_checkpoints", "__MACOSX", "@eaDir", ".thumbs"):
         folder = file.parent / "images" / "train" / name
@@ -136,6 +153,9 @@ def odd(split, position):
 STRANGE = {
     "plain": lambda file: None,
     "pose": pose,
+    "polygons": polygons,
+    "images as a text file": listed,
+    "several folders": lambda file: edit(file, train=["images/train", "images/val"], val=None),
     "AVIF": lambda file: as_format(file, ".avif", "AVIF"),
     "GIF": lambda file: as_format(file, ".gif", "GIF"),
     "JFIF": lambda file: as_format(file, ".JFIF", "JPEG"),
@@ -173,6 +193,8 @@ def coco(folder, split=None, place="{}", unit=1):
             bbox = [value * unit for value in (x0, y0, x1 - x0, y1 - y0)]
             entry = {"id": len(found["annotations"]), "image_id": str(number), "bbox": bbox}
             found["annotations"].append(entry | {"category_id": index})
+        crowd = {"image_id": number, "bbox": [1, 1, 9, 9], "category_id": 0, "iscrowd": 1}
+        found["annotations"].append(crowd)
     return found
 
 
@@ -227,6 +249,21 @@ def in_shares(file):
     return write_json(file.parent / "instances.json", coco(file.parent, unit=1 / SIDE))
 
 
+def coco_with(text="", **changes):
+    def made(file):
+        path = write_json(file.parent / "instances.json", coco(file.parent) | changes)
+        path.write_text(text or path.read_text())
+        return path
+
+    return made
+
+
+def keypoints(file):
+    edit(file, kpt_shape=[5, 2])
+    with (file.parent / "labels/train/train_000.txt").open("a") as label:
+        label.write("0 0.5 0.5 0.1 0.1 0 0\n")
+
+
 def empty(split, file):
     for label in (file.parent / "labels" / split).iterdir():
         label.write_text("")
@@ -235,7 +272,20 @@ def empty(split, file):
 REFUSED = {
     "none of the 4 val samples has an object": partial(empty, "val"),
     "write them in quotes": lambda file: edit(file, names=[False, True]),
+    "no category 'blue', only red, pig": lambda file: edit(file, names=["red", "pig"]),
+    "has no 'names'": lambda file: edit(file, names=None),
+    r"kpt_shape \[5\] is not": lambda file: edit(file, kpt_shape=[5]),
+    "or 10 of keypoints, got 6": keypoints,
+    "is not valid YAML": lambda file: file.write_text("names: [") and None,
+    "is no Ultralytics data set": lambda file: file.write_text("[1]") and None,
     "all boxes are shares of the image": in_shares,
+    r"\.json is not valid JSON .*export it again": coco_with('{"images": ['),
+    r"\.json is not valid JSON .*surrogates not allowed": coco_with('["\\ud800"]'),
+    "has no list 'images': expected COCO JSON": coco_with("[1, 2]"),
+    "has no list 'categories'": coco_with(categories=None),
+    "lists no images: the data set is empty": coco_with(images=[]),
+    "category ids occur more than once": coco_with(categories=[{"id": 0, "name": "red"}] * 2),
+    r"has no category 'red', 'blue', only cow": coco_with(categories=[{"id": 0, "name": "cow"}]),
 }
 
 
@@ -246,6 +296,13 @@ def test_what_is_refused_before_training(message, tmp_path):
     source = Source("coco" if path else "yolo", Task.DETECTION, NAMES, path=str(path or file))
     with pytest.raises(DataError, match=message):
         prepare(open_source(source), NAMES, SHARES, tmp_path / "out")
+
+
+def test_a_box_over_the_edge_by_rounding_is_clipped(tmp_path):
+    content = coco(tmp_path)
+    content["annotations"][0]["bbox"] = [-0.6, 1, 97.5, 94.9]
+    found = read(write_json(tmp_path / "instances.json", content))
+    assert found[0][0] == (NAMES[0], 0, 1, SIDE, 95.9)
 
 
 def test_an_archive_is_refused(tmp_path):

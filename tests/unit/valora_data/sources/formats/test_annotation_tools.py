@@ -1,6 +1,4 @@
-"""Exports of annotation tools: what is read equals what independent readers find."""
-
-import json
+"""Exports of annotation tools: boxes, splits, turned images; and images without annotations."""
 
 import numpy as np
 import pytest
@@ -22,10 +20,7 @@ from valora_data.schema import Split, Task
 from valora_data.sources.base import Source
 from valora_data.sources.registry import FORMATS, detect_kind, files_of, open_source
 
-EXPORTS = {
-    "roboflow": write_roboflow, "voc": write_voc,
-    "labelstudio": write_labelstudio,
-}  # fmt: skip
+EXPORTS = {"roboflow": write_roboflow, "voc": write_voc, "labelstudio": write_labelstudio}
 SPLITS = {"a": None, "c": None, "b": Split.VAL, "d": Split.TEST}
 """The split of each image; None for the part from which the unlabelled split is taken."""
 
@@ -63,14 +58,6 @@ def test_boxes_and_splits(kind, tmp_path):
     assert {box.label for _, sample in only.values() for box in sample.answer.boxes} == {"dog"}
 
 
-def studio(folder, *results, place="/data/upload/1/c.jpg", **more):
-    write_pictures(folder / "images", "c")
-    annotation = {"result": list(results), "was_cancelled": False}
-    task = {"id": 1, "data": {"image": place}, "annotations": [annotation]} | more
-    (folder / "export.json").write_text(json.dumps([task]))
-    return folder / "export.json"
-
-
 def test_shapes_of_label_studio(tmp_path):
     turned = {"x": 50, "y": 25, "width": 25, "height": 12.5, "rotation": 90}
     results = [
@@ -78,16 +65,15 @@ def test_shapes_of_label_studio(tmp_path):
         {"type": "polygonlabels",
          "value": {"points": [[0, 0], [50, 12.5], [25, 75]], "polygonlabels": ["cat"]}},
     ]  # fmt: skip
-    path = studio(tmp_path, *results, place="/data/local-files/?d=images%2Fc.jpg")
+    write_pictures(tmp_path / "images", "c")
+    task = {"data": {"image": "/data/local-files/?d=images%2Fc.jpg"}, "id": 1}
+    path = write_json(tmp_path / "export.json", [task | {"annotations": [{"result": results}]}])
     reader = ImageReader("set", tolerance=9)
     ((_, sample),) = read(source_of("labelstudio", path, reader=reader)).values()
     assert [box.xyxy for box in sample.answer.boxes] == [pytest.approx((0, 0, 32, 48), abs=1e-6)]
     assert [fault.text for fault in reader.found] == [
         "export.json, task 1, result 1: the image or the box is turned, draw it upright"
     ]
-
-
-def test_another_export_of_label_studio(tmp_path):
     path = write_json(tmp_path / "export.json", [{"image": "c.jpg", "id": 1, "annotation_id": 1}])
     with pytest.raises(DataError, match="is an export as JSON-MIN: export it as JSON"):
         read(source_of(detect_kind(path), path))

@@ -50,13 +50,9 @@ def test_given_questions_are_measured_and_self_study_is_learnt(tmp_path):
     assert all(sample.document.text == TEXT for samples in found.values() for sample in samples)
     assert all(sample.images == () for samples in found.values() for sample in samples)
     assert found == read("documents", file)  # the same each time
-
-
-def test_splits_that_a_file_gives_are_kept(tmp_path):
     splits = ["train", "val", "test"] * 2
     given = [one | {"split": split} for one, split in zip(QUESTIONS[:6], splits, strict=True)]
-    file = lines(tmp_path / "d.jsonl", {"text": TEXT, "questions": given})
-    found = read("documents", file)
+    found = read("documents", lines(file, {"text": TEXT, "questions": given}))
     assert [sample.prompt for sample in found[Split.TEST]] == ["question 2?", "question 5?"]
     assert {"question 0?", "question 3?"} <= {one.prompt for one in found[Split.UNLABELLED]}
 
@@ -137,10 +133,6 @@ def test_a_shard_keeps_the_document(tmp_path):
     assert counts[Split.TEST] == 4
     sample = shards.read(tmp_path / "out" / "test")[0]
     assert [image.getpixel((0, 0)) for image in sample.document.images] == [(0, 3, 5), (1, 3, 5)]
-    # Splits that are dealt here keep it, too.
-    leaks = prepare(open_source(source), (), {}, tmp_path / "kept", leaks="keep_test")
-    assert leaks == counts
-    assert len(shards.read(tmp_path / "kept" / "val")[0].document.images) == 2
 
 
 def asking(**question):

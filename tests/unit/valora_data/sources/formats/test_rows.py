@@ -12,7 +12,6 @@ from tests.support.detection_sets import read_split
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Split, Task
 from valora_data.sources.base import Source
-from valora_data.sources.formats.files import folder_splits
 from valora_data.sources.registry import FORMATS, open_source
 
 
@@ -35,20 +34,6 @@ def test_a_folder_per_class(pets):
     assert {s.id: s.answer.label for s in samples} == expected
     some = read_folder(pets, Task.CLASSIFICATION, ["dog", "cat"])
     assert [s.id for s in some] == ["cat/a.png", "cat/deep/b.png", "dog/a.png"]
-
-
-def test_splits_have_the_names_that_others_give_them(tmp_path):
-    for name in ("train", "validation", "test", "extra"):
-        (tmp_path / name).mkdir()
-    found = folder_splits(tmp_path)
-    assert {split: path.name for split, path in found.items()} == {
-        Split.TRAIN: "train", Split.VAL: "validation", Split.TEST: "test",
-    }  # fmt: skip
-    (tmp_path / "dev").mkdir()
-    with pytest.raises(DataError, match=r"has folders dev and validation for the split val"):
-        folder_splits(tmp_path)
-    with pytest.raises(DataError, match="nowhere does not exist"):
-        folder_splits(tmp_path / "nowhere")
 
 
 BOXES = Answer((Box(0, 0, 3, 2, "cat"),))
@@ -122,10 +107,14 @@ def test_rows_that_are_of_no_use(tmp_path, message):
 def test_folders_that_are_of_no_use(tmp_path, pets):
     (tmp_path / "clips" / "wave").mkdir(parents=True)
     (tmp_path / "clips" / "wave" / "00.avi").write_bytes(b"")
+    for name in ("train", "validation", "extra", "dev"):
+        (tmp_path / "two" / name).mkdir(parents=True)
     for path, message, arguments, more in (
         (pets, "has no category 'fox', only cat, dog, eel", (Task.CLASSIFICATION, ["fox"]), {}),
         (pets, r"has no metadata\.jsonl, which task vqa needs", (Task.VQA,), {}),
         (pets, "pets holds no videos: the data set is empty", (Task.VIDEO,), {"frames": 4}),
+        (tmp_path / "two", "has folders dev and validation for the split val", (Task.VQA,), {}),
+        (tmp_path / "nowhere", "nowhere does not exist", (Task.VQA,), {}),
         (tmp_path / "clips", r"1 of 1 .*video 00\.avi cannot be", (Task.VIDEO,), {"frames": 2}),
     ):
         with pytest.raises(DataError, match=message):

@@ -39,7 +39,7 @@ SUCCESSORS = {
     r"domains\.[^.\s]+\.source\.annotations(?==)": (
         "write a metadata.jsonl (docs/how-to/own-data.md)"
     ),
-    r"(?:domain(?:@\S+=|/)|\S+\.kind=)(?:fiftyone|kitti|cvat)": "export as COCO or YOLO",
+    r"(?:domain(?:@\S+=|/)|\S+\.kind=)fiftyone": "export as COCO or YOLO (docs/how-to/own-data.md)",
     r"domain/\w+(?:@\S+)?=(?:surface|sign_(?:count|facts)|change|drawn_album|weather|person_action|"
     r"camera_motion|place_content|(?:digit|pattern|size|weather)_\w+)": (
         "take another built-in domain (docs/reference/tasks.md), or an album of your own"

@@ -49,6 +49,8 @@ class FaultKind(Enum):
     IMAGE_UNLABELLED = "image|images has|have no label file or entry", "label what they show", False
     LABELS_EMPTY = "image|images has|have empty labels", "label what they show", False
     LABELS_ORPHANED = "label file|files belongs|belong to no image", "add the images", False
+    IMAGE_UNLISTED = "image file|files is|are not listed and not used", "list or remove them", False
+    CLASS_UNUSED = "class|classes has|have no samples", "add samples or remove the class", False
     NOT_LABELLED = "entry|entries is|are not labelled yet and not used", "label them", False
     SPLIT_REPEATED = (
         "split|splits has|have the images of train, of which a part is taken for it|them",
@@ -143,7 +145,8 @@ class ImageReader:
 
     def warn_of_lost(self) -> None:
         """Warn of notes that may mean that labels are lost, also if the data are refused."""
-        kinds, shown = {fault.kind for fault in self.found}, {FaultKind.SPLIT_REPEATED}
+        kinds = {fault.kind for fault in self.found}
+        shown = {FaultKind.SPLIT_REPEATED, FaultKind.IMAGE_UNLISTED}
         if kinds >= (lost := {FaultKind.LABELS_ORPHANED, FaultKind.IMAGE_UNLABELLED}):
             shown |= lost
             log.warning("%s: label files must have the names of their images", self.source)

@@ -207,7 +207,7 @@ def test_the_papers_requirements_are_the_default():
         ("task.type=poetry", "bad setting task.type='poetry'"),
         (
             "domains.person.source.kind=tar",
-            "unknown source kind 'tar': choose one of album, coco, doc",
+            "unknown source kind 'tar': choose one of album, coco, cvat",
         ),
     ],
 )

@@ -96,6 +96,40 @@ def write_voc(folder):
     return folder
 
 
+def write_cvat(folder):
+    """`CVAT for images 1.1`, with subsets."""
+    write_pictures(folder / "images")
+    root = ElementTree.Element("annotations")
+    ElementTree.SubElement(root, "version").text = "1.1"
+    labels = ElementTree.SubElement(ElementTree.SubElement(root, "meta"), "labels")
+    for label in ("cat", "dog"):
+        entry = ElementTree.SubElement(labels, "label")
+        ElementTree.SubElement(entry, "name").text = label
+    subsets = {"a": "Train", "b": "Validation", "c": "Train", "d": "Test"}
+    for number, name in enumerate(SIZES):
+        width, height = map(str, SIZES[name])
+        image = ElementTree.SubElement(
+            root, "image", id=str(number), name=f"{name}.jpg", subset=subsets[name],
+            width=width, height=height,
+        )  # fmt: skip
+        for label, edges in BOXES[name]:
+            keys = zip(("xtl", "ytl", "xbr", "ybr"), map(str, edges), strict=True)
+            ElementTree.SubElement(image, "box", {"label": label, "occluded": "0", **dict(keys)})
+    ElementTree.ElementTree(root).write(folder / "annotations.xml", encoding="utf-8")
+    return folder
+
+
+def write_kitti(folder):
+    """`training/` with images and rows, among them a region that does not count."""
+    write_pictures(folder / "training" / "image_2")
+    (folder / "training" / "label_2").mkdir()
+    for name, boxes in BOXES.items():
+        rows = [("DontCare", (1, 1, 5, 5)), *boxes]
+        text = (f"{label} 0 0 -1.5 {' '.join(map(str, e))} 1 2 4 0 2 20 -2\n" for label, e in rows)
+        (folder / "training" / "label_2" / f"{name}.txt").write_text("".join(text))
+    return folder
+
+
 def write_labelstudio(folder):
     """An export of Label Studio as `JSON`; images have the names of uploads."""
     write_pictures(folder / "images")

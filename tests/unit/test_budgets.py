@@ -11,12 +11,12 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_527,
-    "data/valora_data": 8_906,
+    "data/valora_data": 9_119,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
     "valora_serve": 28_911,
-    "tests/*/valora_train": 7_241,
-    "tests/*/valora_data": 3_756,
+    "tests/*/valora_train": 7_257,
+    "tests/*/valora_data": 3_659,
     "tests/*/valora_teachers": 1_179,
     "tests/*/valora_kernels": 2_086,
     "tests/*/valora_serve": 24_779,

@@ -23,6 +23,8 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
         "texts": f"{_HERE}.documents:TextsFormat",
         "shards": f"{_HERE}.rows:ShardsFormat",
         "hub": f"{_HERE}.rows:HubFormat",
+        "cvat": f"{_HERE}.annotation_tools:CvatFormat",
+        "kitti": f"{_HERE}.yolo:KittiFormat",
         "voc": f"{_HERE}.annotation_tools:VocFormat",
         "yolo": f"{_HERE}.yolo:YoloFormat",
         "labelstudio": f"{_HERE}.annotation_tools:LabelStudioFormat",

@@ -22,6 +22,8 @@ from valora_data.sources.formats.videos import read_frames
 
 log = logging.getLogger(__name__)
 TOLERANCE = 1.0  # Pixels by which a box may reach over the edge: annotation tools round
+GRIDS = (100, 1000)  # Sides of grids on which tools note boxes, instead of in pixels
+GRID_BOXES = 20  # Fewest boxes by which a grid is recognised
 Edges = tuple[float, float, float, float]  # (x0, y0, x1, y1) in pixels
 Scaled = Callable[[float, float], Edges]  # What gives the edges for an image's width and height
 Shape = tuple[Any, Edges | Scaled]
@@ -114,7 +116,7 @@ class _Validator:
 
     def __init__(self, source: Source, name: str, reading: ImageReader) -> None:
         self._source, self._name, self._reading = source, name, reading
-        self._furthest: float | None = None  # edge in pixels
+        self._boxes, self._right, self._bottom, self._side = 0, 0.0, 0.0, math.inf  # in pixels
 
     def checked(self, records: Iterable[Record]) -> Iterator[tuple[Record, Shapes]]:
         seen: set[Path] = set()
@@ -172,7 +174,9 @@ class _Validator:
         if not all(map(math.isfinite, edges)) or x1 <= x0 or y1 <= y0:
             raise FaultError(FaultKind.BOX_EMPTY, f"{text} has no area")
         if pixels:
-            self._furthest = max(self._furthest or 0.0, *edges[2:])
+            self._boxes += 1
+            self._right, self._bottom = max(self._right, edges[2]), max(self._bottom, edges[3])
+            self._side = min(self._side, width, height)
         inside = min(x0, y0) >= -TOLERANCE and x1 <= width + TOLERANCE and y1 <= height + TOLERANCE
         x0, y0, x1, y1 = max(0.0, x0), max(0.0, y0), min(float(width), x1), min(float(height), y1)
         if inside and x1 > x0 and y1 > y0:
@@ -180,10 +184,15 @@ class _Validator:
         raise FaultError(FaultKind.BOX_OUTSIDE, f"{text} lies outside its {width} × {height} image")
 
     def check_unit(self) -> None:
-        """Refuse boxes that are shares of the image where pixels are meant."""
-        if self._furthest is not None and self._furthest <= 1:
-            text = f"{self._name}: all boxes are shares of the image, between 0 and 1, where the"
-            raise DataError(f"{text} format has pixels: export them in pixels of the image")
+        """Refuse boxes that are shares of the image, or on a grid, where pixels are meant."""
+        edges = self._right, self._bottom
+        found = "shares of the image, between 0 and 1" if self._boxes and max(edges) <= 1 else ""
+        for grid in GRIDS if self._boxes >= GRID_BOXES else ():
+            if self._side > 1.1 * grid and all(0.98 * grid < edge <= grid for edge in edges):
+                found = f"on a grid of {grid}"
+        if found:
+            text = f"{self._name}: all boxes are {found}, where the format has pixels"
+            raise DataError(f"{text}: export them in pixels of the image")
 
 
 def _stored(image: Image, record: Record) -> EncodedFile | None:
@@ -249,8 +258,6 @@ def label_files(
     """The label files of images, where expected or by name `below`; those of no image are noted."""
     taken = {file for file in files.values() if file.exists()}
     lacking = [image for image, file in files.items() if file not in taken]
-    if not lacking:
-        return files
     suffixes = frozenset(file.suffix for file in files.values())
     folders = sorted({below or file.parent for file in files.values()})
     finders = {folder: Finder(folder, suffixes) for folder in folders}
@@ -277,3 +284,10 @@ def check_labels(source: str, known: Iterable[str], labels: Sequence[str]) -> No
         raise DataError(f"{text}: make the domain's labels and the data set's names match")
     if unused := len(set(names) - set(labels)):
         log.info("%s: %d categories that the domain does not ask for are left out", source, unused)
+
+
+def note_unlisted(finder: Finder, reading: ImageReader) -> None:
+    """Note image files that were not looked for."""
+    for path in finder.not_found():
+        name = readable(path.as_posix())
+        reading.add(FaultKind.IMAGE_UNLISTED, name, f"{name} is not listed")

@@ -1,5 +1,6 @@
-"""Exports of annotation tools: Pascal VOC and Label Studio."""
+"""Exports of annotation tools: Pascal VOC, CVAT and Label Studio."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from defusedxml.ElementTree import parse
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind, ImageReader
-from valora_data.schema import Split, Task
-from valora_data.sources.base import Location, Source
+from valora_data.schema import Answer, Split, Task
+from valora_data.sources.base import Location, Source, annotation_file
 from valora_data.sources.formats import annotated, files
-from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Shape
+from valora_data.sources.formats.annotated import AnnotatedFormat, Edges, Record, Shape
 
 XML = frozenset({".xml"})
+SHAPES = ("box", "mask", "polygon", "polyline", "points", "ellipse")
 Result = Mapping[str, Any]
 
 
@@ -41,13 +43,9 @@ class VocFormat(AnnotatedFormat):
         if not location.path.is_dir() or ".xml" not in location.suffixes:
             return False
         try:
-            root = parse_xml(files.files_below(location.path, XML)[0])
+            return parse_xml(files.files_below(location.path, XML)[0]).tag == "annotation"
         except FaultError:
             return True
-        if root.tag == "annotations":
-            text = f"{location.text} is an export in CVAT's own format"
-            raise DataError(f"{text}: export the task as COCO 1.0 or Pascal VOC 1.1 from there")
-        return root.tag == "annotation"
 
     def parts(self, source: Source) -> Mapping[Split | None, list[Path]]:
         folder = Path(source.images or source.location)
@@ -102,20 +100,105 @@ def _voc_shape(element: Element) -> Shape:
     return element.findtext("name", "").strip(), edges
 
 
-class LabelStudioFormat(AnnotatedFormat):
-    """An export as `JSON`; the ground truth counts, or the first annotation not cancelled."""
+def _around(points: Any, unit: float = 1) -> Edges:
+    """The box around points, which are in so many parts of a pixel or of the image."""
+    xs, ys = zip(*((float(x) / unit, float(y) / unit) for x, y in points), strict=True)
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+class CvatFormat(AnnotatedFormat):
+    """`CVAT for images 1.1`: an XML file or its folder; shapes count as the box around them."""
 
     answers = frozenset({"objects"})
     task = Task.DETECTION
 
     def recognises(self, location: Location) -> bool:
+        file = _cvat_file(location.text)
+        return file.is_file() and file.suffix.lower() == ".xml"
+
+    def parts(self, source: Source) -> Mapping[Split | None, tuple[Path, str | None]]:
+        file = _cvat_file(source.location)
+        names = sorted(image.get("subset") or "" for image in _cvat_root(file).iter("image"))
+        found = ((files.SPLIT_NAMES.get(name.lower()), name) for name in names)
+        splits = {split: (file, name) for split, name in found if split}
+        return files.with_rest(splits, (file, None))
+
+    def records(
+        self, source: Source, part: tuple[Path, str | None], reading: ImageReader
+    ) -> Iterator[Record]:
+        (file, wanted), root = part, _cvat_root(part[0])
+        entries = [one for one in root.iter("image") if wanted in (None, one.get("subset"))]
+        if not entries:
+            raise DataError(f"{file.name} lists no images: the data set is empty")
+        declared = [label.findtext("name", "").strip() for label in root.iter("label")]
+        if source.labels and declared:
+            annotated.check_labels(file.name, declared, source.labels)
+        reading.total += len(entries)
+        beside = file.parent / "images"
+        finder = files.Finder(Path(source.images or (beside if beside.is_dir() else file.parent)))
+        for entry in entries:
+            name, subset = entry.get("name") or "", entry.get("subset")
+            where = name or f"{file.name}: image {entry.get('id')}"
+            with reading.tolerate(where, where):
+                if not name:
+                    raise KeyError("name")
+                path = finder.find(f"{subset}/{name}" if subset else name)
+                drawn = (one for one in entry if one.tag in SHAPES)
+                size = entry.get("width"), entry.get("height")
+                shapes = annotated.numbered(f"{name}, shape", drawn)
+                yield Record((path,), name, shapes, _cvat_shape, size=size)
+        if wanted is None:
+            annotated.note_unlisted(finder, reading)
+
+
+def _cvat_file(path: str) -> Path:
+    return Path(path) / "annotations.xml" if Path(path).is_dir() else Path(path)
+
+
+def _cvat_root(file: Path) -> Element:
+    root = parse_xml(file)
+    tracks = next(root.iter("track"), None) is not None
+    if root.tag != "annotations" or tracks:
+        found = "holds tracks of a video" if tracks else f"is no export of CVAT (it is {root.tag})"
+        text = f"{file.name} {found}: export the task in the format `CVAT for images 1.1`"
+        raise DataError(f"{text}, with its images")
+    return root
+
+
+def _cvat_shape(shape: Element) -> Shape:
+    label, given = shape.get("label"), shape.attrib
+    if shape.tag == "ellipse":
+        raise ValueError("ellipses are not read, draw a box")
+    if shape.tag == "mask":
+        sides = ("left", "top", "width", "height")
+        return label, annotated.corners([given[side] for side in sides])
+    if shape.tag != "box":
+        return label, _around(point.split(",") for point in given["points"].split(";"))
+    edges = annotated.four_numbers([given[side] for side in ("xtl", "ytl", "xbr", "ybr")])
+    if turn := math.radians(float(given.get("rotation") or 0)):  # about the centre
+        (x0, y0, x1, y1), cos, sin = edges, abs(math.cos(turn)), abs(math.sin(turn))
+        width, height = (x1 - x0) * cos + (y1 - y0) * sin, (x1 - x0) * sin + (y1 - y0) * cos
+        x0, y0 = (x0 + x1 - width) / 2, (y0 + y1 - height) / 2
+        edges = x0, y0, x0 + width, y0 + height
+    return label, edges
+
+
+class LabelStudioFormat(AnnotatedFormat):
+    """An export as `JSON`; the ground truth counts, or the first annotation not cancelled."""
+
+    answers = frozenset({"objects", "label"})
+
+    def recognises(self, location: Location) -> bool:
         """A list of tasks with `data` and `annotations`; JSON-MIN, to be refused."""
         return {"data", "annotations"} <= location.keys or "annotation_id" in location.keys
 
+    def guess_task(self, path: str) -> Task:
+        tasks = _tasks(annotation_file(Path(path)))
+        kinds = (one.get("type") for task in tasks for one in _results(task) or ())
+        return Task.CLASSIFICATION if next(kinds, "") == "choices" else Task.DETECTION
+
     def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
-        entries = files.load_rows(part, "tasks")
-        if isinstance(entries[0], dict) and "annotation_id" in entries[0]:
-            raise DataError(f"{part.name} is an export as JSON-MIN: export it as JSON")
+        entries = _tasks(part)
         reading.total += len(entries)
         folder = source.image_folder
         finder = files.Finder(folder)
@@ -128,10 +211,25 @@ class LabelStudioFormat(AnnotatedFormat):
                 if results is None:
                     raise FaultError(FaultKind.NOT_LABELLED, f"{path.name} has no annotation")
                 key = path.relative_to(folder) if path.is_relative_to(folder) else path
+                if not source.task.spec.detects:
+                    values = [one["value"] for one in results]
+                    chosen = [value["choices"] for value in values if "choices" in value]
+                    if len(chosen) != 1 or len(chosen[0]) != 1:
+                        raise ValueError(f"expected one choice, got {chosen}")
+                    yield Record((path,), key.as_posix(), answer=Answer(label=str(chosen[0][0])))
+                    continue
                 found = [one for one in results if str(one.get("type", "")).endswith("labels")]
                 sizes = [(one.get("original_width"), one.get("original_height")) for one in found]
                 shapes = list(annotated.numbered(f"{where}, result", found))
                 yield Record((path,), key.as_posix(), shapes, _studio_shape, size=[*sizes, ()][0])
+        annotated.note_unlisted(finder, reading)
+
+
+def _tasks(path: Path) -> list[Any]:
+    found = files.load_rows(path, "tasks")
+    if isinstance(found[0], dict) and "annotation_id" in found[0]:
+        raise DataError(f"{path.name} is an export as JSON-MIN: export it as JSON")
+    return found
 
 
 def _results(entry: Any) -> list[Result] | None:
@@ -165,8 +263,7 @@ def _studio_shape(result: Result) -> Shape:
     if result.get("image_rotation") or value.get("rotation"):
         raise ValueError("the image or the box is turned, draw it upright")
     if "points" in value:
-        xs, ys = zip(*((float(x) / 100, float(y) / 100) for x, y in value["points"]), strict=True)
-        return label, annotated.shares(min(xs), min(ys), max(xs), max(ys))
+        return label, annotated.shares(*_around(value["points"], 100))
     if "width" not in value:
         raise ValueError(f"{result['type']} are not read, draw a rectangle")
     edges = annotated.corners([value[side] for side in ("x", "y", "width", "height")])

@@ -1,15 +1,15 @@
-"""COCO's JSON of instances, in one file or in a folder with a file for each split."""
+"""COCO's JSON: instances and captions, in one file or in a folder with a file for each split."""
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind, ImageReader
-from valora_data.schema import Split, Task
-from valora_data.sources.base import Location, Source
+from valora_data.schema import Answer, Split, Task
+from valora_data.sources.base import Location, Source, annotation_file
 from valora_data.sources.formats import annotated, files
 from valora_data.sources.formats.annotated import AnnotatedFormat, Record, Shape
 
@@ -19,19 +19,24 @@ _Part = tuple[Path, Path, str]  # A file, the folder of its images, and what ids
 
 
 class CocoFormat(AnnotatedFormat):
-    """A file of instances; or a folder of them, as COCO or Roboflow has it."""
+    """A file of instances or captions; or a folder of them, as COCO or Roboflow has it."""
 
-    answers = frozenset({"objects"})
-    task = Task.DETECTION
+    answers = frozenset({"objects", "captions"})
 
     def recognises(self, location: Location) -> bool:
         names = ("annotations/*.json", ROBOFLOW, f"*/{ROBOFLOW}")
         found = (next(location.path.glob(at), None) for at in names)
         return "images" in location.keys or any(found)
 
+    def guess_task(self, path: str) -> Task:
+        parts = _parts(Path(path), "instances") or _parts(Path(path), "captions")
+        file = next(iter(parts.values()))[0] if parts else annotation_file(Path(path))
+        captions = file.is_file() and "categories" not in files.load_json(file)
+        return Task.CAPTION if captions else Task.DETECTION
+
     def parts(self, source: Source) -> Mapping[Split | None, _Part]:
         whole, images = Path(source.location), Path(source.images) if source.images else None
-        parts = _parts(whole, images)
+        parts = _parts(whole, "instances" if source.task.spec.detects else "captions", images)
         file = whole / ROBOFLOW if (whole / ROBOFLOW).is_file() else source.file
         if file.is_dir() and not parts:
             raise DataError(
@@ -42,7 +47,8 @@ class CocoFormat(AnnotatedFormat):
 
     def records(self, source: Source, part: _Part, reading: ImageReader) -> Iterator[Record]:
         file, folder, prefix = part
-        name, content = file.name, _tables(file)
+        name, detects = file.name, source.task.spec.detects
+        content = _tables(file, detects)
         reading.total += len(content["images"])
         images: dict[Any, Entry] = {}
         for where, entry in _entries(content, "images", name, reading, "id", "file_name"):
@@ -50,7 +56,7 @@ class CocoFormat(AnnotatedFormat):
                 text = f"{where}: image id {entry['id']} occurs more than once"
                 reading.add(FaultKind.ID_TWICE, where, text)
         by_image: defaultdict[Any, list[tuple[str, Entry]]] = defaultdict(list)
-        keys = ("image_id", "category_id", "bbox")
+        keys = ("image_id", *(("category_id", "bbox") if detects else ("caption",)))
         for _, one in _entries(content, "annotations", name, reading, *keys):
             number, where = one["image_id"], f"{name}, annotation {one.get('id')}"
             if number in images:
@@ -58,8 +64,8 @@ class CocoFormat(AnnotatedFormat):
             else:
                 text = f"{where} belongs to image {number}, which is not listed"
                 reading.add(FaultKind.ANNOTATION_STRAY, f"image {number}", text)
-        used = {one["category_id"] for each in by_image.values() for _, one in each}
-        given = _entries(content, "categories", name, reading, "id", "name")
+        used = {one.get("category_id") for each in by_image.values() for _, one in each}
+        given = _entries(content, "categories", name, reading, "id", "name") if detects else ()
         names, kept = _names([one for _, one in given], used, name, source)
 
         def shape(entry: Entry) -> Shape | None:
@@ -74,14 +80,22 @@ class CocoFormat(AnnotatedFormat):
         for number, image in images.items():
             item = str(image["file_name"])
             media, key, entries = (finder.find(item),), f"{prefix}{number}", by_image.get(number)
-            size = image.get("width"), image.get("height")
-            yield Record(media, key, entries, shape, size=size, item=item)
+            record = Record(media, key, entries, shape, item=item)
+            record.size = image.get("width"), image.get("height")
+            if not detects:
+                texts = tuple(_captions(entries or (), item, reading))
+                record.entries, record.answer = None, Answer(captions=texts) if texts else None
+                if not texts:
+                    reading.add(FaultKind.IMAGE_UNLABELLED, item, f"{item} has no caption")
+            yield record
+        if [part[1] for part in self.parts(source).values()].count(folder) == 1:
+            annotated.note_unlisted(finder, reading)
 
 
-def _parts(whole: Path, images: Path | None) -> dict[Split, _Part]:
+def _parts(whole: Path, kind: str, images: Path | None = None) -> dict[Split, _Part]:
     """Files of a folder by split, such as `annotations/instances_train2017.json`."""
     parts: dict[Split, _Part] = {}
-    for file in sorted((whole / "annotations").glob("instances*.json")):
+    for file in sorted((whole / "annotations").glob(f"{kind}*.json")):
         last = file.stem.split("_")[-1]
         split = files.split_in(re.split(r"[^a-z]+", file.stem.lower()))
         if split is not None and split not in parts:
@@ -96,9 +110,9 @@ def _parts(whole: Path, images: Path | None) -> dict[Split, _Part]:
     return parts
 
 
-def _tables(file: Path) -> Mapping[str, Any]:
+def _tables(file: Path, detects: bool) -> Mapping[str, Any]:
     content = files.load_json(file)
-    for table in ("images", "annotations", "categories"):
+    for table in ("images", "annotations", *["categories"] * detects):
         if not isinstance(content, dict) or not isinstance(content.get(table), list):
             raise DataError(f"{file.name} has no list {table!r}: expected COCO JSON")
     if not content["images"]:
@@ -121,6 +135,16 @@ def _entries(
                 if key.endswith(("id", "file_name")) and not isinstance(entry[key], int | str):
                     raise TypeError(f"has the {key} {value!r}, which is no number or text")
             yield where, entry
+
+
+def _captions(
+    entries: Iterable[tuple[str, Entry]], item: str, reading: ImageReader
+) -> Iterator[str]:
+    for where, entry in entries:
+        with reading.tolerate(item, where):
+            if not (text := str(entry["caption"]).strip()):
+                raise FaultError(FaultKind.ROW_INCOMPLETE, "the caption is empty")
+            yield text
 
 
 def _names(

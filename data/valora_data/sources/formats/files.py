@@ -120,13 +120,17 @@ class Finder:
 
     def __init__(self, folder: Path, suffixes: frozenset[str] = IMAGES) -> None:
         self._folder, self._suffixes = folder, suffixes
+        self._found: set[Path] = set()
 
     def find(self, name: str) -> Path:
         """The file of a path by its longest end that exists, or by its name; else as named."""
         named = self._folder / name
         parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..")]
         ends = (self._folder.joinpath(*parts[start:]) for start in range(len(parts)))
-        return next(filter(is_file, (named, *ends)), None) or self._by_name(named, parts)
+        found = next(filter(is_file, (named, *ends)), None) or self._by_name(named, parts)
+        with contextlib.suppress(ValueError):  # of a name that no file can have
+            self._found.add(found.resolve())
+        return found
 
     def _by_name(self, named: Path, parts: list[str]) -> Path:
         last = parts[-1] if parts else ""
@@ -146,6 +150,11 @@ class Finder:
             best[len(shared)].append(path)
         nearest = best[max(best, default=0)]
         return nearest[0] if len(nearest) == 1 else None
+
+    def not_found(self) -> list[Path]:
+        """Files, as paths below the folder, that were not found by any name."""
+        missed = [path for path in self.files if path.resolve() not in self._found]
+        return [path.relative_to(self._folder) for path in missed]
 
     @cached_property
     def files(self) -> list[Path]:

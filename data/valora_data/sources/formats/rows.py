@@ -211,6 +211,10 @@ class ImageFolderFormat(ImagesFormat):
             annotated.check_labels(folder.name, sorted(classes), source.labels)
             found = [p for p in found if p.parent == folder or class_of[p] in source.labels]
         reading.total += len(found)
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and files.is_data(path.name) and path.name not in classes:
+                text = f"folder {files.readable(path.name)} holds no {what}"
+                reading.add(FaultKind.CLASS_UNUSED, path.name, text)
         for path in found:
             label, beside = class_of[path], path.parent == folder
             with reading.tolerate(path.name, "" if beside else f"folder {label}"):
@@ -252,6 +256,7 @@ class ImageFolderFormat(ImagesFormat):
                         asked[file] += 1
                         media = (finder.find(file),)
                         yield Record(media, key, item=item, video=self.video, **fields)
+        annotated.note_unlisted(finder, reading)
 
 
 class VideoFolderFormat(ImageFolderFormat):

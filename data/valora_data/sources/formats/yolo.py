@@ -192,3 +192,37 @@ def _label_file(image: Path) -> Path:
     """`…/images/a/b.jpg` → `…/labels/a/b.txt`: the last folder of that name counts."""
     before, found, after = f"/{image}".rpartition("/images/")
     return Path(f"{before}/labels/{after}"[1:] if found else image).with_suffix(".txt")
+
+
+class KittiFormat(AnnotatedFormat):
+    """`image_2/` and `label_2/`, or `training/` with both: type, …, edges in pixels, … in a row."""
+
+    answers = frozenset({"objects"})
+    task = Task.DETECTION
+
+    def recognises(self, location: Location) -> bool:
+        return (_root(location.path) / "label_2").is_dir()
+
+    def parts(self, source: Source) -> Mapping[Split | None, Path]:
+        return {None: Path(source.images or _root(Path(source.location)) / "image_2")}
+
+    def records(self, source: Source, part: Path, reading: ImageReader) -> Iterator[Record]:
+        images, folder = files.images_below(part), _root(Path(source.location)) / "label_2"
+        reading.total += len(images)
+        expected = {image: folder / f"{image.stem}.txt" for image in images}
+        for image, file in annotated.label_files(expected, reading, folder).items():
+            yield Record((image,), image.name, annotated.rows_of(file), _kitti_shape, file=file)
+
+
+def _root(folder: Path) -> Path:
+    return folder / "training" if (folder / "training" / "label_2").is_dir() else folder
+
+
+def _kitti_shape(row: str) -> Shape | None:
+    cells = row.split()
+    if not cells or cells[0] == "DontCare":
+        return None
+    if len(cells) not in (15, 16):
+        text = f"expected a type and 14 numbers, got {len(cells)} cells"
+        raise FaultError(FaultKind.ROW_MALFORMED, text)
+    return cells[0], annotated.four_numbers(cells[4:8])

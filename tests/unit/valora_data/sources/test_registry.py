@@ -36,11 +36,9 @@ def test_kinds_are_recognised(tmp_path):
     assert detect_kind(tmp_path / "shard") == "shards"
     write_json(tmp_path / "h.json", {"x": 1})
     (tmp_path / "empty").mkdir()
-    (tmp_path / "cvat").mkdir()
-    (tmp_path / "cvat" / "annotations.xml").write_text("<annotations/>")
     for name, message in (
         ("h.json", r"h\.json is of no known kind"), ("nowhere", "nowhere does not exist"),
-        ("empty", "holds no images, videos or tables"), ("cvat", "export the task as COCO 1.0"),
+        ("empty", "holds no images, videos or tables"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=message):
             detect_kind(tmp_path / name)
@@ -69,7 +67,7 @@ def test_the_only_annotation_file_of_a_folder_is_found(tmp_path):
 
 def test_what_does_not_fit():
     for kind, task, path, message in (
-        ("tar", Task.VQA, "x", "unknown source kind 'tar': choose one of album, coco, doc"),
+        ("tar", Task.VQA, "x", "unknown source kind 'tar': choose one of album, coco, cvat, doc"),
         ("yolo", Task.VQA, "x", "yolo has no answers for task vqa: choose one of hub, im"),
         ("coco", Task.DETECTION, None, r"coco needs a path: set domains\.\w+\.source\.path"),
     ):

@@ -10,7 +10,7 @@ import yaml
 from PIL import Image, ImageOps
 
 from tests.support.data_sets import metadata, natural_picture
-from tests.support.detection_sets import write_labelstudio, write_voc
+from tests.support.detection_sets import write_cvat, write_kitti, write_labelstudio, write_voc
 from valora_data.cli import main
 from valora_data.faults import FaultKind
 
@@ -197,7 +197,7 @@ def test_all_faults_of_a_coco_set_are_found_at_once(tmp_path, capsys):
     content["annotations"] = [
         {"id": n, "image_id": n, "category_id": 1, "bbox": [1, 2, 9, 9 + n]} for n in numbers
     ]
-    for number in numbers:
+    for number in (*numbers, 200):
         (file.parent / f"{number}.png").write_bytes(picture(number))
     del content["annotations"][-1]
     for number, (plant, _) in enumerate(COCO):
@@ -206,6 +206,7 @@ def test_all_faults_of_a_coco_set_are_found_at_once(tmp_path, capsys):
     said, faults = report(file, tmp_path, capsys)
     for number, (_, message) in enumerate(COCO):
         assert message.format(n=number) in faults, message
+    assert "image_unlisted\t200.png is not listed" in faults
     assert f"{len(COCO)}.png has no label" in faults and "nothing is wrong" not in said
 
 
@@ -236,6 +237,7 @@ def test_all_faults_of_a_table_are_found_at_once(tmp_path, capsys):
     faults = report(tmp_path / "set", tmp_path, capsys)[1]
     for number, message in enumerate(ROWS.values(), 5):
         assert message.format(n=number) in faults, message
+    assert "19.png is not listed" in faults
 
 
 def replaced(name, old, new):
@@ -264,6 +266,16 @@ EXPORTS = [
     (write_voc, lambda folder: (folder / "Annotations/a.xml").unlink(),
      "a.jpg has no label file a.xml"),
     (write_voc, lambda folder: (folder / "JPEGImages/a.jpg").unlink(), "listed but missing"),
+    (write_voc, write("Annotations/zz.xml", b"<annotation/>"), "zz.xml belongs to no image"),
+    (write_cvat, replaced("annotations.xml", 'xtl="2"', 'xtl="nan"'), "has no area"),
+    (write_cvat, replaced("annotations.xml", 'xtl="2"', 'xtl="left"'), "box ['left', '3'"),
+    (write_cvat, replaced("annotations.xml", 'xbr="22"', 'xbr="222"'), "lies outside"),
+    (write_cvat, replaced("annotations.xml", 'name="c.jpg"', 'name="a.jpg"'), "lists a.jpg twice"),
+    (write_cvat, replaced("annotations.xml", 'label="cat"', 'label=""'), "shape 1 has no label"),
+    (write_kitti, replaced("training/label_2/a.txt", "cat 0", "cat"), "got 14 cells"),
+    (write_kitti, replaced("training/label_2/a.txt", "-1.5 2", "-1.5 a"), "box ['a', '3'"),
+    (write_kitti, lambda folder: (folder / "training/label_2/a.txt").rename(folder / "z.txt"),
+     "a.jpg has no label file a.txt"),
     (write_labelstudio, replaced("export.json", "0123abcd-a.jpg", "0123abcd-z.jpg"),
      "1 image is listed but missing"),
     (write_labelstudio, replaced("export.json", '"was_cancelled": false', '"was_cancelled": true'),

@@ -249,6 +249,14 @@ def in_shares(file):
     return write_json(file.parent / "instances.json", coco(file.parent, unit=1 / SIDE))
 
 
+def on_a_grid(file):
+    content = coco(file.parent, unit=100 / SIDE)
+    for number in range(16):
+        natural_picture(number).resize((140, 120)).save(file.parent / f"{number}.png")
+    content["annotations"][0]["bbox"] = [90, 90, 10, 10]
+    return write_json(file.parent / "instances.json", content)
+
+
 def coco_with(text="", **changes):
     def made(file):
         path = write_json(file.parent / "instances.json", coco(file.parent) | changes)
@@ -279,6 +287,7 @@ REFUSED = {
     "is not valid YAML": lambda file: file.write_text("names: [") and None,
     "is no Ultralytics data set": lambda file: file.write_text("[1]") and None,
     "all boxes are shares of the image": in_shares,
+    "all boxes are on a grid of 100": on_a_grid,
     r"\.json is not valid JSON .*export it again": coco_with('{"images": ['),
     r"\.json is not valid JSON .*surrogates not allowed": coco_with('["\\ud800"]'),
     "has no list 'images': expected COCO JSON": coco_with("[1, 2]"),

@@ -78,6 +78,22 @@ def voc(folder):
         (folder / "Annotations" / name.replace(".png", ".xml")).write_text(text)
 
 
+def kitti(folder):
+    (folder / "label_2").mkdir(parents=True)
+    for position, name in enumerate(pictures(folder / "image_2")):
+        row = f"{('Car', 'Pedestrian')[position % 2]} 0 0 0 9 8 60 50 1 1 1 1 1 1 1\n"
+        (folder / "label_2" / name.replace(".png", ".txt")).write_text(row)
+
+
+def cvat(folder):
+    images = [
+        f'<image name="{name}" width="96" height="96"><box label="{("saw", "axe")[position % 2]}" '
+        'xtl="8" ytl="9" xbr="60" ybr="50"/></image>'
+        for position, name in enumerate(pictures(folder / "images"))
+    ]
+    (folder / "annotations.xml").write_text(f"<annotations>{''.join(images)}</annotations>")
+
+
 def labelstudio(folder):
     tasks = []
     for number, name in enumerate(pictures(folder / "images")):
@@ -131,7 +147,7 @@ def again(folder):
 
 MAKERS = {
     "cells": lambda folder: yolo(folder, "red", "white"), "pets": coco, "chess": roboflow,
-    "masks": voc, "fruit": labelstudio,
+    "masks": voc, "roads": kitti, "tools": cvat, "fruit": labelstudio,
     "parts": lambda folder: (yolo(folder, "nut", "bolt"), pictures(folder / "raw", 10, 500)),
     "street": lambda folder: pictures(folder / "raw"),
     "flowers": lambda folder: (pictures(folder / "rose", 20), pictures(folder / "tulip", 20, 100)),

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from tests.support.data_sets import check_no_leak
 from valora_data.errors import DataError
@@ -44,11 +45,17 @@ def test_samples_are_those_of_earlier_versions(task, name):
     check_no_leak({split: samples(task, name, split, 6) for split in Split})
 
 
-def test_there_are_so_many_digits():
+def test_the_digits_are_those_of_scikit_learn():
+    real = load_digits()
     counts = {Split.TRAIN: 719, Split.UNLABELLED: 449, Split.VAL: 270, Split.TEST: 359}
     for split, count in counts.items():
         found = samples(Task.CLASSIFICATION, "digits", split, count)
         assert len({s.id for s in found}) == count
+        for sample in found[:40]:
+            place = int(sample.id.split("/")[1])
+            assert sample.answer.label == str(real.target[place])
+            small = np.asarray(sample.image.convert("L").resize((8, 8)), dtype=float)
+            assert np.corrcoef(small.ravel(), real.images[place].ravel())[0, 1] > 0.97
         with pytest.raises(DataError, match=rf"holds {count} images, fewer than {count + 1}"):
             samples(Task.CLASSIFICATION, "digits", split, count + 1)
 

@@ -93,8 +93,8 @@ class Forked:
             os.kill(self.pid, how)
 
 
-def finish(process):
+def finish(process, seconds=300):
     """What a process says, which must end well."""
-    said = process.communicate(timeout=300)[0]
+    said = process.communicate(timeout=seconds)[0]
     assert process.returncode == 0, said
     return said

@@ -39,7 +39,7 @@ def train(tmp_path):
 
     def run(*arguments):
         new_store(tmp_path)
-        return finish(Forked("tests.support.far_device", arguments, tmp_path))
+        return finish(Forked("tests.support.far_device", arguments, tmp_path), None)
 
     return run
 

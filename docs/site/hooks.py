@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -38,9 +39,10 @@ def filled(found: re.Match[str]) -> str:
     if kind == "file":
         text = (DOCS.parent / name).read_text(encoding="utf-8")
         return f"### `{name}`\n```yaml\n{text}```\n"
+    commands = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     text = subprocess.run(
         [*name.split(), "--help"], capture_output=True, text=True, check=True, timeout=100,
-        env=os.environ | {"COLUMNS": "100"},
+        env=os.environ | {"COLUMNS": "100", "PATH": commands},
     ).stdout  # fmt: skip
     return f"## `{name}`\n```text\n{text}```\n"
 

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from valora_data import shards
 from valora_data.contract.bundle import FILE_BYTES, GOLDEN, Bundle, check_base, read_bundle
 from valora_data.contract.files import read_safetensors
+from valora_data.contract.results import computed_in
 from valora_data.errors import ValoraError
 from valora_data.schema import Answer, Domain, Sample, Split, Task, no_image
 from valora_data.wording import plural
@@ -100,9 +101,11 @@ def check_golden(model: BundleModel, bundle: Bundle) -> int:
         named = str(example.get("image", example.get("prompt", "")))
         sample = Sample(named, first, Answer(), example.get("prompt"), tuple(rest))
         domain = example["domain"]
-        threshold, dtype = bundle.domains[domain].get("threshold"), bundle.manifest["base"]["dtype"]
+        threshold = bundle.domains[domain].get("threshold")
         found = model.tasks[domain].golden(model.answer(domain, [sample])[0], threshold)
-        if not model.tasks[domain].matches(found, example["expected"], threshold, dtype):
+        with computed_in(bundle.manifest["base"]["dtype"]):
+            same = model.tasks[domain].matches(found, example["expected"], threshold)
+        if not same:
             raise ValoraError(
                 f"golden example {named} of {domain} came out differently: expected "
                 f"{example['expected']}, got {found}; export the bundle again"

@@ -170,9 +170,7 @@ class DomainTask(ABC):
         """A prediction as ``golden.json`` holds it, from the confidence that counts, if any."""
 
     @abstractmethod
-    def matches(
-        self, found: Any, expected: Any, threshold: float | None, dtype: str = "float32"
-    ) -> bool:
+    def matches(self, found: Any, expected: Any, threshold: float | None) -> bool:
         """Whether a prediction reproduces a golden one; both as `golden` returns them."""
 
     def metadata(self, head: Any) -> dict[str, Any]:
@@ -230,10 +228,8 @@ class HeadTask(DomainTask):
         """(n, …) float32 on the CPU, what the head returns."""
         return _outputs([(self, head)], lmm, batch)[0]
 
-    def matches(
-        self, found: Any, expected: Any, threshold: float | None, dtype: str = "float32"
-    ) -> bool:
-        return self.result.matches(found, expected, threshold or 0.0, dtype)
+    def matches(self, found: Any, expected: Any, threshold: float | None) -> bool:
+        return self.result.matches(found, expected, threshold or 0.0)
 
 
 def _outputs(

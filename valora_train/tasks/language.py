@@ -80,9 +80,7 @@ class LanguageTask(DomainTask):
     def golden(self, prediction: Prediction, threshold: float | None) -> dict[str, Any]:
         return {"text": prediction.text or ""}
 
-    def matches(
-        self, found: Any, expected: Any, threshold: float | None, dtype: str = "float32"
-    ) -> bool:
+    def matches(self, found: Any, expected: Any, threshold: float | None) -> bool:
         return text_matches(found["text"], expected)
 
     def metadata(self, head: Any) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Answers of vision task heads, and how they are compared with golden ones, without torch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,11 +53,8 @@ class HeadResult(ABC):
         """The answer as golden examples hold it, in JSON types."""
 
     @classmethod
-    def matches(cls, found: Any, expected: Any, threshold: float, dtype: str = "float32") -> bool:
-        """Whether an answer reproduces a golden one.
-
-        `threshold` is that of confidences, or 0; `dtype` what the base model computes in.
-        """
+    def matches(cls, found: Any, expected: Any, threshold: float) -> bool:
+        """Whether an answer reproduces a golden one; `threshold` is that of confidences, or 0."""
         return bool(found == expected)
 
 
@@ -76,9 +75,9 @@ class LabelResult(HeadResult):
         return {"label": self.label, "confidence": self.confidences.get(self.label)}
 
     @classmethod
-    def matches(cls, found: Any, expected: Any, threshold: float, dtype: str = "float32") -> bool:
+    def matches(cls, found: Any, expected: Any, threshold: float) -> bool:
         wanted = expected if isinstance(expected, dict) else {"label": expected}
-        close = wanted.get("confidence") is None or _close(found, wanted, _slack(dtype))
+        close = wanted.get("confidence") is None or _close(found, wanted)
         return bool(found["label"] == wanted.get("label") and close)
 
 
@@ -116,12 +115,11 @@ class BoxesResult(HeadResult):
         return self.image_fields(0)["detections"]
 
     @classmethod
-    def matches(cls, found: Any, expected: Any, threshold: float, dtype: str = "float32") -> bool:
+    def matches(cls, found: Any, expected: Any, threshold: float) -> bool:
         """Whether both hold the same boxes; those near the threshold may be missing from either."""
-        left, slack = list(found), _slack(dtype)
-        sure = threshold + slack * CONFIDENCE_TOLERANCE
+        left, sure = list(found), threshold + _slack.get() * CONFIDENCE_TOLERANCE
         for wanted in expected:
-            twin = next((row for row in left if _same_box(row, wanted, slack)), None)
+            twin = next((row for row in left if _same_box(row, wanted)), None)
             if twin is not None:
                 left.remove(twin)
             elif wanted["confidence"] > sure:
@@ -129,20 +127,29 @@ class BoxesResult(HeadResult):
         return all(row["confidence"] <= sure for row in left)
 
 
-def _slack(dtype: str) -> float:
-    return 1.0 if dtype == "float32" else ROUNDED
+_slack: ContextVar[float] = ContextVar("slack", default=1.0)
 
 
-def _same_box(row: Mapping[str, Any], wanted: Mapping[str, Any], slack: float) -> bool:
+@contextmanager
+def computed_in(dtype: str) -> Iterator[None]:
+    """Compare answers of a base model of this type, which may differ by what it rounds."""
+    before = _slack.set(1.0 if dtype == "float32" else ROUNDED)
+    try:
+        yield
+    finally:
+        _slack.reset(before)
+
+
+def _same_box(row: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     x0, y0, x1, y1 = wanted["box"]
-    most = slack * max(PIXEL_TOLERANCE, EDGE_TOLERANCE * max(x1 - x0, y1 - y0))
+    most = _slack.get() * max(PIXEL_TOLERANCE, EDGE_TOLERANCE * max(x1 - x0, y1 - y0))
     near = all(abs(a - b) <= most for a, b in zip(row["box"], wanted["box"], strict=True))
-    return bool(row["label"] == wanted["label"] and near and _close(row, wanted, slack))
+    return bool(row["label"] == wanted["label"] and near and _close(row, wanted))
 
 
-def _close(found: Mapping[str, Any], expected: Mapping[str, Any], slack: float) -> bool:
+def _close(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     difference = float(found["confidence"] or 0.0) - float(expected["confidence"])
-    return abs(difference) <= slack * CONFIDENCE_TOLERANCE
+    return abs(difference) <= _slack.get() * CONFIDENCE_TOLERANCE
 
 
 def text_matches(found: str, expected: Any) -> bool:

@@ -20,7 +20,12 @@ from pydantic import (
 from valora_data.contract.bundle import GOLDEN, MANIFEST
 from valora_data.contract.files import UnreadableError, read_bytes, read_json, shown
 from valora_data.contract.manifest import PROMPT_LENGTH
-from valora_data.contract.results import CONFIDENCE_TOLERANCE, HeadResult, text_matches
+from valora_data.contract.results import (
+    CONFIDENCE_TOLERANCE,
+    HeadResult,
+    computed_in,
+    text_matches,
+)
 from valora_serve.errors import AdapterError, ImageError
 from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.pool import Job, shared_pool
@@ -171,11 +176,12 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: Examp
         head = output.head or head
     expected = example.expected
     found = {"text": text.strip()} if head is None else head.golden()
-    same = (
-        text_matches(text, expected)
-        if head is None
-        else head.matches(found, expected, threshold, example.dtype)
-    )
+    with computed_in(example.dtype):
+        same = (
+            text_matches(text, expected)
+            if head is None
+            else head.matches(found, expected, threshold)
+        )
     if not same:
         raise AdapterError(
             f"golden example {named} of {domain} came out differently here: expected "

@@ -40,7 +40,7 @@ from valora_serve.types import Output, Request, SamplingParams, ServedModel
 
 T = TypeVar("T")
 MOST_STOPS, MOST_STOP_CHARS = 16, 1000
-MOST_LOGPROBS = 200_000  # of an answer: 14 MB, which become JSON while nothing else runs
+MOST_LOGPROBS = 200_000  # of an answer: 17 MB, which become JSON in 0.3 s while nothing else runs
 _ROLES = {"developer": "system", "tool": "user", "function": "user"}
 """Roles of OpenAI's API by the ones that chat templates know."""
 

@@ -95,8 +95,12 @@ class Pipeline:
         chosen, waiting = self.settings.chosen(), []
         if self.accelerator.is_main_process:
             for domain in chosen:  # before any data is read
-                if domain.teacher != distill.TRAIN:
-                    self._take_teacher(domain)
+                teacher = domain.taught_by or self.settings.teacher
+                given = domain.teacher != distill.TRAIN  # in a file, which is loaded and copied
+                stage = distill.teach_stage(domain, teacher, Path(), self.work) if given else None
+                if stage is not None:
+                    build = partial(distill.build_teacher, domain, teacher, Path())
+                    stage.run(self.work, partial(build, on_epoch=lambda *_: None), self.wait)
             if preparing_processes(asked, device, len(chosen)) > 1:
                 waiting = [domain for domain in chosen if not self._is_prepared(domain)]
         processes = preparing_processes(asked, device, len(waiting))
@@ -105,13 +109,6 @@ class Pipeline:
         self.spans += _prepare_side_by_side(self.settings, self.display, waiting, processes)
         quiet = replace(self, display=Display(Console(quiet=True)), wait=True)
         return [(quiet if one in waiting else self).prepare_domain(one) for one in chosen]
-
-    def _take_teacher(self, domain: DomainSettings) -> None:
-        """Load and copy a small model that is given as a file, unless that is up to date."""
-        teacher = domain.taught_by or self.settings.teacher
-        if (stage := distill.teach_stage(domain, teacher, Path(), self.work)) is not None:
-            build = partial(distill.build_teacher, domain, teacher, Path())
-            stage.run(self.work, partial(build, on_epoch=lambda *_: None), self.wait)
 
     def _is_prepared(self, domain: DomainSettings) -> bool:
         try:

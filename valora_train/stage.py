@@ -89,7 +89,7 @@ class Stage:
             return False
         for part in _parts(folder):
             if not (folder / part).exists():
-                raise _damaged(folder, f"{part} is missing")
+                raise damaged(folder, f"{part} is missing")
         return True
 
     def _build(self, partial: Path, done: Path, build: Callable[[Path], None]) -> None:
@@ -143,7 +143,7 @@ def digest(path: Path, cache: Path | None = None) -> str:
         return hash_path(path, cache)
     parts = _parts(path.parent)
     if path.name not in parts:
-        raise _damaged(path.parent, f"{path.name} is missing")
+        raise damaged(path.parent, f"{path.name} is missing")
     return parts[path.name]
 
 
@@ -153,9 +153,9 @@ def intact(path: Path) -> Path:
     if folder.suffix == ".partial" or not (folder / RECORD).is_file():
         return path
     if not path.exists():
-        raise _damaged(folder, f"{path.name} is missing")
+        raise damaged(folder, f"{path.name} is missing")
     if hash_path(path) != digest(path):
-        raise _damaged(folder, f"{path.name} is not what was written")
+        raise damaged(folder, f"{path.name} is not what was written")
     return path
 
 
@@ -166,10 +166,11 @@ def _parts(folder: Path) -> dict[str, str]:
     except PermissionError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(folder, f"{RECORD} cannot be read") from error
+        raise damaged(folder, f"{RECORD} cannot be read") from error
 
 
-def _damaged(folder: Path, what: str) -> StageError:
+def damaged(folder: Path, what: str) -> StageError:
+    """The error of a stage's folder whose content cannot be used."""
     return StageError(
         f"the output of a stage is damaged ({what}): delete {folder} and run the same command again"
     )

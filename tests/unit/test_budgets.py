@@ -10,14 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_524,
+    "valora_train": 10_493,
     "data/valora_data": 9_126,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
     "valora_serve": 28_917,
-    "tests/*/valora_train": 7_257,
+    "tests/*/valora_train": 6_983,
     "tests/*/valora_data": 3_662,
-    "tests/*/valora_teachers": 1_179,
+    "tests/*/valora_teachers": 1_141,
     "tests/*/valora_kernels": 2_086,
     "tests/*/valora_serve": 24_779,
     "tests/unit/bench": 1_508,

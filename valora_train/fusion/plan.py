@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from valora_data.errors import ValoraError
 from valora_data.wording import joined
@@ -174,14 +175,14 @@ class FusionPlan:
             gains = not accuracy[name] <= self._without.get(name, math.nan)
             if not math.isnan(accuracy[name]) and (gains or not self._may_do_without):
                 kept = attempt.new
-        reason = self._reason(attempt, accuracy, verdict, below, kept)
         names = attempt.domains
         decision = AttemptDecision(
-            attempt, dict(accuracy), verdict, below, reason, kept,
+            attempt, dict(accuracy), verdict, below, "", kept,
             {name: self._reached.get(name, self._without.get(name)) for name in names},
             {name: self._floor(name) for name in names},
             {n: ("" if n in self.alone else "its target of ") + self._asked(n) for n in names},
         )  # fmt: skip
+        decision = replace(decision, reason=self._reason(decision))
         self._apply(decision)
         self.decisions.append(decision)
         return decision
@@ -210,33 +211,27 @@ class FusionPlan:
             if self._requirements[name].met_by(decision.accuracy[name]):
                 self.alone.pop(name, None)  # beside others, it reaches more than alone
 
-    def _reason(
-        self,
-        attempt: Attempt,
-        accuracy: Mapping[str, float],
-        verdict: Verdict,
-        below: Sequence[str],
-        kept: Sequence[str],
-    ) -> str:
+    def _reason(self, decision: AttemptDecision) -> str:
         """Who misses what, by how much, and where the new domains go."""
-        adapter, new, floor = attempt.adapter, joined(attempt.new), self._floor
+        attempt, accuracy, floor = decision.attempt, decision.accuracy, decision.floor
+        adapter, new, kept = attempt.adapter, joined(attempt.new), decision.kept
         if any(math.isnan(value) for value in accuracy.values()):
             return "training diverged (loss or weights infinite or NaN): lower train.lr"
-        if not below:
-            closest = min(attempt.domains, key=lambda name: accuracy[name] - floor(name))
+        if not decision.below:
+            closest = min(attempt.domains, key=lambda name: accuracy[name] - floor[name])
             return (
                 f"every domain keeps what it must, most narrowly {closest} "
                 f"({accuracy[closest]:.3f} ≥ {self._asked(closest)}): {new} → {adapter}"
             )
         misses = ", ".join(
-            f"{name} {accuracy[name]:.3f} < {self._asked(name)}, {floor(name) - accuracy[name]:.3f}"
+            f"{name} {accuracy[name]:.3f} < {self._asked(name)}, {floor[name] - accuracy[name]:.3f}"
             " below"
-            for name in below
+            for name in decision.below
         )
-        if verdict is Verdict.COMMITTED:
+        if decision.verdict is Verdict.COMMITTED:
             fitting = joined([name for name in attempt.new if name in kept])
             return f"{misses}: rolled back, {fitting} → {adapter}"
-        if verdict is Verdict.ROLLED_BACK:
+        if decision.verdict is Verdict.ROLLED_BACK:
             return f"{misses}: {new} not in {adapter}"
         if kept:
             return f"{misses}, even alone: flagged, {new} → {adapter}"

@@ -78,19 +78,14 @@ def contract_requirement(
     plain = Requirement(least, margin, domain.task.spec.largest)
     if of_teacher is None:
         return plain
-    name = domain.name
-    remedy = (
-        f"set domains.{name}.of_teacher=null with an accuracy of its own in domains.{name}.required"
-    )
-    if validation is None:
+    if validation is None or not validation > 0.0:
+        reaches = "an unknown accuracy" if validation is None else f"{validation:.3f}"
+        name = domain.name
         raise SettingsError(
-            f"the accuracy of the teacher of domain {name} on validation is unknown, so that "
-            f"{of_teacher:g} of it says nothing: label validation images, or {remedy}"
-        )
-    if not validation > 0.0:
-        raise SettingsError(
-            f"the teacher of domain {name} reaches {validation:.3f} on validation, so that "
-            f"{of_teacher:g} of it asks for nothing: check the teacher, or {remedy}"
+            f"the teacher of domain {name} reaches {reaches} on validation, so that "
+            f"{of_teacher:g} of it asks for nothing: check the teacher and the labels of "
+            f"validation, or set domains.{name}.of_teacher=null with an accuracy of its own in "
+            f"domains.{name}.required"
         )
     share = of_teacher * validation
     on_test = max(least, share if test is None else of_teacher * test)

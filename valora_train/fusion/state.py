@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from valora_data.checkpoint import Checkpoint
-from valora_train.errors import StageError
 from valora_train.fusion.decision import Attempt
-from valora_train.stage import read_json, write_json
+from valora_train.stage import damaged, read_json, write_json
 
 FUSION = "fusion.json"
 STATE = "state.json"
@@ -51,10 +50,10 @@ class FusionState:
                 saved = dict(read_json(folder / STATE))
                 vars(self).update({ours: saved[key] for ours, key in SAVED.items() if key in saved})
             except (ValueError, TypeError) as error:
-                raise _damaged(folder, f"{STATE} cannot be read") from error
+                raise damaged(folder, f"{STATE} cannot be read") from error
         for name in self.snapshots.values():
             if not (folder / SNAPSHOTS / name).is_file():
-                raise _damaged(folder, f"{SNAPSHOTS}/{name} is missing")
+                raise damaged(folder, f"{SNAPSHOTS}/{name} is missing")
 
     def save(self) -> None:
         """Write `state.json`."""
@@ -116,9 +115,9 @@ def read_snapshot(folder: Path, file: str) -> dict[str, Tensor]:
             order = json.loads(facts["order"]) if "order" in facts else list(opened.keys())
             tensors = {name: opened.get_tensor(name) for name in order}
     except (SafetensorError, FileNotFoundError, ValueError, KeyError) as error:
-        raise _damaged(folder, f"{SNAPSHOTS}/{file} cannot be read") from error
+        raise damaged(folder, f"{SNAPSHOTS}/{file} cannot be read") from error
     if facts.get("sha256") not in (None, _hash(tensors)):
-        raise _damaged(folder, f"{SNAPSHOTS}/{file} is not what was written")
+        raise damaged(folder, f"{SNAPSHOTS}/{file} is not what was written")
     return tensors
 
 
@@ -130,9 +129,3 @@ def _hash(tensors: Mapping[str, Tensor]) -> str:
         total.update(name.encode())
         total.update(tensor.contiguous().reshape(-1).view(uint8).numpy().data)
     return total.hexdigest()
-
-
-def _damaged(folder: Path, what: str) -> StageError:
-    return StageError(
-        f"the state of a fusion is damaged ({what}): delete {folder} and run the same command again"
-    )

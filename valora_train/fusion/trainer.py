@@ -82,11 +82,8 @@ class Trainer:
     def open(self, adapter: str, seed: int) -> None:
         """Add a fresh adapter, whose weights and training batches depend on `seed` alone."""
         self._lmm.adapters.add(adapter, seed)
-        weights = {
-            "params": list(self._lmm.adapters.parameters(adapter).values()),
-            "peak": self._settings.lr,
-            "weight_decay": self._settings.weight_decay,
-        }
+        params, given = list(self._lmm.adapters.parameters(adapter).values()), self._settings
+        weights = {"params": params, "peak": given.lr, "weight_decay": given.weight_decay}
         generator = torch.Generator().manual_seed(seed)
         self._open[adapter] = _OpenAdapter(torch.optim.AdamW([weights]), generator)
 

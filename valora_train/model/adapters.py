@@ -80,10 +80,9 @@ class Adapters:
                 # Autocast is to cast LoRA's few weights; PEFT would cast activations.
                 module.cast_input_dtype_enabled = False
             if decode_only and name in getattr(module, "lora_B", {}):
-                module.lora_B[name].register_forward_hook(self._where_it_acts)
-
-    def _where_it_acts(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return output if self._acts is None else output * self._acts.to(output.dtype)
+                module.lora_B[name].register_forward_hook(
+                    lambda _, __, out: out if self._acts is None else out * self._acts.to(out.dtype)
+                )
 
     def act_from(self, starts: Sequence[int], length: int) -> None:
         """From which token of each row on a decode-only adapter acts, until it is changed."""

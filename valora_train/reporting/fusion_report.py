@@ -254,13 +254,10 @@ class FusionReport:
         values |= {f"required/{name}": self._required[name] for name in latest.accuracy}
         mlflow.log_metrics(values, step=latest.attempt.number)
 
-    def test_measured(self, domain: str, test: Evaluation) -> Image:
-        """Log the contact sheet of a domain's test split and return it."""
-        sheet = self.contact_sheet(domain, test, Split.TEST)
-        if self.run_id:
-            with storing():
-                mlflow.log_image(sheet, f"pictures/{domain}.png")
-        return sheet
+    @_logged
+    def log_sheet(self, domain: str, sheet: Image) -> None:
+        """Log the contact sheet of a domain's test split."""
+        mlflow.log_image(sheet, f"pictures/{domain}.png")
 
     def contact_sheet(self, domain: str, evaluation: Evaluation, split: Split) -> Image:
         """The first samples of a split with the answers that were evaluated."""

@@ -191,8 +191,8 @@ def _keep_boxes(
     if not boxes:
         raise DataError(
             f"the teacher of domain {domain.name} finds nothing on "
-            f"{plural(len(kept), 'unlabelled image')} "
-            f"at confidence {threshold:.2f}: check its labels, or lower teacher.threshold"
+            f"{plural(len(kept), 'unlabelled image')} at confidence {threshold:.2f}: check its "
+            "labels, or lower teacher.threshold"
         )
     accuracy = {}
     for split, one in matches.items():

@@ -42,8 +42,7 @@ QUESTIONS = 32  # about a document in one step, for the same reason
 
 def encoder_stage(settings: Settings, domains: Sequence[DomainInputs]) -> Stage:
     """The stage that trains an encoder."""
-    context = settings.context
-    base = settings.model.id
+    context, base = settings.context, settings.model.id
     inputs = {"base": base_hash(base), "processor": processor_hash(base)}
     for item in domains:
         inputs[f"{item.settings.name}/taught"] = digest(item.distilled / PSEUDO_LABELLED)

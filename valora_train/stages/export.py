@@ -270,20 +270,15 @@ def _run_gate(folder: Path, domains: Sequence[DomainInputs], device: str) -> Non
 
 
 def _register(bundle: Bundle) -> None:
-    accuracy = {f"test.{k}": f"{v['accuracy']['test']:.4f}" for k, v in bundle.domains.items()}
+    manifest, name = bundle.manifest, "images_per_second"
     tags = {
-        "bundle_version": str(bundle.version),
-        "adapters": str(len(bundle.adapters)),
-        "strategy": bundle.manifest["strategy"],
-        FUSION_KEY: bundle.manifest["lineage"][FUSION_KEY],
-    } | accuracy
-    tags |= licence_tags(bundle.manifest["licenses"])
-    run = bundle.manifest["lineage"]["mlflow_run_id"]
-    speed = bundle.manifest.get("speed") or {}
+        "bundle_version": str(bundle.version), "adapters": str(len(bundle.adapters)),
+        "strategy": manifest["strategy"], FUSION_KEY: manifest["lineage"][FUSION_KEY],
+        **{f"test.{k}": f"{v['accuracy']['test']:.4f}" for k, v in bundle.domains.items()},
+        **licence_tags(manifest["licenses"]),
+    }  # fmt: skip
+    speed = manifest.get("speed") or {}
     rates = {"": speed, "teacher_": speed.get("teacher")}
-    figures = {
-        f"{kind}images_per_second_together": one["images_per_second"]
-        for kind, one in rates.items()
-        if one
-    }
+    figures = {f"{kind}{name}_together": one[name] for kind, one in rates.items() if one}
+    run = manifest["lineage"]["mlflow_run_id"]
     register_bundle(run, f"valora-{bundle.name}", bundle.folder, tags, figures)

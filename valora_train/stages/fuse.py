@@ -357,7 +357,8 @@ class Fusion:
                 reason = reasons.get(name, "as in the parent fusion")
                 with self.display.work("fuse", f"measuring {name} on test"):
                     test = self._measure(adapter, name, reason, packing.evaluated.get(name))
-                sheet = self.report.test_measured(name, test)
+                sheet = self.report.contact_sheet(name, test, Split.TEST)
+                self.report.log_sheet(name, sheet)
                 sheet.save(folder / "pictures" / f"{name}.png")
             self.lmm.adapters.save(adapter, folder / "adapters" / adapter, self.settings.model.id)
         for name in self.inputs.keys() & self.speed.keys():

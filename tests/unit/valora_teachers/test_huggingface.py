@@ -1,4 +1,4 @@
-"""Models of transformers as teachers, beside transformers' own pipelines and processors."""
+"""Models of transformers as teachers, also the base model that reads, beside its own pipelines."""
 
 import json
 
@@ -11,10 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.support.data_sets import write_video
 from tests.support.helpers import save_random_llava
-from valora_data.schema import Answer, Sample, Task
+from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.schema import Answer, Document, Sample, Task, no_image
 from valora_data.sources.formats.videos import read_frames
 from valora_teachers.base import TeacherError, check_answers
-from valora_teachers.registry import load_teacher
+from valora_teachers.registry import load_teacher, teacher_facts
 
 NAMES = {0: "cat", 1: "house dog", 2: "eel", 3: "fox"}
 ALL = tuple(NAMES.values())
@@ -194,11 +195,11 @@ def owl(tmp_path_factory):
 def theirs_of(model, processor, sample, text, threshold, *given):
     inputs = processor(text=text, images=sample.image, return_tensors="pt")
     with torch.inference_mode():
-        outputs = model.eval()(**inputs)
+        outputs, more = model.eval()(**inputs), {name: inputs[name] for name in given}
+    sizes = [sample.image.size[::-1]]
     return processor.post_process_grounded_object_detection(
-        outputs, threshold=threshold, target_sizes=[sample.image.size[::-1]],
-        **{name: inputs[name] for name in given},
-    )[0]  # fmt: skip
+        outputs, threshold=threshold, target_sizes=sizes, **more
+    )[0]
 
 
 def test_owl_agrees_with_its_processor(owl):
@@ -219,12 +220,10 @@ def test_owl_agrees_with_its_processor(owl):
     for a, b in zip(named.answer(some[:2]), plain.answer(some[:2]), strict=True):
         assert {box.label for box in a.boxes} == {"pet"}
         assert [box.xyxy for box in a.boxes] == [box.xyxy for box in b.boxes]
-    for asked, message in (
-        ({}, "has to be told what to look for: give the domain label"),
-        ({"labels": ["pet"], "names": {"red cat": "dog"}}, "is mapped to 'dog', which is not one"),
-    ):
-        with pytest.raises(TeacherError, match=message):
-            load(owl, Task.DETECTION, **asked)
+    with pytest.raises(TeacherError, match="has to be told what to look for: give the domain lab"):
+        load(owl, Task.DETECTION)
+    with pytest.raises(TeacherError, match="is mapped to 'dog', which is not one"):
+        load(owl, Task.DETECTION, ["pet"], names={"red cat": "dog"})
 
 
 def test_grounding_looks_for_each_sample_s_own_phrase(owl):
@@ -256,9 +255,8 @@ def test_grounding_dino(tmp_path):
     )  # fmt: skip
     model = transformers.GroundingDinoForObjectDetection(config)
     model.save_pretrained(tmp_path)
-    images = transformers.GroundingDinoImageProcessor(
-        size={"shortest_edge": 48, "longest_edge": 64}
-    )
+    size = {"shortest_edge": 48, "longest_edge": 64}
+    images = transformers.GroundingDinoImageProcessor(size=size)
     processor = transformers.GroundingDinoProcessor(images, tokenizer)
     processor.save_pretrained(tmp_path)
     some = samples(3, "the red")
@@ -320,14 +318,11 @@ def test_answers_agree_with_the_pipeline(llava):
     pipeline = transformers.pipeline("image-text-to-text", str(llava))
     some = samples(4, "what is")
     teacher = load(llava, Task.VQA, (), prompt="{}", max_new_tokens=6, batch=3)
+    greedy = {"max_new_tokens": 6, "do_sample": False}
     for sample, answer in zip(some, teacher.answer(some), strict=True):
-        content = [
-            {"type": "image", "image": sample.image}, {"type": "text", "text": sample.prompt}
-        ]  # fmt: skip
-        (theirs,) = pipeline(
-            text=[{"role": "user", "content": content}], return_full_text=False,
-            generate_kwargs={"max_new_tokens": 6, "do_sample": False},
-        )  # fmt: skip
+        shown = {"type": "image", "image": sample.image}
+        turn = {"role": "user", "content": [shown, {"type": "text", "text": sample.prompt}]}
+        (theirs,) = pipeline(text=[turn], return_full_text=False, generate_kwargs=greedy)
         text = theirs["generated_text"].strip()
         assert answer.answers == ((text,) if text else ())
 
@@ -337,10 +332,8 @@ def test_labels_are_scored_by_their_likelihood(llava):
     (answer,) = load(llava, Task.VQA, labels, prompt="{}").answer([sample])
     model = transformers.AutoModelForImageTextToText.from_pretrained(llava).eval()
     processor = transformers.AutoProcessor.from_pretrained(llava)
-    content = [{"type": "image"}, {"type": "text", "text": sample.prompt}]
-    asked = processor.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True
-    )
+    turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": sample.prompt}]}
+    asked = processor.apply_chat_template([turn], add_generation_prompt=True)
     totals = []
     for label in labels:
         ids = processor.tokenizer(label, add_special_tokens=False)["input_ids"]
@@ -375,3 +368,51 @@ def test_models_that_do_not_do_the_task(vit, rt_detr, tmp_path):
     ):
         with pytest.raises(TeacherError, match=message):
             load(place, task, labels)
+
+
+TEXTS = ["417 color red\n820 thing star", "131 color blue\n417 color green\n900 table 21"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return str(CHECKPOINTS["llava"](tmp_path_factory.mktemp("base"), seed=3))
+
+
+def test_it_answers_as_transformers_does_with_the_document_in_the_prompt(base):
+    teacher = load_teacher("in_context", base, (), {"max_tokens": 5}, Task.CONTEXT, "{}")
+    samples = [
+        Sample(question, no_image(), Answer(), question, document=Document(text))
+        for question in ("417 color?", "which table has 900?")
+        for text in TEXTS
+    ]
+    seen = []
+    answers = teacher.answer(samples, lambda done, count: seen.append((done, count)))
+    model = teacher.model
+    for sample, answer in zip(samples, answers, strict=True):
+        turns = [
+            {"role": role, "content": [{"type": "text", "text": text}]}
+            for role, text in (("system", sample.document.text), ("user", sample.prompt))
+        ]
+        inputs = model.process(model.render(turns))
+        with torch.no_grad():
+            ids = model.model.generate(**inputs, max_new_tokens=5, do_sample=False)
+        assert answer.answers == (model.text_of(ids[0, inputs["input_ids"].shape[1] :].tolist()),)
+    assert seen[-1] == (4, 4)
+
+
+def test_what_it_cannot_answer_is_refused(base, tmp_path):
+    teacher = load_teacher("in_context", base, (), {}, Task.CONTEXT, "{}")
+    with pytest.raises(TeacherError, match="asks about no document"):
+        teacher.answer([Sample("a", no_image(), Answer(), "why?")])
+    long = Sample("ledger/val/0", no_image(), Answer(), "why?", document=Document("a b " * 9000))
+    with pytest.raises(TeacherError, match=r"domain ledger: the document has \d+ tokens"):
+        teacher.answer([long])
+    image = Sample("ledger/val/0", no_image(), Answer(), "an <image>?", document=Document("a b"))
+    assert len(teacher.answer([image])) == 1  # which is text
+    with pytest.raises(TeacherError, match="leave labels"):
+        load_teacher("in_context", base, ("yes", "no"), {}, Task.CONTEXT, "{}")
+    # It is another teacher if the model is another; answers do not depend on batches.
+    settings, inputs = teacher_facts("in_context", base, {"max_tokens": 5, "batch": 2})
+    assert settings["options"] == {"max_tokens": 5}
+    other = str(CHECKPOINTS["llava"](tmp_path / "other", seed=4))
+    assert teacher_facts("in_context", other, {"max_tokens": 5})[1] != inputs

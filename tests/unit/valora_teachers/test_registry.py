@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.support.stores import new_store
 from tests.unit.valora_train.test_cli import write_coco
 from valora_data import shards
 from valora_data.schema import Task
@@ -48,10 +49,10 @@ extension = MeanBox
 def test_a_kind_of_another_package_is_trained_and_labels(installed, tmp_path, monkeypatch):
     installed("valora.teachers", "mean_box", EXAMPLE)
     monkeypatch.chdir(tmp_path)
-    data = write_coco(tmp_path / "cats")
-    arguments = ["valora-train", *data, "teacher=own", "teacher.kind=mean_box",
-                 "+teacher.options.scale=1", "domains.cat.teacher=train",
-                 "command=distill"]  # fmt: skip
+    new_store(tmp_path)
+    arguments = ["valora-train", *write_coco(tmp_path / "cats", count=30), "teacher=own",
+                 "teacher.kind=mean_box", "+teacher.options.scale=1", "command=distill",
+                 "domains.cat.teacher=train"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", arguments)
     cli.main()
     (trained,) = (tmp_path / ".valora").glob("teach-cat-*[0-9a-f]")
@@ -59,13 +60,12 @@ def test_a_kind_of_another_package_is_trained_and_labels(installed, tmp_path, mo
     box = json.loads((trained / "mean.json").read_text())
     (distilled,) = (tmp_path / ".valora").glob("distill-cat-*[0-9a-f]")
     samples = shards.read(distilled / "taught")
-    assert len(samples) > 5
+    assert len(samples)
     for sample in samples:
         (found,) = sample.answer.boxes
         assert found.xyxy == pytest.approx(box) and found.confidence == 0.75
     # A trained model is copied into its stage, and used from there.
-    given = [*arguments, f"domains.cat.teacher={trained}/mean.json", "command=teach"]
-    monkeypatch.setattr(sys, "argv", given)
+    arguments += [f"domains.cat.teacher={trained}/mean.json", "command=teach"]
     cli.main()
     assert len(list((tmp_path / ".valora").glob("teach-cat-*[0-9a-f]/mean.json"))) == 2
 

@@ -1,12 +1,18 @@
-"""How many processes prepare domains side by side, and the end of one that trained with others."""
+"""Worker processes, the end of one that trained with others, and `valora label`."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 
-from valora_train import processes
+from tests.support.data_sets import picture
+from valora_data.schema import Answer, Box
+from valora_serve.predict.beside import compare, found_in
+from valora_serve.predict.records import Prediction
+from valora_teachers.base import Teacher
+from valora_train import label, processes
 
 PROGRAM = """
 import atexit
@@ -40,3 +46,48 @@ def test_the_interpreter_is_not_taken_down_where_others_train_too():
     environment = {**os.environ, "WORLD_SIZE": "2"}
     said = subprocess.check_output([sys.executable, "-c", PROGRAM], env=environment, text=True)
     assert said == "at exit\n"
+
+
+class Corner(Teacher):
+    """Finds a car in the corner of each image, and something that it hardly believes in."""
+
+    batch = 2
+
+    def load(self, weights):
+        self.match_classes(weights, {0: "auto"})
+
+    def answer_batch(self, samples):
+        assert len(samples) <= self.batch
+        boxes = (Box(0, 0, 5, 4, "car", 0.75), Box(5, 5, 9, 9, "car", 0.125))
+        return [Answer(boxes)] * len(samples)
+
+
+def test_a_folder_and_what_is_wrong(tmp_path, monkeypatch, capsys):
+    def made(kind, weights, labels, options, task):
+        teacher = Corner(task, labels, {}, options["names"])
+        teacher.load(weights)
+        return teacher
+
+    monkeypatch.setattr(label, "load_teacher", made)
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        picture(tmp_path / "in" / f"{number}.png", number, (40 + number, 20))
+    (tmp_path / "in" / "broken.png").write_bytes(b"none")
+    asked = ["best.pt", "in", "--labels", "car", "--domain", "d"]
+    assert label.main([*asked, "--names", "auto=car"]) == 0
+    assert "left out: broken.png cannot be decoded" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
+    sizes = {row["file"]: row["width"] for row in rows}
+    assert sizes == {"0.png": 40, "1.png": 41, "2.png": 42}
+    found = {"label": "car", "confidence": 0.75, "box": [0, 0, 5, 4]}
+    assert rows[0]["answer"] == {"detections": [found]}
+    same = [Prediction(**row) for row in rows]
+    assert compare(same, {row["file"]: found_in(row["answer"]) for row in rows}).agreement == 1
+    for given, said in (
+        (asked, "best.pt has no class 'car', only auto"),
+        (["best.pt", "empty", *asked[2:], "--names", "auto=car"], "folder empty does not exist"),
+        ([*asked, "--names", "auto"], "--names auto maps nothing: write CLASS=LABEL"),
+        ([*asked, "--names", "auto=car", "--out", "none/x"], "none/x cannot be written (No such"),
+    ):
+        assert label.main(given) == 1
+        assert said in capsys.readouterr().err

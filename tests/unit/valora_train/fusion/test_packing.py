@@ -1,4 +1,4 @@
-"""Attempts on a trainer that only counts: commit, roll back, close, resume from disk."""
+"""Attempts on a trainer that only counts, and their state on disk: commit, roll back, resume."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.unit.valora_train.fusion.test_plan import Scripted
+from valora_train.errors import StageError
 from valora_train.fusion.decision import Verdict
 from valora_train.fusion.packing import DedicatedAdapter, Packing, make_plan
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
-from valora_train.fusion.state import SNAPSHOTS, FusionState
-from valora_train.fusion.strategies.base import Proposal, Strategy
+from valora_train.fusion.state import SNAPSHOTS, STATE, FusionState
+from valora_train.fusion.strategies.base import Proposal
 from valora_train.fusion.trainer import DivergedError
 from valora_train.settings import FusionSettings
 
@@ -79,8 +81,8 @@ def play(plan, packing, stop_after=None):
 
 def test_a_rollback_restores_what_was_committed(tmp_path):
     plan, trainer, state, packing = start(tmp_path)
-    committed, rolled_back = Verdict.COMMITTED, Verdict.ROLLED_BACK
-    assert play(plan, packing) == [committed, rolled_back, committed, committed]
+    committed = Verdict.COMMITTED
+    assert play(plan, packing) == [committed, Verdict.ROLLED_BACK, committed, committed]
     assert plan.packing == {"adapter-1": ("a",), "adapter-2": ("b", "c")}
     assert trainer.weights == {"adapter-1": 1, "adapter-2": 2}
     assert [seed for _, _, seed in trainer.trained] == [3001, 3002, 3003, 3004]
@@ -143,15 +145,10 @@ JOINT_HEADS = [
 ]  # fmt: skip
 
 
-class Scripted(Strategy):
-    def propose(self, view):
-        return JOINT[len(view.history)] if len(view.history) < len(JOINT) else None
-
-
 @pytest.mark.parametrize("cut", range(5))
 def test_heads_of_domains_that_are_left_out_or_move_are_dropped(tmp_path, cut):
     def start_scripted(accuracy):
-        plan = FusionPlan({name: Requirement(0.5) for name in REQUIRED}, Scripted())
+        plan = FusionPlan({name: Requirement(0.5) for name in REQUIRED}, Scripted(*JOINT))
         trainer, state = CountingTrainer(accuracy), FusionState(tmp_path, HEAD_ONLY)
         return plan, trainer, state, Packing(plan, trainer, state, 3, None)
 
@@ -188,8 +185,7 @@ def test_training_that_diverges_is_a_decision(tmp_path, head_only):
     trainer = DivergingTrainer({1: {"a": 0.9}})
     packing = Packing(plan, trainer, state, 3, None)
     verdicts = play(plan, packing)
-    unreachable, rolled_back = Verdict.UNREACHABLE, Verdict.ROLLED_BACK
-    assert verdicts == [Verdict.COMMITTED, *[rolled_back, unreachable] * 2]
+    assert verdicts == [Verdict.COMMITTED, *[Verdict.ROLLED_BACK, Verdict.UNREACHABLE] * 2]
     assert trainer.weights == {"adapter-1": 1}, "restored, and nothing broken is kept"
     assert plan.packing == {"adapter-1": ("a",)}
     assert plan.unreachable == {"b": 0.2, "c": 0.2}
@@ -199,3 +195,39 @@ def test_training_that_diverges_is_a_decision(tmp_path, head_only):
     assert packing.resume() == 5
     assert again.decisions[1].reason == plan.decisions[1].reason
     assert (again.packing, again.head_only) == (plan.packing, plan.head_only)
+
+
+def test_a_state_is_read_back(tmp_path):
+    state = FusionState(tmp_path, {"a": {"val": 0.5, "test": 0.4}})
+    state.accuracies.append({"a": 0.9})
+    state.seconds.append(1.5)
+    state.mlflow_run_id = "run"
+    tensors = {
+        "head/sky/b": torch.tensor(2.0), "head/apple/a": torch.ones(2, 3, dtype=torch.bfloat16),
+        "lora/z": torch.arange(4), "head/sky/a": torch.zeros(0),
+    }  # fmt: skip
+    state.write_snapshot("adapter-1", 1, tensors)
+    state.save()
+    again = FusionState(tmp_path, {"b": {"val": 0.1, "test": 0.1}})
+    assert again.head_only == {"a": {"val": 0.5, "test": 0.4}}
+    assert (again.accuracies, again.seconds, again.mlflow_run_id) == ([{"a": 0.9}], [1.5], "run")
+    found = again.read_snapshot("adapter-1")
+    assert list(found) == list(tensors)
+    assert all(torch.equal(found[key], value) for key, value in tensors.items())
+
+
+@pytest.mark.parametrize("file", [STATE, f"{SNAPSHOTS}/adapter-1-01.safetensors"])
+def test_damage_names_the_folder_to_delete(tmp_path, file):
+    state = FusionState(tmp_path, {})
+    state.write_snapshot("adapter-1", 1, {"lora/x": torch.arange(3.0)})
+    state.save()
+    path = tmp_path / file
+    content = path.read_bytes()
+    for damaged in (b"", content[:-3], content[:-3] + b"?" + content[-2:], None):
+        path.unlink()
+        if damaged is not None:
+            path.write_bytes(damaged)
+        elif file == STATE:
+            return  # a fusion that has not begun
+        with pytest.raises(StageError, match=f"damaged .*: delete {tmp_path} and run"):
+            FusionState(tmp_path, {}).read_snapshot("adapter-1")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from valora_data.errors import ValoraError
-from valora_train.fusion.decision import Attempt, Verdict
+from valora_train.fusion.decision import Attempt, AttemptDecision, Verdict, attempts_as_json
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.affinity import slack
@@ -22,8 +22,7 @@ class Scripted(Strategy):
     rehearse = True
 
     def __init__(self, *script):
-        self.script = script
-        self.views = []
+        self.script, self.views = script, []
 
     def propose(self, view):
         self.views.append(view)
@@ -44,39 +43,27 @@ def try_(new, *accuracy, into=None, held=""):
     [
         # Domains that miss their target are left out and wait.
         ([try_("abc", 0.9, 0.79, 0.82)], COMMITTED, "ac", {ONE: "ac"}, "bd"),
-        (
-            [try_("abc", 0.9, 0.79, 0.82), try_("bd", 0.9, 0.83, 0.83, 0.84, into=ONE, held="ac")],
-            COMMITTED, "acbd", {ONE: "acbd"}, "",
-        ),
+        ([try_("abc", 0.9, 0.79, 0.82), try_("bd", 0.9, 0.83, 0.83, 0.84, into=ONE, held="ac")],
+         COMMITTED, "acbd", {ONE: "acbd"}, ""),
         # One that is held and misses its target rolls everything back.
-        (
-            [try_("a", 0.9), try_("bc", 0.8, 0.9, 0.7, into=ONE, held="a")],
-            ROLLED_BACK, "", {ONE: "a"}, "bcd",
-        ),
+        ([try_("a", 0.9), try_("bc", 0.8, 0.9, 0.7, into=ONE, held="a")],
+         ROLLED_BACK, "", {ONE: "a"}, "bcd"),
         ([try_("ab", 0.5, 0.5)], ROLLED_BACK, "", {}, "abcd"),
         ([try_("ab", NAN, NAN)], ROLLED_BACK, "", {}, "abcd"),
         # Only a domain alone is unreachable; what was placed before is not.
         ([try_("a", 0.7)], UNREACHABLE, "a", {ONE: "a"}, "bcd"),
-        (
-            [try_("ab", 0.9, 0.9), try_("cd", 0.9, 0.9), try_("a", 0.7)],
-            ROLLED_BACK, "", {ONE: "ab", TWO: "cd"}, "",
-        ),
+        ([try_("ab", 0.9, 0.9), try_("cd", 0.9, 0.9), try_("a", 0.7)],
+         ROLLED_BACK, "", {ONE: "ab", TWO: "cd"}, ""),
         # Domains move, and an adapter that is emptied is dropped; else all stays where it was.
-        (
-            [try_("ab", 0.9, 0.9), try_("cd", 0.9, 0.9),
-             try_("cd", 0.9, 0.9, 0.9, 0.8, into=ONE, held="ab")],
-            COMMITTED, "abc", {ONE: "abc", TWO: "d"}, "",
-        ),
-        (
-            [try_("abc", 0.9, 0.9, 0.9), try_("d", 0.9),
-             try_("d", 0.9, 0.9, 0.9, 0.9, into=ONE, held="abc")],
-            COMMITTED, "abcd", {ONE: "abcd"}, "",
-        ),
-        (
-            [try_("a", 0.9), try_("bcd", 0.9, 0.9, 0.9),
-             try_("a", 0.9, 0.9, 0.9, 0.81, into=TWO, held="bcd")],
-            ROLLED_BACK, "", {ONE: "a", TWO: "bcd"}, "",
-        ),
+        ([try_("ab", 0.9, 0.9), try_("cd", 0.9, 0.9),
+          try_("cd", 0.9, 0.9, 0.9, 0.8, into=ONE, held="ab")],
+         COMMITTED, "abc", {ONE: "abc", TWO: "d"}, ""),
+        ([try_("abc", 0.9, 0.9, 0.9), try_("d", 0.9),
+          try_("d", 0.9, 0.9, 0.9, 0.9, into=ONE, held="abc")],
+         COMMITTED, "abcd", {ONE: "abcd"}, ""),
+        ([try_("a", 0.9), try_("bcd", 0.9, 0.9, 0.9),
+          try_("a", 0.9, 0.9, 0.9, 0.81, into=TWO, held="bcd")],
+         ROLLED_BACK, "", {ONE: "a", TWO: "bcd"}, ""),
     ],
 )  # fmt: skip
 def test_verdicts(script, verdict, kept, packing, waiting):
@@ -86,10 +73,8 @@ def test_verdicts(script, verdict, kept, packing, waiting):
     assert (decision.verdict, decision.kept) == (verdict, tuple(kept))
     assert plan.packing == {adapter: tuple(held) for adapter, held in packing.items()}
     assert plan.waiting == tuple(waiting)
-    assert decision.left_out == tuple(
-        name for name in decision.attempt.new if kept and name not in kept
-    )
     attempt = decision.attempt
+    assert decision.left_out == tuple(name for name in attempt.new if kept and name not in kept)
     assert attempt.rehearse == bool(attempt.held)
     assert attempt.domains == tuple(decision.accuracy)
     assert ("diverged" in decision.reason) == any(map(math.isnan, decision.accuracy.values()))
@@ -163,6 +148,62 @@ def test_a_strategy_that_does_not_end_is_stopped():
             plan.tell(dict.fromkeys(attempt.domains, 0.9))
 
 
-@pytest.mark.parametrize(("new", "name"), [("abc", "a + b + c"), ("abcde", "a + b + 3 more")])
-def test_names_of_attempts(new, name):
-    assert Attempt(3, tuple(new), ONE, (), rehearse=False).name == f"03 {name} → adapter-1"
+def test_names_of_attempts():
+    for new, name in (("abc", "a + b + c"), ("abcde", "a + b + 3 more")):
+        assert Attempt(3, tuple(new), ONE, (), rehearse=False).name == f"03 {name} → adapter-1"
+
+
+REQUIREMENTS = {
+    "person": Requirement(0.9, 0.02), "bicycle": Requirement(0.8, 0.02),
+    "vehicle": Requirement(0.7, 0.02), "plate": Requirement(0.95, 0.01),
+}  # fmt: skip
+START = {"person": 0.5, "bicycle": 0.4, "vehicle": 0.3, "plate": 0.2}
+SCRIPT = [
+    (Proposal(("person",)), {"person": 0.95}),
+    (Proposal(("bicycle",), "adapter-1"), {"person": 0.91, "bicycle": 0.85}),
+    (Proposal(("bicycle", "vehicle")), {"bicycle": 0.83, "vehicle": 0.6}),
+    (Proposal(("vehicle",), "adapter-1"), {"person": 0.93, "vehicle": 0.75}),
+    (Proposal(("plate",)), {"plate": 0.9}),
+    (Proposal(("plate",), "adapter-2"), {"bicycle": 0.81, "plate": 0.895}),
+    (Proposal(("bicycle",), "adapter-1"), {"person": 0.925, "vehicle": 0.74, "bicycle": 0.825}),
+]
+
+
+def played():
+    probes = {name: Probe(REQUIREMENTS[name].required, at) for name, at in START.items()}
+    plan = FusionPlan(REQUIREMENTS, Scripted(*(one for one, _ in SCRIPT)), probes=probes)
+    return [plan.tell(accuracy) for _, accuracy in SCRIPT]
+
+
+DECISIONS = played()
+PACKING = {"adapter-1": ("person", "vehicle", "bicycle"), "adapter-3": ("plate",)}
+RECORDS = attempts_as_json(DECISIONS, PACKING)
+
+
+def decision(number, new, adapter, held, accuracy, verdict, below=(), kept=()):
+    """A first attempt, judged by hand."""
+    attempt = Attempt(number, tuple(new), adapter, tuple(held), rehearse=True)
+    before = {name: START[name] for name in attempt.domains}
+    floor = {name: REQUIREMENTS[name].target for name in attempt.domains}
+    asked = {name: f"its target of {REQUIREMENTS[name].text}" for name in attempt.domains}
+    return AttemptDecision(
+        attempt, accuracy, verdict, tuple(below), "a reason", tuple(kept), before, floor, asked
+    )
+
+
+def test_attempts_say_where_domains_are_and_what_they_had_to_keep():
+    # What was rolled back changed nothing.
+    assert RECORDS[3]["before"] == {"person": 0.95, "vehicle": 0.3}
+    assert RECORDS[6]["before"] == {"person": 0.93, "vehicle": 0.75, "bicycle": 0.83}
+    for head_only, went in (((), "waits for its next attempt"), ({"bicycle"}, "takes no adapter")):
+        (one,) = attempts_as_json(DECISIONS[1:2], {"adapter-1": ("person",)}, head_only)
+        assert one["went"] == {"bicycle": went}
+    # A flagged domain must keep what it reached alone.
+    assert RECORDS[4]["floor"]["plate"] == pytest.approx(0.96)
+    assert RECORDS[5]["floor"] == pytest.approx({"plate": 0.89, "bicycle": 0.82})
+    assert RECORDS[4]["asked"]["plate"] == "its target of 0.960 (required 0.950 + margin 0.010)"
+    assert RECORDS[5]["asked"]["plate"] == "0.890 (reached 0.900 alone − margin 0.010)"
+    # What diverged is null in JSON.
+    bad = decision(1, ["person"], "adapter-1", [], {"person": math.nan}, Verdict.UNREACHABLE,
+                   ["person"])  # fmt: skip
+    assert attempts_as_json([bad], {}, {"person"})[0]["accuracy"] == {"person": None}

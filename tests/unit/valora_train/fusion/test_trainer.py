@@ -12,7 +12,8 @@ from tests.support import colour_trainer
 from tests.support.colour_trainer import COLOURS, same, train
 from tests.support.helpers import coloured_squares
 from valora_data.checkpoint import Checkpoint
-from valora_data.schema import Domain, Split, Task
+from valora_data.schema import Answer, Domain, Split, Task
+from valora_train.fusion import trainer as trainer_module
 from valora_train.fusion.samples import DomainData
 from valora_train.fusion.trainer import DivergedError
 from valora_train.model.lmm import Lmm
@@ -257,11 +258,21 @@ def test_the_best_step_is_kept(random_llava, monkeypatch, reached, patience, kep
     assert all(torch.equal(now[key], states[kept][key]) for key in weights)
 
 
-def test_side_by_side_it_learns_what_it_learns_at_once(random_llava):
-    """Gradients of parts that threads compute add up to those of the whole batch."""
-    found, reached = [], []
-    for threads in (1, 2, 2):
-        trainer, lmm = make(random_llava, vision=True, threads=threads)
+def test_however_a_step_is_parted_it_learns_what_it_learns_at_once(random_llava, monkeypatch):
+    """Threads, micro-batches, groups of like length and one pass of all add up to the batch."""
+    monkeypatch.setattr(trainer_module, "LENGTH_RATIO", 1.0)
+    found, squares = [], coloured_squares(8, 1, "sky", "blue")
+    # Only sky is parted: the loss of boxes is a mean over their number.
+    parts = [(1, 0, 0.0, 2), (1, 6, 1e9, 2), (1, 0, 1e9, 1), (2, 0, 1e9, 1), (2, 0, 1e9, 1)]
+    for threads, micro, padding, passes in parts:
+        trainer, lmm = make(random_llava, vision=True, threads=threads, micro_batch=micro)
+        trainer._pass_tokens = padding
+        sky = Domain("sky", Task.CLASSIFICATION, ("even", "odd"), "detect sky", 0.8)
+        trainer._data["sky"] = DomainData(
+            make_task(sky, HeadSettings(), lmm),
+            [replace(one, answer=Answer(label=sky.labels[n % 2])) for n, one in enumerate(squares)],
+            {}, lmm, mirror=False,
+        )  # fmt: skip
         trainer.open("adapter-1", 1)
         for name in COLOURS:
             trainer._add_head("adapter-1", name, 2)
@@ -271,17 +282,15 @@ def test_side_by_side_it_learns_what_it_learns_at_once(random_llava):
             for key, weight in lmm.adapters.parameters("adapter-1").items():
                 if "lora_B" in key:
                     weight.normal_(std=0.1, generator=opened.generator)
-        batch = {"apple": torch.tensor([0, 3, 9]), "sky": torch.tensor([1, 2])}
-        loss = trainer._learn(opened.heads, batch, weights)
-        found.append((loss, [weight.grad for weight in weights]))
-        reached.append(trainer._outputs(
-            trainer.task("sky"), opened.heads["sky"], trainer._data["sky"].inputs
-        ))  # fmt: skip
-    for (loss, gradients), raw in zip(found[1:], reached[1:], strict=True):
-        assert loss == pytest.approx(found[0][0], rel=1e-5)
-        torch.testing.assert_close(gradients, found[0][1], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(raw, reached[0], rtol=1e-4, atol=1e-5)
-    assert all(map(torch.equal, found[1][1], found[2][1]))
+        batch = {"apple": torch.tensor([0, 3, 9, 5]), "sky": torch.tensor([1, 2, 4, 7])}
+        assert len(trainer._parts(batch)) == passes
+        loss, inputs = trainer._learn(opened.heads, batch, weights), trainer._data["sky"].inputs
+        raw = trainer._outputs(trainer.task("sky"), opened.heads["sky"], inputs)
+        found.append((loss, [weight.grad for weight in weights], raw))
+    for one in found[1:]:
+        assert one[0] == pytest.approx(found[0][0], rel=1e-5)
+        torch.testing.assert_close(one[1:], found[0][1:], rtol=1e-4, atol=1e-5)
+    assert all(map(torch.equal, found[-1][1], found[-2][1]))
 
 
 def test_samples_of_a_step_are_of_like_length(random_llava):

@@ -1,4 +1,4 @@
-"""Hidden states and answers: equal to transformers' own forward pass and `generate`."""
+"""Inputs, hidden states, gradients and answers: equal to those of transformers' own model."""
 
 from dataclasses import replace
 
@@ -9,7 +9,10 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.lmm_checkpoints import TEXT_CHECKPOINTS
 from tests.support.training_lmm import disturb, load, questions, whole
+from valora_data.contract.quantized import unpack
+from valora_data.errors import DataError
 from valora_train.model.lmm import Lmm, training_type
+from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
 
 WHOLE = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # families that split no images
@@ -150,20 +153,89 @@ def test_gradients_are_those_of_float32(family, checkpoint, exact, changed):
     assert functional.cosine_similarity(*flat, dim=0) > 0.98
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
+def test_the_cpu_decides_what_training_multiplies_in(monkeypatch):
+    for found, expected in (
         ({"avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, torch.float32),
-        ({"avx512_bf16": True}, torch.bfloat16),
-        ({"amx_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": True}, torch.bfloat16), ({"amx_bf16": True}, torch.bfloat16),
         ({"architecture": "aarch64"}, torch.float32),
-    ],
-)
-def test_the_cpu_decides_what_training_multiplies_in(monkeypatch, found, expected):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
-    assert training_type(ModelSettings(precision="auto")) is expected
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)  # noqa: B023
+        assert training_type(ModelSettings(precision="auto")) is expected
     assert training_type(ModelSettings(precision="auto", device="cuda")) is torch.float32
     assert training_type(ModelSettings()) is torch.float32
     assert training_type(ModelSettings(precision="bfloat16", device="cuda")) is torch.bfloat16
     monkeypatch.delattr(torch.cpu, "get_capabilities")  # an older torch
     assert training_type(ModelSettings(precision="auto")) is torch.float32
+
+
+def test_features_may_be_kept_or_not(family, checkpoint):
+    said = []
+    for keep in (True, False):
+        lmm = Lmm(ModelSettings(id=str(checkpoint), keep_features=keep), LoraSettings(rank=4))
+        batch = lmm.encode(questions(family))
+        kept = keep and lmm.takes_images
+        assert all((item.features is not None) == kept for item in batch)
+        with torch.no_grad():
+            alone = torch.cat([lmm.states([item]).head_inputs().last for item in batch])
+            together = lmm.states(batch).head_inputs().last
+        torch.testing.assert_close(alone, together, atol=1e-4, rtol=1e-3)
+        said.append(lmm.write(batch, 6))
+    assert said[0] == said[1]
+
+
+def test_a_video_without_frames_is_refused(random_llava):
+    with pytest.raises(DataError, match="a video no frames"):
+        load(random_llava).encode([Example("what?", (), video=True)])
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_what_an_adapted_projector_reads_may_be_kept(dtype, close, random_llava, images):
+    results = []
+    for keep in (True, False):
+        lora = LoraSettings(rank=4, projector=True)
+        lmm = Lmm(ModelSettings(id=str(random_llava), keep_features=keep, dtype=dtype), lora)
+        lmm.adapters.add("one", seed=1)
+        disturb(lmm, "one")
+        batch = lmm.encode([Example("a", (image,)) for image in images], whole=False)
+        assert (batch[0].features is not None) == keep
+        with lmm.precision():
+            lmm.states(batch).hidden.square().sum().backward()
+        weights = lmm.adapters.parameters("one")
+        results.append({name: weight.grad for name, weight in weights.items()})
+    assert any("multi_modal_projector" in name for name in results[0])
+    for kept, made in zip(*(one.values() for one in results), strict=True):
+        assert (kept - made).norm() <= close * made.norm()
+
+
+def gradients(lmm, family):
+    """Last hidden states with an adapter, and the gradients of its weights."""
+    lmm.adapters.add("one", seed=1)
+    disturb(lmm, "one")
+    states = lmm.states(lmm.encode(questions(family)))
+    states.hidden.square().mean().backward()
+    found = {name: p.grad for name, p in lmm.adapters.parameters("one").items()}
+    return states.hidden.detach(), found
+
+
+def test_hidden_states_and_gradients_are_those_of_the_rounded_weights(family, checkpoint, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    settings = ModelSettings(id=str(checkpoint), quantize="nf4"), LoraSettings(rank=4, alpha=12)
+    mine, plain = Lmm(*settings), Lmm(*settings)
+    plain.model = unpack(plain.model, torch.float32)
+    with torch.no_grad():  # nothing is repacked by a pass without gradients
+        mine.states(mine.encode(questions(family)))
+    hidden, grads = gradients(mine, family)
+    expected, expected_grads = gradients(plain, family)
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+    assert grads.keys() == expected_grads.keys()
+    assert len(grads) == 2 * 4 * len(mine.language_model.layers)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[name], atol=1e-5, rtol=1e-3)
+    trained = {name for name, p in mine.model.named_parameters() if p.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    mine.adapters.save("one", tmp_path, "this")  # an adapter is saved and loaded
+    mine.adapters.load("again", tmp_path)
+    mine.adapters.activate("again")
+    with torch.no_grad():
+        found = mine.states(mine.encode(questions(family))).hidden
+    torch.testing.assert_close(found, hidden, atol=1e-5, rtol=1e-5)

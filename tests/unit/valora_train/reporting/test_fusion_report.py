@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from PIL import Image
 from rich.console import Console
 
-from tests.unit.valora_train.fusion.test_decision import DECISIONS, PACKING, START
+from tests.unit.valora_train.fusion.test_plan import DECISIONS, PACKING, START
 from tests.unit.valora_train.reporting.test_texts import DOMAINS, result
 from tests.unit.valora_train.reporting.test_tracking import paths, status  # noqa: F401
 from valora_train.errors import UnreachableError

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.unit.valora_train.reporting.test_texts import ADAPTERS, DOMAINS
 from valora_data.schema import Answer, Box, Domain, Sample, Task
-from valora_data.tasks import task_spec
 from valora_train.reporting import pictures
 
 GREEN, RED = (0, 230, 118), (255, 82, 82)
@@ -51,38 +51,21 @@ def test_detections_are_right_or_wrong_and_the_legend_names_what_is_drawn():
 
 
 def test_a_fusion_is_one_picture_on_one_scale():
-    def facts_of(task, test, adapter, teacher=0.9, required=0.8):
-        accuracy = {"head_only": 0.1, "teacher": teacher, "test": test, "val": test + 0.01}
-        return {
-            "task": task, "metric": task_spec(task).metric, "required": required,
-            "bar": required + 0.02, "status": "met" if test >= required else "missed",
-            "adapter": adapter, "accuracy": accuracy | {"test_ci95": [test - 0.05, test + 0.05]},
-        }  # fmt: skip
-
-    old = facts_of("detection", 0.9, "adapter-2")  # of an earlier version
-    del old["bar"], old["accuracy"]["val"]
-    figure = pictures.accuracy_bars(
-        {
-            "person": facts_of("detection", 0.85, "adapter-2"),
-            "talk": facts_of("caption", 4.0, "adapter-2", None, 3.0),
-            "coins": facts_of("counting", 0.3, None),
-            "bicycle": facts_of("detection", 0.95, "adapter-1"),
-            "old": old,
-        },
-        {"adapter-1": {"rank": 16, "bytes": 1_200_000}, "adapter-2": {}},
-    )
+    old = DOMAINS["own_words"]["accuracy"].copy()
+    del old["val"]  # an earlier version had neither this nor a target
+    domains = DOMAINS | {"own_words": DOMAINS["own_words"] | {"accuracy": old}}
+    figure = pictures.accuracy_bars(domains, ADAPTERS)
     ones, tens = figure.axes
-    assert ones.get_xlim() == (0, 1)
-    assert tens.get_xlim() == (0, 10)
+    assert (ones.get_xlim(), tens.get_xlim()) == ((0, 1), (0, 10))
     assert [tick.get_text() for tick in ones.get_yticklabels()] == [
-        "bicycle\nadapter-1\nrank 16\n1.2 MB", "person\nadapter-2", "old\nadapter-2", "coins\nnone",
+        "bicycle\nadapter-1\nrank 16\n1.2 MB", "people_count\nnone",
     ]  # fmt: skip
-    assert [bar.get_width() for bar in ones.patches] == pytest.approx(
-        [0.1, 0.9, 0.95, 0.1, 0.9, 0.85, 0.1, 0.9, 0.9, 0.1, 0.9, 0.3]
-    )
-    assert " 0.950, 106 % of the teacher" in [text.get_text() for text in ones.texts]
-    marks = [mark.get_label() for mark in ones.collections]
-    assert [marks.count(one) for one in ("required", "target", "validation")] == [4, 3, 3]
+    widths = [bar.get_width() for bar in ones.patches]
+    assert widths == pytest.approx([0.61, 0.93, 0.935, 0.79, 0.88, 0.79])
+    assert " 0.935, 101 % of the teacher" in [text.get_text() for text in ones.texts]
+    marks = [[mark.get_label() for mark in axes.collections] for axes in (ones, tens)]
+    counts = [[one.count(name) for name in ("required", "target", "validation")] for one in marks]
+    assert counts == [[2, 2, 2], [1, 0, 0]]
     legend = {text.get_text() for text in figure.legends[0].get_texts()}
     assert legend == {
         "without LoRA", "teacher", "test", "test, requirement missed", "required", "target",

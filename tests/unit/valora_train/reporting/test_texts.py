@@ -1,5 +1,6 @@
-"""Texts about attempts and domains: the same figures in MLflow, in the card and the terminal."""
+"""Texts about attempts, domains and licences: the same in MLflow, card and terminal."""
 
+import json
 import math
 import random
 from io import StringIO
@@ -8,31 +9,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.unit.valora_train.fusion.test_decision import (
-    ALONE,
-    BACK,
-    COMMITTED,
-    DECISIONS,
-    PACKING,
-    RECORDS,
-    decision,
-)  # fmt: skip
+from tests.unit.valora_train.fusion.test_plan import DECISIONS, PACKING, RECORDS, decision
 from valora_data.contract.bundle import Bundle
-from valora_train.fusion.decision import attempts_as_json
+from valora_train.fusion.decision import Verdict, attempts_as_json
 from valora_train.fusion.plan import FusionPlan
 from valora_train.fusion.requirement import Requirement
 from valora_train.fusion.strategies.base import Probe
 from valora_train.fusion.strategies.registry import make_strategy
 from valora_train.reporting import texts
 from valora_train.reporting.cards import bundle_card
-from valora_train.reporting.texts import (
-    BESIDE_OTHERS,
-    REPORTED,
-    attempt_page,
-    consequences,
-    outcome_of,
-    speed_line,
-)
+from valora_train.reporting.licences import UNKNOWN, find_licences, licence_tags
+from valora_train.reporting.texts import attempt_page, outcome_of
+from valora_train.settings import DomainSettings, Settings, SourceSettings, TeacherSettings
+
+COLUMNS = (*texts.REPORTED, *texts.BESIDE_OTHERS)
 
 HERE, THERE = "small CPU, 2 cores", "large GPU"
 DOMAINS = {
@@ -136,7 +126,7 @@ def test_the_first_lines_say_all_that_was_decided():
 
 def only(**facts):
     facts = {"number": 2, "new": ["bicycle"], "adapter": "adapter-1", "held": ["person"],
-             "verdict": BACK, "below": ["person"]} | facts  # fmt: skip
+             "verdict": Verdict.ROLLED_BACK, "below": ["person"]} | facts  # fmt: skip
     (one,) = attempts_as_json([decision(**facts)], {"adapter-1": ("person",)})
     return one
 
@@ -145,7 +135,8 @@ def test_small_gaps_are_not_shown_as_nothing_and_a_divergence_says_so():
     assert "0.00004 below" in outcome_of(only(accuracy={"person": 0.91996, "bicycle": 0.9}))
     same = only(accuracy={"person": 0.5001, "bicycle": 0.9})
     assert outcome_of(same).startswith("person stayed at 0.500, 0.420 below")
-    bad = only(number=1, new=["person"], held=[], accuracy={"person": math.nan}, verdict=ALONE)
+    bad = only(number=1, new=["person"], held=[], accuracy={"person": math.nan},
+               verdict=Verdict.UNREACHABLE)  # fmt: skip
     assert outcome_of(bad) == "a reason"
     assert "| **person** | new | 0.500 | – | – | 0.920 | – |" in attempt_page(bad)
 
@@ -180,15 +171,15 @@ def test_texts_hold_for_whatever_a_strategy_does(strategy, seed):
         home = {name: adapter for adapter, names in plan.packing.items() for name in names}
         for name in done.attempt.new:
             if home.get(name) != done.attempt.adapter:
-                assert f"{name} " in consequences(one)
+                assert f"{name} " in texts.consequences(one)
                 assert home.get(name, "takes no adapter") in one["went"][name]
-    rejected = [one for *_, one in made if one.verdict != COMMITTED or one.left_out]
+    rejected = [one for *_, one in made if one.verdict != "committed" or one.left_out]
     assert len(texts.rejected_lines(record)) == len(rejected)
     assert texts.rejected_lines([{"verdict": "rolled back", "domain": "of an old version"}]) == []
 
 
 def test_each_line_says_everything_of_a_domain():
-    lines = texts.domain_table(DOMAINS, ADAPTERS, (*REPORTED, *BESIDE_OTHERS))
+    lines = texts.domain_table(DOMAINS, ADAPTERS, COLUMNS)
     rows = {cells(line)[0]: dict(zip(cells(lines[0]), cells(line), strict=True)) for line in lines}
     assert rows["bicycle"] == {
         "domain": "bicycle", "metric": "f1", "adapter": "adapter-1 (rank 16, 1.2 MB)",
@@ -208,9 +199,11 @@ def test_each_line_says_everything_of_a_domain():
     assert old["adapter"] == "adapter-2 (rank 8, 900 bytes)"
     assert {old[key] for key in ("target", "mAP", "of the teacher", "images/s")} == {"–"}
     words = {"own_words": DOMAINS["own_words"]}
-    alone = texts.domain_table(words, ADAPTERS, (*REPORTED, *BESIDE_OTHERS))
-    assert not {"target", *BESIDE_OTHERS} & set(cells(alone[0]))  # nothing is said of any domain
-    assert not texts.domain_table(words, ADAPTERS, ("domain", *BESIDE_OTHERS))
+    alone = texts.domain_table(words, ADAPTERS, COLUMNS)
+    assert not {"target", *texts.BESIDE_OTHERS} & set(
+        cells(alone[0])
+    )  # nothing is said of any domain
+    assert not texts.domain_table(words, ADAPTERS, ("domain", *texts.BESIDE_OTHERS))
 
 
 def test_the_terminal_loses_no_figure_however_narrow_it_is():
@@ -249,7 +242,7 @@ def test_the_card_lists_domains_and_what_was_rejected():
     accuracy = DOMAINS["bicycle"]["accuracy"] | {"confusion": {}}
     domains = DOMAINS | {"bicycle": DOMAINS["bicycle"] | {"accuracy": accuracy}}
     card = bundle_card(manifest(domains=domains, rejected=texts.rejected_lines(RECORDS)))
-    for line in texts.domain_table(domains, ADAPTERS, (*REPORTED, *BESIDE_OTHERS)):
+    for line in texts.domain_table(domains, ADAPTERS, COLUMNS):
         assert line in card
     assert "| `adapters/adapter-1` | 16 | 1.2 MB | bicycle |" in card
     assert "- **06 plate → adapter-2**, rolled back: bicycle fell from 0.830 to 0.810" in card
@@ -260,8 +253,68 @@ def test_the_card_lists_domains_and_what_was_rejected():
     # The speed of all domains at once.
     speed = {"domains": 6, "images_per_second": 91.24, "machine": HERE, "teacher": None}
     line = "All 6 domains of an image: 91.2 images/s"
-    assert speed_line({"speed": speed}) == f"{line} ({HERE})."
+    assert texts.speed_line({"speed": speed}) == f"{line} ({HERE})."
     speed["teacher"] = {"images_per_second": 103.1, "machine": HERE}
     others = "their small models one after the other: 103"
-    assert speed_line({"speed": speed}) == f"{line}; {others} ({HERE})."
-    assert speed_line({}) is None
+    assert texts.speed_line({"speed": speed}) == f"{line}; {others} ({HERE})."
+    assert texts.speed_line({}) is None
+
+
+CARD = "---\nlicense: cc-by-4.0\n---\n# Cats\n"
+COCO = {
+    "licenses": [{"id": 1, "name": "CC BY 4.0"}, {"id": 2, "name": "CC BY-NC 2.0"}],
+    "images": [{"id": 1, "license": 1}],
+}
+
+
+def found(source, base="tiny", **facts):
+    domain = DomainSettings("cat", labels=["cat"], source=source, **facts)
+    every = find_licences(Settings(domains={"cat": domain}, base_license=base), ["cat"])
+    return every["domains"]["cat"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "path", "licence"),
+    [
+        ("yolo", {"data.yaml": "license: MIT\n"}, "data.yaml", "MIT"),
+        ("yolo", {"data.yaml": "roboflow: {license: CC BY 4.0}\n"}, "", "CC BY 4.0"),
+        ("yolo", {"data.yaml": "names: [cat]\n", "README.md": CARD}, "data.yaml", "cc-by-4.0"),
+        ("yolo", {"data.yaml": "{"}, "data.yaml", UNKNOWN),
+        ("coco", {"cats.json": json.dumps(COCO)}, "cats.json", "CC BY 4.0"),
+        ("coco", {"cats.json": json.dumps(COCO | {"images": []})}, "", "CC BY 4.0, CC BY-NC 2.0"),
+        ("imagefolder", {}, "", UNKNOWN),
+        ("hub", {}, "../nobody/nothing", UNKNOWN),
+    ],
+)
+def test_data_sets_say_their_licence(kind, files, path, licence, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    source = SourceSettings(kind=kind, path=str(tmp_path / path))
+    assert found(source, teacher="labels") == {"data": licence, "teacher": None}
+    assert found(source, teacher="labels", license="mine")["data"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "teacher", "licence"),
+    [
+        ("yolo", "train", "AGPL-3.0"),
+        ("small", "train", "trained here"),
+        ("huggingface", "{folder}", "cc-by-4.0"),
+        ("huggingface", "nobody/nothing", UNKNOWN),
+        ("function", "package.module:function", UNKNOWN),
+    ],
+)
+def test_teachers_have_that_of_their_kind_or_card(kind, teacher, licence, tmp_path):
+    (tmp_path / "README.md").write_text(CARD)
+    facts = {"teacher": teacher.format(folder=tmp_path), "taught_by": TeacherSettings(kind=kind)}
+    drawn = SourceSettings()
+    assert found(drawn, **facts) == {"data": "drawn here", "teacher": licence}
+    assert found(drawn, teacher_license="bought", **facts)["teacher"] == "bought"
+
+
+def test_base_models_and_tags():
+    domain = DomainSettings("cat", labels=["cat"], teacher="labels")
+    licences = find_licences(Settings(domains={"cat": domain}), ["cat"])
+    assert licence_tags(licences) == {
+        "license.base": "apache-2.0", "license.cat.data": "drawn here",
+    }  # fmt: skip

@@ -24,16 +24,12 @@ def lmm(tmp_path):
 
 
 def asked(lmm):
-    pairs = {"a": [("417 color?", "red"), ("820 thing?", "star")], "b": [("131 color?", "blue")]}
-    return {
-        name: (
-            DOCUMENTS[name],
-            lmm.encode(
-                [Example(q, (), context=True, answer=lambda _, a=a: a) for q, a in pairs[name]]
-            ),
-        )
-        for name in DOCUMENTS
-    }
+    def learnt(question, answer):
+        return Example(question, (), context=True, answer=lambda _: answer)
+
+    first = [learnt("417 color?", "red"), learnt("820 thing?", "star")]
+    examples = {"a": first, "b": [learnt("131 color?", "blue")]}
+    return {name: (DOCUMENTS[name], lmm.encode(examples[name])) for name in DOCUMENTS}
 
 
 def test_it_learns_to_reconstruct_and_to_answer(lmm, monkeypatch):
@@ -77,15 +73,13 @@ def test_memory_tokens_are_computed_as_bundles_define_it(lmm, tmp_path):
     assert (tmp_path / "encoder" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 100])
-def test_rates_rise_and_fall_in_any_number_of_steps(steps):
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    schedule = one_cycle(optimizer, 0.3, steps)
-    rates = []
-    for _ in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert all(0 < rate <= 0.3 for rate in rates)
-    if steps > 2:
-        assert max(rates) == pytest.approx(0.3) and rates[0] < 0.1 and rates[-1] < 0.1
+def test_rates_rise_and_fall_in_any_number_of_steps():
+    for steps in (0, 1, 2, 100):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+        schedule, rates = one_cycle(optimizer, 0.3, steps), []
+        for _ in range(steps):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        assert all(0 < rate <= 0.3 for rate in rates)
+    assert max(rates) == pytest.approx(0.3) and rates[0] < 0.1 and rates[-1] < 0.1

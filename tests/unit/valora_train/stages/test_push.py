@@ -27,10 +27,8 @@ def test_a_bundle_arrives_whole_with_its_results(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda _, *at, **to: made.update(to))
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
-    bundle = str(BUNDLES / "detection")
-    assert push_bundle(Settings(push=PushSettings("me/pets", bundle))) == (
-        "https://hub/me/pets/commit/1"
-    )
+    asked = PushSettings("me/pets", str(BUNDLES / "detection"))
+    assert push_bundle(Settings(push=asked)) == "https://hub/me/pets/commit/1"
     assert (made["repo_id"], made["private"], made["revision"]) == ("me/pets", True, None)
     fetched = read_bundle(tmp_path / "fetched")  # every file has its hash
     assert fetched.domains == read_bundle(BUNDLES / "detection").domains
@@ -44,19 +42,6 @@ def test_a_bundle_arrives_whole_with_its_results(tmp_path, monkeypatch):
         assert figures["f1@0.5"] == pytest.approx(facts["accuracy"]["test"], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (PushSettings(), "set push.repo=owner/name"),
-        (PushSettings("a/b/c", bundle=str(BUNDLES / "detection")), r"a/b/c \(HFValidationError: "),
-        (PushSettings("me/pets", bundle="none"), "is no bundle"),
-    ],
-)
-def test_mistakes_are_sentences(asked, said):
-    with pytest.raises(ValoraError, match=said):
-        push_bundle(Settings(push=asked))
-
-
 class Refusing(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
@@ -67,25 +52,30 @@ class Refusing(BaseHTTPRequestHandler):
         self.wfile.write(b'{"error": "Invalid username or password."}')
 
 
-def test_a_hub_that_refuses_or_is_away_is_a_sentence(monkeypatch):
+def refused(said, *asked):
+    with pytest.raises(ValoraError, match=said):
+        push_bundle(Settings(push=PushSettings(*asked)))
+
+
+def test_mistakes_and_hubs_that_refuse_or_are_away_are_sentences(monkeypatch):
+    mine = "me/pets", str(BUNDLES / "detection")
+    refused("set push.repo=owner/name")
+    refused("is no bundle", "me/pets", "none")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "wrong")
-    asked = Settings(push=PushSettings("me/pets", bundle=str(BUNDLES / "detection")))
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{hub.server_address[1]}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-        with pytest.raises(ValoraError, match=r"\(HfHubHTTPError: .*Invalid username or password"):
-            push_bundle(asked)
+        refused(r"a/b/c \(HFValidationError: ", "a/b/c", mine[1])
+        refused(r"\(HfHubHTTPError: .*Invalid username or password", *mine)
         hub.shutdown()
-    with pytest.raises(ValoraError, match=r"\(ConnectError: \[Errno 111\] Connection refused\)"):
-        push_bundle(asked)
+    refused(r"\(ConnectError: \[Errno 111\] Connection refused\)", *mine)
 
 
 def test_the_card_keeps_its_text_and_gets_one_front():
     manifest = read_bundle(BUNDLES / "detection").manifest
     card = with_metadata("---\nold: 1\n---\n# A\n\n---\nline\n", manifest)
-    assert card.count("model-index") == 1
-    assert "old: 1" not in card
+    assert card.count("model-index") == 1 and "old: 1" not in card
     assert card.endswith("---\n# A\n\n---\nline\n")
     assert with_metadata(card, manifest) == card

@@ -1,4 +1,4 @@
-"""The box head: losses in closed form, targets by hand, calibration, round trip on disk."""
+"""The box head (losses, targets, calibration, round trip), and boxes written as text."""
 
 import math
 from dataclasses import replace
@@ -6,9 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from torchvision.ops import box_iou, generalized_box_iou
 
+from tests.support.random_tests import examples
 from valora_data.contract import boxes as box_code
 from valora_data.contract.heads import read_head, write_head
 from valora_data.errors import BundleError
@@ -21,6 +24,7 @@ from valora_train.tasks.detection import (
     DetectionTargets,
     DetectionTask,
 )
+from valora_train.tasks.language import read_boxes, write_box
 
 GRID = (4, 4)
 LABELS = ("cat", "dog", "eel")
@@ -134,3 +138,42 @@ def test_round_trip_on_disk(tmp_path):
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(BundleError, match=r"head .*h\.safetensors is damaged"):
         read_head(file, 6)
+
+
+SIDES = st.integers(28, 2000)
+
+
+@examples(30)
+@given(SIDES, SIDES, SIDES, SIDES, st.data())
+def test_round_trip_through_resizing(width, height, seen_width, seen_height, data):
+    size, seen = (width, height), (seen_width, seen_height)
+    x0 = data.draw(st.floats(0, width * 0.6))
+    y0 = data.draw(st.floats(0, height * 0.6))
+    x1, y1 = x0 + width * 0.3, y0 + height * 0.35
+    box = Box(x0, y0, x1, y1, "a red thing")
+    for convention, grid in (("grid1000", (1000, 1000)), ("pixels", seen)):
+        text = write_box(box, size, seen, convention)
+        (back,) = read_boxes(f"see {text} there", size, seen, convention)
+        assert back.label == "a red thing"
+        for place, (edge, other) in enumerate(zip(back.xyxy, box.xyxy, strict=True)):
+            assert abs(edge - other) <= 0.5 * size[place % 2] / grid[place % 2] + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("size", "seen", "convention", "step", "expected"),
+    [
+        (100, (50, 50), "grid1000", 1, "(120,80),(360,300)"),
+        (100, (50, 200), "pixels", 1, "(6,16),(18,60)"),
+        (97, (50, 50), "grid1000", 10, "(120,80),(370,310)"),
+    ],
+)
+def test_as_qwen_writes_it(size, seen, convention, step, expected):
+    text = write_box(Box(12, 8, 36, 30, "cat"), (size, size), seen, convention, step)
+    assert text == f"<ref>cat</ref><box>{expected}</box>"
+
+
+def test_what_is_no_box_is_left_out_and_what_is_outside_brought_inside():
+    for bad in ("", "no box", "<box>(1,2)</box>", "<box>(300,1),(200,9)</box>", "<box>(a,b),(c,d)"):
+        assert read_boxes(bad, (100, 100), (100, 100), "grid1000") == []
+    (box,) = read_boxes("<box>(-5,0),(2000,500)</box>", (80, 40), (1, 1), "grid1000")
+    assert (box.xyxy, box.label) == ((0, 0, 80, 20), "")

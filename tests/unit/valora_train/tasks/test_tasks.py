@@ -1,6 +1,5 @@
 """Tasks of domains: what is learnt and said of which sample, and what cannot be."""
 
-import math
 import shutil
 from dataclasses import replace
 
@@ -9,15 +8,19 @@ import torch
 from PIL import Image
 
 from valora_data.errors import BundleError, DataError
-from valora_data.schema import Answer, Box, Domain, Sample, Split, Task
-from valora_data.sources.scenes.builtin import builtin_domain, builtin_samples
-from valora_train.fusion.samples import DomainData
-from valora_train.fusion.trainer import Trainer
+from valora_data.schema import Answer, Box, Domain, Sample, Task
+from valora_data.tasks import task_names, task_spec
 from valora_train.model.lmm import Lmm
-from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, TrainSettings
-from valora_train.tasks.base import Prediction
+from valora_train.settings import (
+    DomainSettings,
+    HeadSettings,
+    LoraSettings,
+    ModelSettings,
+    TaskSettings,
+)
+from valora_train.tasks.base import Prediction, answer_together
 from valora_train.tasks.classification import POOLINGS, ChoiceTask
-from valora_train.tasks.registry import make_task
+from valora_train.tasks.registry import TASK_TYPES, make_task
 
 SQUARE = Image.new("RGB", (100, 50))
 
@@ -31,17 +34,18 @@ def lmm(random_llava):
     return Lmm(ModelSettings(id=str(random_llava)), LoraSettings(rank=4, alpha=8))
 
 
-@pytest.mark.parametrize(
-    ("task", "labels", "kind"),
-    [
+def test_task_types_declare_what_the_data_side_knows_of_them():
+    assert tuple(TASK_TYPES) == task_names()
+    assert all(TASK_TYPES[name].spec is task_spec(name) for name in task_names())
+
+
+def test_closed_sets_get_a_head_of_their_kind(lmm):
+    for task, labels, kind in (
         (Task.VIDEO, ("up", "down"), "action"), (Task.COUNTING, ("0", "1"), "counting"),
         (Task.VQA, ("no", "yes"), "yes_no"), (Task.VQA, ("red", "blue"), "classification"),
-    ],
-)  # fmt: skip
-def test_closed_sets_get_a_head_of_their_kind(lmm, task, labels, kind):
-    made = make_task(domain(task, labels), HeadSettings(), lmm, video=task is Task.VIDEO)
-    assert isinstance(made, ChoiceTask)
-    assert made.kind == kind
+    ):  # fmt: skip
+        made = make_task(domain(task, labels), HeadSettings(), lmm, video=task is Task.VIDEO)
+        assert isinstance(made, ChoiceTask) and made.kind == kind
 
 
 @pytest.mark.parametrize(
@@ -129,38 +133,37 @@ def test_heads_of_another_kind_are_refused(lmm, tmp_path):
             made.read_head(file, lmm.width)
 
 
-def test_gradients_of_a_step_do_not_depend_on_its_pieces(random_llava):
-    """Micro-batches, groups of like length and one pass of all add up to the whole batch."""
-    found, passes = [], []
-    known = {  # of 5 labels each
-        Task.CLASSIFICATION: (
-            "vehicle_type",
-            builtin_domain(Task.CLASSIFICATION, "vehicle_type").labels,
-        ),
-        Task.VIDEO: ("vehicle_motion", ("left", "right", "closer", "away", "still")),
-    }
-    drawn = {t: list(builtin_samples(t, name, Split.TRAIN, 8)) for t, (name, _) in known.items()}
-    for micro, padding in ((0, 0.0), (3, 0.0), (0, math.inf)):
-        lmm = Lmm(ModelSettings(id=str(random_llava)), LoraSettings(rank=4, alpha=8))
-        data = {}
-        for task, (name, labels) in known.items():
-            made = Domain(name, task, labels, "what?", 0.5)
-            made = make_task(made, HeadSettings(), lmm, video=task is Task.VIDEO)
-            data[name] = DomainData(made, drawn[task], {}, lmm, mirror=False)
-        settings = TrainSettings(steps=2, steps_per_held=0, batch_size=8, micro_batch=micro)
-        trainer = Trainer(lmm, data, settings)
-        trainer._pass_tokens = padding
-        rows = {name: torch.arange(4) for name in data}  # videos are several times as long
-        passes.append(len(trainer._parts(rows)))
-        trainer.open("a", seed=1)
-        losses = []
-        for name, held in (("vehicle_type", []), ("vehicle_motion", ["vehicle_type"])):
-            trainer.train("a", [name], held=held, rehearse=True, seed=2,
-                          on_step=lambda _, __, loss, ___, to=losses: to.append(loss))  # fmt: skip
-        found.append((losses, trainer.snapshot("a")))
-    assert passes == [2, 4, 1]
-    for losses, snapshot in found[1:]:
-        assert found[0][0] == pytest.approx(losses, rel=1e-3)
-        for key, value in found[0][1].items():
-            if key.startswith(("lora", "head")):
-                torch.testing.assert_close(snapshot[key], value, atol=2e-4, rtol=2e-2)
+PROMPTS = {"cat": "detect thing", "dog": "detect thing", "eel": "detect eel"}
+
+
+def test_heads_of_one_prompt_share_passes_and_answer_as_alone(monkeypatch):
+    lmm = Lmm(ModelSettings(), LoraSettings())
+    samples = [
+        Sample(str(n), Image.new("RGB", (60, 40), (40 * n, 9, 99)), Answer()) for n in range(3)
+    ]
+    heads = []
+    for n, (name, prompt) in enumerate(PROMPTS.items()):
+        domain = Domain(name, Task.DETECTION, (name,), prompt, 0.5)
+        task = make_task(domain, HeadSettings(), lmm)
+        first = lmm.encode([task.prompt(samples[0])], task.whole_prompt)[0]
+        heads.append((task, task.new_head(lmm, first, n)))
+    wanted = [task.answer(head, lmm, samples) for task, head in heads]
+    passes, states = [], lmm.states
+    monkeypatch.setattr(lmm, "states", lambda batch: passes.append(len(batch)) or states(batch))
+    assert answer_together(heads, lmm, samples) == wanted
+    assert any(one.answer.boxes for found in wanted for one in found)
+    assert passes == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "own", "found"),
+    [
+        ("detection", ["cat"], "detect cat", "detect thing"),
+        ("vqa", ["no", "yes"], "{}", "{}"),
+        ("caption", [], "describe it", "describe it"),
+    ],
+)
+def test_one_prompt_of_a_task_is_that_of_domains_with_heads(task, labels, own, found):
+    domain = DomainSettings(name="pet", labels=labels, prompt=own)
+    for common, wanted in ((None, own), ("detect thing", found)):
+        assert domain.resolved(TaskSettings(type=Task(task), prompt=common)).prompt == wanted

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     import socket
 
     import uvicorn
-    from fastapi import FastAPI
 
     from valora_serve.engine.async_engine import AsyncEngine
-    from valora_serve.replicas.client import ReplicatedEngine
     from valora_serve.server.loading.startup import Served
 
 _ABOUT = """\
@@ -103,6 +101,7 @@ def serve(
     """Load and verify the bundles, print what is served, and serve until a signal comes."""
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.listen import bind, check_certificate
+    from valora_serve.server.loading import startup
     from valora_serve.server.loading.served_set import check_state
     from valora_serve.server.loading.state_file import own_state
     from valora_serve.server.resolving.cache import lock_folder
@@ -114,7 +113,7 @@ def serve(
     # Wrong settings are reported before models are loaded.
     keys = KeyRing(settings)
     if engine_settings.share_by == "key":
-        _tell_of_shares(engine_settings.shares, "key", keys.names)
+        startup.tell_of_shares(engine_settings.shares, "key", keys.names)
     check_certificate(settings)
     if make_resolvers(settings.adapter_sources):
         lock_folder(Path(settings.adapter_cache)).release()
@@ -139,39 +138,6 @@ def _check(
     return check(startup.follow_bundles(engine, folders), folders, settings.max_connections)
 
 
-def _tell_of_shares(shares: Iterable[str], what: str, known: Iterable[str]) -> None:
-    """Log the shares of keys or adapters that are not there, but may come later."""
-    from valora_serve.server.telemetry import logs
-
-    for name in sorted({*shares} - {*known}):
-        logs.LOG.warning("shares: there is no %s %s, so its share goes to nobody", what, name)
-
-
-async def make_app(
-    engine: AsyncEngine | ReplicatedEngine,
-    settings: ServerSettings,
-    folders: Sequence[Path],
-    engine_settings: EngineSettings,
-) -> tuple[FastAPI, Served]:
-    """Load bundles into an engine; return the application in front of it, and what it serves."""
-    from functools import partial
-
-    from valora_serve.server.app import create_app
-    from valora_serve.server.loading import golden, startup
-    from valora_serve.server.loading.served_set import ServedSet
-
-    replay = partial(golden.replay, engine) if settings.golden else None
-    folder = Path(settings.adapter_folder) if settings.adapter_folder else None
-    served = ServedSet(engine, folder, Path(settings.state_file), replay)
-    found = await startup.load_all(
-        engine, folders, served, warm_up=engine.warm_up, replay=settings.golden
-    )
-    by, shares = engine_settings.share_by, engine_settings.shares
-    if by == "adapter":
-        _tell_of_shares(shares, by, [model.adapter or "base" for model in engine.models()])
-    return create_app(engine, settings, served, share_by=by, shares=shares), found
-
-
 async def _serve(
     sockets: list[socket.socket],
     bundles: Sequence[str],
@@ -183,67 +149,80 @@ async def _serve(
 ) -> int:
     from functools import partial
 
-    from rich.console import Console
-
     from valora_serve.engine.start import start_engine
     from valora_serve.server.app import make_server
     from valora_serve.server.loading import startup
     from valora_serve.server.media.pool import shared_pool
 
-    shared_pool().start()  # ready by the time that the model is loaded
     folders = startup.find_bundles(bundles, Path(settings.state_file).parent / "downloads")
     engine_settings = startup.follow_bundles(engine_settings, folders)
-    engine: AsyncEngine | ReplicatedEngine
-    own: AsyncEngine | None = None
-    if replica_settings.replicas is None:
-        engine = own = await start_engine(engine_settings)
-    else:
-        from valora_serve.replicas.cluster import start_replicas
+    address = f"unix:{settings.unix_socket}"
+    if not settings.unix_socket:
+        scheme = "https" if settings.tls_cert else "http"
+        address = f"{scheme}://{settings.host}:{sockets[0].getsockname()[1]}/"
+    if replica_settings.replicas is not None:
+        from valora_serve.replicas.cluster import run
 
-        engine = await start_replicas(replica_settings, engine_settings, settings)
+        def announce(found: Served | None) -> None:
+            if found is not None:  # else the board has started anew meanwhile
+                _tell(found, address, began)
+            if on_started:
+                on_started(address)
+
+        await run(sockets, folders, settings, engine_settings, replica_settings, announce)
+        return 0
+    shared_pool().start()  # ready by the time that the model is loaded
+    engine = await start_engine(engine_settings)
     try:
-        app, found = await make_app(engine, settings, folders, engine_settings)
+        app, found = await startup.make_app(engine, settings, folders, engine_settings)
         server = make_server(app, settings)
     except BaseException:
         await engine.close()
         raise
+    _tell(found, address, began)
+    watching = asyncio.create_task(
+        _watch(server, engine, on_started and partial(on_started, address))
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # uvicorn raises those that it has handled again
+    with short_pauses():
+        await server.serve(sockets)
+    watching.cancel()
+    if engine.lost is None:
+        return 0
+    print(f"error: {engine.lost}", file=sys.stderr, flush=True)
+    os._exit(1)  # collectives may wait for the lost process for ever
+
+
+def _tell(found: Served, address: str, began: float) -> None:
+    """Print what is served, and where."""
+    from rich.console import Console
+
+    from valora_serve.server.loading import startup
+
     console = Console(stderr=True)
     if not console.is_terminal:
         console.width = 160  # lines in a log file are not wrapped
     console.print(startup.table(found))
     for problem in found.left_out:
         console.print(f"not served: {problem}", style="yellow", markup=False)
-    address = f"unix:{settings.unix_socket}"
-    if not settings.unix_socket:
-        scheme = "https" if settings.tls_cert else "http"
-        address = f"{scheme}://{settings.host}:{sockets[0].getsockname()[1]}/"
     console.print(
         f"{plural(found.examples, 'golden example')} reproduced; ready after "
         f"{time.monotonic() - began:.1f} s at {address} (API: /docs)",
         markup=False,
         highlight=False,
     )
-    watching = asyncio.create_task(_watch(server, own, on_started and partial(on_started, address)))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # uvicorn raises those that it has handled again
-    with short_pauses():
-        await server.serve(sockets)
-    watching.cancel()
-    if own is None or own.lost is None:
-        return 0
-    print(f"error: {own.lost}", file=sys.stderr, flush=True)
-    os._exit(1)  # collectives may wait for the lost process for ever
 
 
 async def _watch(
-    server: uvicorn.Server, engine: AsyncEngine | None, on_started: Callable[[], None] | None
+    server: uvicorn.Server, engine: AsyncEngine, on_started: Callable[[], None] | None
 ) -> None:
     """Call `on_started`, and end the server when its engine has lost a process of its group."""
     while not server.started:
         await asyncio.sleep(0.02)
     if on_started:
         on_started()
-    while engine is None or engine.lost is None or engine.healthy:
+    while engine.lost is None or engine.healthy:
         await asyncio.sleep(WATCH_SECONDS)
     server.should_exit = True
 

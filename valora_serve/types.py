@@ -139,9 +139,7 @@ class Request:
     deadline: float | None = None  # seconds from arrival within which it must be answered
     client: str | None = None  # who asks, e.g. the name of an API key, for shares by key
     cache_salt: str | None = None  # requests of the same one share cached prompts and images
-    # Whether outputs are passed on to the client as they come. Otherwise all of them come at the
-    # end, and another replica may begin the answer again.
-    stream: bool = True
+    stream: bool = True  # whether outputs come as they are made; otherwise all come at the end
     also: tuple[Request, ...] = ()  # of other domains about the same images, answered together
 
     @classmethod
@@ -369,7 +367,7 @@ class EngineClient(Protocol):
         """Return the state and counters of the engine as of its last step, without waiting."""
 
     def replicas(self) -> dict[str, EngineStats] | None:
-        """Return the state of every replica by its name, of which `stats` is the sum; or None."""
+        """Return the state of every replica by its name, this one included; None without others."""
 
     async def load_adapter(
         self, name: str, folder: Path, *, decode_only: bool = False

@@ -14,14 +14,14 @@ BUDGETS = {
     "data/valora_data": 9_126,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
-    "valora_serve": 28_917,
+    "valora_serve": 28_916,
     "tests/*/valora_train": 6_983,
     "tests/*/valora_data": 3_662,
     "tests/*/valora_teachers": 1_141,
     "tests/*/valora_kernels": 2_086,
-    "tests/*/valora_serve": 24_779,
+    "tests/*/valora_serve": 24_752,
     "tests/unit/bench": 1_508,
-    BENCH: 12_149,
+    BENCH: 12_314,
 }
 
 

@@ -1,7 +1,8 @@
-"""Files in docs/deploy: Ray Serve, KubeRay, Docker and our own options, read by their readers."""
+"""Files in docs/deploy: KubeRay, Docker and our own options, read by their readers."""
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -10,14 +11,9 @@ from pathlib import Path
 import jsonschema
 import kubernetes_validate
 import pytest
-import ray
 import yaml
-from ray.serve.schema import ServeDeploySchema
 
 from valora_serve import cli
-from valora_serve.errors import SettingsError
-from valora_serve.replicas.app import FRONT, build
-from valora_serve.replicas.cluster import DEPLOYMENT
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -39,41 +35,34 @@ def _closed(properties, required=()):
 
 
 GROUP = {"rayStartParams": TEXTS, "template": _closed({"metadata": MAP, "spec": MAP}, ["spec"])}
-RAY_SERVICE = _closed(
+RAY_CLUSTER = _closed(
     {
         "apiVersion": {"const": "ray.io/v1"},
-        "kind": {"const": "RayService"},
-        "metadata": _closed({"name": {"type": "string", "pattern": "^[a-z][a-z0-9-]{0,46}$"}}),
+        "kind": {"const": "RayCluster"},
+        "metadata": _closed({
+            "name": {"type": "string", "pattern": "^[a-z][a-z0-9-]{0,46}$"}, "annotations": TEXTS,
+        }),
         "spec": _closed(
             {
-                "serveConfigV2": {"type": "string"},
-                "serviceUnhealthySecondThreshold": NUMBER,
-                "deploymentUnhealthySecondThreshold": NUMBER,
-                "rayClusterDeletionDelaySeconds": NUMBER,
-                "rayClusterConfig": _closed(
-                    {
-                        "rayVersion": {"type": "string"},
-                        "enableInTreeAutoscaling": {"type": "boolean"},
-                        "headGroupSpec": _closed(
-                            GROUP | {"serviceType": {"type": "string"}}, ["template"]
-                        ),
-                        "workerGroupSpecs": {
-                            "type": "array",
-                            "items": _closed(
-                                GROUP
-                                | {
-                                    "groupName": {"type": "string"}, "numOfHosts": NUMBER,
-                                    "replicas": NUMBER, "minReplicas": NUMBER,
-                                    "maxReplicas": NUMBER, "idleTimeoutSeconds": NUMBER,
-                                },
-                                [*GROUP, "groupName", "minReplicas", "maxReplicas"],
-                            ),
-                        },
-                    },
-                    ["headGroupSpec"],
+                "rayVersion": {"type": "string"},
+                "enableInTreeAutoscaling": {"type": "boolean"},
+                "headGroupSpec": _closed(
+                    GROUP | {"serviceType": {"type": "string"}}, ["template"]
                 ),
+                "workerGroupSpecs": {
+                    "type": "array",
+                    "items": _closed(
+                        GROUP
+                        | {
+                            "groupName": {"type": "string"}, "numOfHosts": NUMBER,
+                            "replicas": NUMBER, "minReplicas": NUMBER,
+                            "maxReplicas": NUMBER, "idleTimeoutSeconds": NUMBER,
+                        },
+                        [*GROUP, "groupName", "minReplicas", "maxReplicas"],
+                    ),
+                },
             },
-            ["rayClusterConfig"],
+            ["headGroupSpec"],
         ),
     },
     ["apiVersion", "kind", "metadata", "spec"],
@@ -85,28 +74,6 @@ def read(name):
     return yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
 
 
-def service():
-    return read("kuberay.yaml")["spec"]
-
-
-def configurations():
-    return {"serve": read("serve.yaml"), "kuberay": yaml.safe_load(service()["serveConfigV2"])}
-
-
-@pytest.mark.parametrize("name", ["serve", "kuberay"])
-def test_ray_serve_reads_the_configuration(name, tmp_path):
-    found = ServeDeploySchema.model_validate(configurations()[name])
-    (application,) = found.applications
-    assert application.import_path == f"{build.__module__}:{build.__name__}"
-    file = tmp_path / "options.yaml"
-    file.write_text(yaml.safe_dump(application.args))
-    bundles, server, _, replicas = cli.read(["--config", str(file)])
-    assert bundles
-    assert server.api_key is None
-    assert server.keys_file
-    assert replicas.replicas < replicas.max_replicas
-
-
 def test_our_own_options():
     bundles, server, _, replicas = cli.read(["--config", str(DEPLOY / "valora-serve.yaml")])
     assert bundles == ["/bundles/detection"]
@@ -114,37 +81,15 @@ def test_our_own_options():
     assert (replicas.replicas, replicas.max_replicas) == (4, 8)
 
 
-def test_the_application_that_the_configuration_names(monkeypatch):
-    """The function that Ray Serve imports: the server beside the replicas, with its options."""
-    nodes = [{"Alive": True, "Resources": {"GPU": 2.0, "CPU": 16.0}}]
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    options = configurations()["kuberay"]["applications"][0]["args"] | {"quantize": "none"}
-    made = build(options)
-    front = made._bound_deployment
-    assert front.name == FRONT
-    engines, bundles, server, application, engine = front.init_args
-    assert engines._bound_deployment.name == DEPLOYMENT
-    assert engines._bound_deployment.ray_actor_options["num_gpus"] == 1
-    assert bundles == ["/models/bundles/detection"]
-    assert server.keys_file == "/etc/valora/keys"
-    assert application == "valora"
-    assert (engine.share_by, engine.shares) == ("none", {})
-    for wrong, words in (
-        ({"replicas": 3}, "3 replicas need 3 GPUs"),
-        ({"replica": 3}, "did you mean replicas"),
-        ({"api_key": "a-secret-that-is-seen"}, "use keys_file"),
-    ):
-        with pytest.raises(SettingsError, match=words):
-            build(options | wrong)
-
-
-def test_the_manifest_fits_its_configuration():
-    spec = service()
-    (application,) = configurations()["kuberay"]["applications"]
-    cluster = spec["rayClusterConfig"]
+def test_the_manifest_of_kuberay_starts_a_server_that_fits_it():
+    cluster = read("kuberay.yaml")["spec"]
     (gpus,) = cluster["workerGroupSpecs"]
-    assert gpus["minReplicas"] >= application["args"]["replicas"]
-    assert gpus["maxReplicas"] == application["args"]["max_replicas"]
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    started = head["args"][0].partition("exec valora-serve ")[2]
+    bundles, server, engine, replicas = cli.read(shlex.split(started))
+    assert gpus["minReplicas"] >= replicas.replicas
+    assert gpus["maxReplicas"] == replicas.max_replicas
+    assert replicas.ray_address == "auto"
     pins = (ROOT / "constraints.txt").read_text()
     assert f"\nray=={cluster['rayVersion']}\n" in pins
     images = set()
@@ -156,17 +101,18 @@ def test_the_manifest_fits_its_configuration():
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
         assert {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"} in container["env"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert "$KUBERAY_GEN_RAY_START_CMD" in container["args"][0]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert images == {f"valora:{project['version']}"}
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-    for path in (*application["args"]["bundles"], application["args"]["keys_file"]):
+    for path in (*bundles, server.keys_file, engine.base):
         assert any(path.startswith(f"{mount}/") for mount in mounts)
 
 
 def test_the_manifest_fits_the_schemas_of_kuberay_and_kubernetes():
     manifest = read("kuberay.yaml")
-    jsonschema.validate(manifest, RAY_SERVICE)
-    cluster = manifest["spec"]["rayClusterConfig"]
+    jsonschema.validate(manifest, RAY_CLUSTER)
+    cluster = manifest["spec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
         pod["spec"] = group["template"]["spec"]

@@ -66,6 +66,7 @@ class AsyncEngine:
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._loading = ThreadPoolExecutor(1, "load")
         self._stats = engine.stats()
+        self.peers: dict[str, EngineStats] | None = None  # states of all replicas, by name
         self._profiler: Profiler | None = None
         if engine.tuning is not None:
             engine.tuning.listen(self._wake.set)
@@ -325,7 +326,8 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         return self._stats
 
-    def replicas(self) -> None: ...
+    def replicas(self) -> dict[str, EngineStats] | None:
+        return self.peers
 
     async def load_adapter(
         self, name: str, folder: Path, *, decode_only: bool = False
@@ -346,11 +348,6 @@ class AsyncEngine:
         await self._await(partial(self._engine.registry.unregister, kind, name))
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
-        await self.compress(wanted, folder)
-        return await self.load_context(wanted.name, folder)
-
-    async def compress(self, wanted: NewContext, folder: Path) -> None:
-        """Compress a document into a folder, without serving it."""
         name = f"context-{secrets.token_hex(8)}"
         job = await self._in(
             self._preparing, lambda: self._engine.prepare_compression(wanted, name)
@@ -364,6 +361,7 @@ class AsyncEngine:
             write_context(folder, memory, job.entry(memory), wanted.adapter)
 
         await self._in(self._loading, write)
+        return await self.load_context(wanted.name, folder)
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
         return (await self._register(partial(self._engine.registry.read_context, name, folder)))[0]

@@ -3,118 +3,208 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
+import pickle
 import re
+import signal
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Read when Ray is imported. Ray reports its use to its makers otherwise, and starts by itself when
-# a thread of Ray Serve calls it after the end; how the load is counted must be as fast as it is.
+# a thread of Ray Serve calls it after the end.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
 
 import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from valora_data.contract.files import expanded
 from valora_data.wording import agreeing, plural
 from valora_serve.errors import SettingsError
-from valora_serve.replicas.board import Board
-from valora_serve.replicas.client import ReplicatedEngine
-from valora_serve.replicas.replica import EngineReplica
+from valora_serve.replicas.board import PERIOD, STALE, Board
+from valora_serve.replicas.replica import NAMESPACE, EngineReplica
 from valora_serve.server.api.system import own_version
+from valora_serve.server.listen import bind
+from valora_serve.server.loading.state_file import content_hash
 
 if TYPE_CHECKING:
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.replicas.settings import ReplicaSettings
+    from valora_serve.server.loading.startup import Served
     from valora_serve.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
+Sockets = list[socket.socket]
 
-NAMESPACE = "valora"  # Ray namespace of the boards
 DEPLOYMENT = "EngineReplica"  # name of the deployment of the replicas
-OBJECT_BYTES = 2 << 30
-"""Memory of a Ray that is started here for objects, which are images on their way."""
-MOST_ONGOING = 100_000
-"""Requests that a replica takes at a time: its engine has the queue, so that its policy sees it."""
-HEALTH_SECONDS = 1.0, 30.0
-"""Period of health checks, which find a replica that died, and their time limit."""
+OBJECT_BYTES = 128 << 20  # memory of a Ray that is started here for objects, which are few
+HEALTH_SECONDS = 1.0, 30.0  # period of health checks, which find who died, and their time limit
 DRAIN_EXTRA = 15.0  # seconds that a replica has to stop, once its requests had `drain_seconds`
 REACH_SECONDS = 5.0  # time limit for connecting to a Ray cluster
 
 
-async def start_replicas(
-    settings: ReplicaSettings, engine: EngineSettings, server: ServerSettings
-) -> ReplicatedEngine:
-    """Start or join Ray, and start the replicas, without adapters; or a `SettingsError`."""
+async def run(
+    sockets: Sockets,
+    folders: Sequence[Path],
+    server: ServerSettings,
+    engine: EngineSettings,
+    settings: ReplicaSettings,
+    announce: Callable[[Served | None], None],
+) -> None:
+    """Start replicas and fronts, and watch these until a signal comes.
+
+    `announce` is called with what is served once the fronts answer.
+    """
     address = settings.ray_address or os.environ.get("RAY_ADDRESS") or None
     # Not in another thread: the processes of a Ray that is started here end with that thread.
     join(address)
-    name = settings.application
-    stop = ray.shutdown
+    name, stop = settings.application, ray.shutdown
     try:
-        board = await asyncio.to_thread(pin_board, name)
-        if not await board.is_used.remote():
-            stop = partial(_release, name, started=address is None)
-            reserved = await asyncio.to_thread(resources, settings, engine)
-            made = replicas(settings, engine, server, reserved)
-            client = ReplicatedEngine(await asyncio.to_thread(_deploy, made, settings), board, stop)
-            await client.start()
-            return client
-    except BaseException:
+        board = await asyncio.to_thread(pin_board, name, server)
+        if await board.is_used.remote():
+            raise SettingsError(
+                f"another server serves application {name} on this Ray cluster: stop it, or name "
+                "another application"
+            )
+        stop = partial(_release, name, started=address is None)
+        count = settings.fronts or max(2, min(16, (os.cpu_count() or 1) // 4))
+        made = await asyncio.to_thread(replicas, settings, engine, server, folders, count)
+        deploying = asyncio.create_task(asyncio.to_thread(_deploy, made, settings))
+        while not deploying.done():
+            await board.look.remote()  # so that no other server takes the application
+            await asyncio.wait({deploying}, timeout=PERIOD)
+        deploying.result()
+        bound = shared(sockets, server, count)
+        await Fronts(board, bound, (server, settings, engine.slots, count)).run(announce)
+    finally:
         await asyncio.to_thread(stop)
-        raise
-    await asyncio.to_thread(stop)
-    raise SettingsError(
-        f"another server serves application {name} on this Ray cluster: stop it, or name another "
-        "application"
-    )
+
+
+def shared(sockets: Sockets, server: ServerSettings, count: int) -> list[Sockets]:
+    """Sockets for each of some processes, between which the kernel spreads connections."""
+    if server.unix_socket:
+        return [sockets] * count
+    for one in sockets:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, True)
+    same = dataclasses.replace(server, port=sockets[0].getsockname()[1])
+    return [sockets, *(bind(same, shared=True) for _ in range(count - 1))]
+
+
+class Fronts:
+    """The processes with the public port; one that dies gets its sockets, and their queue, anew."""
+
+    def __init__(self, board: Any, sockets: list[Sockets], plan: tuple[Any, ...]) -> None:
+        self._board, self._sockets, self._plan = board, sockets, plan
+        self._running: list[asyncio.subprocess.Process] = []
+        self._known = pickle.dumps([])
+
+    async def run(self, announce: Callable[[Served | None], None]) -> None:
+        """Keep them running, and tell them of the replicas, until SIGTERM or SIGINT comes."""
+        stop = asyncio.Event()
+        for ends_it in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(ends_it, stop.set)
+        await self._look()
+        self._running = list(await asyncio.gather(*map(self._start, self._sockets)))
+        if not all([await one.stdout.readline() for one in self._running if one.stdout]):
+            raise SettingsError("a front did not start: see what it has said above")
+        announce(await self._board.served.remote())
+        while not stop.is_set():
+            await self._look()
+            for number, one in enumerate(self._running):
+                if one.returncode is not None:
+                    log.warning("a front ended with status %s: it starts again", one.returncode)
+                    self._running[number] = await self._start(self._sockets[number])
+                elif one.stdin is not None:
+                    one.stdin.write(self._known)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), PERIOD)
+        for socket_ in {one for some in self._sockets for one in some}:
+            socket_.close()
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            for one in self._running:
+                with contextlib.suppress(ProcessLookupError):
+                    one.send_signal(how)
+            ends = [asyncio.create_task(one.wait()) for one in self._running]
+            await asyncio.wait(ends, timeout=self._plan[0].drain_seconds + DRAIN_EXTRA)
+
+    async def _start(self, sockets: Sockets) -> asyncio.subprocess.Process:
+        numbers = [one.fileno() for one in sockets]
+        made = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "valora_serve.replicas.front",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=numbers,
+        )  # fmt: skip
+        assert made.stdin is not None
+        made.stdin.write(pickle.dumps((numbers, *self._plan)) + self._known)
+        return made
+
+    async def _look(self) -> None:
+        """Ask the board for the replicas; while it does not answer, fronts keep what they know."""
+        try:
+            reports = await asyncio.wait_for(self._board.look.remote(), STALE)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            log.warning("the board does not answer: %s", error)
+            return
+        if reports:  # a board that has just started anew hears of them soon
+            self._known = pickle.dumps([one for one in reports if one.healthy])
 
 
 def join(address: str | None) -> None:
     """Join the cluster at HOST:PORT or ``auto``, or start one here; or a `SettingsError`."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    options: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.ERROR}
-    if address is None:
-        # `local`: without an address, Ray would join what RAY_ADDRESS names or what runs here.
-        options |= {"address": "local", "include_dashboard": False}
-        options |= {"object_store_memory": OBJECT_BYTES}
-        # Ray gives up after 30 s by default, less than a cold start on a slow disk takes.
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
-        where = "on this machine"
-    else:
-        where = f"at {address}"
-        options["address"] = address
-        try:
-            _check_address(address)
-        except OSError as error:
-            raise SettingsError(_NONE.format(where=f"{where} ({error})")) from error
+    # `local`: without an address, Ray would join what RAY_ADDRESS names or what runs here.
+    here = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_BYTES}
+    # Ray gives up after 30 s by default, less than a cold start on a slow disk takes.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    none = (
+        f"no Ray cluster answers at {address}: start one with `ray start --head`, or leave "
+        "ray_address and RAY_ADDRESS out to start Ray on this machine"
+    )
     try:
-        ray.init(**options)
-    except ConnectionError as error:
-        raise SettingsError(_NONE.format(where=where)) from error
+        if address not in (None, "auto"):
+            _reach(str(address))
+        ray.init(
+            **(here if address is None else {"address": address}),
+            namespace=NAMESPACE, logging_level=logging.ERROR,
+        )  # fmt: skip
+    except SettingsError:
+        raise
     except Exception as error:
-        raise SettingsError(_not_joined(where, error)) from error
+        reason = " ".join(str(error).split()).rstrip(".:")[:300] or type(error).__name__
+        if address is None:
+            raise SettingsError(
+                f"Ray cannot be started on this machine ({reason}): see "
+                "/tmp/ray/session_latest/logs"
+            ) from error
+        if isinstance(error, OSError):  # such as a ConnectionError
+            raise SettingsError(none) from error
+        versions = re.findall(r"Ray: (\S+) Python: (\S+)", reason)
+        if len(versions) == 2:
+            (theirs, python), (ours, own) = versions
+            raise SettingsError(
+                f"the Ray cluster at {address} has Ray {theirs} and Python {python}, and this "
+                f"server Ray {ours} and Python {own}: install the same versions on all machines"
+            ) from error
+        raise SettingsError(
+            f"the Ray cluster at {address} cannot be joined ({reason}): run valora-serve on a "
+            "machine of the cluster, with its versions of Ray and Python, and its token if it asks "
+            "for one"
+        ) from error
 
 
-_NONE = (
-    "no Ray cluster answers {where}: start one with `ray start --head`, or leave ray_address and "
-    "RAY_ADDRESS out to start Ray on this machine"
-)
-
-
-def _check_address(address: str) -> None:
+def _reach(address: str) -> None:
     """Refuse an address that no cluster has; OSError if nothing listens, where Ray tries on."""
-    if address == "auto":
-        return
     host, colon, port = address.rpartition(":")
     if "://" in address or not colon or not port.isdigit():
         raise SettingsError(
@@ -127,22 +217,11 @@ def _check_address(address: str) -> None:
         raise OSError(error) from error
 
 
-def _not_joined(where: str, error: Exception) -> str:
-    reason = " ".join(str(error).split()).rstrip(".:")[:300] or type(error).__name__
-    if where == "on this machine":
-        return f"Ray cannot be started {where} ({reason}): see /tmp/ray/session_latest/logs"
-    return (
-        f"the Ray cluster {where} cannot be joined ({reason}): run valora-serve on a machine of "
-        "the cluster, with its versions of Ray and Python, and its token if it asks for one"
-    )
-
-
 def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, float]:
     """Return what Ray reserves for a replica; SettingsError if the cluster has less."""
     count = settings.replicas or 1
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cores = sum(one.get("CPU", 0.0) for one in machines)
-    gpus = int(sum(one.get("GPU", 0.0) for one in machines))
+    cores, gpus = (sum(one.get(what, 0.0) for one in machines) for what in ("CPU", "GPU"))
     kind = engine.device.partition(":")[0]
     if kind == "cuda" or (kind == "auto" and gpus):
         each = engine.tensor_parallel  # all on one machine
@@ -151,99 +230,100 @@ def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, fl
             of = "" if each == 1 else f" of {each} GPUs on one machine each"
             raise SettingsError(
                 f"{plural(count, 'replica')}{of} {agreeing(count, 'needs|need')} "
-                f"{plural(count * each, 'GPU')}, and the Ray cluster has {gpus}, enough for "
+                f"{plural(count * each, 'GPU')}, and the Ray cluster has {gpus:g}, enough for "
                 f"{room}: lower replicas, or add machines"
             )
-        return {"num_gpus": each, "num_cpus": settings.replica_cpus or _share(cores, count, 1.0)}
-    most = settings.max_replicas or count
-    each_cores = settings.replica_cpus or _share(cores, most, cores)
-    room = sum(int(one.get("CPU", 0.0) / each_cores + 1e-6) for one in machines)
+        return {"num_gpus": each, "num_cpus": settings.replica_cpus or _share(cores / count, 1.0)}
+    share = settings.replica_cpus or _share(cores / (settings.max_replicas or count), cores)
+    room = sum(int(one.get("CPU", 0.0) / share + 1e-6) for one in machines)
     if room < count:
         raise SettingsError(
-            f"{plural(count, 'replica')} of {each_cores:g} CPU cores "
-            f"{agreeing(count, 'needs|need')} {count * each_cores:g}, "
-            f"and the Ray cluster has {cores:g}, enough for {room}: lower replicas or replica_cpus"
+            f"{plural(count, 'replica')} of {share:g} CPU cores {agreeing(count, 'needs|need')} "
+            f"{count * share:g}, and the Ray cluster has {cores:g}, enough for {room}: lower "
+            "replicas or replica_cpus"
         )
-    return {"num_cpus": each_cores}
+    return {"num_cpus": share}
 
 
-def _share(cores: float, count: int, most: float) -> float:
-    """Return the cores of each of `count` replicas: whole ones, or a part of one."""
-    share = min(cores / count, most)
+def _share(cores: float, most: float) -> float:
+    """Whole cores, or a part of one."""
+    share = min(cores, most)
     return float(int(share)) if share >= 1 else max(0.01, int(share * 100) / 100)
 
 
-def pin_board(application: str) -> Any:
-    """Return a handle to the board of an application, which is made if there is none."""
+def pin_board(application: str, server: ServerSettings) -> Any:
+    """Return a handle to the board of an application, made on this machine if there is none."""
+    file = str(Path(server.state_file).absolute()) if server.adapter_folder else None
     made = ray.remote(Board).options(
         name=f"{application}-board",
         namespace=NAMESPACE,
         lifetime="detached",  # a server that starts again takes its replicas over
         get_if_exists=True,
         num_cpus=0,
+        resources={f"node:{ray.util.get_node_ip_address()}": 0.001},
         max_restarts=-1,
         max_task_retries=3,
     )
-    return made.remote()
+    return made.remote(file)
 
 
 def replicas(
     settings: ReplicaSettings,
     engine: EngineSettings,
     server: ServerSettings,
-    reserved: dict[str, float],
+    folders: Sequence[Path],
+    fronts: int,
 ) -> Any:
-    """Return the deployment of the replicas, for each of which Ray reserves `reserved`."""
+    """Return the deployment of the replicas; SettingsError if the cluster has too little."""
     count: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.max_replicas is not None:
-        count = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=settings.replicas,
-                max_replicas=settings.max_replicas,
-                target_ongoing_requests=settings.target_requests,
-                upscale_delay_s=settings.scale_out_seconds,
-                downscale_delay_s=settings.scale_in_seconds,
-                look_back_period_s=min(30.0, max(2.0, settings.scale_out_seconds)),
-                metrics_interval_s=1.0,
-            )
-        }
-    options = {
-        "ray_actor_options": reserved,
-        "max_ongoing_requests": MOST_ONGOING,
-        "graceful_shutdown_timeout_s": server.drain_seconds + DRAIN_EXTRA,
-        "graceful_shutdown_wait_loop_s": 0.2,
-        "health_check_period_s": HEALTH_SECONDS[0],
-        "health_check_timeout_s": HEALTH_SECONDS[1],
-        "max_constructor_retry_count": 2,
-        "logging_config": LoggingConfig(log_level="WARNING", enable_access_log=False),
-        "request_router_config": RequestRouterConfig(
-            request_router_class="valora_serve.replicas.request_router:AdapterRequestRouter",
-            request_router_kwargs={
-                "router": settings.router,
-                "settings": dataclasses.asdict(settings.router_settings),
-                "slots": engine.slots,
-            },
-            request_routing_stats_period_s=1.0,
-        ),
-    }
+        config = AutoscalingConfig(
+            min_replicas=settings.replicas,
+            max_replicas=settings.max_replicas,
+            target_ongoing_requests=settings.target_requests,
+            upscale_delay_s=settings.scale_out_seconds,
+            downscale_delay_s=settings.scale_in_seconds,
+            look_back_period_s=min(30.0, max(2.0, settings.scale_out_seconds)),
+            metrics_interval_s=1.0,
+            policy=AutoscalingPolicy(policy_function="valora_serve.replicas.board:wanted"),
+        )
+        count = {"autoscaling_config": config}
+    made = serve.deployment(
+        name=DEPLOYMENT,
+        **count,
+        ray_actor_options=resources(settings, engine),
+        graceful_shutdown_timeout_s=server.drain_seconds + DRAIN_EXTRA,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_SECONDS[0],
+        health_check_timeout_s=HEALTH_SECONDS[1],
+        max_constructor_retry_count=2,
+        logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+    )
     # Folders mean the same in every process of the machine.
     base = expanded(engine.base)
-    changed: dict[str, Any] = {"base": str(base.resolve()) if base.is_dir() else engine.base}
-    for name in ("cost_folder", "tiling_folder", "decision_trace"):
-        if (path := getattr(engine, name)) is not None:
-            changed[name] = str(expanded(path).absolute())
-    return serve.deployment(name=DEPLOYMENT, **count, **options)(EngineReplica).bind(
-        dataclasses.replace(engine, **changed),
+    engine = dataclasses.replace(engine, base=str(base.resolve()) if base.is_dir() else engine.base)
+    server = dataclasses.replace(server, max_connections=server.max_connections * fronts)
+    files = ("keys_file", "state_file", "adapter_folder", "adapter_cache", "media_folder")
+    return made(EngineReplica).bind(
+        settings.application,
         own_version(),
-        (f"{settings.application}-board", NAMESPACE),
-        (server.log_level, server.log_format),
+        ray.util.get_node_ip_address(),
+        _absolute(engine, ("cost_folder", "tiling_folder", "decision_trace")),
+        _absolute(server, files),
+        [(str(one.absolute()), content_hash("bundle", one)) for one in folders],
     )
 
 
-def _deploy(application: Any, settings: ReplicaSettings) -> Any:
-    """Run what `replicas` returned; return Ray Serve's handle once all replicas have started."""
+def _absolute(settings: Any, names: Iterable[str]) -> Any:
+    found = {name: path for name in names if (path := getattr(settings, name))}
+    whole = {name: str(expanded(path).absolute()) for name, path in found.items()}
+    return dataclasses.replace(settings, **whole)
+
+
+def _deploy(application: Any, settings: ReplicaSettings) -> None:
+    """Run what `replicas` returned, until all replicas have started."""
     name = settings.application
-    # No proxies of Ray Serve: the HTTP server is ours.
+    # No proxies of Ray Serve: fronts and replicas speak HTTP.
     serve.start(proxy_location="Disabled", logging_config=LoggingConfig(log_level="WARNING"))
     serve.run_many(
         [serve.RunTarget(application, name=name, route_prefix=None)],
@@ -251,22 +331,21 @@ def _deploy(application: Any, settings: ReplicaSettings) -> Any:
         wait_for_applications_running=False,
     )
     end = time.monotonic() + settings.start_seconds
-    while True:
-        found = serve.status().applications.get(name)
-        if found is not None and found.status == ApplicationStatus.RUNNING:
-            return serve.get_app_handle(name)
-        messages = [] if found is None else [one.message for one in found.deployments.values()]
-        failed = {ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY}
-        if found is not None and found.status in failed:
-            raise SettingsError(_why("\n".join([*messages, found.message])))
-        if time.monotonic() > end:
-            said = " ".join(" ".join(messages).split())[:300]
-            raise SettingsError(
-                f"the replicas did not start within {settings.start_seconds:g} s"
-                + (f" ({said})" if said else "")
-                + ": free the GPUs and cores of the Ray cluster, or raise start_seconds"
-            )
+    failed = {ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY}
+    said = ""
+    while time.monotonic() < end:
+        if (found := serve.status().applications.get(name)) is not None:
+            said = "\n".join([*(one.message for one in found.deployments.values()), found.message])
+            if found.status == ApplicationStatus.RUNNING:
+                return
+            if found.status in failed:
+                raise SettingsError(_why(said))
         time.sleep(0.1)
+    raise SettingsError(
+        f"the replicas did not start within {settings.start_seconds:g} s "
+        f"({' '.join(said.split())[:300]}): free the GPUs and cores of the Ray cluster, or raise "
+        "start_seconds"
+    )
 
 
 def _why(message: str) -> str:
@@ -280,8 +359,6 @@ def _why(message: str) -> str:
 
 
 def _release(application: str, *, started: bool) -> None:
-    if not ray.is_initialized():
-        return
     if not started:
         try:
             serve.delete(application)

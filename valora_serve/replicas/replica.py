@@ -1,261 +1,274 @@
-"""One engine as a replica of Ray Serve."""
+"""One engine with the whole HTTP server, as a replica of Ray Serve, behind the fronts."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import hmac
+import json
 import logging
+import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import aiohttp
 import ray
 from ray import serve
+from starlette.requests import Request
+from starlette.responses import Response
 
+from valora_data.errors import ValoraError
 from valora_serve.engine.start import start_engine
-from valora_serve.errors import (
-    AdapterError,
-    RequestError,
-    ServeError,
-    SettingsError,
-    StoppedError,
-    StorageError,
-)
+from valora_serve.errors import AdapterError, ServeError, SettingsError, StoppedError
 from valora_serve.pauses import short_pauses
-from valora_serve.replicas.board import PERIOD
-from valora_serve.replicas.request_router import RESIDENT
-from valora_serve.replicas.wire import FILES, Batch, Report, ServedState, check_part, find_part
+from valora_serve.replicas.board import INSIDE, PERIOD, Report
+from valora_serve.replicas.front import FACTS, FRONT
 from valora_serve.server.api.system import own_version
-from valora_serve.server.constrain import Grammars
+from valora_serve.server.app import make_server
+from valora_serve.server.errors import error_answer
+from valora_serve.server.loading.startup import make_app
+from valora_serve.server.loading.state_file import (
+    FILES,
+    SavedState,
+    StateFile,
+    check_content,
+    content_hash,
+)
+from valora_serve.server.media.pool import shared_pool
 from valora_serve.server.telemetry import logs
-from valora_serve.types import Finish, NewContext, Output, Request, ServedModel
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
     from valora_serve.engine.settings import EngineSettings
-    from valora_serve.replicas.wire import Call, Part, Revision
+    from valora_serve.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
-MESSAGES = 1000.0
-"""Most messages of a replica in a second: with more, the server's event loop would read messages
-only. Outputs of a request that come faster than its share of them are sent together."""
-CATCH_UP_SECONDS = 10.0
-"""Time in which a replica must learn what is served, once a request names something newer."""
+NAMESPACE = "valora"  # Ray namespace of the boards
+CHANGE_SECONDS = 900.0  # in which all replicas must have loaded something
+FOLLOW = "/internal/follow"  # path at which a replica is told to load what another one has
+
+
+class SharedState(StateFile):
+    """The board's state file, as a replica changes it: all others follow before it is recorded."""
+
+    def __init__(self, board: Any, replica: str, path: Path) -> None:
+        super().__init__(path)
+        self._board, self._replica = board, replica
+        self._others: list[Report] = []
+
+    def read(self) -> SavedState:
+        state: SavedState = ray.get(self._board.state.remote())
+        return state
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[SavedState | None]:
+        self._before, reports = await self._board.lock.remote(self._replica)
+        self._others = [report for report in reports if report.replica != self._replica]
+        try:
+            yield self._before
+        finally:
+            await self._board.unlock.remote(self._replica)
+
+    def draft(self, state: SavedState, what: str = "") -> SavedState:
+        kind, _, name = what.partition(" ")
+        state.sha256.pop(what, None)
+        if kind in FILES and name in state.of(kind):
+            state.sha256[what] = content_hash(kind, Path(state.of(kind)[name]))
+        return state
+
+    def publish(self, draft: SavedState) -> None:
+        try:
+            asyncio.run(self._everywhere(draft))
+            error = ray.get(self._board.record.remote(self._replica, draft))
+        except (ServeError, ray.exceptions.RayError) as failure:
+            error = failure
+        if error is not None:
+            with contextlib.suppress(ServeError):  # they follow the board when they report
+                asyncio.run(self._everywhere(self._before))
+            raise error if isinstance(error, OSError | ServeError) else StoppedError(str(error))
+
+    def discard(self, draft: SavedState) -> None:
+        pass
+
+    async def _everywhere(self, state: SavedState) -> None:
+        """Have the other replicas serve a state; those that have died are left out."""
+        body = state.model_dump_json().encode()
+        timeout = aiohttp.ClientTimeout(total=CHANGE_SECONDS, sock_connect=5)
+        async with aiohttp.ClientSession(timeout=timeout) as client:
+
+            async def follow(other: Report) -> str | None:
+                headers = {FRONT.decode(): other.secret}
+                try:
+                    async with client.post(other.url + FOLLOW, data=body, headers=headers) as said:
+                        if said.status != 200:
+                            return str((await said.json())["error"]["message"])
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    log.warning("replica %s follows later: %s", other.replica, error)
+                return None
+
+            refusals = await asyncio.gather(*map(follow, self._others))
+        for refusal in filter(None, refusals):
+            raise AdapterError(refusal)
+
+
+class Gate:
+    """ASGI application: lets requests of fronts in, as those of their clients."""
+
+    def __init__(self, app: ASGIApp, follow: Callable[[SavedState], Awaitable[None]]) -> None:
+        self._app, self._follow = app, follow
+        self.secret = secrets.token_hex(16)
+        self.inside = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = [pair for pair in scope["headers"] if pair[0] != FRONT]
+        sent = dict(scope["headers"]).get(FRONT, b"")
+        secret, _, told = sent.decode("latin-1").partition(" ")
+        if not hmac.compare_digest(secret.encode(), self.secret.encode()):
+            await Response("Ask the server, not its replica", 403)(scope, receive, send)
+            return
+        if not told:  # by another replica
+            answer = Response()
+            try:
+                body = await Request(scope, receive).body()
+                await self._follow(SavedState.model_validate_json(body))
+            except ValoraError as error:
+                answer = error_answer(error)
+            await answer(scope, receive, send)
+            return
+        facts: dict[str, Any] = {}
+        client, server, scheme = json.loads(told)
+        inner = {
+            **scope, "client": client and tuple(client), "server": server and tuple(server),
+            "scheme": scheme, "headers": headers, "state": {"facts": facts},
+        }  # fmt: skip
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                line = json.dumps(facts).encode()
+                message["headers"] = [*message.get("headers", ()), (FACTS, line)]
+            await send(message)
+
+        self.inside += 1
+        try:
+            await self._app(inner, receive, sending)
+        finally:
+            self.inside -= 1
 
 
 class EngineReplica:
-    """An engine with what the application serves; Ray Serve calls its methods.
+    """A server that follows the board; Ray Serve calls its methods.
 
-    `version` is the server's, `board` a name and namespace, `logging_as` a level and format.
+    All get the version of VaLoRA, the address of the fronts' machine, and bundles with hashes.
     """
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
         self,
-        settings: EngineSettings,
+        application: str,
         version: str,
-        board: tuple[str, str],
-        logging_as: tuple[str, str],
+        host: str,
+        engine: EngineSettings,
+        settings: ServerSettings,
+        bundles: Sequence[tuple[str, str]],
     ) -> None:
         if version != own_version():
             raise SettingsError(
                 f"machine {socket.gethostname()} has VaLoRA {own_version()}, and the server "
                 f"{version}: install the same version on every machine of the Ray cluster"
             )
-        logs.set_up(*logging_as)
+        logs.set_up(settings.log_level, settings.log_format)
+        logs.ACCESS.setLevel(logging.ERROR)  # fronts log requests
+        for folder, sha256 in bundles:
+            await asyncio.to_thread(check_content, "bundle", Path(folder), sha256)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
-        self._board = ray.get_actor(board[0], namespace=board[1])
-        self._state: ServedState | None = None
-        self._missing: dict[str, ServeError] = {}  # what this replica could not load, by name
-        self._changing = asyncio.Lock()
+        self._board = ray.get_actor(f"{application}-board", namespace=NAMESPACE)
         self._pauses = contextlib.ExitStack()
-        self._engine = await start_engine(settings)
+        # No other replica uses this folder of fetched adapters.
+        cache = f"{settings.adapter_cache}/{serve.get_replica_context().rank.rank}"
+        settings = dataclasses.replace(settings, adapter_cache=cache)
+        shared_pool().start()
+        self._engine = await start_engine(engine)
         try:
-            self._grammars = Grammars(self._engine)
-            await asyncio.to_thread(self._grammars.read)
-            state = await self._board.state.remote()
-            if state is not None:
-                await self._follow(state, strict=False)
-                await self._on_warm_up()
+            state = SharedState(self._board, self._name, Path(settings.state_file))
+            folders = [Path(folder) for folder, _ in bundles]
+            app, served = await make_app(self._engine, settings, folders, engine, state)
+            self._context = app.state.context
+            self._context.guard.rates.taken = Counter()
+            self._gate = Gate(app, self._follow)
+            here = ray.util.get_node_ip_address()
+            bound = socket.create_server(("127.0.0.1" if here == host else here, 0))
+            self._url = "http://{}:{}".format(*bound.getsockname())
+            self._server = make_server(cast("Any", self._gate), settings)
+            self._server.config.http = "httptools"  # fronts have bounded what comes here
+            self._serving = asyncio.create_task(self._server.serve([bound]))
+            while not self._server.started and not self._serving.done():
+                await asyncio.sleep(0.02)
+            await self._engine.warm_up()  # again, with what was loaded since
+            while (newer := await self._board.join.remote(self._report(), served)) is not None:
+                await self._follow(newer)
+            self._pauses.enter_context(short_pauses())
         except BaseException:
-            self._pauses.close()
             await self._engine.close()
             raise
-        self._reporting = asyncio.create_task(self._report())
+        self._reporting = asyncio.create_task(self._keep_reporting())
 
-    async def generate(self, call: Call) -> AsyncIterator[Batch]:
-        """Answer a request with batches of outputs; closing the iterator cancels it."""
-        yield self._batch(())
-        request = call.request
-        try:
-            await self._catch_up(call.revision)
-            for name in (request.model, *(one for one, _ in request.adapters)):
-                if name in self._missing:
-                    raise self._missing[name]
-            if call.grammar is not None:
-                # The server has counted them by client already: here each request counts as one.
-                (made,) = await self._grammars.constraints(call.grammar, client=request.id)
-                sampling = dataclasses.replace(request.sampling, constraint=made)
-                request = dataclasses.replace(request, sampling=sampling)
-        except ServeError as error:
-            failed = [request.id, *(one.id for one in request.also)]
-            yield self._batch([Output(one, finish=Finish.ERROR, error=error) for one in failed])
-            return
-        queue: asyncio.Queue[Output] = asyncio.Queue()
-        reading = asyncio.create_task(self._read(request, queue))
-        left = 1 + len(request.also)
-        try:
-            while left:
-                outputs = [await queue.get()]
-                while not queue.empty() or not (request.stream or outputs[-1].finish):
-                    outputs.append(await queue.get())
-                left -= sum(output.finish is not None for output in outputs)
-                yield self._batch(outputs)
-                if left:
-                    await asyncio.sleep(self._engine.stats().running / MESSAGES)
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+    async def _follow(self, state: SavedState) -> None:
+        await self._context.service.changed(self._context.served.follow(state))
 
-    async def _read(self, request: Request, queue: asyncio.Queue[Output]) -> None:
-        """Put the outputs of requests into a queue; the last one of each has `finish`."""
-        left = {request.id, *(one.id for one in request.also)}
-        wrong: ServeError = StoppedError("The engine stopped while it answered: try again")
-        try:
-            stream = cast("AsyncGenerator[Output, None]", self._engine.generate(request))
-            async with contextlib.aclosing(stream) as outputs:
-                async for output in outputs:
-                    if output.finish is not None:
-                        left.discard(output.id)
-                    queue.put_nowait(output)
-        except Exception as error:
-            log.exception("request %s", request.id)
-            wrong = ServeError(f"request {request.id} failed: {error}")
-        for one in left:
-            queue.put_nowait(Output(one, finish=Finish.ERROR, error=wrong))
+    def _report(self) -> Report:
+        rates = self._context.guard.rates
+        taken, rates.taken = rates.taken, Counter()
+        models = self._engine.models()
+        return Report(
+            self._name, self._url, self._gate.secret, self._engine.healthy,
+            self._context.served.revision,
+            # Names of all adapters would make reports long.
+            dataclasses.replace(self._engine.stats(), on_device=(), on_disk=()),
+            {model.name: model.adapter for model in models if model.adapter != model.name},
+            taken,
+        )  # fmt: skip
 
-    def _batch(self, outputs: Sequence[Output]) -> Batch:
-        return Batch(time.monotonic(), tuple(outputs))
-
-    async def control(self, method: str, *arguments: Any) -> Any:
-        """Call ``follow``, ``warm_up`` …; our errors are returned, as Ray wraps exceptions."""
-        try:
-            return await getattr(self, f"_on_{method}")(*arguments)
-        except ServeError as error:
-            return error
-        except Exception as error:
-            log.exception("%s", method)
-            return ServeError(f"replica {self._name} failed: {error}")
-
-    async def _on_follow(self, state: ServedState) -> list[ServedModel]:
-        async with self._changing:
-            await self._follow(state, strict=True)
-        return self._engine.models()
-
-    async def _on_warm_up(self) -> None:
-        await self._engine.warm_up()
-        self._pauses.close()  # again, with what was loaded since
-        self._pauses.enter_context(short_pauses())
-
-    async def _on_facts(self) -> tuple[str, int, Any]:
-        return self._engine.base, self._engine.context_length, self._engine.tokenizer
-
-    async def _on_compress(self, wanted: NewContext, folder: Path, revision: Revision) -> Part:
-        await self._catch_up(revision)  # the adapter that is to answer
-        try:
-            await self._engine.compress(wanted, folder)
-        except OSError as error:
-            raise StorageError(f"{folder} cannot be written ({error.strerror})") from error
-        return await asyncio.to_thread(find_part, folder, "context")
-
-    async def _catch_up(self, revision: Revision) -> None:
-        """Serve at least what the server served when it sent a request."""
-        if self._covers(revision):
-            return
-        end = time.monotonic() + CATCH_UP_SECONDS
-        async with self._changing:
-            while not self._covers(revision):
-                state = await self._board.state.remote()
-                if state is not None and state.revision.covers(revision):
-                    await self._follow(state, strict=False)
-                elif time.monotonic() > end:
-                    raise StoppedError(
-                        f"Replica {self._name} does not know yet what is served: ask again"
-                    )
-                else:
-                    await asyncio.sleep(0.1)
-
-    def _covers(self, revision: Revision) -> bool:
-        return self._state is not None and self._state.revision.covers(revision)
-
-    async def _follow(self, state: ServedState, *, strict: bool) -> None:
-        """Load and unload until exactly this state is served.
-
-        Unless `strict`, what cannot be loaded but a bundle is an error of its requests alone.
-        """
-        served = {} if self._state is None else dict(self._state.parts)
-        revision = state.revision if self._state is None else self._state.revision
-        # Contexts name the adapters that answer: they go before them, and come after them.
-        kinds = list(FILES)
-        gone = [key for key in served if key not in state.parts]
-        try:
-            for kind, name in sorted(gone, key=lambda key: -kinds.index(key[0])):
-                if self._missing.pop(name, None) is None:
-                    await self._engine.unload(kind, name)
-                del served[kind, name]
-            for key in sorted(state.parts, key=lambda key: kinds.index(key[0])):
-                part = state.parts[key]
-                if served.get(key) != part or key[1] in self._missing:
-                    await self._load(*key, part, strict=strict)
-                    served[key] = part
-            revision = state.revision
-        finally:
-            # Also what was loaded before an error counts, as the next state is compared with it.
-            self._state = ServedState(revision, served)
-
-    async def _load(self, kind: str, name: str, part: Part, *, strict: bool) -> None:
-        engine, folder = self._engine, Path(part.folder)
-        try:
-            await asyncio.to_thread(check_part, part, kind)
-            if kind == "bundle":
-                await engine.load_bundle(folder)
-            elif kind == "context":
-                await engine.load_context(name, folder)
-            else:
-                await engine.load_adapter(name, folder, decode_only=part.decode_only)
-            self._missing.pop(name, None)
-        except (AdapterError, RequestError) as error:
-            if strict or kind == "bundle":
-                raise
-            log.warning("%s %s is not served by replica %s: %s", kind, name, self._name, error)
-            self._missing[name] = error
+    async def _keep_reporting(self) -> None:
+        while True:
+            try:
+                told = self._report()
+                state, reports, taken = await self._board.report.remote(told)
+                self._engine.peers = {one.replica: one.stats for one in reports}
+                self._context.guard.rates.share(taken, time.monotonic())
+                if state is not None and told.revision == self._context.served.revision:
+                    await self._follow(state)
+            except (ray.exceptions.RayError, ValoraError, OSError) as error:
+                log.warning("replica %s and the board: %s", self._name, error)
+            await asyncio.sleep(PERIOD)
 
     async def check_health(self) -> None:
         """Fail if the engine has failed, so that Ray Serve starts another replica."""
-        if not self._engine.healthy:
+        if not self._engine.healthy or self._serving.done():
             raise StoppedError(f"The engine of replica {self._name} has failed: see its log")
 
-    def record_routing_stats(self) -> dict[str, Any]:
-        """Return what the routers of Ray Serve are told of this replica."""
-        return {RESIDENT: list(self._engine.stats().adapters_resident)}
-
-    async def _report(self) -> None:
-        while True:
-            report = Report(self._name, self._engine.healthy, self._engine.stats())
-            with contextlib.suppress(ray.exceptions.RayError):  # the board starts anew
-                await self._board.report.remote(report)
-            await asyncio.sleep(PERIOD)
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the autoscaling policy is told of this replica."""
+        return {INSIDE: self._gate.inside}
 
     async def __del__(self) -> None:
-        """End, after the requests of this replica: Ray Serve has drained it."""
-        reporting = getattr(self, "_reporting", None)
-        if reporting is None:
+        """End after the requests of this replica, once no front sends any more."""
+        if not hasattr(self, "_reporting"):
             return
-        reporting.cancel()
-        self._pauses.close()
-        self._grammars.close()
+        self._reporting.cancel()
         with contextlib.suppress(ray.exceptions.RayError):
             await self._board.leave.remote(self._name)
-        await self._engine.close()
+        await asyncio.sleep(3 * PERIOD)
+        self._server.should_exit = True
+        await self._serving  # which closes the engine
+        self._pauses.close()

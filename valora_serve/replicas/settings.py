@@ -16,6 +16,8 @@ class ReplicaSettings:
     Attributes:
         replicas: Number of engines, each with a GPU of its own or, on machines without GPUs, with
             its share of the cores; none for one engine in this process, without Ray.
+        fronts: Number of processes that share the port and pass requests to the replicas; none for
+            a quarter of this machine's cores, from 2 to 16.
         max_replicas: Most replicas, if more are started while requests queue up (autoscaling);
             `replicas` is the fewest then.
         router: How requests are spread over the replicas: ``affinity`` keeps the requests of an
@@ -35,6 +37,7 @@ class ReplicaSettings:
     """
 
     replicas: int | None = None
+    fronts: int | None = None
     max_replicas: int | None = None
     router: str = "affinity"
     router_settings: RouterSettings = field(default_factory=RouterSettings)
@@ -52,6 +55,8 @@ class ReplicaSettings:
                 f"replicas is {self.replicas}: name at least 1, or leave it out for one engine "
                 "without Ray"
             )
+        if self.fronts is not None and self.fronts < 1:
+            raise ValueError(f"fronts is {self.fronts}: name at least 1, or leave it out")
         if self.max_replicas is not None:
             if self.replicas is None:
                 raise ValueError(

@@ -43,7 +43,8 @@ class Middleware:
         identity = logs.accepted_id(sent.decode("latin-1"))
         token = logs.request_id.set(identity)
         stack = contextlib.ExitStack()  # what the request holds until its response is sent
-        facts: dict[str, Any] = {}
+        # Where the replica's front logs the request, it has given the facts' place.
+        facts: dict[str, Any] = scope.get("state", {}).get("facts", {})
         # HEAD is answered as GET, and the connection leaves the body out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         state = {**scope.get("state", {}), "facts": facts, "stack": stack}

@@ -1,17 +1,19 @@
-"""Replicas on Ray Serve: throughput of one and two, affinity against random, recovery from a kill.
+"""Replicas behind fronts: throughput by number, affinity against random, kills, cost of a front.
 
-    python -m tests.bench.valora_serve.bench_replicas throughput affinity kill
+    python -m tests.bench.valora_serve.bench_replicas throughput affinity kill front
 
-needs two GPUs and prints a table for each. Throughput and recovery are measured with 16 adapters,
-the routers with 200 on ``--affinity-base``, which can have fewer layers: loads and steps grow alike
-with them. With ``--tiny`` it runs on the CPU with the tiny base model and few requests, which shows
-that it works and measures nothing.
+needs two GPUs (``--counts 1 2 4``: four) and prints a table for each. Throughput and recovery are
+measured with 16 adapters, the routers with 200 on ``--affinity-base``, which can have fewer layers:
+loads and steps grow alike with them. Part ``front`` needs no GPU: its replicas answer at once.
+Clients are processes of their own, as many as ``--senders`` says. With ``--tiny`` it runs on the
+CPU with the tiny base model and few requests, which shows that it works and measures nothing.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +69,7 @@ class Shape:
 
 
 TINY = Shape("tiny", 6, 4, 3, 8, 6.0, 8, ("--pages", "1000", "--no-profile"))
+SENDERS = 4  # processes of clients
 
 
 def save_adapters(shape, folder):
@@ -148,10 +152,13 @@ class Server:
             if sample.name == f"valora_{name}"
         }
 
-    def workers(self):
-        """Processes of the replicas."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [one for one in children if "ServeReplica" in "".join(one.cmdline()[:1])]
+    def workers(self, of="ServeReplica"):
+        """Processes of the replicas, the board (``ray::Board``) or the fronts."""
+        found = []
+        for one in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                found += [one] if of in " ".join(one.cmdline()[:3]) else []
+        return found
 
     def __enter__(self):
         return self
@@ -164,16 +171,29 @@ class Server:
 
 @dataclass
 class Answer:
-    """An answered request: when it ended, seconds to its first token, status, text."""
+    """An answered request: when it ended, seconds to its first token, status."""
 
     ended: float
     first: float
     status: int
-    text: str
 
 
-async def load(server, shape, seconds, *, seed=0, stream=True):
+def load(url, shape, seconds, *, seed=0, stream=True):
     """Keep `shape.clients` requests in progress, whose adapters are drawn uniformly."""
+    shares = [shape.clients // SENDERS + (n < shape.clients % SENDERS) for n in range(SENDERS)]
+    with ProcessPoolExecutor(SENDERS, multiprocessing.get_context("spawn")) as pool:
+        sent = [
+            pool.submit(_load, url, replace(shape, clients=share), seconds, 1000 * seed + n, stream)
+            for n, share in enumerate(shares)
+        ]
+        return [answer for one in sent for answer in one.result()]
+
+
+def _load(*arguments):
+    return asyncio.run(_ask(*arguments))
+
+
+async def _ask(url, shape, seconds, seed, stream):
     generator = random.Random(seed)
     answers, end = [], time.monotonic() + seconds
 
@@ -181,7 +201,7 @@ async def load(server, shape, seconds, *, seed=0, stream=True):
         # A pool of httpx looks through all its connections for every request: with one for all,
         # 128 clients were slower than two replicas.
         async with httpx.AsyncClient(
-            base_url=server.url, headers=HEADERS, timeout=600, verify=False
+            base_url=url, headers=HEADERS, timeout=600, verify=False
         ) as client:
             while time.monotonic() < end:
                 body = {
@@ -196,23 +216,25 @@ async def load(server, shape, seconds, *, seed=0, stream=True):
 
 
 async def answered(client, body):
-    """Send a request, and read its answer to the end."""
-    began, first, text = time.monotonic(), None, ""
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                piece = json.loads(line[6:])
-                if "error" in piece:
-                    text = "error"
-                    break
-                for choice in piece["choices"]:
-                    text += choice["delta"].get("content") or ""
-                first = first or (time.monotonic() - began if text else None)
-            elif line.startswith("{"):
-                text = "error" if "error" in json.loads(line) else "answer"
+    """Send a request, and read its answer to the end; a connection that is lost has status 0."""
+    began, first, text, status = time.monotonic(), None, "", 0
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            status = answer.status_code
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    piece = json.loads(line[6:])
+                    if "error" in piece:
+                        status = 599
+                        break
+                    for choice in piece["choices"]:
+                        text += choice["delta"].get("content") or ""
+                    first = first or (time.monotonic() - began if text else None)
+    except httpx.TransportError:
+        status = 0
+        await asyncio.sleep(0.1)
     now = time.monotonic()
-    status = 599 if text == "error" and answer.status_code == 200 else answer.status_code
-    return Answer(now, first or now - began, status, text)
+    return Answer(now, first or now - began, status)
 
 
 def percentile(values, share):
@@ -229,23 +251,37 @@ def table(title, *columns):
     return made
 
 
-def throughput(shape, folder, store, console, then=None):
-    """Requests per second at saturation, of one replica and of two; `then` gets the two."""
-    made = table("Throughput at saturation", "replicas", "requests/s", "x one")
+def throughput(shape, folder, store, console, counts):
+    """Requests per second at saturation by the number of replicas, and where the CPU time went."""
+    made = table(
+        "Throughput at saturation", "replicas", "requests/s", "x one", "CPU of fronts, ms/request",
+        "CPU of the server's process, ms/request", "not answered",
+    )  # fmt: skip
     alone = None
-    for count in (1, 2):
+    for count in counts:
         busy = replace(shape, clients=shape.clients * count)
         with Server(busy, folder, store, "--replicas", str(count)) as server:
-            asyncio.run(load(server, busy, shape.seconds / 2, stream=False))  # warm
-            began = time.monotonic()
-            answers = asyncio.run(load(server, busy, shape.seconds, seed=1, stream=False))
-            rate = len(answers) / (max(a.ended for a in answers) - began)
-            alone = alone or rate
-            made.add_row(str(count), f"{rate:.2f}", f"{rate / alone:.2f}")
-            if count == 2:
-                console.print(made)
-                if then is not None:
-                    then(server)
+            load(server.url, busy, shape.seconds / 2, stream=False)  # warm
+            fronts, own = server.workers("replicas.front"), psutil.Process(server.process.pid)
+            before = cpu(fronts), cpu([own])
+            answers = load(server.url, busy, shape.seconds, seed=1, stream=False)
+            spent = cpu(fronts) - before[0], cpu([own]) - before[1]
+        good = [answer for answer in answers if answer.status == 200]
+        # The start of the senders' processes is no part of it.
+        first, last = min(a.ended - a.first for a in good), max(a.ended for a in good)
+        rate = len(good) / (last - first)
+        alone = alone or rate
+        each = [f"{1000 * seconds / len(answers):.2f}" for seconds in spent]
+        made.add_row(
+            str(count), f"{rate:.2f}", f"{rate / alone:.2f}", *each, str(len(answers) - len(good))
+        )
+    console.print(made)
+
+
+def cpu(processes):
+    """CPU seconds of processes."""
+    times = [one.cpu_times() for one in processes]
+    return sum(one.user + one.system for one in times)
 
 
 def affinity(shape, folder, store, console):
@@ -257,9 +293,9 @@ def affinity(shape, folder, store, console):
     for router in ("affinity", "random"):
         options = ("--replicas", "2", "--router", router)
         with Server(shape, folder, store, *options) as server:
-            asyncio.run(load(server, shape, shape.seconds / 2))
+            load(server.url, shape, shape.seconds / 2)
             before = sum(server.metrics("adapter_loads_total").values())
-            answers = asyncio.run(load(server, shape, shape.seconds, seed=1))
+            answers = load(server.url, shape, shape.seconds, seed=1)
             time.sleep(1.5)  # reports of the replicas
             loads = sum(server.metrics("adapter_loads_total").values()) - before
         first = [answer.first for answer in answers]
@@ -282,47 +318,178 @@ def recovery(ended, usual, seconds):
     return next((start for start, rate in pairs if rate >= 0.95 * usual), float("nan"))
 
 
-def kill(shape, folder, store, console, running=None):
-    """What a `kill -9` of one of two replicas does to requests, and when the throughput is back."""
+VICTIMS = {"replica": "ServeReplica", "front": "replicas.front", "board": "ray::Board"}
+
+
+def kill(shape, folder, store, console):
+    """What `kill -9` of a process does to requests, and when the throughput is back."""
     made = table(
-        "kill -9 of one of two replicas", "requests", "answered", "clear errors", "others",
-        "throughput back after, s",
+        "kill -9 with two replicas", "killed", "requests", "answered", "clear errors",
+        "connections lost", "others", "throughput back after, s",
     )  # fmt: skip
-    started = contextlib.nullcontext(running) if running else None
-    with started or Server(shape, folder, store, "--replicas", "2") as server:
-        before = asyncio.run(load(server, shape, shape.seconds))
+    with Server(shape, folder, store, "--replicas", "2") as server:
+        before = load(server.url, shape, shape.seconds)
         usual = len(before) / shape.seconds
-
-        async def case():
+        for what, name in VICTIMS.items():
             seconds = max(60.0, 3 * shape.seconds)
-            task = asyncio.create_task(load(server, shape, seconds, seed=1))
-            await asyncio.sleep(shape.seconds / 4)
-            victims = await asyncio.to_thread(server.workers)
-            victims[0].send_signal(signal.SIGKILL)
-            return time.monotonic(), await task
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                loading = pool.submit(load, server.url, shape, seconds, seed=1)
+                while not sum(server.metrics("num_requests_running").values()):
+                    time.sleep(0.2)
+                time.sleep(shape.seconds / 4)
+                server.workers(name)[0].send_signal(signal.SIGKILL)
+                killed = time.monotonic()
+                answers = loading.result()
+            count = [
+                sum(answer.status in statuses for answer in answers)
+                for statuses in ((200,), (503, 599), (0,))
+            ]
+            ended = [a.ended - killed for a in answers if a.status == 200]
+            made.add_row(
+                what, str(len(answers)), *map(str, count), str(len(answers) - sum(count)),
+                f"{recovery(ended, usual, shape.seconds):.1f}",
+            )  # fmt: skip
+            while len(server.metrics("num_requests_running")) < 2:
+                time.sleep(0.5)
+    console.print(made)
 
-        killed, answers = asyncio.run(case())
-    back = recovery([a.ended - killed for a in answers if a.status == 200], usual, shape.seconds)
-    fine = sum(answer.status == 200 for answer in answers)
-    clear = sum(answer.status in (503, 599) for answer in answers)
-    made.add_row(
-        str(len(answers)), str(fine), str(clear), str(len(answers) - fine - clear), f"{back:.1f}"
-    )
+
+class _AtOnce(asyncio.Protocol):
+    """HTTP that answers every request with the same few bytes."""
+
+    body = json.dumps({"choices": [{"message": {"content": "x" * 200}}]}).encode()
+    answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+
+    def connection_made(self, transport):
+        self.transport, self.buffer = transport, b""
+
+    def data_received(self, data):
+        self.buffer += data
+        head, end, rest = self.buffer.partition(b"\r\n\r\n")
+        if not end:
+            return
+        length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        if len(rest) >= int(length or 0):
+            self.buffer = rest[int(length or 0) :]
+            self.transport.write(self.answer % len(self.body) + self.body)
+
+
+def at_once(port):
+    """A process that stands for a replica."""
+
+    async def serve():
+        made = await asyncio.get_running_loop().create_server(_AtOnce, "127.0.0.1", port)
+        await made.serve_forever()
+
+    asyncio.run(serve())
+
+
+def send(port, clients, seconds):
+    """Requests that some clients have had answered over connections that stay, and their times."""
+    body = json.dumps({
+        "model": "a000", "messages": [{"role": "user", "content": "what is this? " * 40}],
+    }).encode()  # fmt: skip
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+    sent = f"{head}application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+    async def ask(end, times):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while (began := time.monotonic()) < end:
+            writer.write(sent)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), head
+            await reader.readexactly(len(_AtOnce.body))
+            times.append(time.monotonic() - began)
+        writer.close()
+
+    async def all_of_them():
+        times, end = [], time.monotonic() + seconds
+        await asyncio.gather(*(ask(end, times) for _ in range(clients)))
+        return times
+
+    return asyncio.run(all_of_them())
+
+
+def front(console, seconds, counts, senders, clients):
+    """CPU time of a front for each request, and requests a second, with replicas of no cost."""
+    from tests.support.replicas import report
+    from valora_serve.replicas import cluster
+    from valora_serve.replicas.settings import ReplicaSettings
+    from valora_serve.server.listen import bind
+    from valora_serve.server.settings import ServerSettings
+
+    made = table(
+        "Fronts before four replicas that answer at once", "fronts", "senders", "requests/s",
+        "CPU of fronts, ms/request", "p50, ms", "p99, ms", "all cores busy, %",
+    )  # fmt: skip
+    spawn = multiprocessing.get_context("spawn")
+    ports = range(8810, 8814)
+    replicas = [spawn.Process(target=at_once, args=(port,), daemon=True) for port in ports]
+    for one in replicas:
+        one.start()
+    known = [report(f"r{port}", f"http://127.0.0.1:{port}") for port in ports]
+    settings = ServerSettings(port=0, log_level="warning")
+
+    class Measured(cluster.Fronts):
+        async def _look(self):
+            self._known = cluster.pickle.dumps(known)
+
+    class NoBoard:
+        class served:
+            @staticmethod
+            async def remote():
+                return None
+
+    async def case(count):
+        sockets = cluster.shared(bind(settings), settings, count)
+        port = sockets[0][0].getsockname()[1]
+        running = Measured(NoBoard, sockets, (settings, ReplicaSettings(replicas=4), 32, count))
+        started = asyncio.Event()
+        task = asyncio.create_task(running.run(lambda _: started.set()))
+        await started.wait()
+        loop = asyncio.get_running_loop()
+        with ProcessPoolExecutor(senders, spawn) as pool:
+            for length in (seconds / 4, seconds):
+                processes = [psutil.Process(one.pid) for one in running._running]
+                before = cpu(processes)
+                psutil.cpu_percent()
+                told = await asyncio.gather(*(
+                    loop.run_in_executor(pool, send, port, clients // senders, length)
+                    for _ in range(senders)
+                ))  # fmt: skip
+                busy, spent = psutil.cpu_percent(), cpu(processes) - before
+        os.kill(os.getpid(), signal.SIGTERM)
+        await task
+        times = [one for some in told for one in some]
+        made.add_row(
+            str(count), str(senders), f"{len(times) / seconds:.0f}",
+            f"{1000 * spent / len(times):.2f}", f"{1000 * statistics.median(times):.1f}",
+            f"{1000 * percentile(times, 0.99):.1f}", f"{busy:.0f}",
+        )  # fmt: skip
+
+    for count in counts:
+        asyncio.run(case(count))
+    for one in replicas:
+        one.terminate()
     console.print(made)
 
 
 def main():
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="+", choices=["throughput", "affinity", "kill"])
+    parser.add_argument("parts", nargs="+", choices=["throughput", "affinity", "kill", "front"])
     parser.add_argument("--tiny", action="store_true", help="a small run on the CPU")
     parser.add_argument("--base", help="base model: a folder or hub name, of the 7B shape")
     parser.add_argument("--affinity-base", help="base model of part affinity")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=64, help="requests in progress")
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2], help="replicas")
+    parser.add_argument("--fronts", type=int, nargs="+", default=[1, 2, 4], help="of part front")
+    parser.add_argument("--senders", type=int, default=SENDERS, help="processes of clients")
     found = parser.parse_args()
+    globals()["SENDERS"] = found.senders
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server, too
-    if not found.tiny and not found.base:
+    if {*found.parts} != {"front"} and not found.tiny and not found.base:
         parser.error("name --base, or use --tiny")
     few = many = TINY
     if not found.tiny:
@@ -335,15 +502,13 @@ def main():
         folder = Path(name)
         if {"throughput", "kill"} & {*found.parts}:
             store = save_adapters(few, folder / "few")
-
-            def last(server=None):
-                if "kill" in found.parts:
-                    kill(few, folder, store, console, server)
-
             if "throughput" in found.parts:
-                throughput(few, folder, store, console, last)
-            else:
-                last()
+                throughput(few, folder, store, console, found.counts)
+            if "kill" in found.parts:
+                kill(few, folder, store, console)
+        if "front" in found.parts:
+            seconds = 4.0 if found.tiny else min(found.seconds, 20.0)
+            front(console, seconds, found.fronts, found.senders, found.clients)
         if "affinity" in found.parts:
             affinity(many, folder, save_adapters(many, folder / "many"), console)
 

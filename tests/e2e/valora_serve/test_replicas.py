@@ -1,5 +1,6 @@
-"""Replicas on Ray Serve as users run them: one server, real engines in processes of their own."""
+"""Replicas on Ray Serve as users run them: fronts, and real engines in processes of their own."""
 
+import contextlib
 import json
 import os
 import signal
@@ -46,10 +47,13 @@ class Replicated(Process):
                     found[sample.labels.get("replica")] = sample.value
         return found
 
-    def workers(self):
-        """Processes of the replicas."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [one for one in children if "ServeReplica" in "".join(one.cmdline()[:1])]
+    def workers(self, of="ServeReplica"):
+        """Processes of the replicas, of the fronts or of the board."""
+        found = []
+        for one in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                found += [one] if of in " ".join(one.cmdline()[:3]) else []
+        return found
 
 
 def yield_to_others(process):
@@ -274,6 +278,43 @@ def test_a_replica_that_is_killed_under_load(replicated):
     # Nothing had been passed on, so that all of them were asked once more.
     assert all(answer.status_code == 200 for _, answer in answers)
     # The new replica serves what was loaded at run time, too.
+    until(lambda: list(replicated.metrics("adapters_known").values()) == [3.0, 3.0], 60)
+
+
+@pytest.mark.parametrize("what", ["replicas.front", "ray::Board"])
+def test_a_front_or_the_board_that_is_killed(replicated, what):
+    """Clients of a front lose their connection, and ask again; nobody else notices anything."""
+    fronts, answers, stop = len(replicated.workers("replicas.front")), [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            try:
+                answers.append(replicated.chat("tiny", max_tokens=8, ignore_eos=True).status_code)
+            except httpx.TransportError as error:
+                answers.append(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            pool.submit(ask)
+        until(lambda: len(answers) >= 8, 60)
+        (victim, *_) = replicated.workers(what)
+        victim.send_signal(signal.SIGKILL)
+        try:
+            until(lambda: victim.pid not in [one.pid for one in replicated.workers(what)], 30)
+            until(lambda: len(replicated.workers("replicas.front")) == fronts, 30)
+            until(lambda: len(replicated.workers("ray::Board")) == 1, 60)
+            again = len(answers)
+            until(lambda: len(answers) >= again + 8, 60)
+        finally:
+            stop.set()
+    lost = [one for one in answers if one != 200]
+    assert len(lost) <= (4 if what == "replicas.front" else 0), lost
+    assert all(isinstance(one, httpx.TransportError) for one in lost)
+    # What was loaded is known as before, and can be changed.
+    unloaded = replicated.post("unload_lora_adapter", lora_name="new")
+    assert unloaded.status_code == 200, unloaded.text
+    made = replicated.post("load_lora_adapter", lora_name="new", lora_path="new")
+    assert made.status_code == 200, made.text
     until(lambda: list(replicated.metrics("adapters_known").values()) == [3.0, 3.0], 60)
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.support.fake_engine import ADAPTER, BASE, PERSON
 from valora_serve import cli, commands
 from valora_serve.demo import command as demo
+from valora_serve.server.loading import startup
 
 
 def test_make_a_key(tmp_path, capsys):
@@ -69,7 +70,7 @@ def test_gpus_that_cannot_share_a_model_are_refused_in_a_sentence(
 def test_shares_of_adapters_that_are_not_there_are_said(caplog):
     shares = {"adapter-1": 2.0, "base": 2.0, "adaptor-1": 3.0, "person": 4.0}
     known = [model.adapter or "base" for model in (BASE, ADAPTER, PERSON)]
-    cli._tell_of_shares(shares, "adapter", known)
+    startup.tell_of_shares(shares, "adapter", known)
     assert [record.message for record in caplog.records] == [
         f"shares: there is no adapter {name}, so its share goes to nobody"
         for name in ("adaptor-1", "person")  # a domain, which the shares of its adapter count for

@@ -22,6 +22,7 @@ class RateLimiter:
         self._each = 60.0 / rate if rate else 0.0
         self._burst = burst
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self.taken: Counter[str] | None = None  # by caller, for other replicas, if there are any
 
     def take(self, caller: str, now: float) -> None:
         """Count a request."""
@@ -31,6 +32,8 @@ class RateLimiter:
         left = min(self._burst, left + (now - then) / self._each)
         allowed = left >= 1
         self._buckets[caller] = (left - 1 if allowed else left, now)
+        if self.taken is not None:
+            self.taken[caller] += allowed
         if len(self._buckets) > REMEMBERED:
             self._buckets.popitem(last=False)
         if not allowed:
@@ -41,6 +44,14 @@ class RateLimiter:
                 f"{math.ceil(wait)} s",
                 wait,
             )
+
+    def share(self, others: Mapping[str, int], now: float) -> None:
+        """Count requests that other replicas have let in."""
+        for caller, count in others.items():
+            left, then = self._buckets.get(caller, (float(self._burst), now))
+            self._buckets[caller] = (left - count, then)
+        while len(self._buckets) > REMEMBERED:
+            self._buckets.popitem(last=False)
 
 
 @dataclass

@@ -28,7 +28,7 @@ class Guard:
 
     def __init__(self, keys: KeyRing, rates: RateLimiter, sites: Sites | None = None) -> None:
         self._keys = keys
-        self._rates = rates
+        self.rates = rates
         self._sites = sites
 
     def check(self, rules: Rules, scope: Scope, headers: Headers) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Guard:
         address = scope["client"][0] if scope.get("client") else ""
         with contextlib.suppress(ValueError):  # of IPv6 the /64, all of which a client may use
             address = str(ipaddress.IPv6Network(f"{address}/64", strict=False))
-        self._rates.take(f"key {key.name}" if key else f"address {address}", time.monotonic())
+        self.rates.take(f"key {key.name}" if key else f"address {address}", time.monotonic())
         if key and key.models and rules.tells_all:
             raise ForbiddenError(
                 f"Key {key.name} may not see all models, of which this tells: use a key without "

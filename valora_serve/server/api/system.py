@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import resource
@@ -146,8 +147,9 @@ def router(context: ServerContext) -> APIRouter:
     @allow(Access.KEYED, tells_all=True)
     async def status() -> Status:
         replicas = engine.replicas()
+        stats = engine.stats() if replicas is None else total(list(replicas.values()))
         return Status(
-            **_facts(engine.stats()),
+            **_facts(stats),
             ready=engine.healthy,
             base=last_part(engine.base),
             memory_bytes=memory_bytes(),
@@ -179,6 +181,29 @@ def router(context: ServerContext) -> APIRouter:
             return FileResponse(WEB / name, media_type=_ASSETS[name])
 
     return routes
+
+
+def total(states: list[EngineStats]) -> EngineStats:
+    """The sum of states: of counters, sizes and names; the mode is that of the busiest."""
+    if not states:
+        return EngineStats()
+    busiest = max(states, key=lambda stats: stats.running)
+    made: dict[str, Any] = {}
+    for name in (item.name for item in dataclasses.fields(EngineStats)):
+        values: list[Any] = [getattr(stats, name) for stats in states]
+        if isinstance(values[0], tuple):
+            made[name] = tuple(sorted({one for value in values for one in value}))
+        elif isinstance(values[0], dict):
+            merges: dict[str, Any] = {"finished": sum, "start_seconds": max}
+            merge = merges.get(name, lambda found: found[-1])
+            keys = {key for value in values for key in value}
+            made[name] = {k: merge([one[k] for one in values if k in one]) for k in keys}
+        elif type(values[0]) is int:  # all replicas know the same adapters and contexts
+            fold: Any = max if name in ("adapters_known", "contexts_known") else sum
+            made[name] = fold(values)
+        else:
+            made[name] = getattr(busiest, name)
+    return EngineStats(**made)
 
 
 def _facts(stats: EngineStats) -> dict[str, Any]:

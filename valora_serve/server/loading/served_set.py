@@ -8,6 +8,7 @@ Whatever can fail for lack of space thus fails before anything has changed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import shutil
 from functools import partial
@@ -21,6 +22,7 @@ from valora_serve.errors import (
     AdapterError,
     BusyError,
     MissingAdapterError,
+    ServeError,
     SettingsError,
     SourceError,
     StorageError,
@@ -28,12 +30,12 @@ from valora_serve.errors import (
     disk_remedy,
     pickle_error,
 )
-from valora_serve.server.loading.state_file import SavedState, StateFile, read_state
+from valora_serve.server.loading.state_file import SavedState, StateFile, check_content, read_state
 from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS, leads_inside
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 
     from valora_serve.types import EngineClient, NewContext, ServedModel
 
@@ -62,18 +64,25 @@ class ServedSet:
         folder: Path | None,
         state_file: Path,
         replay: Callable[[Path], Awaitable[int]] | None = None,
+        file: StateFile | None = None,
     ) -> None:
         if folder is not None:
             _check_folder(folder)
         self._engine = engine
         self._folder = folder.resolve() if folder is not None else None
-        self._file = StateFile(state_file)
+        self._file = file or StateFile(state_file)
         self._replay = replay
         self._state = SavedState()
+        self._given: dict[str, Path] = {}  # bundles of the command line
         self._lock = asyncio.Lock()
         self._waiting: dict[str, list[str]] = {}
         self._found: set[str] = set()  # adapters that requests have loaded
         self._reserved: set[str] = set()  # as `bundle_names` gives them, in lower case
+
+    @property
+    def revision(self) -> str:
+        """Hash of what was loaded at run time."""
+        return self._state.revision
 
     @property
     def bundles(self) -> list[str]:
@@ -89,7 +98,7 @@ class ServedSet:
         """Read the state file; the names of bundles that the command line's do not serve now."""
         if self._folder is None:
             return []
-        self._state = read_state(self._file.path)
+        self._state = self._file.read()
         self.reserve((*self._state.adapters, *self._state.contexts, *self._state.bundles))
         for names in self._state.reserved.values():
             self.reserve(names)
@@ -143,7 +152,12 @@ class ServedSet:
 
     async def _load_again(self, kind: str, name: str) -> None:
         """Load what the state says."""
-        path = self._state.of(kind)[name]
+        path = self._state.of(kind).get(name)
+        if path is None:  # a bundle of the command line, which another had replaced
+            await self._load_before(name, self._given)
+            return
+        if sha256 := self._state.sha256.get(f"{kind} {name}"):
+            await asyncio.to_thread(check_content, kind, Path(path), sha256)
         if kind == "bundle":
             folder = await asyncio.to_thread(self._bundle_folder, path)
             await self._load_bundle(folder, self._served_bundles())
@@ -154,6 +168,49 @@ class ServedSet:
         else:
             folder = await asyncio.to_thread(self._checked, path)
             await self._engine.load_context(name, folder)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Context in which nothing else changes what is served, in other replicas neither."""
+        async with self._file.turn() as state, self._lock:
+            if state is not None:
+                await self._follow(state)
+            yield
+
+    async def follow(self, state: SavedState) -> None:
+        """Serve what another replica has recorded."""
+        async with self._lock:
+            await self._follow(state)
+
+    async def _follow(self, state: SavedState) -> None:
+        if state == self._state:
+            return
+        served = self._served_bundles()
+        self._given |= {n: path for n, path in served.items() if n not in self._state.bundles}
+        old, new = self._wanted(self._state), self._wanted(state)
+        self._state = state
+        kinds = ("bundle", "adapter", "context")  # contexts after the adapters that answer
+        for kind, name in sorted(old.keys() - new.keys(), key=lambda key: -kinds.index(key[0])):
+            if name in served if kind == "bundle" else self._served(name):
+                await self._engine.unload(kind, name)
+        self.reserve(name for names in state.reserved.values() for name in names)
+        changed = [key for key, content in new.items() if old.get(key) != content]
+        for kind, name in sorted(changed, key=lambda key: kinds.index(key[0])):
+            await self._give_way([name])
+            await self._load_again(kind, name)
+        self._reserve_served()
+        await self._serve_waiting()
+
+    def _wanted(self, state: SavedState) -> dict[tuple[str, str], tuple[str | None, ...]]:
+        """What a state asks for, by kind and name; equal values are the same content."""
+        found: dict[tuple[str, str], tuple[str | None, ...]] = {
+            ("bundle", name): () for name in self._given if name not in state.unloaded
+        }
+        for kind in ("bundle", "adapter", "context"):
+            for name, path in state.of(kind).items():
+                late = str(kind == "adapter" and name in state.decode_only)
+                found[kind, name] = path, state.sha256.get(f"{kind} {name}"), late
+        return found
 
     async def _serve_waiting(self) -> None:
         """Load the contexts whose adapter has come, unless they were forgotten or replaced."""
@@ -166,7 +223,7 @@ class ServedSet:
         self, name: str, path: str, *, replace: bool, decode_only: bool = False
     ) -> ServedModel:
         """Load a PEFT adapter."""
-        async with self._lock:
+        async with self._alone():
             before = self._replaced(
                 name, self._state.adapters, replace,
                 "unload it first, or set load_inplace to replace an adapter that was loaded at "
@@ -254,13 +311,13 @@ class ServedSet:
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; a `BusyError` if domains of a bundle use it."""
-        async with self._lock:
+        async with self._alone():
             await self._unrecord("adapter", name)
 
     async def make_context(self, wanted: NewContext, *, replace: bool) -> ServedModel:
         """Make a context of a document and serve it; its files lie in the adapter folder."""
         name = wanted.name
-        async with self._lock:
+        async with self._alone():
             if self._folder is None:
                 raise AdapterError("Nothing can be made at run time: start with --adapter-folder")
             served = self._replaced(
@@ -293,7 +350,7 @@ class ServedSet:
 
     async def forget_context(self, name: str) -> None:
         """Forget a context that was made at run time, and delete its files."""
-        async with self._lock:
+        async with self._alone():
             folder = await self._unrecord("context", name)
             if folder is None:
                 return
@@ -304,7 +361,7 @@ class ServedSet:
 
     async def load_bundle(self, path: str) -> list[ServedModel]:
         """Load a bundle from the adapter folder and replay its golden examples."""
-        async with self._lock:
+        async with self._alone():
             folder = await asyncio.to_thread(self._bundle_folder, path)
             before = self._served_bundles()
             names = await asyncio.to_thread(bundle_names, folder)
@@ -323,7 +380,7 @@ class ServedSet:
 
     async def unload_bundle(self, name: str) -> None:
         """Unload a bundle with its domains."""
-        async with self._lock:
+        async with self._alone():
             known = {model.bundle for model in self._engine.models() if model.bundle}
             short = name.partition("@")[0]
             names = {item.partition("@")[0] for item in known} | known
@@ -356,7 +413,7 @@ class ServedSet:
         """Record a change and make it: both, or neither. `act` changes nothing if it raises."""
         self._reserve_served()
         try:
-            draft = await asyncio.to_thread(self._file.draft, new)
+            draft = await asyncio.to_thread(self._file.draft, new, what)
         except OSError as error:
             raise self._unrecorded(what, error) from error
         try:
@@ -366,16 +423,18 @@ class ServedSet:
             raise
         try:
             await asyncio.to_thread(self._file.publish, draft)
-        except OSError as error:
+        except (OSError, ServeError) as error:  # also of a replica that cannot serve it
             self._file.discard(draft)
             try:
                 await undo()
             except ValoraError as failure:
                 logs.LOG.exception("%s: what was served before could not be loaded again", what)
-                raise self._unrecorded(
-                    what, error, f"what was served before could not be loaded again ({failure})"
-                ) from error
-            raise self._unrecorded(what, error) from error
+                if isinstance(error, OSError):
+                    said = f"what was served before could not be loaded again ({failure})"
+                    raise self._unrecorded(what, error, said) from error
+            if isinstance(error, OSError):
+                raise self._unrecorded(what, error) from error
+            raise
         self._state = new
         self._reserve_served()
         return made

@@ -7,11 +7,12 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -20,10 +21,17 @@ from valora_data.contract.bundle import MANIFEST, read_manifest
 from valora_data.contract.files import expanded
 from valora_data.errors import BundleError
 from valora_serve.errors import AdapterError, SettingsError
+from valora_serve.server.app import create_app
 from valora_serve.server.loading import golden
 from valora_serve.server.loading.served_set import ServedSet, bundle_names
 from valora_serve.server.telemetry import logs
 from valora_serve.types import EngineClient, ServedModel
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from valora_serve.server.loading.state_file import StateFile
+    from valora_serve.server.settings import ServerSettings
 
 _REGISTRY = ("models:/", "runs:/", "mlflow-artifacts:/")
 _DOWNLOAD_SECONDS = 1800
@@ -131,6 +139,30 @@ async def load_all(
         doubled = next(name for name in names if names.count(name) > 1)
         raise AdapterError(f"{doubled} is served twice: leave one of its bundles out")
     return Served(models, examples, left_out)
+
+
+def tell_of_shares(shares: Iterable[str], what: str, known: Iterable[str]) -> None:
+    """Log the shares of keys or adapters that are not there, but may come later."""
+    for name in sorted({*shares} - {*known}):
+        logs.LOG.warning("shares: there is no %s %s, so its share goes to nobody", what, name)
+
+
+async def make_app(
+    engine: Any,  # an `AsyncEngine`, with its settings
+    settings: ServerSettings,
+    folders: Sequence[Path],
+    engine_settings: Any,
+    state: StateFile | None = None,
+) -> tuple[FastAPI, Served]:
+    """Load bundles into an engine; return the application in front of it, and what it serves."""
+    replay = partial(golden.replay, engine) if settings.golden else None
+    folder = Path(settings.adapter_folder) if settings.adapter_folder else None
+    served = ServedSet(engine, folder, Path(settings.state_file), replay, state)
+    found = await load_all(engine, folders, served, warm_up=engine.warm_up, replay=settings.golden)
+    by, shares = engine_settings.share_by, engine_settings.shares
+    if by == "adapter":
+        tell_of_shares(shares, by, [model.adapter or "base" for model in engine.models()])
+    return create_app(engine, settings, served, share_by=by, shares=shares), found
 
 
 def table(served: Served) -> Table:

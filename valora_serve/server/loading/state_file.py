@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
 
+from valora_data.contract.bundle import MANIFEST
 from valora_data.contract.files import UnreadableError, parse_json, read_bytes
-from valora_serve.errors import SettingsError
+from valora_data.hashing import file_hash
+from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.telemetry import logs
 
 VERSION = 1
 """Version of the state file's format."""
+FILES = {"bundle": (MANIFEST,), "adapter": ("adapter_config.json", "adapter_model.safetensors")}
+"""Files whose hashes tell the content; a bundle's manifest has those of all its files."""
 
 
 class SavedState(BaseModel):
@@ -34,6 +41,12 @@ class SavedState(BaseModel):
     unloaded: list[str] = []
     decode_only: list[str] = []
     reserved: dict[str, list[str]] = {}
+    sha256: dict[str, str] = {}  # of adapters and bundles that replicas load, by kind and name
+
+    @property
+    def revision(self) -> str:
+        """Hash of the content."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     def of(self, kind: str) -> dict[str, str]:
         """Folders of adapters, bundles or contexts, by name."""
@@ -51,8 +64,17 @@ class StateFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def draft(self, state: SavedState) -> Path:
-        """Write a state beside the state file, down to the disk."""
+    def read(self) -> SavedState:
+        """Read the state."""
+        return read_state(self.path)
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[SavedState | None]:
+        """Context in which no other process changes the state; gives it if one may have."""
+        yield None
+
+    def draft(self, state: SavedState, what: str = "") -> Any:
+        """Write a state, in which a kind and name are new, beside the file, down to the disk."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_name(self.path.name + ".partial")
         try:
@@ -65,7 +87,7 @@ class StateFile:
             raise
         return draft
 
-    def publish(self, draft: Path) -> None:
+    def publish(self, draft: Any) -> None:
         """Rename a draft to the state file."""
         draft.replace(self.path)
         try:
@@ -77,8 +99,7 @@ class StateFile:
         except OSError as error:  # only a loss of power could undo the renaming now
             logs.LOG.warning("the folder of %s could not be synchronized: %s", self.path, error)
 
-    @staticmethod
-    def discard(draft: Path) -> None:
+    def discard(self, draft: Any) -> None:
         """Remove a draft."""
         with contextlib.suppress(OSError):
             draft.unlink()
@@ -114,6 +135,29 @@ def read_state(file: Path) -> SavedState:
         return SavedState.model_validate(saved)
     except ValueError as error:
         raise SettingsError(f"state file {file} is damaged: restore it, {start_without}") from error
+
+
+def content_hash(kind: str, folder: Path) -> str:
+    """Hash of a bundle's or an adapter's content."""
+    try:
+        hashes = [file_hash(folder / name) for name in FILES[kind]]
+        if kind == "adapter" and (labels := folder / "config.json").exists():
+            hashes.append(file_hash(labels))
+    except OSError as error:
+        raise AdapterError(
+            f"{kind} {folder} cannot be read on {socket.gethostname()} ({error.strerror}): put it "
+            "at the same path on every machine of the Ray cluster"
+        ) from error
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def check_content(kind: str, folder: Path, sha256: str) -> None:
+    """Check that a folder has the same content on this machine as on another one."""
+    if content_hash(kind, folder) != sha256:
+        raise AdapterError(
+            f"{kind} {folder} on {socket.gethostname()} is not the one that other machines have, "
+            "as its sha256 differs: copy the same one to every machine of the Ray cluster"
+        )
 
 
 @contextlib.contextmanager

@@ -95,7 +95,11 @@ def test_errors_of_ray_are_one_sentence(monkeypatch):
         raise RuntimeError("This node is no part of it:\nsomething\nelse")
 
     for wrong, address, words in (
-        (other_version, "auto", ["Ray: 2.1.0 Python: 3.8.1", "its versions of Ray and Python"]),
+        (
+            other_version,
+            "auto",
+            ["has Ray 2.1.0 and Python 3.8.1, and this", "install the same versions"],
+        ),
         (nothing, "auto", ["no Ray cluster answers at auto", "ray start --head"]),
         (strange, "auto", ["cannot be joined (This node is no part of it: something else)"]),
         (strange, None, ["Ray cannot be started on this machine"]),

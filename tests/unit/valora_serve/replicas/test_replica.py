@@ -1,122 +1,124 @@
-"""One replica over a fake engine: batches of outputs, calls, health; and the board of all."""
+"""Replicas: who may ask them, and that all of them serve the same, whichever is told."""
 
 import asyncio
-from dataclasses import replace
+import json
+import shutil
 
+import httpx
 import pytest
+import ray
 
-from tests.support.fake_engine import FakeEngine
-from tests.support.fake_replicas import Replica, asynchronous
-from valora_serve.errors import StoppedError
-from valora_serve.replicas.board import STALE, Board
-from valora_serve.replicas.request_router import RESIDENT
-from valora_serve.replicas.wire import Call, Report, Revision, ServedState
-from valora_serve.types import EngineStats, Finish, Request, SamplingParams
-
-NOW = Revision("f", 1)
+from tests.support.http_helpers import adapter, bundle
+from tests.support.replicas import Ref, Running, running
+from valora_serve.errors import AdapterError
+from valora_serve.server.loading.state_file import check_content, content_hash, read_state
 
 
-async def ready(engine=None):
-    board = Board()
-    board.pin(ServedState(NOW))
-    made = Replica("r", board, engine)
-    await made._follow(board.state(), strict=True)
-    return made
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray, "get", Ref.get)
+    adapter(tmp_path / "adapters" / "good")
+    adapter(tmp_path / "adapters" / "other")
+    bundle(tmp_path / "adapters" / "cars")
+    bundle(tmp_path / "given", ("truck",))
+    return tmp_path
 
 
-def call(count, revision=NOW):
-    sampling = SamplingParams(max_tokens=count, ignore_eos=True)
-    return Call(Request("a", text="hello", sampling=sampling), None, revision)
+def test_a_replica_answers_fronts_only_and_sees_their_clients(place):
+    async def case():
+        async with running(place, "x") as (_, one), httpx.AsyncClient(base_url=one.url) as client:
+            for secret in (None, "wrong", one.front()["x-valora-front"][1:]):
+                headers = {} if secret is None else {"x-valora-front": secret}
+                assert (await client.get("/ready", headers=headers)).status_code == 403
+            body = {"model": "person", "prompt": "x", "max_tokens": 1}
+            got = await client.post("/v1/completions", json=body, headers=one.front())
+            facts = json.loads(got.headers["x-valora-facts"])
+            assert facts == {"key": "api_key", "model": "person"}
+            assert one.gate.inside == 0
+
+    asyncio.run(case())
 
 
-@pytest.mark.parametrize("running", [0, 400])
-@asynchronous
-async def test_outputs_are_sent_together_when_many_requests_run(running):
-    """One request alone gets a message a token; 400 share the messages of a second."""
-    engine = FakeEngine(step=0.01)
-    engine.stats = lambda: EngineStats(running=running)
-    batches = [batch async for batch in (await ready(engine)).generate(call(40))]
-    assert batches[0].outputs == ()
-    outputs = [output for batch in batches for output in batch.outputs]
-    assert [output.token_ids for output in outputs[:-1]] == [(n,) for n in range(40)]
-    assert outputs[-1].finish is Finish.LENGTH
-    assert len(batches) < 8 if running else len(batches) > 20
+def test_what_one_replica_loads_all_of_them_serve(place):
+    async def case():
+        async with running(place, "x", "y") as (board, one, two):
+            assert one.names() == two.names() == {"truck"}
+            await one.post("load_lora_adapter", lora_name="mine", lora_path="good")
+            assert one.names() == two.names() == {"truck", "mine"}
+            await two.post("load_lora_adapter", 409, lora_name="mine", lora_path="other")
+            await two.post("load_bundle", bundle_path="cars")
+            await two.post("contexts", name="rules", document="no dogs")
+            assert one.names() == two.names() == {"mine", "car", "rules"}, "it replaced the given"
+            await one.post(
+                "load_lora_adapter", lora_name="mine", lora_path="other", load_inplace=True
+            )
+            roots = [{m.name: m.root for m in r.engine.models()}["mine"] for r in (one, two)]
+            assert [root.rpartition("/")[2] for root in roots] == ["other", "other"]
+            await two.post("unload_lora_adapter", lora_name="mine")
+            await one.post("unload_bundle", bundle_name="cars")
+            assert one.names() == two.names() == {"rules"}
+            assert one.served.revision == two.served.revision == board.state().revision
+            assert read_state(place / "state.json") == board.state()
+            # One that starts later has the same.
+            late = Running("late", place, board)
+            assert await board.join(await late.start(), None) is None
+            assert late.names() == {"rules"}
+            late.server.should_exit = True
+            await late.serving
+
+    asyncio.run(case())
 
 
-@asynchronous
-async def test_an_answer_that_is_not_streamed_is_one_message():
-    whole = replace(call(20), request=replace(call(20).request, stream=False))
-    batches = [b async for b in (await ready(FakeEngine(step=0.005))).generate(whole)]
-    assert [len(batch.outputs) for batch in batches] == [0, 21]
+@pytest.mark.parametrize("kind", ["adapter", "bundle"])
+def test_what_one_replica_refuses_none_of_them_serves(place, kind):
+    path, body = {
+        "adapter": ("load_lora_adapter", {"lora_name": "mine", "lora_path": "good"}),
+        "bundle": ("load_bundle", {"bundle_path": "cars"}),
+    }[kind]
+
+    async def case():
+        async with running(place, "x", "y", "z") as (board, one, two, three):
+            await one.post("load_lora_adapter", lora_name="old", lora_path="other")
+
+            async def refuse(*_, **__):
+                raise AdapterError("no memory is left")
+
+            setattr(two.engine, f"load_{kind}", refuse)
+            before = board.state()
+            said = (await one.post(path, 400, **body)).json()["error"]["message"]
+            assert said == "no memory is left"
+            assert one.names() == two.names() == three.names() == {"truck", "old"}
+            assert board.state() == before == read_state(place / "state.json")
+            # Others die, and what is left goes on.
+            for gone in (two, three):
+                gone.server.should_exit = True
+                await gone.serving
+            await one.post(path, **body)
+            assert one.names() == {"old"} | ({"truck", "mine"} if kind == "adapter" else {"car"})
+
+    asyncio.run(case())
 
 
-@asynchronous
-async def test_errors_in_the_engine_end_the_request():
-    async def broken(request):
-        yield (await asyncio.sleep(0, FakeEngine) and None) or _raise()
+def test_a_state_that_cannot_be_recorded_is_taken_back_everywhere(place):
+    async def case():
+        async with running(place, "x", "y") as (board, one, two):
+            board.record = lambda *_: OSError(28, "No space left on device")
+            said = await one.post("load_lora_adapter", 507, lora_name="mine", lora_path="good")
+            assert "nothing was changed" in said.text
+            assert one.names() == two.names() == {"truck"}
 
-    async def silent(request):
-        return
-        yield
-
-    for generate, words in ((broken, "failed: out of luck"), (silent, "engine stopped")):
-        engine = FakeEngine()
-        engine.generate = generate
-        batches = [batch async for batch in (await ready(engine)).generate(call(4))]
-        (output,) = batches[-1].outputs
-        assert output.finish is Finish.ERROR
-        assert words in str(output.error)
+    asyncio.run(case())
 
 
-def _raise():
-    raise OSError("out of luck")
-
-
-@asynchronous
-async def test_a_closed_answer_is_cancelled():
-    engine = FakeEngine(step=0.01)
-    stream = (await ready(engine)).generate(call(10_000))
-    await anext(stream)
-    await anext(stream)
-    assert engine.running
-    await stream.aclose()
-    assert not engine.running
-    assert engine.cancelled == ["a"]
-
-
-@asynchronous
-async def test_health_and_what_routers_are_told():
-    made = await ready()
-    await made.check_health()
-    assert made.record_routing_stats() == {RESIDENT: ["adapter-1"]}
-    made.engine.healthy = False
-    with pytest.raises(StoppedError, match="has failed"):
-        await made.check_health()
-    assert "replica r failed" in str(await made.control("nothing"))
-
-
-def report(name, running=0):
-    return Report(name, True, EngineStats(running=running))
-
-
-def test_reports_and_servers_grow_old():
-    now = 100.0
-    board = Board(lambda: now)
-    state = ServedState(Revision("f", 3))
-    assert board.state() is None
-    assert not board.is_used()
-    board.report(report("a", 1))
-    board.report(report("b"))
-    board.report(report("a", 2))
-    assert [(one.replica, one.stats.running) for one in board.pin(state)] == [("a", 2), ("b", 0)]
-    assert board.is_used()
-    assert board.state() == state
-    now += STALE / 2
-    board.report(report("b"))
-    board.leave("nobody")
-    now += STALE / 2 + 0.1
-    assert not board.is_used()
-    assert board.state() == state  # which the next server takes over
-    assert [one.replica for one in board.pin(state)] == ["b"]
-    board.leave("b")
-    assert board.pin(state) == []
+def test_content_that_differs_between_machines_is_named(place):
+    for kind, name in (("adapter", "good"), ("bundle", "cars")):
+        folder = place / "adapters" / name
+        sha256 = content_hash(kind, folder)
+        check_content(kind, folder, sha256)
+        file = next(folder.glob("*.json"))
+        file.write_text(file.read_text() + " ")
+        with pytest.raises(AdapterError, match="is not the one that other machines have"):
+            check_content(kind, folder, sha256)
+        shutil.rmtree(folder)
+        with pytest.raises(AdapterError, match="put it at the same path on every machine"):
+            check_content(kind, folder, sha256)

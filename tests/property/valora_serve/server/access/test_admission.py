@@ -1,6 +1,7 @@
 """Rate limits and admission, over random sequences of events."""
 
 import math
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -51,6 +52,21 @@ def test_exactly_burst_and_rate_get_through(rate, burst, gaps):
         for last in range(first, len(passed)):
             most = burst + (passed[last] - passed[first]) * rate / 60
             assert last - first + 1 <= most + Fraction(1, 10**6)
+
+
+def test_replicas_count_together_what_they_let_in():
+    one, two = RateLimiter(60, 4), RateLimiter(60, 4)
+    one.taken = Counter()
+    for _ in range(3):
+        one.take("a", 0.0)
+    assert one.taken == {"a": 3}
+    two.share(one.taken, 0.0)
+    two.take("a", 0.0)
+    with pytest.raises(RateLimitError):
+        two.take("a", 0.0)
+    two.take("a", 1.0)
+    two.share({f"caller {number}": 1 for number in range(REMEMBERED + 50)}, 1.0)
+    assert len(two._buckets) == REMEMBERED
 
 
 def test_callers_do_not_share_and_are_forgotten_in_bounds():

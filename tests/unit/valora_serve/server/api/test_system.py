@@ -37,7 +37,7 @@ def test_status_has_every_replica():
         }
         engine.replicas = lambda: parts
         found = server.client.get("/v1/status").json()
-        assert found["running"] == 0
+        assert found["running"] == 8
         east, west = found["replicas"]["east"], found["replicas"]["west"]
         assert (east["running"], east["pages_kv"], east["prefix_hit_ratio"]) == (3, 7, 0.5)
         assert (west["running"], west["merged_adapter"], west["prefix_hit_ratio"]) == (

@@ -6,12 +6,9 @@ import contextlib
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_replicas import Replica, start
 from tests.support.http_helpers import adapter, bundle, serving
-from valora_serve.errors import UnknownModelError
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
-from valora_serve.types import Request
 
 SECRET = "an-admin-key-of-32-characters-ok"
 NAMES = ("car", "bus", "cars", "cars/1", "mine", "rules")
@@ -102,26 +99,3 @@ def test_what_an_operator_loads_replaces_what_requests_loaded(place, what):
         assert set(asked(server, *names).values()) == {404}
         post(server, path, **body)
         assert set(asked(server, *names).values()) == {200}
-
-
-def test_replicas_let_a_requests_adapter_give_way(place):
-    """Those that start later, too; and salts reach them."""
-
-    async def case():
-        client, handle, board, replicas = await start(FakeEngine(), FakeEngine())
-        served = ServedSet(client, place / "adapters", place / "state.json")
-        await served.load_found("car", place / "store" / "car")
-        await served.load_bundle("b")
-        late = Replica("late", board, FakeEngine())
-        await late._follow(await late._board.state.remote(), strict=False)
-        for one in (*replicas, late):
-            kinds = {model.name: model.kind for model in one._engine.models()}
-            assert kinds["car"] == "domain"
-        await served.unload_bundle("cars")
-        with pytest.raises(UnknownModelError, match="kept for what an operator"):
-            await served.load_found("car", place / "store" / "car")
-        async for _ in client.generate(Request("a", text="x", cache_salt="mine")):
-            pass
-        assert handle.calls[-1].request.cache_salt == "mine"
-
-    asyncio.run(case())

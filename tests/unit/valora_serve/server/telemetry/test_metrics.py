@@ -9,7 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import chat, encoded, picture, serving
-from valora_serve.replicas.client import total
 from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
@@ -150,10 +149,6 @@ def test_the_dashboard_asks_only_for_metrics_that_are_there(tmp_path):
 MODELS = [ServedModel(n, "adapter", n) for n in "abcd"] + [ServedModel("person", "domain", "d")]
 
 
-def test_the_best_place_of_any_replica_counts():
+def test_where_adapters_are():
     first = EngineStats(on_device=("a", "person"), on_disk=("b", "c"))
     assert adapter_states(MODELS, first) == {"a": "device", "b": "disk", "c": "disk", "d": "host"}
-    second = EngineStats(on_device=("c",), on_disk=("a", "b"))
-    both = total([first, second])
-    assert adapter_states(MODELS, both) == {"a": "device", "b": "disk", "c": "device", "d": "host"}
-    assert adapter_states(MODELS, total([first, EngineStats()]))["b"] == "host"

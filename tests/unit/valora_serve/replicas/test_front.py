@@ -1,0 +1,222 @@
+"""Fronts: where requests go, what is passed on, and what clients see when replicas die."""
+
+import asyncio
+import contextlib
+import json
+
+import httpx
+import pytest
+from starlette.requests import Request
+
+from tests.support.replicas import report
+from valora_serve.replicas.front import Front, merge, named
+from valora_serve.replicas.settings import ReplicaSettings
+from valora_serve.server.app import make_server
+from valora_serve.server.listen import bind
+from valora_serve.server.settings import ServerSettings
+
+KEY = "a-key-of-these-tests"
+
+
+class Replica:
+    """HTTP that answers with what a test wants, `None` for a connection that breaks."""
+
+    def __init__(self, *answers):
+        self.answers, self.heads, self.bodies = list(answers), [], []
+
+    async def connected(self, reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                lines = dict(line.split(": ", 1) for line in head.splitlines()[1:-1])
+                lines = {name.lower(): value for name, value in lines.items()}
+                self.heads.append((head.splitlines()[0], lines))
+                self.bodies.append(await reader.readexactly(int(lines.get("content-length", 0))))
+                answer = self.answers.pop(0)
+                if isinstance(answer, bytes):
+                    writer.write(answer)
+                    await writer.drain()
+                if answer is None or b"chunked" in answer:
+                    break
+        writer.transport.abort()
+
+
+def answer(body=b'{"fine":1}', *headers):
+    lines = [b"HTTP/1.1 200 OK", b"content-length: %d" % len(body), *headers, b"", body]
+    return b"\r\n".join(lines)
+
+
+@contextlib.asynccontextmanager
+async def fronted(*replicas, **settings):
+    """A front before replicas; gives a client of it, and the front."""
+    servers, reports = [], []
+    for number, one in enumerate(replicas):
+        url = "http://127.0.0.1:1"  # nobody listens
+        if one is not None:
+            servers.append(await asyncio.start_server(one.connected, "127.0.0.1", 0))
+            url = f"http://127.0.0.1:{servers[-1].sockets[0].getsockname()[1]}"
+        reports.append(report(f"r{number}", url, adapters={"tiny": None, "car": "a"}))
+    made = ServerSettings(port=0, api_key=KEY, **settings)
+    front = Front(made, ReplicaSettings(replicas=2, router="affinity"), 4, 2)
+    front.update(reports)
+    server, sockets = make_server(front, made), bind(made)
+    serving = asyncio.create_task(server.serve(sockets))
+    url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        yield client, front
+    server.should_exit = True
+    await serving
+    for one in servers:
+        one.close()
+
+
+async def idle(front):
+    """Wait until no request counts as under way any more."""
+    while sum(front._sent.values()):
+        await asyncio.sleep(0.01)
+
+
+def run(case):
+    """Run a test that waits for nothing for long."""
+    asyncio.run(asyncio.wait_for(case, 30))
+
+
+def test_requests_and_answers_are_passed_on_as_they_are():
+    async def case():
+        one = Replica(answer(b"{ }", b"x-request-id: abc", b'x-valora-facts: {"key": "me"}'))
+        async with fronted(one) as (client, _):
+            sent = {"authorization": f"Bearer {KEY}", "x-valora-front": "mine", "te": "x",
+                    "content-type": "application/json", "host": "valora.example"}  # fmt: skip
+            got = await client.post("/v1/a%20b?c=%2F", content=b'{"model":"x"}', headers=sent)
+            assert (got.status_code, got.content, got.headers["x-request-id"]) == (
+                200, b"{ }", "abc",
+            )  # fmt: skip
+            assert "x-valora-facts" not in got.headers
+        ((line, headers),) = one.heads
+        assert line == "POST /v1/a%20b?c=%2F HTTP/1.1"
+        assert one.bodies == [b'{"model":"x"}']
+        assert headers["host"] == "valora.example"
+        assert headers["authorization"] == f"Bearer {KEY}"
+        assert "te" not in headers
+        secret, told = headers["x-valora-front"].split("secret ")
+        client, server, scheme = json.loads(told)
+        assert (secret, client[0], server[0], scheme) == ("its ", "127.0.0.1", "127.0.0.1", "http")
+
+    run(case())
+
+
+def test_a_request_goes_to_another_replica_if_its_own_has_died():
+    async def case():
+        dies, lives = Replica(None, None, None), Replica(*[answer()] * 9)
+        async with fronted(dies, lives, None) as (client, front):
+            statuses = [(await client.post("/v1/x", json={"model": m})).status_code for m in "abcd"]
+            assert statuses == [200] * 4
+            assert set(front._lost) <= {"r2"}
+            await idle(front)
+        async with fronted(Replica(None, None)) as (client, _):
+            lost = await client.get("/v1/models")
+            assert lost.status_code == 503
+            assert "ask again" in lost.json()["error"]["message"]
+        async with fronted(None) as (client, front):
+            assert "No replica runs" in (await client.get("/ready")).text
+            front.update([])
+            assert (await client.get("/metrics")).status_code == 503
+
+    run(case())
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream", "application/json"])
+def test_an_answer_that_breaks_off_ends_with_an_error(kind):
+    begun = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: %b\r\n\r\n" % (
+        kind.encode()
+    )
+
+    async def case():
+        one, other = Replica(begun + b"6\r\ndata: \r\n"), Replica(answer())
+        async with fronted(one) as (client, front):
+            text = b""
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                async with client.stream("GET", "/v1/x") as got:
+                    async for piece in got.aiter_raw():
+                        text += piece
+            if kind == "text/event-stream":
+                *_, event, done = [part for part in text.split(b"\n\n") if part]
+                assert done == b"data: [DONE]"
+                assert "ask again" in json.loads(event[6:])["error"]["message"]
+            else:
+                assert text == b"data: ", "and the connection is closed"
+            assert not other.heads
+            await idle(front)
+
+    run(case())
+
+
+def test_large_bodies_are_read_for_known_keys_only():
+    async def case():
+        one = Replica(answer(), answer())
+        async with fronted(one, max_body_bytes=200_000) as (client, _):
+            large = b"x" * 100_000
+            assert (await client.post("/v1/x", content=large)).status_code == 401
+            key = {"authorization": f"Bearer {KEY}"}
+            assert (await client.post("/v1/x", content=large, headers=key)).status_code == 200
+            assert (await client.post("/v1/x", content=3 * large, headers=key)).status_code == 413
+            assert (await client.post("/v1/x", content=b"small")).status_code == 200
+        assert [len(body) for body in one.bodies] == [100_000, 5]
+
+    run(case())
+
+
+def test_an_adapter_has_its_replicas_and_load_counts():
+    async def case():
+        front = Front(ServerSettings(), ReplicaSettings(replicas=2), 4, 1)
+        names = {"tiny": None, "car": "a"}
+        front.update([report("x", adapters=names, adapters_resident=("a",)),
+                      report("y", adapters=names, running=3, adapters_resident=("b",)),
+                      ])  # fmt: skip
+        for model, adapter, replica in (("car", "a", "x"), ("a", "a", "x"), ("b", "b", "y")):
+            assert front._choose(model, []).replica == replica
+            assert adapter in front._recent[replica].names
+        assert front._choose("tiny", []).replica == "x", "it has the least load"
+        assert front._choose(None, []).replica == "x"
+        front._sent["x"] += 9  # since the last report
+        assert front._choose(None, []).replica == "y"
+        assert front._choose("b", [front._replicas["y"]]).replica == "x", "y was tried"
+
+    run(case())
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "body", "name"),
+    [
+        ("/v1/chat/completions", {}, b'{"model": "a"}', "a"),
+        ("/v1/x", {}, rb'{"messages": [{"content": "\"model\": \"b\""}], "model":"\u00e9"}', "é"),
+        ("/v1/x", {"X-Valora-Model": "c"}, b'{"model": "a"}', "c"),
+        ("/v1/vision/plates", {}, b"--form", "plates"), ("/v1/vision", {}, b"--form", None),
+        ("/valora/v1/vision/plates", {}, b"", "plates"),
+        ("/v1/vision", {}, b' {"domains": ["d", "e"]}', "d"),
+        ("/v1/x", {}, b'{"model": 3}', None), ("/v1/x", {}, b"", None),
+        ("/v1/x", {}, rb'{"model": "\q"}', None),
+    ],
+)  # fmt: skip
+def test_where_the_model_is_named(path, headers, body, name):
+    raw = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
+    request = Request({"type": "http", "path": path, "headers": raw, "server": ("h", 1),
+                       "scheme": "http", "query_string": b""})  # fmt: skip
+    assert named(request, body) == name
+
+
+def test_metrics_of_all_replicas_are_one_page():
+    lines = [
+        "# HELP a A.", "# TYPE a counter", 'a{{x="1"}} {0}', "a {0}", "# HELP b B.",
+        'b{{replica="x"}} 5', 'b{{replica="y"}} 6', "# HELP valora_replicas R.",
+        "valora_replicas 2", "",
+    ]  # fmt: skip
+    page = "\n".join(lines)
+    pages = [("x", page.format(1).encode()), ("y", page.format(2).encode())]
+    assert merge(pages).decode().splitlines() == [
+        "# HELP a A.", "# TYPE a counter", 'a{replica="x",x="1"} 1', 'a{replica="x"} 1',
+        'a{replica="y",x="1"} 2', 'a{replica="y"} 2', "# HELP b B.", 'b{replica="x"} 5',
+        'b{replica="y"} 6', "# HELP valora_replicas R.", "valora_replicas 2",
+    ]  # fmt: skip

@@ -1,0 +1,326 @@
+"""A front: a process with the public port that passes requests to replicas, and answers back.
+
+`python -m valora_serve.replicas.front` reads from stdin what `cluster.Fronts` writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import pickle
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import aiohttp
+from starlette.requests import Request
+from starlette.responses import Response
+from yarl import URL
+
+from valora_data.errors import ValoraError
+from valora_serve.errors import CancelledRequestError, StoppedError
+from valora_serve.replicas.board import STALE, Report
+from valora_serve.routing.base import RecentAdapters, ReplicaState
+from valora_serve.routing.registry import make_router
+from valora_serve.server.access.keys import KeyRing
+from valora_serve.server.access.rules import Rules
+from valora_serve.server.app import make_server
+from valora_serve.server.bodies import LARGE_BYTES, Bodies
+from valora_serve.server.errors import error_answer, error_body
+from valora_serve.server.gather import until_disconnect
+from valora_serve.server.telemetry import logs
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive, Scope, Send
+
+    from valora_serve.replicas.settings import ReplicaSettings
+    from valora_serve.server.settings import ServerSettings
+
+MODEL = b"x-valora-model"  # names the model, so that the body is not searched for it
+FRONT = b"x-valora-front"  # with a replica's secret, and the connection of the client
+FACTS = b"x-valora-facts"  # of answers: what the log says of the request
+ATTEMPTS = 2  # how often a request is sent, as long as none of its answer has come
+IDLE_SECONDS = 10.0  # less than the 15 after which a replica closes a connection
+_HOP = {
+    b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",
+    b"upgrade", b"expect", _LENGTH := b"content-length", FRONT, MODEL,
+}  # fmt: skip
+"""Headers that are not passed on: those of one connection, and ours."""
+_OWN = {b"date", FACTS}  # of answers, which uvicorn writes itself, or which are ours
+_NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_NAMED = re.compile(rb'"(?:model|domains)"\s*:\s*\[?\s*("(?:[^"\\]|\\.){0,512}")')
+_VISION = re.compile(r"/v1/vision/([^/]+)")
+
+
+class _LostError(Exception):
+    """A replica has died before any of its answer came."""
+
+
+class Front:
+    """ASGI application that chooses a replica for each request, and passes bytes on."""
+
+    def __init__(
+        self, settings: ServerSettings, replicas: ReplicaSettings, slots: int, fronts: int
+    ) -> None:
+        held = max(settings.max_body_bytes, settings.max_held_bytes // fronts)
+        self._settings = dataclasses.replace(settings, max_held_bytes=held)
+        self._bodies, self._keys = Bodies(self._settings), KeyRing(settings)
+        self._router = make_router(replicas.router, replicas.router_settings)
+        self._replicas: dict[str, Report] = {}
+        self._lost: dict[str, float] = {}  # when replicas were found not to listen
+        self._sent: Counter[str] = Counter()  # requests under way, by replica
+        self._before: Counter[str] = Counter()  # the same at the last update
+        self._recent: defaultdict[str, RecentAdapters] = defaultdict(lambda: RecentAdapters(slots))
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def update(self, replicas: Sequence[Report]) -> None:
+        """Take what the board knows now."""
+        self._replicas = {one.replica: one for one in replicas}
+        self._before = self._sent.copy()
+        self._lost = {name: at for name, at in self._lost.items() if name in self._replicas}
+        for gone in self._recent.keys() - self._replicas.keys():
+            del self._recent[gone]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle an ASGI request."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        began = time.perf_counter()
+        log = {"method": scope["method"], "path": scope["path"][:200], "status": 499,
+               "client": (scope.get("client") or ("",))[0]}  # fmt: skip
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                log["status"] = message["status"]
+            async with asyncio.timeout(self._settings.send_seconds):
+                await send(message)
+
+        with contextlib.ExitStack() as stack:
+            scope["state"] = {"stack": stack}
+            try:
+                await self._handle(Request(scope, receive), sending, log)
+            except TimeoutError:
+                logs.LOG.warning("the client does not read its response: its request is cancelled")
+            except CancelledRequestError:
+                pass
+            except ValoraError as error:
+                await error_answer(error)(scope, receive, sending)
+        logs.access(log | {"seconds": round(time.perf_counter() - began, 4)})
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        self.loop = asyncio.get_running_loop()
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
+            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        ) as self._client:  # fmt: skip
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _handle(self, request: Request, send: Send, log: dict[str, Any]) -> None:
+        length = request.headers.get("content-length", "0")
+        if "transfer-encoding" in request.headers or int(length[:20] or 0) > LARGE_BYTES:
+            self._keys.check(request.headers.get("authorization"))  # before it takes memory
+        body = await self._bodies.read(request, Rules())
+        if request.scope["path"].removeprefix(self._settings.root_path) == "/metrics":
+            answer = await until_disconnect(request.receive, self._metrics(request))
+            await answer(request.scope, request.receive, send)
+            return
+        model, left = named(request, body), ATTEMPTS
+        tried: list[Report] = []
+        while left:
+            tried.append(one := self._choose(model, tried))
+            self._sent[one.replica] += 1
+            try:
+                passing = self._pass(one, request, body, send, log)
+                await until_disconnect(request.receive, passing)
+            except _NO_CONNECTION:  # nothing was sent
+                self._lost[one.replica] = time.monotonic()
+            except _LostError as error:
+                left -= 1
+                logs.LOG.warning("replica %s lost a request: %s", one.replica, error)
+            else:
+                return
+            finally:
+                self._sent[one.replica] -= 1
+        raise StoppedError("Two replicas died one after the other with this request: ask again")
+
+    def _choose(self, model: str | None, tried: Sequence[Report]) -> Report:
+        """The best replica for a model, one of those that were not tried if there is any."""
+        since = time.monotonic() - STALE
+        there = [one for n, one in self._replicas.items() if self._lost.get(n, since) <= since]
+        if not there:
+            raise StoppedError("No replica runs now: ask again in a moment")
+        adapter = there[0].adapters.get(model, model) if model else None
+        states = []
+        for one in [one for one in there if one not in tried] or there:
+            name, stats = one.replica, one.stats
+            since_then = self._sent[name] - self._before[name]
+            load = max(0, stats.running + stats.waiting + since_then)
+            recent = self._recent[name].names
+            states.append(ReplicaState(name, load, stats.adapters_resident, recent))
+        best = self._router.rank(adapter, states)[0]
+        self._recent[best].add(adapter)
+        return self._replicas[best]
+
+    def _ask(self, one: Report, request: Request, body: bytes = b"") -> Any:
+        """Send a request to a replica; gives what aiohttp does."""
+        scope = request.scope
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in scope["headers"] if name not in _HOP
+        ]  # fmt: skip
+        told = json.dumps([scope.get("client"), scope.get("server"), scope["scheme"]])
+        headers.append((FRONT.decode(), f"{one.secret} {told}"))
+        query = scope["query_string"]
+        target = scope["raw_path"] + (b"?" + query if query else b"")
+        url = URL(one.url + target.decode("latin-1"), encoded=True)
+        data = body if body or scope["method"] in ("POST", "PUT", "PATCH") else None
+        return self._client.request(
+            scope["method"], url, headers=headers, data=data, allow_redirects=False
+        )
+
+    async def _pass(
+        self, one: Report, request: Request, body: bytes, send: Send, log: dict[str, Any]
+    ) -> None:
+        """Have a replica answer, and pass the answer on as it comes."""
+        raw: dict[bytes, bytes] = {}
+        try:
+            async with self._ask(one, request, body) as answer:
+                raw = {name.lower(): value for name, value in answer.raw_headers}
+                log |= json.loads(raw.get(FACTS, b"{}"))
+                logs.request_id.set(raw.get(b"x-request-id", b"").decode("latin-1") or None)
+                headers = [
+                    (name, value) for name, value in answer.raw_headers
+                    if (key := name.lower()) not in _OWN and (key not in _HOP or key == _LENGTH)
+                ]  # fmt: skip
+                start = {"type": "http.response.start", "status": answer.status}
+                await send({**start, "headers": headers})
+                async for piece in answer.content.iter_any():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body"})
+        except _NO_CONNECTION:
+            raise
+        except (aiohttp.ClientError, ConnectionError) as error:
+            if not raw:
+                raise _LostError(str(error) or type(error).__name__) from error
+            logs.LOG.warning("replica %s died while it answered: %s", one.replica, error)
+            if b"event-stream" not in raw.get(b"content-type", b""):
+                return  # uvicorn closes the connection, as the answer is not complete
+            died = StoppedError(
+                "The replica that answered has died, after a part of the answer was sent: ask again"
+            )
+            event = json.dumps({"error": error_body(died)}).encode()
+            last = b"\n\ndata: " + event + b"\n\ndata: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": last})
+
+    async def _metrics(self, request: Request) -> Response:
+        """The metrics of all replicas, each with its name as a label."""
+
+        async def page(one: Report) -> tuple[str, Response] | None:
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                async with self._ask(one, request) as said:
+                    kind = said.headers.get("content-type")
+                    return one.replica, Response(await said.read(), said.status, media_type=kind)
+            return None
+
+        asked = await asyncio.gather(*map(page, self._replicas.values()))
+        pages = [one for one in asked if one is not None]
+        if not pages:
+            raise StoppedError("No replica runs now: ask again in a moment")
+        first = min((answer for _, answer in pages), key=lambda answer: answer.status_code == 200)
+        if first.status_code != 200:
+            return first
+        texts = [(name, bytes(answer.body)) for name, answer in pages]
+        merged = await asyncio.to_thread(merge, texts)
+        return Response(merged, media_type=first.media_type)
+
+
+def named(request: Request, body: bytes) -> str | None:
+    """The name of the model that a request asks, as far as it can be had without parsing it."""
+    if (given := request.headers.get(MODEL.decode())) is not None:
+        return given
+    if (found := _VISION.search(request.scope["path"])) is not None:
+        return found[1]
+    if body[:1] != b"{" and body.lstrip()[:1] != b"{":
+        return None
+    for key in (b'"model"', b'"domains"'):
+        start = -1
+        while (start := body.find(key, start + 1)) >= 0:
+            if body[start - 1 : start] != b"\\" and (value := _NAMED.match(body, start)):
+                with contextlib.suppress(ValueError):
+                    return cast("str", json.loads(value[1]))
+                return None
+    return None
+
+
+def merge(pages: Sequence[tuple[str, bytes]]) -> bytes:
+    """Pages of metrics as one, in which every sample has its replica as a label.
+
+    Samples that have it are of all replicas on every page.
+    """
+    families: dict[str, dict[str, str]] = {}
+    for name, page in pages:
+        family: dict[str, str] = {}
+        for line in page.decode().split("\n")[:-1]:
+            if line.startswith("#"):
+                family = families.setdefault(line.split(" ", 3)[2], {})
+                family.setdefault(line, line)
+                continue
+            series, _, value = line.rpartition(" ")
+            if 'replica="' not in series and series != "valora_replicas":
+                metric, brace, labels = series.partition("{")
+                series = f'{metric}{{replica="{name}"' + (f",{labels}" if brace else "}")
+            family.setdefault(series, f"{series} {value}")
+    return "".join(f"{line}\n" for lines in families.values() for line in lines.values()).encode()
+
+
+def main() -> None:
+    """Serve the sockets that the first message names, and follow the messages after it."""
+    source = sys.stdin.buffer
+    descriptors, settings, replicas, slots, fronts = pickle.load(source)
+    logs.set_up(settings.log_level, settings.log_format)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    front = Front(settings, replicas, slots, fronts)
+    front.update(pickle.load(source))
+    server = make_server(cast("Any", front), settings)
+
+    def follow() -> None:
+        try:
+            while True:
+                news = pickle.load(source)
+                if front.loop is not None:
+                    front.loop.call_soon_threadsafe(front.update, news)
+        except (EOFError, OSError):  # the server has ended
+            server.should_exit = True
+
+    async def serve() -> None:
+        threading.Thread(target=follow, daemon=True).start()
+        serving = asyncio.create_task(server.serve([socket.socket(fileno=n) for n in descriptors]))
+        while not (server.started or serving.done()):
+            await asyncio.sleep(0.01)
+        os.write(1, b"ready\n")
+        await serving
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # uvicorn raises those that it has handled again
+    asyncio.run(serve())
+    os._exit(0)  # the thread still reads
+
+
+if __name__ == "__main__":
+    main()

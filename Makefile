@@ -100,7 +100,7 @@ test-fast: $(READY) ## Run all tests but the slow ones and those that need a GPU
 test-slow: $(READY) ## Run the slow end-to-end tests
 	@$(BIN)/python -m pytest -m 'slow and not alone' -n auto --maxprocesses 8 --dist loadfile \
 		--no-loadscope-reorder --durations 20 $(ARGS) || test $$? = $(NONE)
-	@$(BIN)/python -m pytest -m 'slow and alone' -n 1 --durations 5 $(ARGS) || test $$? = $(NONE)
+	@$(BIN)/python -m pytest -m 'slow and alone' -n 1 --durations 5 $(or $(ARGS),tests/e2e) || test $$? = $(NONE)
 test-gpu: $(READY) ## Run the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 lint: $(READY) ## Check style (ruff) and types (mypy)

@@ -14,7 +14,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes that tests start share the 
 import logging
 import random
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -42,18 +41,9 @@ def _few_threads() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that keeps a run within its time."""
-    text = "skip tests that would begin after this time, in seconds since 1970"
-    parser.addoption("--begin-until", type=float, metavar="SECONDS", help=text)
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start each test, and its fixtures, with the same random numbers; skip it if it is late."""
-    end = item.config.getoption("begin_until")
-    if end is not None and time.time() > end:
-        pytest.skip("not run: its time was over (--begin-until)")
+def pytest_runtest_setup() -> None:
+    """Start each test, and its fixtures, with the same random numbers."""
     # torch.empty gives NaN, so that a value that nobody wrote fails loudly.
     torch.utils.deterministic.fill_uninitialized_memory = True
     random.seed(0)

@@ -16,8 +16,11 @@ from multiprocessing.process import current_process
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([
+    *(() if torch.cuda.is_available() else ("peft",)),  # bitsandbytes asks CUDA as it is imported
     "mlflow.store.tracking.sqlalchemy_store", "torchmetrics.functional.classification",
     "transformers.models.auto.modeling_auto", "transformers.models.llava.modeling_llava",
     "valora_serve.server.app", "valora_serve.server.loading.startup",

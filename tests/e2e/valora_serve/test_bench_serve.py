@@ -6,19 +6,18 @@ import pytest
 
 from tests.bench.valora_serve.bench_serve import main
 from tests.bench.valora_serve.harness import found
-from tests.bench.valora_serve.sections.starving import SHARES
+from tests.bench.valora_serve.sections import starving
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SMALL = [
     "--device", "cpu", "--layers", "2", "--width", "256", "--no-vision", "--window", "1",
-    "--answer", "4", "--rate", "4", "--requests", "8", "--counts", "2", "5", "--overload", "4",
+    "--answer", "4", "--rate", "4", "--requests", "4", "--counts", "2", "5", "--overload", "4",
     "--picture-rates", "3", "--policies", "valora", "slora", "--most-streams", "2", "--frames", "2",
 ]  # fmt: skip
 
 
 def tables(tmp_path, *arguments):
-    """Run a section; return its tables."""
     found.clear()
     out = tmp_path / "figures.json"
     main([*arguments, *SMALL, "--costs", str(tmp_path), "--out", str(out)])
@@ -32,11 +31,12 @@ def test_ablation(tmp_path):
     assert all(row[1] > 0 for row in table["rows"])
 
 
-def test_switching_and_starving(tmp_path):
+def test_switching_and_starving(tmp_path, monkeypatch):
+    monkeypatch.setattr(starving, "ROWS", 16)  # one of them is the smallest share
     switched, starved = tables(tmp_path, "switching", "starving")
     assert [row[1] for row in switched["rows"]] == ["swift", "by matrix"] * 3
     assert sum(row[2] for row in switched["rows"]) > 0
-    assert len(starved["rows"]) == len(SHARES)
+    assert len(starved["rows"]) == len(starving.SHARES)
 
 
 def test_packed(tmp_path):
